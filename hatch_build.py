@@ -1,0 +1,31 @@
+"""Where the sibling distributions come from: the checkout if they stand in it, otherwise an index.
+
+Back ends and connectors are released in lock step with the core, as distributions of their own. In a checkout
+they are taken from their folder, so that `pip install .` works before (and between) releases; an sdist holds no
+such folder, so that whatever is built from it names them plainly, pinned to the same version.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+
+class SiblingsHook(MetadataHookInterface):
+    def update(self, metadata: dict[str, Any]) -> None:
+        siblings: dict[str, str] = self.config["siblings"]
+        requirement = {
+            name: self._requirement(f"kvxfer-{name}", Path(self.root, folder), metadata["version"])
+            for name, folder in siblings.items()
+        }
+        required = self.config["required-siblings"]
+        metadata["dependencies"] = self.config["dependencies"] + [requirement[name] for name in required]
+        metadata["optional-dependencies"] = {
+            name: [line] for name, line in requirement.items() if name not in required
+        }
+
+    @staticmethod
+    def _requirement(distribution: str, folder: Path, version: str) -> str:
+        if (folder / "pyproject.toml").is_file():
+            return f"{distribution} @ {folder.resolve().as_uri()}"
+        return f"{distribution}=={version}"
