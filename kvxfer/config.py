@@ -1,0 +1,76 @@
+"""What an operator can set: few keys, each checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvxfer.errors import ConfigError
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0, lt=math.inf)]
+Bytes = Annotated[int, Meta(gt=0)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of one engine; both engines of a pair have their own and need not agree, save on the back end.
+
+    Attributes:
+        backend: name under the entry point group `kvxfer.backends`, or `module:Class`.
+        backend_options: handed to the back end, which checks them itself.
+        listen: address that control sockets bind to.
+        port: port of the engine's directory; 0 takes any free one.
+        advertise: host name or address given to peers; None gives them `listen`.
+        transfer_timeout: seconds from a consumer's *want* to the transfer's outcome.
+        lease: seconds for which a producer keeps blocks that it offered and nobody fetched or renewed.
+        peer_timeout: seconds of silence after which a peer counts as dead.
+        staging_bytes: size of the staging area, for transfers that cannot or should not go direct.
+        integrity: how much of what arrives is compared with a hash of what was sent.
+    """
+
+    backend: NonEmpty = "zmq"
+    backend_options: dict[str, Any] = {}
+    listen: NonEmpty = "127.0.0.1"
+    port: Port = 0
+    advertise: NonEmpty | None = None
+    transfer_timeout: Seconds = 30.0
+    lease: Seconds = 60.0
+    peer_timeout: Seconds = 5.0
+    staging_bytes: Bytes = 64 << 20
+    integrity: Literal["off", "sample", "full"] = "off"
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Config:
+        """Read settings as they come out of JSON, YAML or an engine's own configuration.
+
+        Raises:
+            ConfigError: a key is unknown (the message names the nearest known one) or a value has the wrong
+                type or range (the message names key, value and what is expected).
+        """
+        types = {field.name: field.type for field in msgspec.structs.fields(cls)}
+        values: dict[str, Any] = {}
+        for key, value in mapping.items():
+            if key not in types:
+                raise ConfigError(f"unknown kvxfer setting {key!r}: {_advice(key, list(types))}")
+            try:
+                values[key] = msgspec.convert(value, types[key])
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"kvxfer setting {key!r} cannot be {value!r}: {_expected(types[key], error)}") from None
+        return cls(**values)
+
+
+def _expected(type_: Any, error: msgspec.ValidationError) -> str:
+    if get_origin(type_) is Literal:
+        return f"expected one of {', '.join(map(repr, get_args(type_)))}"
+    return str(error)
+
+
+def _advice(key: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(str(key), known, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"the settings are {', '.join(known)}"

@@ -1,0 +1,85 @@
+"""Reading the configuration: what is accepted, and what a mistake is told."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError, KvxferError
+
+
+def test_empty_mapping_gives_the_defaults() -> None:
+    config = Config.from_mapping({})
+    assert config == Config()
+    assert (config.backend, config.listen, config.port, config.advertise) == ("zmq", "127.0.0.1", 0, None)
+    assert config.integrity == "off"
+
+
+def test_all_keys_are_read() -> None:
+    settings = {
+        "backend": "nixl",
+        "backend_options": {"num_threads": 2},
+        "listen": "0.0.0.0",
+        "port": 5600,
+        "advertise": "prefill-0.example",
+        "transfer_timeout": 10,
+        "lease": 20.5,
+        "peer_timeout": 1,
+        "staging_bytes": 1 << 20,
+        "integrity": "full",
+    }
+    assert msgspec.structs.asdict(Config.from_mapping(settings)) == settings
+    assert set(settings) == {field.name for field in msgspec.structs.fields(Config)}
+
+
+def test_config_cannot_be_changed_nor_shared_by_accident() -> None:
+    config = Config()
+    with pytest.raises(AttributeError):
+        config.port = 1  # type: ignore[misc]
+    config.backend_options["left"] = "over"
+    assert Config().backend_options == {}
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("backends", "backend"), ("transfer_timeout_s", "transfer_timeout"), ("stagingbytes", "staging_bytes")],
+)
+def test_unknown_key_names_the_nearest(typo: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{typo!r}.*did you mean {meant!r}"):
+        Config.from_mapping({typo: 1})
+
+
+def test_unknown_key_without_a_near_one_lists_them_all() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping({"zzz": 1})
+    assert all(field.name in str(caught.value) for field in msgspec.structs.fields(Config))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("port", "5600", "int"),
+        ("port", 65536, "65535"),
+        ("port", True, "int"),
+        ("transfer_timeout", "30s", "float"),
+        ("transfer_timeout", 0, "> 0"),
+        ("lease", None, "float"),
+        ("lease", float("inf"), "inf"),
+        ("backend", "", "length"),
+        ("backend_options", ["a"], "object"),
+        ("advertise", 1, "str"),
+        ("staging_bytes", 1.5, "int"),
+        ("integrity", "some", "'off', 'sample', 'full'"),
+    ],
+)
+def test_wrong_value_names_key_value_and_expectation(key: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping({key: value})
+    message = str(caught.value)
+    assert repr(key) in message and repr(value) in message and expected in message
+
+
+def test_config_error_is_caught_as_kvxfer_error() -> None:
+    with pytest.raises(KvxferError):
+        Config.from_mapping({"port": -1})
