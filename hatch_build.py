@@ -1,8 +1,8 @@
 """Where the sibling distributions come from: the checkout if they stand in it, otherwise an index.
 
 Back ends and connectors are released in lock step with the core, as distributions of their own. In a checkout
-they are taken from their folder, so that `pip install .` works before (and between) releases; an sdist holds no
-such folder, so that whatever is built from it names them plainly, pinned to the same version.
+they are taken from their folder, so that `pip install .` works before (and between) releases; an sdist holds
+no such folder, so that whatever is built from it names them plainly, pinned to the same version.
 """
 
 from pathlib import Path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -13,7 +12,7 @@ from msgspec import Meta, Struct
 from kvxfer.errors import ConfigError
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Seconds = Annotated[float, Meta(gt=0, lt=math.inf)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded: no wait is without an end
 Bytes = Annotated[int, Meta(gt=0)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 
@@ -61,7 +60,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             try:
                 values[key] = msgspec.convert(value, types[key])
             except msgspec.ValidationError as error:
-                raise ConfigError(f"kvxfer setting {key!r} cannot be {value!r}: {_expected(types[key], error)}") from None
+                expected = _expected(types[key], error)
+                raise ConfigError(f"kvxfer setting {key!r} cannot be {value!r}: {expected}") from None
         return cls(**values)
 
 

@@ -1,4 +1,4 @@
-"""What kvxfer raises. Every message says what happened, to which transfer and peer, and what to do about it."""
+"""What kvxfer raises. A message says what happened, to which transfer and peer, and what to do."""
 
 
 class KvxferError(Exception):

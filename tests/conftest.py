@@ -1,7 +1,7 @@
 """What all tests share: how a test says that it needs something which may not be installed.
 
-`KVXFER_REQUIRE` (comma-separated names) lists what must be there: a test that needs one of those fails instead of
-being skipped, so that a broken environment cannot look like a passing one.
+`KVXFER_REQUIRE` (comma-separated names) lists what must be there: a test that needs one of those fails
+instead of being skipped, so that a broken environment cannot look like a passing one.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-_MODULES = {"vllm": "vllm", "nixl": "nixl", "ucx": "ucxx", "torch": "torch", "nccl": "nccl", "cma": "kvxfer_cma"}
+_MODULES = {"vllm": "vllm", "nixl": "nixl", "ucx": "ucxx", "nccl": "nccl", "cma": "kvxfer_cma"}
 
 
 def require(name: str) -> None:
