@@ -1,0 +1,218 @@
+"""The contract a back end fulfils: move bytes between registered memory of two processes.
+
+No word of KV, requests or engines appears here. A back end is a class derived from ``Transport``, found through
+the entry point group ``kvxfer.backends``, and proved by subclassing ``kvxfer.testing.ConformanceSuite``.
+
+**Threads.** One thread (the agent's data thread) makes the object and calls every method; it may call from
+another thread only ``close`` after that thread has ended. No method may block for longer than ``Capabilities.
+may_block_s`` says.
+
+**Memory.** ``register`` takes a list of regions and gives them one flat offset space (``flat_starts``); batches speak
+of ``(memory, flat offset, length)``. Memories are numbered 0, 1, 2 ... in the order of registration; the peer names
+them by these numbers. All memory is registered before the first ``endpoint``.
+
+**Peers.** Either side calls ``endpoint`` once for every new link and sends the bytes to the other side by a channel of
+its own; then both call ``connect(mine, theirs)``. The call returns at once; batches for a link that is still
+being made wait inside the back end. Two links between the same two agents are independent.
+
+**Verbs.** ``READ`` and ``WRITE`` are one-sided: only one side submits. ``SEND`` and ``RECV`` are two-sided: both submit
+batches with the same ``lengths`` in the same order on a link and direction, and both carry the same ``stream`` number
+(0, 1, 2 ...), so a back end without tags needs none and one with tags can check. Neither half is submitted before both
+sides agreed to go.
+
+**Completion.** Every accepted batch ends in exactly one ``Completion`` from ``poll``. Success means that all bytes are
+*visible* at the target to anyone told over any other channel. ``quiet`` says that this batch can no longer
+read or write memory on this side; a failed batch that is not quiet gets quiet by ``Capabilities.quiet``.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from kvxfer.geometry.cache import Region
+from kvxfer.geometry.plan import CopyPlan, Ints
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "Batch",
+    "Capabilities",
+    "Completion",
+    "Fence",
+    "Probe",
+    "Transport",
+    "Verb",
+]
+
+CONTRACT_VERSION = 1
+"""Compared with ``Transport.contract`` at load. Raised when a back end written for the old one could misbehave."""
+
+
+class Verb(enum.StrEnum):
+    READ = "read"
+    WRITE = "write"
+    SEND = "send"
+    RECV = "recv"
+
+
+@runtime_checkable
+class Fence(Protocol):
+    """Work that must have happened before a batch may touch its memory (for CUDA: an event recorded by the engine).
+
+    ``passed`` never blocks. ``event`` is the device event for stream-ordered back ends, ``None`` if there is none.
+    """
+
+    def passed(self) -> bool: ...
+
+    @property
+    def event(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Bytes to move on one link.
+
+    ``local``, ``remote`` are memory numbers. ``local_offsets``, ``remote_offsets``, ``lengths`` are int64 arrays of one
+    length, flat offsets in bytes. For ``SEND`` and ``RECV`` the remote side is the peer's business (``remote`` is ignored,
+    ``remote_offsets`` is ``None``). ``plan`` may be set for back ends whose ``Capabilities.factored`` is true, in
+    place of the three arrays: then the source side is local for ``WRITE``/``SEND`` and remote for ``READ``.
+    """
+
+    verb: Verb
+    peer: int
+    local: int
+    lengths: Ints
+    local_offsets: Ints
+    remote: int = 0
+    remote_offsets: Ints | None = None
+    stream: int = 0
+    plan: CopyPlan | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.plan.nbytes if self.plan is not None else int(np.sum(self.lengths))
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The one end of a batch. ``error`` is ``None`` on success, else names the peer and the cause."""
+
+    batch: int
+    error: Exception | None = None
+    quiet: bool = True
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a back end can do, fixed when it is made.
+
+    ``verbs``: what ``submit`` takes (``SEND`` and ``RECV`` together or not at all).
+    ``memory``: kinds of region it moves (``cpu``, ``cuda``).
+    ``same_host``: works only between processes of one host.
+    ``run_bytes``: below this average run length packing into one long run is cheaper than submitting the runs.
+    ``gathers``: takes many runs a batch at small cost (false: the session gives it single long runs, staged).
+    ``factored``: takes ``Batch.plan``.
+    ``may_block_s``: longest time, in seconds, that one call is expected to block the data thread.
+    ``abort``: what ``abort`` ends: one ``batch``, or everything with that ``peer``.
+    ``quiet``: what makes this side's memory quiet after a failure: the failed ``batch``'s completion, closing the peer
+    (``peer_close``), closing the whole back end (``backend_reset``), or ``never``.
+    """
+
+    verbs: frozenset[Verb]
+    memory: frozenset[str] = frozenset({"cpu"})
+    same_host: bool = False
+    run_bytes: int = 16384
+    gathers: bool = True
+    factored: bool = False
+    may_block_s: float = 0.05
+    abort: Literal["batch", "peer"] = "batch"
+    quiet: Literal["batch", "peer_close", "backend_reset", "never"] = "batch"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Whether a back end can be used in this process, and why or why not, in words for a user.
+
+    ``memory``: kinds it could move here; ``facts``: versions and settings for ``kvxfer doctor``.
+    """
+
+    usable: bool
+    reason: str
+    memory: frozenset[str] = frozenset()
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Transport(ABC):
+    """Base class of back ends. The constructor takes the agent's name and the user's ``backend_options``; it raises
+    ``ConfigError`` for an unknown or bad option (naming the nearest valid one) and ``TransportError`` when the
+    library is missing or cannot start (naming the pip line that installs it)."""
+
+    name: ClassVar[str]
+    contract: ClassVar[int] = CONTRACT_VERSION
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        self.agent = agent
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> Probe:
+        """Say whether this back end works here. Loads its library if it must, leaves no trace, never raises."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    @abstractmethod
+    def register(self, regions: Sequence[Region]) -> int:
+        """Make memory known; returns its number. Raises ``TransportError`` for memory it cannot move."""
+
+    @abstractmethod
+    def deregister(self, memory: int) -> None:
+        """Forget memory; raises ``TransportError`` when it is unknown or a batch in flight still uses it."""
+
+    @abstractmethod
+    def endpoint(self) -> bytes:
+        """What a peer needs to connect, fresh for every link; at most 1 MiB, safe to send anywhere."""
+
+    @abstractmethod
+    def connect(self, mine: bytes, theirs: bytes) -> int:
+        """Open a link from both sides' endpoints and return its number. Raises ``TransportError`` for a malformed or
+        incompatible endpoint; an unreachable peer may show only in the completions of its batches."""
+
+    @abstractmethod
+    def disconnect(self, peer: int) -> None:
+        """Close a link at once. Batches in flight complete with an error (from ``poll``), never silently."""
+
+    @abstractmethod
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        """Start a batch and return its number, unique in this object. With ``after``, nothing is touched before the fence
+        has passed. Raises ``TransportError`` for an unknown peer, offsets outside registered memory, or a verb or
+        memory kind that ``capabilities`` lacks; then nothing was started."""
+
+    @abstractmethod
+    def poll(self) -> list[Completion]:
+        """Completions since the last call; drives progress. Never blocks longer than ``may_block_s``."""
+
+    @abstractmethod
+    def abort(self, batch: int) -> None:
+        """End a batch (or all of its peer's, see ``Capabilities.abort``) soon; its completion still comes from ``poll``.
+        Unknown or finished numbers are ignored."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything and give all resources back. After it returns, memory is quiet unless ``quiet`` is ``never``.
+        Idempotent."""
+
+    def fileno(self) -> int | None:
+        """A descriptor that polls readable when ``poll`` should be called, or ``None``: then ``poll_interval_s`` counts."""
+        return None
+
+    @property
+    def poll_interval_s(self) -> tuple[float, float]:
+        """How often to call ``poll`` without a wake-up: (with batches in flight, idle), in seconds."""
+        return (0.0005, 0.1)
