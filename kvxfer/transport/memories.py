@@ -1,0 +1,82 @@
+"""Registered memory by number, and flat offsets turned into addresses: what every back end needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvxfer.errors import TransportError
+from kvxfer.geometry.cache import Region, flat_starts
+from kvxfer.geometry.plan import Ints
+
+__all__ = ["Memories"]
+
+
+class Memories:
+    """The memories of one side, numbered 0, 1, 2 ... Numbers are never used twice. Any one thread at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[Region, ...], Ints, Ints, Ints]] = {}
+        self._next = 0
+
+    def add(self, regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> int:
+        """Number a list of regions. Raises ``TransportError`` for none at all, an impossible region, two that
+        overlap, or a device kind that is not in ``devices``."""
+        kept = tuple(regions)
+        if not kept:
+            raise TransportError("a memory needs at least one region")
+        for r in kept:
+            if r.address <= 0 or r.nbytes <= 0:
+                raise TransportError(f"{r} is not a piece of memory: address and size must be positive")
+            if r.device.partition(":")[0] not in devices:
+                raise TransportError(f"{r} lies on {r.device!r}; this back end moves {', '.join(sorted(devices))}")
+        by_address = sorted(kept, key=lambda r: (r.device, r.address))
+        for a, b in zip(by_address, by_address[1:], strict=False):
+            if a.device == b.device and a.address + a.nbytes > b.address:
+                raise TransportError(f"{a} and {b} overlap")
+        starts = np.array(flat_starts(kept), np.int64)
+        sizes = np.array([r.nbytes for r in kept], np.int64)
+        # Addresses are below 2**63 on every platform we know, and the difference may be negative.
+        shift = np.array([r.address for r in kept], np.int64) - starts
+        number, self._next = self._next, self._next + 1
+        self._known[number] = (kept, starts, starts + sizes, shift)
+        return number
+
+    def remove(self, memory: int) -> tuple[Region, ...]:
+        """Forget a memory and return its regions. Raises ``TransportError`` when the number is unknown."""
+        if memory not in self._known:
+            raise TransportError(f"memory {memory} is not registered")
+        return self._known.pop(memory)[0]
+
+    def __contains__(self, memory: int) -> bool:
+        return memory in self._known
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._known)
+
+    def regions(self, memory: int) -> tuple[Region, ...]:
+        if memory not in self._known:
+            raise TransportError(f"memory {memory} is not registered")
+        return self._known[memory][0]
+
+    def addresses(self, memory: int, offsets: Ints, lengths: Ints) -> Ints:
+        """Address of each run, int64. Raises ``TransportError`` when the memory is unknown, the arrays do not fit
+        each other, or a run is not inside one region."""
+        if memory not in self._known:
+            raise TransportError(f"memory {memory} is not registered")
+        _, starts, ends, shift = self._known[memory]
+        offsets, lengths = np.asarray(offsets, np.int64), np.asarray(lengths, np.int64)
+        if offsets.ndim != 1 or offsets.shape != lengths.shape:
+            raise TransportError(f"{offsets.shape} offsets and {lengths.shape} lengths: one of each is needed a run")
+        at = np.searchsorted(starts, offsets, side="right") - 1
+        bad = (at < 0) | (lengths < 0)
+        at = np.maximum(at, 0)
+        # Compared as a difference: offset + length could overflow.
+        bad |= lengths > ends[at] - offsets
+        if bad.any():
+            i = int(np.argmax(bad))
+            raise TransportError(
+                f"run {i} (offset {int(offsets[i])}, {int(lengths[i])} bytes) is outside the regions of memory {memory}"
+            )
+        return np.asarray(offsets + shift[at])

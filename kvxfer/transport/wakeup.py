@@ -1,0 +1,74 @@
+"""One descriptor that polls readable for any of several reasons: other descriptors, a flag, a time.
+
+Linux only (epoll, eventfd, timerfd), as is the rest of kvxfer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import time
+
+__all__ = ["Wakeup"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_CLOEXEC_NONBLOCK = os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class _TimerSpec(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns")]
+
+
+class Wakeup:
+    """``fileno()`` is for the poll of the thread that drives a back end. Only ``set`` may be called by others."""
+
+    def __init__(self) -> None:
+        self._timer = _libc.timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC_NONBLOCK)
+        if self._timer < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._epoll.register(self._timer, select.EPOLLIN)
+        self._epoll.register(self._flag, select.EPOLLIN)
+        self._due: float | None = None
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def add(self, fd: int) -> None:
+        """Wake when ``fd`` is readable."""
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def remove(self, fd: int) -> None:
+        self._epoll.unregister(fd)
+
+    def set(self) -> None:
+        """Wake now. From any thread."""
+        os.eventfd_write(self._flag, 1)
+
+    def clear(self) -> None:
+        """Forget ``set`` and a time that has come."""
+        try:
+            os.eventfd_read(self._flag)
+        except BlockingIOError:
+            pass  # it was not set
+        if self._due is not None and self._due <= time.monotonic():
+            self.at(None)
+
+    def at(self, due: float | None) -> None:
+        """Wake at this time of ``time.monotonic`` (in place of the one set before); ``None`` for never."""
+        if due == self._due:
+            return
+        self._due = due
+        left = 0 if due is None else max(1, int((due - time.monotonic()) * 1e9))
+        spec = _TimerSpec(0, 0, left // 1_000_000_000, left % 1_000_000_000)
+        if _libc.timerfd_settime(self._timer, 0, ctypes.byref(spec), None) < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime failed")
+
+    def close(self) -> None:
+        """Give the descriptors back. Idempotent."""
+        if not self._epoll.closed:
+            self._epoll.close()
+            os.close(self._flag)
+            os.close(self._timer)
