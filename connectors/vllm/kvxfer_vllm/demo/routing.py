@@ -1,0 +1,61 @@
+"""What a router does: one request through a prefill server, then through a decode server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer_vllm.demo.servers import MODEL_NAME, Server
+
+# The schema that vLLM's own proxies, vllm-router and llm-d speak; they relay P's answer to D as it is.
+PREFILL_PARAMS: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Greedy output of one request, and what a connector said about its KV cache."""
+
+    prompt_tokens: int
+    tokens: list[int]
+    kv_transfer_params: dict[str, Any] | None
+
+
+def complete(
+    server: Server, prompt: str, max_tokens: int, kv_transfer_params: dict[str, Any] | None = None
+) -> Completion:
+    """One greedy completion, exactly `max_tokens` long. Raises ServerError if the server fails it."""
+    body: dict[str, Any] = {
+        "model": MODEL_NAME,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if kv_transfer_params is not None:
+        body["kv_transfer_params"] = kv_transfer_params
+    answer = server.post("/v1/completions", body)
+    return Completion(
+        prompt_tokens=answer["usage"]["prompt_tokens"],
+        tokens=answer["choices"][0]["token_ids"],
+        kv_transfer_params=answer.get("kv_transfer_params"),
+    )
+
+
+def prefill_then_decode(prefill: Server, decode: Server, prompt: str, max_tokens: int) -> Completion:
+    """Have `prefill` compute the prompt's KV cache and `decode` fetch it and generate all tokens.
+
+    Raises:
+        ServerError: a server failed its part, or `prefill` offered no KV cache.
+    """
+    offered = complete(prefill, prompt, 1, PREFILL_PARAMS).kv_transfer_params
+    if not offered or not offered.get("do_remote_prefill"):
+        raise prefill.error(f"offered no KV cache for a prompt of {len(prompt)} tokens: {offered}")
+    return complete(decode, prompt, max_tokens, offered)

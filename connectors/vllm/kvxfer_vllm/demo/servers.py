@@ -1,0 +1,210 @@
+"""Real vLLM OpenAI servers on loopback: start, wait until they answer, stop them with all their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MODEL_NAME = "tiny"
+BLOCK = 32
+"""Tokens a block; the CPU attention of vLLM needs a multiple of 32."""
+CHUNK = 256
+"""Tokens that one step of a server prefills at most, so that a longer prompt takes several."""
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+# Small, and nothing compiled or captured: a start of seconds instead of minutes. With float32, greedy tokens
+# do not depend on how a prompt was cut into steps, so that a difference is a difference in the cache. The
+# share of GPU memory only has to pass a check, since the cache's size is given.
+_FLAGS = f"""--enforce-eager --dtype float32 --block-size {BLOCK} --max-model-len 2048 --max-num-seqs 8
+    --max-num-batched-tokens {CHUNK} --kv-cache-memory-bytes {128 << 20} --gpu-memory-utilization 0.2
+    --api-server-count 1 --disable-uvicorn-access-log""".split()
+
+
+class ServerError(Exception):
+    """A server did not start, ended by itself or failed a request; the message carries the end of its log."""
+
+
+class Server:
+    """One vLLM server with all its processes, started by the constructor and ended by `stop`.
+
+    Args:
+        name: what messages call it; also the name of its log file.
+        model: folder of the model.
+        logs: folder for its log file.
+        kv_transfer: what `--kv-transfer-config` says, or None for a server without a connector.
+        flags: further command-line flags.
+        env: further environment variables.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        logs: Path,
+        kv_transfer: Mapping[str, Any] | None = None,
+        flags: Iterable[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.log = logs / f"{name}.log"
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--model", str(model), "--served-model-name", MODEL_NAME, *_FLAGS]
+        if kv_transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(kv_transfer)]
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*command, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **_ENVIRONMENT, **(env or {})},
+                start_new_session=True,  # a process group of its own, so that all of it can be ended together
+            )
+
+    def ready(self) -> bool:
+        """Whether it answers by now. Raises ServerError if it has ended."""
+        if self._process.poll() is not None:
+            raise self.error(f"ended by itself with status {self._process.returncode}")
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=1):
+                return True
+        except OSError:
+            return False
+
+    def post(self, path: str, body: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
+        """POST JSON, return the JSON answer. Raises ServerError for any status but 200, and on timeout."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:500]
+            raise self.error(f"answered {error.code} to {path}: {said}") from None
+        except OSError as error:
+            raise self.error(f"gave no answer to {path} within {timeout:.0f} s ({error})") from None
+
+    def metrics(self) -> str:
+        """The server's page of Prometheus metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def error(self, what: str) -> ServerError:
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+        return ServerError(f"the {self.name} server {what}\n--- end of its log, {self.log.name}:\n{tail}")
+
+    def stop(self) -> None:
+        """End all its processes, with a few seconds to do it by themselves. Idempotent."""
+        self._signal(signal.SIGTERM)
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            pass  # killed next, as is whatever outlived a server that went in time
+        self._signal(signal.SIGKILL)
+        self._process.wait(10)
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass  # the whole group has ended
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A prefill and a decode server with a connector between them, and a plain one to compare with."""
+
+    plain: Server
+    prefill: Server
+    decode: Server
+
+
+@contextmanager
+def running(
+    model: Path,
+    logs: Path,
+    config: Mapping[str, Any],
+    decode_config: Mapping[str, Any] | None = None,
+    timeout: float = 300.0,
+    on_ready: Callable[[Server], None] = lambda server: None,
+) -> Iterator[Cluster]:
+    """Start three servers side by side, hand them out once all answer, and end them whatever happens.
+
+    Args:
+        model: folder of the model.
+        logs: folder for the servers' log files.
+        config: the connector's settings (`kv_connector_extra_config`) at the prefill server.
+        decode_config: the same for the decode server; by default what the prefill server gets.
+        timeout: seconds for all three to answer.
+        on_ready: told about each server when it answers.
+
+    Raises:
+        ServerError: one of them ended or did not answer in time.
+    """
+    with ExitStack() as stack:
+
+        def start(name: str, kv_transfer: Mapping[str, Any] | None) -> Server:
+            server = Server(name, model, logs, kv_transfer)
+            stack.callback(server.stop)
+            return server
+
+        cluster = Cluster(
+            plain=start("plain", None),
+            prefill=start("prefill", connector("kv_producer", config)),
+            decode=start("decode", connector("kv_consumer", decode_config or config)),
+        )
+        await_ready([cluster.plain, cluster.prefill, cluster.decode], timeout, on_ready)
+        yield cluster
+
+
+def connector(role: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--kv-transfer-config` says to have a vLLM server use kvxfer."""
+    return {
+        "kv_connector": "KVXferConnector",
+        "kv_connector_module_path": "kvxfer_vllm",
+        "kv_role": role,
+        "kv_connector_extra_config": dict(config),
+    }
+
+
+def await_ready(
+    servers: Iterable[Server], timeout: float, on_ready: Callable[[Server], None] = lambda server: None
+) -> None:
+    """Return once all servers answer. Raises ServerError once one has ended, or after `timeout` seconds."""
+    waiting = list(servers)
+    deadline = time.monotonic() + timeout
+    while waiting:
+        for server in waiting[:]:
+            if server.ready():
+                waiting.remove(server)
+                on_ready(server)
+        if waiting and time.monotonic() > deadline:
+            raise waiting[0].error(f"did not answer within {timeout:.0f} s")
+        time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

