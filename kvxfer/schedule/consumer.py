@@ -1,49 +1,210 @@
 """The consumer's scheduler half: which requests load from outside, into which blocks, and how often."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from kvxfer.identity import TransferId
-from kvxfer.schedule.commands import Group, Release, Source, StepCommands
+from kvxfer.schedule.commands import (
+    NULL,
+    Cancel,
+    Group,
+    Release,
+    ScheduleError,
+    Source,
+    StepCommands,
+    Table,
+    Want,
+    rows,
+)
+
+
+class _State(Enum):
+    OPEN = auto()  # nobody has asked for it
+    LOADING = auto()  # its `loader` has
+    CLOSED = auto()  # taken, failed or given up: never asked for again
+
+
+@dataclass(slots=True)
+class _Load:
+    """One transfer, for all requests of this engine that share it."""
+
+    transfer: TransferId
+    digest: bytes
+    source: Source
+    tokens: int
+    requests: set[str] = field(default_factory=set)
+    state: _State = _State.OPEN
+    loader: str | None = None  # whose load the workers have not reported yet, cancelled or not
 
 
 class Intake:
-    """Decides what to load and queues the wants. One per engine; one thread."""
+    """Decides what to load and queues the wants. A transfer is wanted at most once, by one request.
 
-    def __init__(self, groups: Sequence[Group], own: Source | None = None) -> None: ...
+    One per engine, called by one thread. Each request goes `arrive`, `matched` as often as the engine likes,
+    `allocated`, `loaded`, `finish`; calls about a request that did not arrive do nothing.
+
+    Args:
+        groups: the engine's KV-cache groups, in the order of its block tables.
+        own: the engine's own address, for producers that dial back.
+    """
+
+    def __init__(self, groups: Sequence[Group], own: Source | None = None) -> None:
+        self._groups = tuple(groups)
+        self._own = own
+        self._loads: dict[TransferId, _Load] = {}
+        self._requests: dict[str, _Load] = {}
+        self._loading: dict[str, _Load] = {}  # by loader, which may have finished meanwhile
+        self._wants: list[Want] = []
+        self._cancels: list[Cancel] = []
+        self._releases: list[Release] = []
 
     def arrive(self, request: str, transfer: TransferId, digest: bytes, source: Source, tokens: int) -> bool:
-        """A request whose first `tokens` tokens can be had from `source`. Siblings (n > 1) share one transfer.
+        """A request of whose prompt the first `tokens` tokens can be had from `source`.
 
-        False if a live request uses the same id for other content or another source: this one will not load.
+        Requests with the same transfer (children of n > 1) share it: one loads, the others wait and then find
+        the blocks in the engine's prefix cache. Asking again for a known request changes nothing.
+
+        Returns False if the id is in use for other content or another source, or a load under it was given up
+        and is not quiet yet: this request is computed here, and the rest of its calls do nothing.
         """
+        load = self._loads.get(transfer)
+        if request in self._requests:
+            if self._requests[request] is not load:
+                raise ScheduleError(
+                    f"request {request} loads {self._requests[request].transfer}, not {transfer} too"
+                )
+            return True
+        if load is None:
+            load = self._loads[transfer] = _Load(transfer, digest, source, tokens)
+        elif not load.requests or (load.digest, load.source, load.tokens) != (digest, source, tokens):
+            return False
+        load.requests.add(request)
+        self._requests[request] = load
+        return True
 
     def matched(self, request: str, computed: int) -> int | None:
-        """How many tokens beyond the `computed` local ones can come from outside; no side effects.
+        """How many tokens beyond the `computed` local ones can come from outside. Changes nothing.
 
-        0: none (unknown, already taken, refused). None: a sibling is loading them; ask again next step."""
+        0: none, for good (unknown, already taken, failed, or the local cache has all). None: the transfer is
+        being loaded; ask again in the next step. A load ends within its deadline, and so does the None.
+        """
+        load = self._requests.get(request)
+        if load is None or load.state is _State.CLOSED:
+            return 0
+        if load.state is _State.LOADING:
+            return None
+        return max(0, load.tokens - computed)
 
     def allocated(self, request: str, table: Sequence[Sequence[int]], computed: int, external: int) -> None:
-        """The engine admitted the request with `external` tokens from outside behind `computed` local ones, into
-        `table` (whole). A second call with external=0 after the load changes nothing."""
+        """The engine admitted the request, and counts on `external` tokens from outside.
 
-    def loaded(self, request: str, ok: bool) -> None:
-        """The workers' verdict on the load."""
+        Without any (it has all, or takes them elsewhere) an untouched transfer is given up. The second call
+        that vLLM makes after a load, with external=0, changes nothing.
+
+        Args:
+            table: the whole block table, per group; -1 where there is no block.
+            computed: local tokens in front of the external ones, as `matched` was asked last.
+            external: how many of those that `matched` promised; fewer only if no group is a "state".
+
+        Raises:
+            ScheduleError: tokens that `matched` would not promise now, or no blocks for them. The request
+                must not run.
+        """
+        load = self._requests.get(request)
+        if external > 0:
+            promised = self.matched(request, computed)
+            partly = any(group.kind == "state" for group in self._groups)
+            if load is None or promised is None or external > promised or (partly and external < promised):
+                raise ScheduleError(
+                    f"request {request} counts on {external} tokens where {promised} can be had"
+                )
+            end = computed + external
+            blocks = self._wanted(table, computed, end)
+            load.state, load.loader = _State.LOADING, request
+            self._loading[request] = load
+            self._wants.append(
+                Want(load.transfer, load.digest, load.source, blocks, computed, end, self._own)
+            )
+        elif load is not None and load.state is _State.OPEN:
+            self._release(load, "the consumer does not need it")
+
+    def loaded(self, request: str) -> None:
+        """All workers have reported the load that the request asked for: it is over, and its memory quiet.
+
+        Due once for each want, however it ended, also after a cancel and for a request that is finished. A
+        load that failed is not tried again: the engine computes the tokens or fails the request, by its
+        policy.
+        """
+        load = self._loading.pop(request, None)
+        if load is not None:
+            load.state, load.loader = _State.CLOSED, None
+            self._prune(load)
 
     def preempt(self, request: str) -> None:
-        """The engine took the blocks away. What was loaded is lost; what was never loaded still can be."""
+        """The engine takes the request's blocks away. What was loaded into them is computed here when it
+        resumes; a transfer that it did not ask for yet can still be loaded."""
+        load = self._requests.get(request)
+        if load is not None and load.loader == request:
+            self._cancel(load, "the consumer preempted the request")
 
-    def finish(self, request: str, reason: str = "finished") -> None:
-        """The request is over, at whatever point (rejected, aborted, done)."""
+    def finish(self, request: str, reason: str = "the consumer's request is over") -> None:
+        """The request is over, at whatever point: rejected, aborted or done."""
+        load = self._requests.pop(request, None)
+        if load is None:
+            return
+        load.requests.remove(request)
+        if load.loader == request:
+            self._cancel(load, reason)
+        elif load.state is _State.OPEN and not load.requests:
+            self._release(load, reason)
+        self._prune(load)
 
     @property
     def waiting(self) -> dict[TransferId, Source]:
-        """Transfers that nobody has wanted yet: the scheduler half keeps their leases alive."""
+        """Transfers that workers do not know yet: the scheduler half renews their leases itself."""
+        return {load.transfer: load.source for load in self._loads.values() if load.state is _State.OPEN}
 
     def __len__(self) -> int:
-        """Requests known."""
+        """Transfers remembered, cancelled ones that are not quiet yet included."""
+        return len(self._loads)
 
     def commands(self) -> StepCommands:
-        """Wants and cancels since the last call."""
+        """Wants and cancels since the last call: once a step."""
+        if not self._wants and not self._cancels:
+            return StepCommands()
+        drained = StepCommands(wants=tuple(self._wants), cancels=tuple(self._cancels))
+        self._wants.clear()
+        self._cancels.clear()
+        return drained
 
     def releases(self) -> tuple[Release, ...]:
-        """Transfers given up unread since the last call; to be sent to their producers, not to workers."""
+        """Transfers given up unread since the last call; for their producers, not for workers."""
+        drained = tuple(self._releases)
+        self._releases.clear()
+        return drained
+
+    def _wanted(self, table: Sequence[Sequence[int]], start: int, end: int) -> Table:
+        """The blocks that hold a token of `[start, end)`; those in front may be shared with other
+        requests."""
+        wanted = []
+        for group, row in rows(self._groups, table):
+            cached, past = start // group.block, group.blocks(end)
+            fresh = tuple(row[cached:past])
+            if len(fresh) < past - cached or (group.kind == "full" and NULL in fresh):
+                raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {len(row)} blocks")
+            wanted.append((NULL,) * cached + fresh)
+        return tuple(wanted)
+
+    def _cancel(self, load: _Load, reason: str) -> None:
+        if load.state is _State.LOADING:
+            load.state = _State.CLOSED
+            self._cancels.append(Cancel(load.transfer, reason))
+
+    def _release(self, load: _Load, reason: str) -> None:
+        load.state = _State.CLOSED
+        self._releases.append(Release(load.transfer, load.source, reason))
+
+    def _prune(self, load: _Load) -> None:
+        if not load.requests and load.loader is None:
+            del self._loads[load.transfer]

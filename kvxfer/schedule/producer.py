@@ -1,46 +1,241 @@
-"""The producer's scheduler half: what of each prefill may be read, and until when."""
+"""The producer's scheduler half: what of each prefill may be read, and until when.
+
+Generations come from one counter of the tracker, so none is ever used twice in an epoch: a retry under the id
+of an aborted request is told from it although nothing of the aborted one is remembered.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvxfer.identity import TransferId
-from kvxfer.schedule.commands import Group, StepCommands
+from kvxfer.identity import Generation, TransferId
+from kvxfer.schedule.commands import Group, Offer, Revoke, ScheduleError, StepCommands, Table, rows
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """One tracked request. What is listed in `blocks` has been offered in `generation`."""
+
+    request: str
+    transfer: TransferId
+    digest: bytes
+    total: int  # tokens to be had when all is done
+    born: Generation
+    generation: Generation
+    blocks: Table
+    tokens: int = 0
+    final: bool = False
+    progress: int = 0  # tokens that the last step leaves computed; may exceed `total`
+    finished: bool = False
+    gone: bool = False
 
 
 class PrefillTracker:
-    """Turns a scheduler's steps into offers and revocations. One per engine; one thread."""
+    """Turns a scheduler's steps into offers and revocations.
 
-    def __init__(self, groups: Sequence[Group]) -> None: ...
+    One per engine, called by one thread. Each request goes `arrive`, any number of `step` and `preempt`,
+    `finish`; calls about a request that is not tracked do nothing, so a connector may pass on all that it
+    hears.
+
+    Args:
+        groups: the engine's KV-cache groups, in the order of its block tables.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = tuple(groups)
+        self._at_once = all(group.kind == "full" for group in self._groups)
+        self._nothing: Table = tuple(() for _ in self._groups)
+        self._generation: Generation = 0
+        self._running: dict[str, _Prefill] = {}
+        self._transfers: dict[TransferId, _Prefill] = {}
+        self._offers: dict[TransferId, Offer] = {}
+        self._revokes: list[Revoke] = []
 
     def arrive(self, request: str, transfer: TransferId, digest: bytes, tokens: int) -> bool:
-        """A request whose first `tokens` tokens somebody will ask for.
+        """Track a request of whose prompt the first `tokens` tokens will be asked for.
 
-        False (and the request is not tracked) if another request offers the same transfer: a sibling of n > 1.
+        Returns False, and does not track it, if there is nothing to offer or another request, running or
+        held, offers this transfer already (a sibling of n > 1, say). Asking again for a tracked request
+        changes nothing.
         """
+        known = self._transfers.get(transfer)
+        if known is not None:
+            return known.request == request and not known.finished
+        if request in self._running:
+            raise ScheduleError(
+                f"request {request} offers {self._running[request].transfer}, not {transfer} too"
+            )
+        if tokens <= 0:
+            return False
+        generation = self._next_generation()
+        prefill = _Prefill(request, transfer, digest, tokens, generation, generation, self._nothing)
+        self._running[request] = self._transfers[transfer] = prefill
+        return True
+
+    def __contains__(self, request: str) -> bool:
+        """Whether steps of this request matter, so that the table of any other need not be fetched."""
+        return request in self._running
 
     def step(self, request: str, computed: int, scheduled: int, table: Sequence[Sequence[int]]) -> None:
-        """The request runs in this step: `computed` tokens came before (prefix-cache hits included), `scheduled`
-        are added, `table` is the WHOLE block table after allocation. Unknown requests are ignored."""
+        """The request runs in this step.
+
+        Args:
+            computed: tokens computed before this step, prefix-cache hits and loads included.
+            scheduled: tokens that this step computes.
+            table: the WHOLE block table as this step uses it, per group; never an increment. (vLLM:
+                `kv_connector_block_state.get_block_ids`. Where an engine tells only new blocks, its connector
+                accumulates them: None adds none, and a resumed request's replace all.) A null block is -1. A
+                row may be longer than the tokens need.
+        """
+        prefill = self._running.get(request)
+        if prefill is None:
+            return
+        prefill.progress = computed + scheduled
+        tokens, blocks = self._complete(prefill, table)
+        self._offer(prefill, tokens, blocks, final=self._at_once and tokens == prefill.total)
 
     def preempt(self, request: str) -> None:
-        """The engine took the blocks away and will start the request again."""
+        """The engine takes the request's blocks away and will start it again, as new or as cached."""
+        prefill = self._running.get(request)
+        if prefill is not None:
+            self._restart(prefill, "the producer preempted the request")
+            prefill.progress = 0
 
     def finish(self, request: str, table: Sequence[Sequence[int]], complete: bool) -> bool:
-        """The request is over; `complete`: normally, so that its KV is good. True: keep the blocks until
-        `released` names the request. False: free them now."""
+        """The request is over.
 
-    def expire(self, transfer: TransferId, reason: str) -> None:
-        """The lease on finished blocks has run out: revoke them. They stay held until `released`."""
+        Args:
+            table: the whole block table at its end, per group.
+            complete: it ended normally and its KV is good; False for an abort or an error, at whatever point.
 
-    def released(self, transfer: TransferId) -> str | None:
-        """All readers are done (or revoked and quiet). Returns the request whose held blocks are to be freed now,
-        None if it still runs or holds none."""
+        Returns:
+            True: the engine must keep the blocks until `released` names the request. False: it frees them
+            now, since nothing can be read (all is revoked) or nobody will (all has been read).
+        """
+        prefill = self._running.pop(request, None)
+        if prefill is None:
+            return False
+        reason = (
+            self._unusable(prefill, table) if complete else "the producer's request was aborted or failed"
+        )
+        if reason is not None:
+            self._revoke(prefill, reason, gone=True)
+            del self._transfers[prefill.transfer]
+            return False
+        prefill.finished = True
+        self._offer(prefill, prefill.total, self._cut(table, prefill.total), final=True)
+        return True
+
+    def withdraw(self, transfer: TransferId, reason: str) -> None:
+        """Nobody will read this transfer any more: its lease ran out, or the consumer gave it up unread.
+
+        Blocks held for it stay held until the workers, told by the revocation, report it quiet and `released`
+        is called. A request that still runs is no longer tracked.
+        """
+        prefill = self._transfers.get(transfer)
+        if prefill is None:
+            return
+        self._revoke(prefill, reason, gone=True)
+        if not prefill.finished:
+            self._forget(prefill)
+
+    def released(self, transfer: TransferId, generation: Generation) -> str | None:
+        """All ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.
+
+        `generation` is the one that was read or revoked; it tells a report on an earlier request of the same
+        transfer, which is ignored. An offer that crossed the report is revoked.
+
+        Returns:
+            The request whose held blocks are now to be freed; each at most once. None if it still runs (its
+            blocks are its own, and `finish` will return False) or is unknown.
+        """
+        prefill = self._transfers.get(transfer)
+        if prefill is None or generation < prefill.born:
+            return None
+        self._revoke(prefill, "all is read", gone=True)
+        self._forget(prefill)
+        return prefill.request if prefill.finished else None
 
     @property
     def held(self) -> frozenset[TransferId]:
-        """Transfers whose request has finished and whose blocks are not released."""
+        """Transfers whose request has finished and whose blocks wait for `released`."""
+        return frozenset(transfer for transfer, prefill in self._transfers.items() if prefill.finished)
 
     def __len__(self) -> int:
-        """Requests tracked, held ones included."""
+        """Transfers remembered, held ones included."""
+        return len(self._transfers)
 
     def commands(self) -> StepCommands:
-        """What has come up since the last call; call once per step, after all `step` and `preempt` calls."""
+        """What has come up since the last call: once a step, after its calls of `preempt` and `step`."""
+        if not self._offers and not self._revokes:
+            return StepCommands()
+        drained = StepCommands(offers=tuple(self._offers.values()), revokes=tuple(self._revokes))
+        self._offers.clear()
+        self._revokes.clear()
+        return drained
+
+    def _next_generation(self) -> Generation:
+        self._generation += 1
+        return self._generation
+
+    def _complete(self, prefill: _Prefill, table: Sequence[Sequence[int]]) -> tuple[int, Table]:
+        """Tokens complete in all "full" groups once the step is over, and the blocks that hold them."""
+        ready = min(prefill.progress, prefill.total)
+        full = [(group, row) for group, row in rows(self._groups, table) if group.kind == "full"]
+        if not full:
+            return 0, self._nothing
+        tokens = min(_whole(group, len(row), ready, ready == prefill.total) for group, row in full)
+        return tokens, self._cut(table, tokens, late=False)
+
+    def _unusable(self, prefill: _Prefill, table: Sequence[Sequence[int]]) -> str | None:
+        """Why a finished request cannot be offered whole; None if it can."""
+        if prefill.progress < prefill.total:
+            return f"the producer finished with {prefill.progress} of {prefill.total} tokens computed"
+        if any(len(row) < group.blocks(prefill.total) for group, row in rows(self._groups, table)):
+            return f"the producer finished with too few blocks for {prefill.total} tokens"
+        if prefill.progress > prefill.total and any(group.kind == "state" for group in self._groups):
+            return (
+                f"the producer's recurrent state is {prefill.progress - prefill.total} tokens past the transfer's"
+                " end: limit the prefill request to one output token"
+            )
+        return None
+
+    def _cut(self, table: Sequence[Sequence[int]], tokens: int, late: bool = True) -> Table:
+        """The blocks of `tokens` tokens; of "full" groups only unless `late`."""
+        return tuple(
+            tuple(row[: group.blocks(tokens)]) if late or group.kind == "full" else ()
+            for group, row in rows(self._groups, table)
+        )
+
+    def _offer(self, prefill: _Prefill, tokens: int, blocks: Table, final: bool) -> None:
+        """Queue what is new; if it contradicts what was offered, a preemption went unseen: start anew."""
+        if any(row[: len(old)] != old for old, row in zip(prefill.blocks, blocks, strict=True)):
+            self._restart(prefill, "the producer's blocks changed")
+        if tokens > prefill.tokens or final > prefill.final:
+            prefill.tokens, prefill.blocks, prefill.final = tokens, blocks, final
+            self._offers[prefill.transfer] = Offer(
+                prefill.transfer, prefill.digest, prefill.generation, tokens, blocks, final
+            )
+
+    def _restart(self, prefill: _Prefill, reason: str) -> None:
+        if prefill.blocks != self._nothing:
+            self._revoke(prefill, reason, gone=False)
+            prefill.generation = self._next_generation()
+            prefill.blocks, prefill.tokens, prefill.final = self._nothing, 0, False
+
+    def _revoke(self, prefill: _Prefill, reason: str, gone: bool) -> None:
+        if prefill.gone:
+            return
+        prefill.gone = gone
+        self._offers.pop(prefill.transfer, None)
+        self._revokes.append(Revoke(prefill.transfer, prefill.generation, reason, gone))
+
+    def _forget(self, prefill: _Prefill) -> None:
+        del self._transfers[prefill.transfer]
+        self._running.pop(prefill.request, None)
+
+
+def _whole(group: Group, present: int, ready: int, last: bool) -> int:
+    """Tokens, of `ready`, in those of the `present` blocks that need no more; `last`: none will come."""
+    if last and present >= group.blocks(ready):
+        return ready
+    return min(ready // group.block, present) * group.block
