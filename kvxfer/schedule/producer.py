@@ -194,8 +194,8 @@ class PrefillTracker:
             return f"the producer finished with too few blocks for {prefill.total} tokens"
         if prefill.progress > prefill.total and any(group.kind == "state" for group in self._groups):
             return (
-                f"the producer's recurrent state is {prefill.progress - prefill.total} tokens past the transfer's"
-                " end: limit the prefill request to one output token"
+                f"the producer's recurrent state holds {prefill.progress} tokens instead of {prefill.total}: "
+                "limit the prefill request to one output token"
             )
         return None
 

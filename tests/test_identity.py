@@ -1,0 +1,372 @@
+"""Ids of one request, however two engines dress it up, must meet; those of two requests must not."""
+
+import pickle
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvxfer.identity import (
+    Address,
+    External,
+    IdentityError,
+    TransferId,
+    allowed,
+    digest,
+    external_id,
+    key,
+    legacy,
+    new_epoch,
+    parse_address,
+)
+
+suffixes = st.text("0123456789abcdef", min_size=8, max_size=8)
+# External ids, with a bias to those that look as if an engine had had its hands on them.
+externals = st.lists(
+    st.one_of(
+        st.sampled_from(["cmpl-", "chatcmpl-", "generate-tokens-", "0_", "12_", "-0", "-7", "-deadbeef", "\n"]),
+        st.text(max_size=5),
+        st.uuids().map(str),
+    ),
+    min_size=1,
+    max_size=4,
+).map("".join).filter(bool)  # fmt: skip
+prompts = st.integers(0, 40)
+children = st.none() | st.integers(0, 12)
+served = st.sampled_from(["cmpl", "chatcmpl", "generate-tokens"])
+
+
+def internal(kind: str, external: str, prompt: int, child: int | None, suffix: str) -> str:
+    """The id that vLLM's core sees of a request that came over HTTP."""
+    item = f"{kind}-{external}-{prompt}" if kind == "cmpl" else f"{kind}-{external}"
+    return ("" if child is None else f"{child}_") + item + (f"-{suffix}" if suffix else "")
+
+
+class TestExternalId:
+    @given(served, externals, prompts, children, suffixes)
+    def test_http_ids_are_read_back_exactly(
+        self, kind: str, external: str, prompt: int, child: int | None, suffix: str
+    ) -> None:
+        expected = External(external, prompt if kind == "cmpl" else 0, child)
+        assert external_id(internal(kind, external, prompt, child, suffix)) == expected
+
+    @given(served, externals, prompts, children, children, suffixes, suffixes)
+    def test_both_sides_derive_the_same_transfer(
+        self,
+        kind: str,
+        external: str,
+        prompt: int,
+        here: int | None,
+        there: int | None,
+        one: str,
+        other: str,
+    ) -> None:
+        """Also where only one side samples more than once."""
+        producer = external_id(internal(kind, external, prompt, here, one))
+        consumer = external_id(internal(kind, external, prompt, there, other))
+        assert TransferId.derived(producer) == TransferId.derived(consumer)
+        assert TransferId.routed("r", producer) == TransferId.routed("r", consumer)
+
+    @given(externals, suffixes, suffixes)
+    def test_bare_ids_of_offline_use_agree(self, external: str, one: str, other: str) -> None:
+        assert outcome(f"{external}-{one}") == outcome(f"{external}-{other}")
+
+    @given(externals, prompts, prompts, suffixes)
+    def test_prompts_of_a_batch_differ(self, external: str, one: int, other: int, suffix: str) -> None:
+        ids = {
+            TransferId.derived(external_id(internal("cmpl", external, prompt, None, suffix)))
+            for prompt in (one, other)
+        }
+        assert len(ids) == len({one, other})
+
+    @given(served, externals, externals, suffixes, suffixes)
+    def test_different_requests_differ(self, kind: str, one: str, other: str, s: str, t: str) -> None:
+        same = external_id(internal(kind, one, 0, None, s)) == external_id(internal(kind, other, 0, None, t))
+        assert same == (one == other)
+
+    @given(externals, prompts, suffixes)
+    def test_rejected_completion_is_found_without_its_suffix(
+        self, external: str, prompt: int, suffix: str
+    ) -> None:
+        rejected = external_id(internal("cmpl", external, prompt, None, ""))
+        assert rejected == external_id(internal("cmpl", external, prompt, None, suffix))
+
+    @pytest.mark.parametrize(
+        ("given_id", "expected"),
+        [
+            ("0-86a9ce7b", External("0", 0, None)),
+            ("1_0-87846b83", External("0", 0, 1)),
+            ("chatcmpl-0123456789abcdef0123456789abcdef", External("0123456789abcdef0123456789abcdef", 0, None)),
+            ("chatcmpl-x_1-86a9ce7b", External("x_1", 0, None)),
+            ("generate-tokens-x-86A9CE7B", External("x-86A9CE7B", 0, None)),
+            ("cmpl-a b/ü\n-3-00000000", External("a b/ü\n", 3, None)),
+        ],
+    )  # fmt: skip
+    def test_examples(self, given_id: str, expected: External) -> None:
+        assert external_id(given_id) == expected
+
+    def test_what_is_not_promised(self) -> None:
+        """A look-alike suffix or prefix is taken for the engine's where the engine added none."""
+        assert external_id("chatcmpl-job-deadbeef").base == "job"
+        assert external_id("chatcmpl-job-deadbeef-01234567").base == "job-deadbeef"
+        assert external_id("7_x-86a9ce7b") == External("x", 0, 7)
+
+    @pytest.mark.parametrize("empty", ["", "-86a9ce7b", "cmpl--0-86a9ce7b", "chatcmpl-", "3_"])
+    def test_nothing_left_is_refused(self, empty: str) -> None:
+        with pytest.raises(IdentityError, match="no external part"):
+            external_id(empty)
+
+
+def outcome(given_id: str) -> External | None:
+    try:
+        return external_id(given_id)
+    except IdentityError:
+        return None
+
+
+class TestTransferId:
+    @given(externals, externals, prompts, st.integers(0, 2**63 - 1))
+    def test_origins_never_collide(self, one: str, other: str, prompt: int, epoch: int) -> None:
+        name, guess = External(one, prompt, None), External(other, prompt, None)
+        assert len(
+            {TransferId.derived(name), TransferId.routed(other, name), TransferId.mint(epoch, guess)}
+        ) == 3  # fmt: skip
+
+    @given(externals, externals, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
+    def test_minted_ids_are_their_epochs_own(self, one: str, other: str, p: int, q: int) -> None:
+        minted = TransferId.mint(p, External(one, 0, 1)), TransferId.mint(q, External(other, 0, None))
+        assert (minted[0] == minted[1]) == ((p, one) == (q, other))
+
+    def test_it_is_a_value(self) -> None:
+        transfer = TransferId.derived(External("x", 2, None))
+        assert pickle.loads(pickle.dumps(transfer)) == transfer
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(transfer), type=TransferId) == transfer
+        assert {transfer: 1}[TransferId.derived(External("x", 2, 5))] == 1
+        later = TransferId.derived(External("x", 10, None))
+        assert sorted([later, transfer]) == [transfer, later]
+        assert str(transfer) == "ext/x#2"
+
+    def test_text_that_no_message_could_carry_is_refused(self) -> None:
+        with pytest.raises(IdentityError, match="not valid Unicode"):
+            TransferId.routed("\ud800", External("x", 0, None))
+
+
+hosts = st.one_of(
+    st.ip_addresses(v=4).map(str),
+    st.ip_addresses(v=6).map(str),
+    st.ip_addresses(v=6).map("[{}]".format),
+    st.sampled_from(["localhost", "p-0.prefill.svc.cluster.local", "Node7", "1a", "xn--bcher-kva.example"]),
+)
+ports = st.integers(1, 65535)
+uuids = st.one_of(st.uuids().map(lambda u: u.hex), st.sampled_from(["u", "u_1", "a:5_b", "é"]))
+
+
+class TestLegacy:
+    @given(hosts, ports, hosts, ports, uuids, suffixes, suffixes)
+    def test_both_sides_read_the_same(
+        self, p: str, p_port: int, d: str, d_port: int, uuid: str, one: str, other: str
+    ) -> None:
+        base = f"___prefill_addr_{p}:{p_port}___decode_addr_{d}:{d_port}_{uuid}"
+        producer = external_id(internal("cmpl", base, 0, None, one))
+        consumer = external_id(internal("cmpl", base, 0, None, other))
+        assert TransferId.derived(producer) == TransferId.derived(consumer)
+        found = legacy(producer)
+        assert found is not None and found == legacy(consumer)
+        assert found.prefill == parse_address(f"{p}:{p_port}")
+        assert (found.decode, found.uuid) == (parse_address(f"{d}:{d_port}"), uuid)
+
+    @given(externals.filter(lambda text: "_addr_" not in text))
+    def test_any_other_id_is_none(self, base: str) -> None:
+        assert legacy(External(base, 0, None)) is None
+
+    @pytest.mark.parametrize(
+        "base",
+        [
+            "___prefill_addr_evil:22___prefill_addr_h1:5___decode_addr_h2:5_u",
+            "___prefill_addr_h1:5___decode_addr_evil:22___decode_addr_h2:5_u",
+            "___decode_addr_h2:5___prefill_addr_h1:5_u",
+            "x___prefill_addr_h1:5___decode_addr_h2:5_u",
+            "___prefill_addr___decode_addr_h2:5_u",
+            "___prefill_addr_h1:5___decode_addr___decode_addr_h2:5_u",
+            "___prefill_addr_h1:5",
+            "___decode_addr_h2:5_u",
+            "___prefill_addr_h1:5___decode_addr_h2:5",
+            "___prefill_addr_h1:5___decode_addr_h2:5_",
+            "___prefill_addr_h1___decode_addr_h2:5_u",
+            "___prefill_addr_h1:0___decode_addr_h2:5_u",
+            "___prefill_addr_h1:65536___decode_addr_h2:5_u",
+            "___prefill_addr_h1:5:6___decode_addr_h2:5_u",
+            "___prefill_addr_h_1:5___decode_addr_h2:5_u",
+            "___prefill_addr_h1:5@evil:6___decode_addr_h2:5_u",
+            "___prefill_addr_:5___decode_addr_h2:5_u",
+            "___prefill_addr_h1:5\n___decode_addr_h2:5_u",
+            "___prefill_addr_h1:٣___decode_addr_h2:5_u",
+        ],
+    )
+    def test_hostile_ids_fail_closed(self, base: str) -> None:
+        with pytest.raises(IdentityError):
+            legacy(External(base, 0, None))
+
+    @given(
+        st.lists(
+            st.sampled_from(["___prefill_addr_", "___decode_addr_", "h1:5", "[::1]:7", "_", "u", "__", "%"])
+        ).map("".join)
+    )
+    @example("___prefill_addr_h1:5___decode_addr_h2:5_u")
+    def test_what_is_accepted_reads_in_one_way_only(self, base: str) -> None:
+        try:
+            found = legacy(External(base, 0, None))
+        except IdentityError:
+            return
+        if found is None:
+            assert "_addr_" not in base
+        else:
+            assert base == f"___prefill_addr_{found.prefill}___decode_addr_{found.decode}_{found.uuid}"
+
+
+class TestAddress:
+    @pytest.mark.parametrize(
+        ("text", "address"),
+        [
+            ("10.0.0.7:14579", Address("10.0.0.7", 14579)),
+            ("[FD00:0::7]:1", Address("fd00::7", 1)),
+            ("fd00::7:1", Address("fd00::7", 1)),
+            ("Node-7.Example:65535", Address("node-7.example", 65535)),
+        ],
+    )
+    def test_one_form_for_each_host(self, text: str, address: Address) -> None:
+        assert parse_address(text) == address
+        assert parse_address(str(address)) == address
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "", ":", "h", "h:", "h:+5", "h: 5", "127.1:5", "0x7f000001:5", "2130706433:5", "010.0.0.1:5",
+            "1.2.3.4.5:5", "[10.0.0.1]:5", "[h]:5", "[::1:5", "::1]:5", "fe80::1%eth0:5", "[fe80::1%0]:5",
+            "a..b:5", "-a:5", "a-:5", "h.:5", "é:5", "h/x:5", "u@h:5", "tcp://h:5", f"{'a' * 254}:5",
+        ],
+    )  # fmt: skip
+    def test_anything_else_is_refused(self, text: str) -> None:
+        with pytest.raises(IdentityError):
+            parse_address(text)
+
+    @pytest.mark.parametrize(
+        ("entry", "yes", "no"),
+        [
+            ("10.0.0.0/8", "10.255.0.1:5", "11.0.0.1:5"),
+            ("10.0.0.0/8", "10.255.0.1:5", "[::ffff:10.0.0.1]:5"),
+            ("fd00::/8", "[fd12::1]:5", "10.0.0.1:5"),
+            ("10.0.0.7", "10.0.0.7:9", "10.0.0.8:9"),
+            ("10.0.0.7:5", "10.0.0.7:5", "10.0.0.7:6"),
+            ("fd00:0::7", "[fd00::7]:9", "[fd00::8]:9"),
+            ("[fd00::7]", "fd00::7:9", "[fd00::8]:9"),
+            ("[fd00::7]:5", "[fd00::7]:5", "[fd00::7]:6"),
+            (" Node7 ", "node7:9", "node7.evil.example:9"),
+            ("node7:5", "NODE7:5", "node7:6"),
+        ],
+    )
+    def test_allow_list(self, entry: str, yes: str, no: str) -> None:
+        assert allowed(parse_address(yes), ["other", entry])
+        assert not allowed(parse_address(no), ["other", entry])
+
+    def test_an_empty_allow_list_allows_none(self) -> None:
+        assert not allowed(Address("localhost", 5), [])
+
+    @pytest.mark.parametrize("entry", ["10.0.0.1/8", "x/8", "", "h:x", "[h]"])
+    def test_a_bad_entry_is_told_even_behind_a_match(self, entry: str) -> None:
+        with pytest.raises(IdentityError):
+            allowed(Address("localhost", 5), ["localhost", entry])
+
+
+def test_epochs_are_63_bits_and_do_not_repeat() -> None:
+    epochs = {new_epoch() for _ in range(200)}
+    assert len(epochs) == 200
+    assert all(0 <= epoch < 2**63 for epoch in epochs)
+    assert max(epochs) >= 2**61
+
+
+ingredients: dict[str, st.SearchStrategy[Any]] = {
+    "tokens": st.none() | st.lists(st.integers(-1, 3), max_size=3),
+    "model": st.text("ab\0", max_size=2),
+    "media": st.lists(
+        st.tuples(st.text("ab", max_size=2), st.integers(0, 2), st.integers(0, 2)), max_size=2
+    ).map(tuple),
+    "lora": st.none() | st.text("a1", max_size=1) | st.integers(0, 1),
+    "salt": st.none() | st.text("ab", max_size=2),
+    "embeds": st.none() | st.binary(max_size=2),
+}
+
+
+class TestDigest:
+    @given(st.fixed_dictionaries(ingredients), st.fixed_dictionaries(ingredients))
+    def test_equal_only_if_all_ingredients_are(self, one: dict[str, Any], other: dict[str, Any]) -> None:
+        assert (digest(**one) == digest(**other)) == (one == other)
+        assert len(digest(**one)) == 16
+
+    @given(st.fixed_dictionaries(ingredients), st.sampled_from(sorted(ingredients)), st.data())
+    def test_each_ingredient_counts(self, one: dict[str, Any], name: str, data: st.DataObject) -> None:
+        value = data.draw(ingredients[name].filter(lambda value: value != one[name]))
+        assert digest(**one) != digest(**{**one, name: value})
+
+    @given(st.lists(st.integers(0, 2**31 - 1), max_size=20))
+    def test_token_ids_count_whatever_holds_them(self, tokens: list[int]) -> None:
+        expected = digest(tokens=tokens, model="m")
+        assert digest(tokens=tuple(tokens), model="m") == expected
+        for dtype in ("<i4", ">i4", "<u4", "<i8"):
+            assert digest(tokens=np.array(tokens, dtype=dtype), model="m") == expected
+        assert digest(tokens=np.repeat(np.array(tokens, dtype="<i4"), 2)[::2], model="m") == expected
+
+    @pytest.mark.parametrize(
+        "tokens", [[1.0], [True], ["1"], [[1, 2]], [2**63], np.array([2**63], "u8"), np.zeros((1, 1), "i8")]
+    )
+    def test_other_tokens_are_refused(self, tokens: Any) -> None:
+        with pytest.raises(IdentityError, match="token ids must be"):
+            digest(tokens=tokens, model="m")
+
+    def test_it_is_the_same_in_every_process(self) -> None:
+        """Engines of different releases compare it: a change of this value needs a new protocol version."""
+        value = digest(tokens=[1, 2, 3], model="m", media=[("h", 1, 2)], lora="l", salt="s", embeds=b"e")
+        assert value.hex() == "1410dae07f968d31dd5431bd94608507"
+
+
+parts = st.recursive(
+    st.one_of(
+        st.text(max_size=4),
+        st.text("/#:-_\0", max_size=3),
+        st.integers(-(2**63), 2**64 - 1),
+        st.binary(max_size=4),
+        st.none(),
+        st.builds(TransferId, st.text("a/#", max_size=3), st.integers(0, 3)),
+    ),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+    max_leaves=4,
+)
+
+
+class TestKey:
+    @given(st.lists(parts, max_size=4).map(tuple), st.lists(parts, max_size=4).map(tuple))
+    @example(("ab", "c"), ("a", "bc"))
+    @example(("1",), (1,))
+    @example((b"a",), ("a",))
+    @example((("a", "b"),), ("a", "b"))
+    @example((TransferId("a", 1),), (("a", 1),))
+    @example((), ((),))
+    @example((0,), (None,))
+    def test_different_parts_never_share_a_key(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+        assert (key(*one) == key(*other)) == (one == other)
+
+    @given(externals, externals, prompts, prompts, st.text(), st.text(), st.integers(0, 9), st.integers(0, 9))
+    def test_transfers_layers_and_ranks_do_not_collide(
+        self, base: str, base2: str, p: int, p2: int, layer: str, layer2: str, rank: int, rank2: int
+    ) -> None:
+        one = TransferId.derived(External(base, p, None)), layer, rank
+        other = TransferId.derived(External(base2, p2, None)), layer2, rank2
+        assert (key(*one) == key(*other)) == (one == other)
+
+    @pytest.mark.parametrize("part", [1.5, [1], {"a": 1}, 2**64, -(2**63) - 1, "\ud800", object()])
+    def test_other_parts_are_refused(self, part: Any) -> None:
+        with pytest.raises(IdentityError):
+            key("t", part)
