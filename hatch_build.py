@@ -1,10 +1,11 @@
 """Where the sibling distributions come from: the checkout if they stand in it, otherwise an index.
 
 Back ends and connectors are released in lock step with the core, as distributions of their own. In a checkout
-they are taken from their folder, so that `pip install .` works before (and between) releases; an sdist holds
-no such folder, so that whatever is built from it names them plainly, pinned to the same version.
+they are taken from their folder, so that `pip install .` works before (and between) releases. A release
+(`make dist`, which sets KVXFER_RELEASE) names them plainly, pinned to the same version.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,6 @@ class SiblingsHook(MetadataHookInterface):
 
     @staticmethod
     def _requirement(distribution: str, folder: Path, version: str) -> str:
-        if (folder / "pyproject.toml").is_file():
+        if "KVXFER_RELEASE" not in os.environ and (folder / "pyproject.toml").is_file():
             return f"{distribution} @ {folder.resolve().as_uri()}"
         return f"{distribution}=={version}"

@@ -1,25 +1,46 @@
-"""What all tests share: how a test says that it needs something which may not be installed.
+"""What all tests share: how a test says that it needs something which may not be there.
 
 `KVXFER_REQUIRE` (comma-separated names) lists what must be there: a test that needs one of those fails
 instead of being skipped, so that a broken environment cannot look like a passing one.
 """
 
+import functools
 import importlib.util
 import os
 
 import pytest
 
-_MODULES = {"vllm": "vllm", "nixl": "nixl", "ucx": "ucxx", "nccl": "nccl", "cma": "kvxfer_cma"}
+from kvxfer.errors import ConfigError
+from kvxfer.transport import registry
 
 
 def require(name: str) -> None:
-    """Skip the calling test (or module) if the component is missing; fail if `KVXFER_REQUIRE` names it."""
-    if importlib.util.find_spec(_MODULES[name]) is None:
-        if name in os.environ.get("KVXFER_REQUIRE", "").split(","):
-            pytest.fail(f"{name} is required here (KVXFER_REQUIRE) and not installed", pytrace=False)
-        pytest.skip(f"{name} is not installed", allow_module_level=True)
+    """Skip the calling test (or module) if `name` is missing; fail if `KVXFER_REQUIRE` lists it.
+
+    Args:
+        name: a back end, which must be installed and usable here, or one of the packages `vllm` and `torch`.
+    """
+    lack = _lack(name)
+    if lack is None:
+        return
+    if name in os.environ.get("KVXFER_REQUIRE", "").split(","):
+        pytest.fail(f"KVXFER_REQUIRE lists {name}, but {lack}", pytrace=False)
+    pytest.skip(lack, allow_module_level=True)
 
 
+@functools.cache
+def _lack(name: str) -> str | None:
+    """Why `name` cannot be used here, or None if it can."""
+    if name in ("vllm", "torch"):
+        return None if importlib.util.find_spec(name) else f"{name} is not installed"
+    try:
+        probe = registry.load(name).probe()
+    except ConfigError as error:
+        return str(error)
+    return None if probe.usable else f"back end {name!r} is not usable here: {probe.reason}"
+
+
+@functools.cache
 def _has_cuda() -> bool:
     if importlib.util.find_spec("torch") is None:
         return False
@@ -28,8 +49,6 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu and not _has_cuda():
-        for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not _has_cuda():
+        pytest.skip("no CUDA device")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import kvxfer
@@ -102,5 +103,5 @@ def _show(report: dict[str, Any]) -> None:
     for name, found in report["backends"].items():
         facts = "".join(f"\n{key}: {value}" for key, value in found["facts"].items())
         usable = "[green]yes[/]" if found["usable"] else "[red]no[/]"
-        table.add_row(name, usable, ", ".join(found["memory"]), found["reason"] + facts)
+        table.add_row(name, usable, ", ".join(found["memory"]), escape(found["reason"] + facts))
     console.print(table)

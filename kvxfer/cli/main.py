@@ -25,8 +25,9 @@ def build() -> typer.Typer:
     program = typer.Typer(
         name="kvxfer",
         no_args_is_help=True,
+        add_completion=False,
         pretty_exceptions_enable=False,
-        epilog="Connectors and back ends bring more commands: demo comes with kvxfer[vllm].",
+        epilog="Connectors and back ends bring more commands: demo comes with kvxfer-vllm.",
     )
 
     @program.callback()

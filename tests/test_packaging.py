@@ -1,0 +1,138 @@
+"""What is promised about installing and importing: few dependencies, siblings found, borders kept."""
+
+import ast
+import json
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+import kvxfer
+
+ROOT = Path(__file__).parent.parent
+SIBLINGS = sorted([*ROOT.glob("backends/*/pyproject.toml"), *ROOT.glob("connectors/*/pyproject.toml")])
+HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "transformers"}
+
+# Who may import whom inside the core: only downwards, or within the same part.
+LEVELS = [
+    {"errors"},
+    {"identity", "config", "geometry"},
+    {"memory", "transport", "schedule"},
+    {"session"},
+    {"testing"},
+    {"cli"},
+]
+
+
+def core_modules() -> dict[str, Path]:
+    """Dotted name of every module of the core, and its file."""
+    files = [path.relative_to(ROOT) for path in (ROOT / "kvxfer").rglob("*.py")]
+    return {".".join(f.with_suffix("").parts).removesuffix(".__init__"): ROOT / f for f in files}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
+    modules = [name for name in core_modules() if not name.startswith(("kvxfer.cli", "kvxfer.testing"))]
+    program = f"import sys\nfor name in {modules!r}: __import__(name)\nprint(*sys.modules, sep=chr(10))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert loaded.returncode == 0, loaded.stderr
+    assert {name.partition(".")[0] for name in loaded.stdout.split()} & HEAVY == set()
+
+
+@pytest.mark.parametrize("name", sorted(core_modules()))
+def test_the_core_imports_no_engine_back_end_or_connector_even_lazily(name: str) -> None:
+    packages = {imported.partition(".")[0] for imported in imports(core_modules()[name])}
+    allowed = {"torch"} if name.startswith(("kvxfer.memory", "kvxfer.testing")) else set()
+    assert packages & HEAVY <= allowed
+    assert not any(package.startswith("kvxfer_") for package in packages)
+
+
+@pytest.mark.parametrize("name", sorted(core_modules()))
+def test_knowledge_points_one_way(name: str) -> None:
+    level = {part: i for i, parts in enumerate(LEVELS) for part in parts}
+    part = (name.split(".") + ["errors"])[1]
+    for imported in imports(core_modules()[name]):
+        if imported.startswith("kvxfer."):
+            other = imported.split(".")[1]
+            if other != part and other in level:
+                assert level[other] < level[part], f"{name} imports {imported}, above or beside it"
+
+
+def test_every_part_of_the_core_has_its_level() -> None:
+    parts = {name.split(".")[1] for name in core_modules() if "." in name}
+    assert parts <= set().union(*LEVELS)
+
+
+@pytest.mark.parametrize("path", SIBLINGS, ids=lambda path: path.parent.name)
+def test_siblings_are_released_in_lock_step_and_name_the_core_plainly(path: Path) -> None:
+    project = tomllib.loads(path.read_text())["project"]
+    assert project["version"] == kvxfer.__version__
+    assert "kvxfer" in project["dependencies"]
+
+
+def test_every_sibling_is_known_to_the_core_under_its_folder() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    siblings = tools["hatch"]["metadata"]["hooks"]["custom"]["siblings"]
+    folders = {f"kvxfer-{name}": folder for name, folder in siblings.items()}
+    for path in SIBLINGS:
+        name = tomllib.loads(path.read_text())["project"]["name"]
+        assert folders.get(name) == path.parent.relative_to(ROOT).as_posix(), name
+
+
+def test_a_checkout_takes_siblings_from_their_folders_and_a_release_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = metadata(ROOT)
+    assert f"kvxfer-zmq @ {(ROOT / 'backends/zmq').as_uri()}" in checkout["dependencies"]
+
+    monkeypatch.setenv("KVXFER_RELEASE", "1")
+    hatchling("build", "-t", "sdist", "-d", str(tmp_path), folder=ROOT)
+    monkeypatch.delenv("KVXFER_RELEASE")  # what is built from the sdist needs no such care
+    with tarfile.open(tmp_path / f"kvxfer-{kvxfer.__version__}.tar.gz") as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    released = metadata(tmp_path / f"kvxfer-{kvxfer.__version__}")
+    assert f"kvxfer-zmq=={kvxfer.__version__}" in released["dependencies"]
+    assert released["optional-dependencies"]["vllm"] == [f"kvxfer-vllm=={kvxfer.__version__}"]
+    assert not any("file:" in line for line in json.dumps(released).split())
+    assert released["version"] == checkout["version"] == kvxfer.__version__
+
+
+def metadata(folder: Path) -> dict:
+    return json.loads(hatchling("metadata", folder=folder))
+
+
+def hatchling(*arguments: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "hatchling", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pip_install_brings_a_working_program_and_nothing_heavy(tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=True)
+    pip = [str(tmp_path / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "-q", str(ROOT)], check=True, timeout=240)
+
+    listed = subprocess.run([*pip, "list", "--format=json"], capture_output=True, check=True, timeout=60)
+    names = {entry["name"].lower() for entry in json.loads(listed.stdout)}
+    assert {"kvxfer", "kvxfer-zmq"} <= names
+    assert not {name for name in names if name.startswith(("torch", "vllm", "nixl", "nvidia", "ucx", "cuda"))}
+
+    program = [str(tmp_path / "bin" / "kvxfer"), "doctor", "--json"]
+    report = subprocess.run(program, capture_output=True, check=True, timeout=60, cwd=tmp_path)
+    assert json.loads(report.stdout)["backends"]["zmq"]["usable"]
