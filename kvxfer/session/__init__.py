@@ -1,0 +1,12 @@
+"""Who moves a transfer and how it ends: agents, directories, messages, and the state machines between them."""
+
+from kvxfer.session.agent import Agent
+from kvxfer.session.directory import Directory
+from kvxfer.session.messages import Card, Member, Renew, Settle
+from kvxfer.session.producer import Offered
+from kvxfer.session.values import Ended, Event, Fetch, Kind, Outcome, Released, Source
+
+__all__ = [
+    "Agent", "Card", "Directory", "Ended", "Event", "Fetch", "Kind", "Member", "Offered", "Outcome", "Released", "Renew",
+    "Settle", "Source",
+]  # fmt: skip

@@ -1,0 +1,274 @@
+"""What agents and directories say to each other: msgspec types, versioned, size-limited, never pickle.
+
+One message is one ZeroMQ frame of msgpack. Between two agents every message belongs to a *link*, which a consumer
+dials to one producer rank. ``attempt`` tells a consumer's successive tries at one transfer apart, so that a late
+answer to an earlier try is never taken for one to the present.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import PeerError
+from kvxfer.geometry import Cache, Claim, Rank
+from kvxfer.geometry.plan import Ints
+from kvxfer.identity import TransferId
+
+__all__ = [
+    "MAX_BYTES",
+    "PROTOCOL",
+    "Card",
+    "Check",
+    "Drop",
+    "Gone",
+    "Have",
+    "Hello",
+    "Lookup",
+    "Member",
+    "Message",
+    "Ping",
+    "Pong",
+    "Refused",
+    "Renew",
+    "Settle",
+    "Slot",
+    "Taken",
+    "Verdict",
+    "Want",
+    "Welcome",
+    "decode",
+    "encode",
+    "pack_blocks",
+    "unpack_blocks",
+]
+
+PROTOCOL = 1
+MAX_BYTES = 16 << 20
+
+
+class _Base(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Common settings of all messages."""
+
+
+# --- a link's beginning --------------------------------------------------------------------------------------------
+
+
+class Hello(_Base, tag="hello"):
+    """Consumer to producer rank: who I am, which of your cache I will read, my back end's endpoint and how I use it."""
+
+    protocol: int
+    backend: str
+    expect_epoch: int
+    epoch: int
+    engine: str
+    endpoint: bytes
+    cache: Cache
+    claims: tuple[Claim, ...]
+    mode: str
+    piece_bytes: int
+
+
+class Welcome(_Base, tag="welcome"):
+    """The producer's half of the hello. ``piece_bytes``: the agreed size of a staged piece."""
+
+    epoch: int
+    endpoint: bytes
+    piece_bytes: int
+
+
+class Refused(_Base, tag="refused"):
+    """No link: the reason is logged on both sides and fails the transfers that wanted it."""
+
+    reason: str
+
+
+# --- a transfer's life ---------------------------------------------------------------------------------------------
+
+
+class Want(_Base, tag="want"):
+    """Consumer: bring the tokens ``[start, tokens)`` into these blocks (per group, see ``pack_blocks``)."""
+
+    transfer: TransferId
+    attempt: int
+    digest: bytes
+    start: int
+    tokens: int
+    blocks: tuple[bytes, ...]
+    readers: int
+
+
+class Have(_Base, tag="have"):
+    """Producer: part ``part`` holds the tokens ``[lo, hi)``; with ``final`` also the window and state groups.
+
+    What it means for the bytes depends on the link's verb. Read: take them. Send: they come on ``stream`` onwards.
+    Write: they are in your memory. ``piece_bytes`` is 0 for direct runs, else the part comes packed in pieces.
+    """
+
+    transfer: TransferId
+    attempt: int
+    generation: int
+    part: int
+    lo: int
+    hi: int
+    final: bool
+    blocks: tuple[bytes, ...]
+    stream: int
+    piece_bytes: int
+
+
+class Slot(_Base, tag="slot"):
+    """Producer, staged read or write: piece ``piece`` of the part lies packed at ``offset`` of staging memory
+    (the producer's for a read, the consumer's own for a write)."""
+
+    transfer: TransferId
+    attempt: int
+    part: int
+    piece: int
+    offset: int
+    nbytes: int
+
+
+class Taken(_Base, tag="taken"):
+    """Consumer, staged read or write: the slot of this piece is free again."""
+
+    transfer: TransferId
+    attempt: int
+    part: int
+    piece: int
+
+
+class Check(_Base, tag="check"):
+    """Consumer: all bytes have arrived; did this generation hold until now?"""
+
+    transfer: TransferId
+    attempt: int
+    generation: int
+
+
+class Verdict(_Base, tag="verdict"):
+    """Producer: it held (the consumer may trust the bytes, the producer counts this reader), or why not."""
+
+    transfer: TransferId
+    attempt: int
+    ok: bool
+    reason: str
+
+
+class Drop(_Base, tag="drop"):
+    """Consumer: this attempt is over for me; stop moving bytes for it and answer ``Gone``."""
+
+    transfer: TransferId
+    attempt: int
+    reason: str
+
+
+class Gone(_Base, tag="gone"):
+    """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
+
+    ``again``: a later generation may come; wait with a new attempt rather than fail.
+    """
+
+    transfer: TransferId
+    attempt: int
+    reason: str
+    again: bool
+
+
+class Ping(_Base, tag="ping"):
+    """Either side, on a link with work: are you alive?"""
+
+    number: int
+
+
+class Pong(_Base, tag="pong"):
+    number: int
+
+
+# --- the engine's directory ----------------------------------------------------------------------------------------
+
+
+class Lookup(_Base, tag="lookup"):
+    """Anyone to a directory: your card, please."""
+
+    protocol: int
+
+
+class Member(_Base):
+    """One worker of an engine: where its agent listens, the agent's epoch, and its cache."""
+
+    address: str
+    epoch: int
+    cache: Cache
+
+
+class Card(_Base, tag="card"):
+    """A directory's answer: the engine's epoch and all its ranks."""
+
+    protocol: int
+    engine: str
+    epoch: int
+    backend: str
+    members: tuple[Member, ...]
+
+    def member(self, rank: Rank) -> Member:
+        return next(m for m in self.members if m.cache.rank == rank)
+
+
+class Renew(_Base, tag="renew"):
+    """A consumer's scheduler half to the producer's: these transfers are still wanted, keep their leases."""
+
+    epoch: int
+    transfers: tuple[TransferId, ...]
+
+
+class Settle(_Base, tag="settle"):
+    """A consumer's scheduler half to the producer's: these will never be fetched, free them."""
+
+    epoch: int
+    transfers: tuple[TransferId, ...]
+    reason: str
+
+
+Message = (
+    Hello | Welcome | Refused | Want | Have | Slot | Taken | Check | Verdict | Drop | Gone | Ping | Pong
+    | Lookup | Card | Renew | Settle
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Raises ``PeerError`` when it would exceed ``MAX_BYTES``."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_BYTES:
+        raise PeerError(f"a {type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_BYTES}")
+    return frame
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """The message in a frame from a peer. Raises ``PeerError`` for whatever is not one."""
+    if len(frame) > MAX_BYTES:
+        raise PeerError(f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}")
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, OverflowError, UnicodeDecodeError) as e:
+        raise PeerError(f"not a kvxfer message: {e}") from None
+
+
+def pack_blocks(table: Sequence[int] | Ints) -> bytes:
+    """A block table for the wire: little-endian int32, -1 for null."""
+    return np.asarray(table, dtype="<i4").tobytes()
+
+
+def unpack_blocks(packed: bytes) -> Ints:
+    """int64 ``[blocks]``. Raises ``PeerError`` when the bytes are not a block table."""
+    if len(packed) % 4:
+        raise PeerError(f"a block table of {len(packed)} bytes is not a whole number of int32")
+    table = np.frombuffer(packed, dtype="<i4").astype(np.int64)
+    if len(table) and int(table.min()) < -1:
+        raise PeerError("a block table holds an id below -1")
+    return table

@@ -1,0 +1,367 @@
+"""The data thread: owns the back end, moves parts, says how each ended.
+
+The control thread posts commands and gets results through a callback; neither ever waits for the other. Each part is
+a *job* (``jobs.py``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of transfers;
+the one clock is for aborts, which must end in bounded time: a batch that does not end within ``grace`` seconds of
+its abort costs its link, memory that does not get quiet costs the back end (``reset``), when nothing else is moving
+or too much is quarantined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.geometry import Region
+from kvxfer.session.jobs import Job, Wire, make_job
+from kvxfer.session.staging import Staging
+from kvxfer.session.values import LinkId, Move, Moved, PartRef
+from kvxfer.transport import Capabilities, Completion, Transport
+
+__all__ = ["Connected", "Endpoint", "Mover", "Reset", "SlotReady"]
+
+log = logging.getLogger("kvxfer.mover")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Answer to ``endpoint``: the bytes for the peer, or why there are none."""
+
+    link: LinkId
+    endpoint: bytes
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Connected:
+    """Answer to ``connect``."""
+
+    link: LinkId
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class SlotReady:
+    """Staged read: piece ``piece`` of a part that we serve lies packed in our staging memory."""
+
+    ref: PartRef
+    piece: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SlotTaken:
+    """Staged read: we have copied a piece out of the peer's staging memory."""
+
+    ref: PartRef
+    piece: int
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The back end was closed and made anew: all links are void, all memory is quiet."""
+
+    reason: str
+
+
+Result = Endpoint | Connected | Moved | SlotReady | SlotTaken | Reset
+
+
+class Mover:
+    """Start with ``start``; all other methods may be called from any thread and return at once.
+
+    ``make``: builds the back end, on the data thread (again after a reset). ``regions``: the cache's memory, number 0;
+    what ``stage`` makes of the back end's capabilities is staging memory, number 1. ``post``: called on the data thread
+    with each result; must not block.
+    """
+
+    def __init__(
+        self, make: Callable[[], Transport], regions: tuple[Region, ...], stage: Callable[[Capabilities], Staging],
+        post: Callable[[Result], None], grace: float, quarantine_limit: int,
+    ) -> None:
+        self._make, self._regions, self._stage, self._post = make, regions, stage, post
+        self._grace, self._limit = grace, quarantine_limit
+        self._staging: Staging | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._transport: Transport | None = None
+        self._peers: dict[LinkId, int] = {}
+        self._jobs: dict[PartRef, Job] = {}
+        self._batches: dict[int, Job] = {}
+        self._aborted: dict[PartRef, float] = {}
+        self._quarantine: dict[PartRef, int] = {}
+        self._poisoned: set[LinkId] = set()  # links on which an abort took everything along
+        self._stopping = False
+        self._ready = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kvxfer-data", daemon=True)
+
+    # --- any thread ------------------------------------------------------------------------------------------------
+
+    def start(self, timeout: float) -> tuple[Capabilities, Staging]:
+        """Make the back end. Raises what its constructor or ``stage`` raised, or ``TimeoutError``."""
+        self._thread.start()
+        if not self._ready.wait(timeout):
+            raise TimeoutError(f"the back end did not start within {timeout:g} s")
+        if self._failure is not None:
+            raise self._failure
+        assert self._staging is not None
+        return self._backend.capabilities, self._staging
+
+    def endpoint(self, link: LinkId) -> None:
+        self._do(self._endpoint, link)
+
+    def connect(self, link: LinkId, mine: bytes, theirs: bytes) -> None:
+        self._do(self._connect, link, mine, theirs)
+
+    def disconnect(self, link: LinkId) -> None:
+        self._do(self._disconnect, link)
+
+    def move(self, action: Move) -> None:
+        self._do(self._move, action)
+
+    def abort(self, ref: PartRef) -> None:
+        self._do(self._abort, ref)
+
+    def slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
+        """A ``Slot`` or ``Taken`` message for this part (``offset`` is -1 for ``Taken``)."""
+        self._do(self._slot, ref, piece, offset, nbytes)
+
+    def close(self, timeout: float) -> None:
+        """End everything and wait for the thread, ``timeout`` seconds at most (it is a daemon thread)."""
+        self._do(self._stop)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                log.error("the back end did not close within %g s; its thread is abandoned", timeout)
+                return
+        with contextlib.suppress(OSError):
+            os.close(self._wake)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of parts that have ended but whose memory the back end may still touch."""
+        return sum(self._quarantine.values())
+
+    def _do(self, call: Callable[..., None], *args: Any) -> None:
+        self._inbox.append(lambda: call(*args))
+        with contextlib.suppress(OSError, BlockingIOError):
+            os.eventfd_write(self._wake, 1)
+
+    # --- the data thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._open()
+        except Exception as e:
+            self._failure = e
+            self._ready.set()
+            return
+        self._ready.set()
+        while not self._stopping:
+            try:
+                self._turn()
+            except Exception:
+                log.exception("the back end failed in a way it must not; it is made anew")
+                self._reset("internal error in the back end")
+        self._shut()
+
+    def _open(self) -> None:
+        self._transport = transport = self._make()
+        kinds = {r.device.partition(":")[0] for r in self._regions}
+        # Memory that the back end cannot move is not its business; all of it goes staged. The numbers stay the same.
+        transport.register(self._regions if kinds <= transport.capabilities.memory else ())
+        if self._staging is None:
+            self._staging = self._stage(transport.capabilities)
+        transport.register((self._staging.region,))
+
+    def _turn(self) -> None:
+        transport = self._backend
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        fd = transport.fileno()
+        if fd is not None:
+            poller.register(fd, select.POLLIN)
+        poller.poll(self._timeout(transport, fd) * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._inbox:
+            self._inbox.popleft()()
+            if self._stopping:
+                return
+        for done in transport.poll():
+            self._completed(done)
+        for job in list(self._jobs.values()):
+            self._advance(job)
+        self._overdue()
+
+    def _timeout(self, transport: Transport, fd: int | None) -> float:
+        if any(job.waiting_on_device for job in self._jobs.values()):
+            return 0.0002
+        active, idle = transport.poll_interval_s
+        wait = 1.0 if fd is not None else (active if self._batches else idle)
+        return min(wait, 0.05) if self._aborted or self._quarantine else wait
+
+    @property
+    def _backend(self) -> Transport:
+        assert self._transport is not None
+        return self._transport
+
+    def _endpoint(self, link: LinkId) -> None:
+        try:
+            self._post(Endpoint(link, self._backend.endpoint()))
+        except Exception as e:
+            self._post(Endpoint(link, b"", _words(e)))
+
+    def _connect(self, link: LinkId, mine: bytes, theirs: bytes) -> None:
+        try:
+            if link in self._peers:
+                self._disconnect(link)
+            self._peers[link] = self._backend.connect(mine, theirs)
+            self._poisoned.discard(link)
+            self._post(Connected(link))
+        except Exception as e:
+            self._post(Connected(link, _words(e)))
+
+    def _disconnect(self, link: LinkId) -> None:
+        peer = self._peers.pop(link, None)
+        if peer is None:
+            return
+        try:
+            self._backend.disconnect(peer)
+        except Exception as e:
+            log.warning("closing the link to %s: %s", link, e)
+        for done in self._backend.poll():
+            self._completed(done)
+        for ref in [r for r in self._quarantine if r.link == link]:
+            if self._backend.capabilities.quiet == "peer_close":
+                self._calm(ref)
+        for job in [j for j in self._jobs.values() if j.ref.link == link]:
+            job.stop("the link was closed")
+            self._advance(job)
+
+    def _move(self, action: Move) -> None:
+        ref = action.ref
+        peer = self._peers.get(ref.link)
+        if peer is None or ref.link in self._poisoned:
+            self._post(Moved(ref, "the link is not connected", True, 0, collateral=ref.link in self._poisoned))
+            return
+        wire = Wire(self._backend, peer, self._regions, self._staging, self._batches)
+        job = self._jobs[ref] = make_job(action, wire, self._post_slot)
+        self._advance(job)
+
+    def _post_slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
+        self._post(SlotReady(ref, piece, offset, nbytes) if offset >= 0 else SlotTaken(ref, piece))
+
+    def _slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
+        job = self._jobs.get(ref)
+        if job is not None:
+            job.slot(piece, offset, nbytes)
+            self._advance(job)
+
+    def _abort(self, ref: PartRef) -> None:
+        job = self._jobs.get(ref)
+        if job is None or ref in self._aborted:
+            return
+        self._aborted[ref] = time.monotonic() + self._grace
+        job.stop("aborted")
+        if job.batches and self._backend.capabilities.abort == "peer":
+            self._poisoned.add(ref.link)
+            for other in self._jobs.values():
+                if other.ref.link == ref.link and other is not job:
+                    other.collateral = True
+        for batch in list(job.batches):
+            self._backend.abort(batch)
+        self._advance(job)
+
+    def _completed(self, done: Completion) -> None:
+        job = self._batches.pop(done.batch, None)
+        if job is None:
+            return
+        job.completed(done)
+        self._advance(job)
+
+    def _advance(self, job: Job) -> None:
+        """Let a job go on; report its end."""
+        if job.ref not in self._jobs:
+            return
+        try:
+            job.advance()
+        except Exception as e:
+            job.stop(_words(e))
+            for batch in list(job.batches):
+                self._backend.abort(batch)
+        if not job.ended:
+            return
+        del self._jobs[job.ref]
+        self._aborted.pop(job.ref, None)
+        if not job.quiet:
+            self._quarantine[job.ref] = job.nbytes
+        self._post(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral))
+        if not job.quiet and self._backend.capabilities.quiet == "peer_close":
+            self._disconnect(job.ref.link)
+
+    def _overdue(self) -> None:
+        now = time.monotonic()
+        for ref, deadline in list(self._aborted.items()):
+            if now >= deadline and ref in self._jobs:
+                log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, self._grace)
+                self._aborted[ref] = now + self._grace
+                if ref.link in self._peers:
+                    self._disconnect(ref.link)
+                else:
+                    self._reset("a batch did not end when its link was closed")
+                    return
+        if self._quarantine and self._backend.capabilities.quiet == "backend_reset":
+            if not self._jobs or self.quarantined_bytes > self._limit:
+                self._reset("memory of failed transfers has to be made quiet")
+
+    def _calm(self, ref: PartRef) -> None:
+        self._quarantine.pop(ref, None)
+        self._post(Moved(ref, "ended earlier", True, 0))
+
+    def _reset(self, reason: str) -> None:
+        """Close the back end, which makes all memory quiet, and make it anew."""
+        log.warning("resetting the back end: %s", reason)
+        never = self._backend.capabilities.quiet == "never"
+        self._shut()
+        for job in list(self._jobs.values()):
+            job.batches.clear()
+            job.stop(f"the back end was reset: {reason}")
+            self._post(Moved(job.ref, job.error, not never, 0))
+        self._jobs.clear()
+        self._batches.clear()
+        self._aborted.clear()
+        if not never:
+            for ref in list(self._quarantine):
+                self._calm(ref)
+        self._peers.clear()
+        self._poisoned.clear()
+        if self._staging is not None:
+            self._staging.reset()
+        self._post(Reset(reason))
+        self._open()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _shut(self) -> None:
+        if self._transport is not None:
+            try:
+                self._transport.close()
+            except Exception:
+                log.exception("the back end did not close cleanly")
+            self._transport = None
+
+
+def _words(e: Exception) -> str:
+    return str(e) or type(e).__name__

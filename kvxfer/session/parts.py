@@ -1,0 +1,59 @@
+"""Parts: how a transfer is cut by tokens, and what of the block tables each part carries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import lcm
+
+import numpy as np
+
+from kvxfer.geometry import Cache, CopyPlan, Planner
+from kvxfer.geometry.plan import Ints
+from kvxfer.session.values import LinkInfo
+
+Table = tuple[Ints, ...]
+"""Block tables, one int64 array per group."""
+
+
+def plan_part(
+    planner: Planner, src: Table, dst: Table, start: int, tokens: int, lo: int, hi: int, final: bool
+) -> CopyPlan:
+    """The plan of the part that holds tokens ``[lo, hi)``, the same on both sides.
+
+    Groups of kind ``full`` move those tokens; ``window`` and ``state`` groups move whole with the final part,
+    because an engine gives their blocks up while it computes. Raises ``PlanError`` (also for a part outside the want).
+    """
+    lo, hi = max(lo, start), min(hi, tokens)
+    sheets = planner.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi)).sheets
+    if final:
+        sheets += planner.plan(src, _only(planner.dst, dst, full=False), start, tokens).sheets
+    return CopyPlan(sheets)
+
+
+def _only(cache: Cache, tables: Table, *, full: bool) -> Table:
+    """The tables with the groups of the other sort blanked out."""
+    return tuple(
+        t if (g.kind == "full") == full else np.full_like(t, -1) for g, t in zip(cache.groups, tables, strict=False)
+    )
+
+
+def covered(spans: Iterable[tuple[int, int]], start: int, tokens: int) -> bool:
+    """Whether the union of token spans holds ``[start, tokens)``."""
+    reached = start
+    for lo, hi in sorted(spans):
+        if lo > reached:
+            return False
+        reached = max(reached, hi)
+    return reached >= tokens
+
+
+def aligned(cache: Cache, tokens: int) -> int:
+    """The largest count up to ``tokens`` that cuts no block of a full group: where an unfinished part may end."""
+    step = lcm(*(g.block_tokens for g in cache.groups if g.kind == "full"))
+    return tokens // step * step
+
+
+def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
+    """Size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
+    rows = sum(s.lengths.shape[1] * len(s.phase) for s in plan.sheets)
+    return info.piece_bytes if rows and plan.nbytes < info.stage_below * rows else 0

@@ -1,0 +1,89 @@
+"""How this agent's back end and cache are used together: verb, and when parts go staged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvxfer.errors import ConfigError, PeerError
+from kvxfer.geometry import Cache, Claim, Incompatible, Planner
+from kvxfer.session import messages as m
+from kvxfer.session.staging import Staging
+from kvxfer.session.values import LinkInfo, Mode
+from kvxfer.transport import Capabilities, Verb
+
+__all__ = ["Terms"]
+
+ALWAYS = 1 << 62
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Fixed for an agent's life. ``stage_below``: parts whose rows are shorter on average are packed (0: none is)."""
+
+    backend: str
+    mode: Mode
+    cache: Cache
+    piece_bytes: int
+    stage_below: int
+
+    @classmethod
+    def of(cls, backend: str, caps: Capabilities, staging: Staging, cache: Cache) -> Terms:
+        mode: Mode
+        if Verb.READ in caps.verbs:
+            mode = "read"
+        elif Verb.WRITE in caps.verbs:
+            mode = "write"
+        else:
+            mode = "sendrecv"
+        below = ALWAYS if _foreign(caps, cache) or not caps.gathers else 0 if caps.factored else caps.run_bytes
+        if mode == "write":
+            if below == ALWAYS:
+                raise ConfigError(f"back end {backend!r} can only write, and not into this cache's memory; choose another")
+            below = 0
+        return cls(backend, mode, cache, staging.piece_bytes, below)
+
+    def hello(self, endpoint: bytes, expect: int, epoch: int, engine: str, claims: Sequence[Claim]) -> m.Hello:
+        return m.Hello(
+            m.PROTOCOL, self.backend, expect, epoch, engine, endpoint, self.cache, tuple(claims), self.mode,
+            self.piece_bytes,
+        )  # fmt: skip
+
+    def agree(self, hello: m.Hello, epoch: int) -> LinkInfo:
+        """What a consumer's hello amounts to. Raises ``PeerError`` with the reason for a refusal."""
+        if hello.protocol != m.PROTOCOL:
+            raise PeerError(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
+        if hello.expect_epoch != epoch:
+            raise PeerError(f"{hello.engine!r} looks for an agent that lived here before; this one started later")
+        if (hello.backend, hello.mode) != (self.backend, self.mode):
+            raise PeerError(
+                f"{hello.engine!r} uses back end {hello.backend!r} ({hello.mode}), this engine {self.backend!r} "
+                f"({self.mode}); configure the same on both"
+            )
+        try:
+            hello.cache.check()
+            planner = Planner(self.cache, hello.cache, hello.claims)
+        except (Incompatible, ValueError) as e:
+            raise PeerError(f"the caches do not fit: {e}") from None
+        return LinkInfo(self.mode, planner, min(self.piece_bytes, hello.piece_bytes), self.stage_below)
+
+
+def stager(cache: Cache, nbytes: int) -> Callable[[Capabilities], Staging]:
+    """How staging memory is made once the back end's capabilities are known."""
+
+    def make(caps: Capabilities) -> Staging:
+        kinds = {r.device.partition(":")[0] for r in cache.regions}
+        if kinds <= caps.memory:
+            device = cache.regions[0].device
+        elif "cpu" in caps.memory:
+            device = "cpu"
+        else:
+            raise ConfigError(f"the back end moves {sorted(caps.memory)} memory, the cache is in {sorted(kinds)}")
+        return Staging(cache.regions, nbytes, device)
+
+    return make
+
+
+def _foreign(caps: Capabilities, cache: Cache) -> bool:
+    """Whether some of the cache lies in memory that the back end cannot move."""
+    return any(r.device.partition(":")[0] not in caps.memory for r in cache.regions)

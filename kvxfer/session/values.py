@@ -1,0 +1,202 @@
+"""What goes into and comes out of the session's state machines: values only, no sockets, no threads, no clock."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from kvxfer.geometry import CopyPlan, Planner, Rank
+from kvxfer.geometry.plan import Ints
+from kvxfer.identity import TransferId
+from kvxfer.session.messages import Message
+from kvxfer.transport import Verb
+
+__all__ = [
+    "Abort", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Kind", "Lane", "LinkInfo", "Move", "Moved", "Outcome",
+    "PartRef", "Released", "Report", "Resolve", "Resolved", "Role", "Send", "Source",
+]  # fmt: skip
+
+LinkId = Hashable
+"""A link as its owner names it: the consumer by (address, epoch), the producer by the peer's socket identity."""
+
+
+class Kind(enum.StrEnum):
+    DELIVERED = "delivered"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a transfer ended on this side; ``reason`` says why it was not delivered."""
+
+    kind: Kind
+    reason: str = ""
+
+    @property
+    def delivered(self) -> bool:
+        return self.kind is Kind.DELIVERED
+
+
+Role = Literal["producer", "consumer"]
+Mode = Literal["read", "write", "sendrecv"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``."""
+
+    role: Role
+    transfer: TransferId
+    handle: str
+    outcome: Outcome
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Released:
+    """Nothing reads or writes the transfer's blocks any more; comes once, after ``Ended``."""
+
+    role: Role
+    transfer: TransferId
+    handle: str
+
+
+Event = Ended | Released
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A producer engine as a consumer reaches it: its directory's address, and the epoch that must answer."""
+
+    host: str
+    port: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A consumer's request: bring tokens ``[start, tokens)`` of ``transfer`` into ``blocks`` (int64 tables per group,
+    -1 = not wanted). ``handle`` is the engine's own name for it, unique among its live fetches. ``own``: this engine's directory, needed when the engine has more than one rank."""
+
+    handle: str
+    transfer: TransferId
+    digest: bytes
+    source: Source
+    blocks: tuple[Ints, ...]
+    start: int
+    tokens: int
+    own: Source | None = None
+
+
+@dataclass(frozen=True)
+class PartRef:
+    """Names one part of one attempt, on the side that moves it."""
+
+    role: Role
+    link: LinkId
+    transfer: TransferId
+    attempt: int
+    part: int
+
+
+@dataclass(frozen=True)
+class LinkInfo:
+    """What a machine knows of a link that is up.
+
+    ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose template rows are shorter than
+    ``stage_below`` bytes on average goes staged (0: never).
+    """
+
+    mode: Mode
+    planner: Planner
+    piece_bytes: int = 0
+    stage_below: int = 0
+
+
+# --- actions: what a machine asks its shell to do ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resolve:
+    """Find the route to this source; answer with ``Consumer.resolved``. ``own``: see ``Fetch``."""
+
+    source: Source
+    own: Source | None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One producer rank that a fetch must contact: the link, and how many consumer ranks read from that rank."""
+
+    link: LinkId
+    readers: int
+    rank: Rank = Rank()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    lanes: tuple[Lane, ...]
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Make this link (again); answer with ``link_up`` or ``link_down``."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True)
+class Close:
+    """Forget this link and its back-end connection."""
+
+    link: LinkId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Send:
+    link: LinkId
+    message: Message
+
+
+@dataclass(frozen=True)
+class Move:
+    """Give a part to the data thread; answer with ``moved``. ``stream`` numbers two-sided parts of a link."""
+
+    ref: PartRef
+    verb: Verb
+    plan: CopyPlan
+    stream: int
+    piece_bytes: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    ref: PartRef
+
+
+@dataclass(frozen=True)
+class Report:
+    event: Event
+
+
+Action = Resolve | Dial | Close | Send | Move | Abort | Report
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The end of a part on this side. ``quiet``: the back end no longer touches its memory here. ``collateral``: it
+    ended only because something else on the link was aborted; the same part may be tried again."""
+
+    ref: PartRef
+    error: str | None
+    quiet: bool
+    nbytes: int
+    collateral: bool = False

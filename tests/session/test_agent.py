@@ -1,0 +1,124 @@
+"""Two agents, one transfer: every verb, both orders, several ranks, several parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer.identity import TransferId
+from tests.session.conftest import Ended, Kind, Released, fetch, offered
+
+VERBS = {
+    "read": {"verbs": ["read"]},
+    "write": {"verbs": ["write"]},
+    "sendrecv": {"verbs": ["send", "recv"]},
+    "all": {},
+    "staged sendrecv": {"verbs": ["send", "recv"], "gathers": False},
+    "staged read": {"verbs": ["read"], "gathers": False},
+    "zmq": {"backend": "zmq"},
+}
+T = TransferId("own/1/x", 0)
+
+
+@pytest.fixture(params=VERBS, ids=str)
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(VERBS[request.param])
+
+
+@pytest.mark.parametrize("first", ["offer", "want"])
+def test_bytes_arrive_whichever_side_comes_first(engine, options, first):
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    calls = [
+        lambda: p.agents[0].offer(offered([3, 1, 7], 11, transfer=T)),
+        lambda: d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T)),
+    ]
+    for call in calls if first == "offer" else reversed(calls):
+        call()
+    (end,) = d.wait(Ended)
+    assert end.outcome.kind is Kind.DELIVERED, end
+    d.wait(Released)
+    assert [e.outcome.kind for e in p.wait(Ended)] == [Kind.DELIVERED]
+    p.wait(Released)
+    assert np.array_equal(d.block(5), p.block(3)) and np.array_equal(d.block(2), p.block(1))
+    assert np.array_equal(d.block(9)[:, :, :3], p.block(7)[:, :, :3])
+    assert not d.block(9)[:, :, 3].any(), "the token beyond the transfer was touched"
+    assert end.nbytes == 11 * 3 * 4 * 16
+
+
+def test_parts_as_chunks_finish(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 12, transfer=T))
+    p.agents[0].offer(offered([3], 4, transfer=T, final=False))
+    p.agents[0].offer(offered([3, 1], 8, transfer=T, final=False))
+    p.agents[0].offer(offered([3, 1, 7], 12, transfer=T))
+    assert d.wait(Ended)[0].outcome.delivered
+    for a, b in ((5, 3), (2, 1), (9, 7)):
+        assert np.array_equal(d.block(a), p.block(b))
+
+
+@pytest.mark.parametrize(("tp_p", "tp_d"), [(2, 2), (1, 2), (2, 1), (4, 1), (2, 4)])
+def test_several_ranks(engine, options, tp_p, tp_d):
+    p, d = engine(dict(options), tp=tp_p, seed=1), engine(dict(options), tp=tp_d)
+    for a in p.agents:
+        a.offer(offered([3, 1], 8, transfer=T))
+    for a in d.agents:
+        a.fetch(fetch(p.source, [5, 2], 8, transfer=T, own=d.source))
+    for r in range(tp_d):
+        assert d.wait(Ended, r)[0].outcome.delivered
+        d.wait(Released, r)
+    for r in range(tp_p):
+        assert p.wait(Ended, r)[0].outcome.delivered
+        p.wait(Released, r)
+    for a, b in ((5, 3), (2, 1)):
+        got = np.concatenate([d.block(a, r) for r in range(tp_d)], axis=1)
+        assert np.array_equal(got, np.concatenate([p.block(b, r) for r in range(tp_p)], axis=1))
+
+
+def test_digest_mismatch_fails_both_sides(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    p.agents[0].offer(offered([3], 4, transfer=T, digest=b"mine"))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T, digest=b"other"))
+    end = d.wait(Ended)[0]
+    assert end.outcome.kind is Kind.FAILED and "digest" in end.outcome.reason
+    d.wait(Released)
+    assert not d.memories[0].any()
+
+
+def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options), transfer_timeout=0.5)
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+    end = d.wait(Ended)[0]
+    assert end.outcome.kind is Kind.FAILED and "0.5 s" in end.outcome.reason
+    d.wait(Released)
+
+
+def test_cancel_on_either_side(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+    d.agents[0].cancel("req", "client left")
+    assert d.wait(Ended)[0].outcome.kind is Kind.CANCELLED
+    d.wait(Released)
+    other = TransferId("own/1/y", 0)
+    p.agents[0].offer(offered([3], 4, transfer=other))
+    p.agents[0].revoke(other, 1, "request aborted", gone=True)
+    assert p.wait(Ended)[0].outcome.kind is Kind.CANCELLED
+    p.wait(Released)
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=other, handle="late"))
+    end = d.wait(Ended, count=2)[1]
+    assert end.outcome.kind is Kind.FAILED and "aborted" in end.outcome.reason
+
+
+def test_many_transfers_at_once(engine, options):
+    p, d = engine(dict(options), seed=1, blocks=256), engine(dict(options), blocks=256)
+    n = 100
+    for i in range(n):
+        t = TransferId("own/1/many", i)
+        p.agents[0].offer(offered([2 * i, 2 * i + 1], 8, transfer=t))
+        d.agents[0].fetch(fetch(p.source, [255 - 2 * i, 254 - 2 * i], 8, transfer=t, handle=str(i)))
+    assert all(e.outcome.delivered for e in d.wait(Ended, count=n))
+    d.wait(Released, count=n)
+    p.wait(Released, count=n)
+    for i in range(n):
+        assert np.array_equal(d.block(255 - 2 * i), p.block(2 * i))
