@@ -1,0 +1,271 @@
+"""One link: made, used by batches, and ended."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import KvxferError, PeerError
+from kvxfer.geometry.plan import Ints
+from kvxfer.transport import Completion, Fence, Verb
+from kvxfer_ucx.connection import Connection
+from kvxfer_ucx.messages import OK, TRUNCATED, Messages, Posted
+
+__all__ = ["STREAMS", "TOKEN_BYTES", "Half", "Link", "Offer"]
+
+STREAMS = 1 << 30
+"""Stream numbers of a link and direction are below this."""
+
+TOKEN_BYTES = 16
+
+DRAIN_S = 5.0
+"""How long UCX may take to let go of a dead link's batch before it is reported as one that may still be touched."""
+
+FENCE_INTERVAL_S = 0.0005
+"""How often a fence is asked whether it has passed."""
+
+_DATA, _ACK, _WELCOME = 0, 1, 2
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """An endpoint, as it travels to the peer.
+
+    ``token``: secret name of the link, shown by whoever dials it. ``tag``: 32 random bits that all messages to this side
+    of the link have in their tags, so that none of another link, or of an earlier one, can be taken for one of it.
+    ``plain``: all of this side's memory is host memory.
+    """
+
+    version: int
+    agent: str
+    host: str
+    port: int
+    token: bytes
+    tag: int
+    plain: bool
+
+    def __str__(self) -> str:
+        return f"{self.agent!r} at {self.host}:{self.port}"
+
+
+@dataclass(eq=False)
+class Half:
+    """This side's half of a batch: ``pieces`` is int64 ``[n, 2]``, address and length.
+
+    It waits, with ``data`` unset, until the link is made and the fence has passed. A SEND is over when its peer has
+    acknowledged it: UCX calls a send complete that lies in a buffer somewhere.
+    """
+
+    number: int
+    verb: Verb
+    memory: int
+    stream: int
+    pieces: Ints
+    after: Fence | None
+    data: Posted | None = None
+    ack: Posted | None = None
+    verdict: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.pieces[:, 1].sum())
+
+    @property
+    def posted(self) -> list[Posted]:
+        return [p for p in (self.data, self.ack) if p is not None]
+
+    def status(self) -> int:
+        """What came of it, once all that is ``posted`` is done: for a RECV what UCX says, for a SEND also what the peer says."""
+        failed = next((p.status for p in self.posted if p.status != OK), OK)
+        if failed == OK and self.verb is Verb.RECV and self.data is not None and self.data.nbytes != self.nbytes:
+            return TRUNCATED
+        return failed or int(self.verdict[0])
+
+
+class Link:
+    """A link from this side, ``mine``, to ``theirs``. All methods on the data thread.
+
+    Its end is final: once ``cause`` is set, every batch ends with that error, and a new link has to be made.
+    """
+
+    def __init__(self, messages: Messages, mine: Offer, theirs: Offer, due: float) -> None:
+        self.mine, self.theirs = mine, theirs
+        self.cause: KvxferError | None = None
+        self.streams: dict[Verb, int] = {}
+        self._messages = messages
+        self._due = due
+        self._open = False
+        self._connection: Connection | None = None
+        self._welcome: Posted | None = None
+        self._waiting: deque[Half] = deque()
+        self._going: list[Half] = []
+        self._stuck: list[Half] = []
+        self._words: list[tuple[Ints, Posted]] = []
+        self._word = np.zeros(1, np.int64)
+
+    @property
+    def dials(self) -> bool:
+        """Whether this side makes the connection: both know without asking."""
+        return self.mine.token < self.theirs.token
+
+    @property
+    def plain(self) -> bool:
+        return self.mine.plain and self.theirs.plain
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the peer's connection is still to come."""
+        return not self.dials and self._connection is None and self.cause is None
+
+    def dial(self, connection: Connection) -> None:
+        self._connection = connection
+        self._welcome = self._messages.receive(_piece(self._word), self._tag(self.mine, _WELCOME, 0), True)
+        connection.greet(self.theirs.token + self.mine.token)
+
+    def accept(self, connection: Connection) -> None:
+        """Take a connection whose greeting named this link."""
+        self._connection, self._open = connection, True
+        self._tell(_WELCOME, 0, OK)
+
+    def submit(self, half: Half) -> None:
+        self._waiting.append(half)
+
+    def halves(self) -> list[Half]:
+        """Batches whose memory is, or may be, in use."""
+        return [*self._waiting, *self._going, *self._stuck]
+
+    def due(self, now: float) -> float:
+        """When ``step`` has to be called although UCX reports nothing."""
+        if self.cause is None and self._open:
+            return now + FENCE_INTERVAL_S if self._waiting else math.inf
+        return self._due if self.cause is None or self._going else math.inf
+
+    def step(self, now: float) -> list[Completion]:
+        """See how far things are; returns the batches that have ended."""
+        ended: list[Completion] = []
+        if self.cause is None:
+            if self._welcome is not None and self._welcome.done():
+                self._open, self._welcome = self._welcome.status == OK, None
+            if self._open:
+                ended += self._start()
+        ended += self._finish(now)
+        self._words = [w for w in self._words if not w[1].done()]
+        if self.cause is None:
+            trouble = self._connection.trouble() if self._connection else None
+            if trouble is not None:
+                self.fail(PeerError(f"the connection with {self.theirs} broke: {trouble}; connect again"), now)
+            elif not self._open and now >= self._due:
+                how = "does not answer" if self.dials else "has not dialled"
+                self.fail(PeerError(f"{self.theirs} {how}; is it alive, and is its port reachable?"), now)
+        if self.cause is not None:
+            ended += self._end(now)
+        return ended
+
+    def fail(self, cause: KvxferError, now: float) -> None:
+        """End the link. Batches end in the next steps, as soon as UCX has let go of their memory."""
+        if self.cause is not None:
+            return
+        self.cause, self._due = cause, now + DRAIN_S
+        if self._welcome is not None:
+            self._welcome.cancel()
+        for half in self._going:
+            for posted in half.posted:
+                posted.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    def drained(self) -> bool:
+        """Whether nothing of a link that has ended is in flight. Then drops what UCX keeps for it."""
+        if self.cause is None or self._waiting or self._going or any(not _done(h) for h in self._stuck):
+            return False
+        if self._connection is not None:
+            if not self._connection.closed() or not (self._welcome is None or self._welcome.done()):
+                return False
+            self._messages.discard(self.mine.tag << 32, 0xFFFFFFFF << 32)
+            self._connection = self._welcome = None
+            self._stuck, self._words = [], []
+        return True
+
+    def _start(self) -> list[Completion]:
+        """Post what may go now."""
+        ended: list[Completion] = []
+        waiting, self._waiting = self._waiting, deque()
+        for half in waiting:
+            if half.after is not None and not half.after.passed():
+                self._waiting.append(half)
+            elif not len(half.pieces):
+                ended.append(Completion(half.number))
+            else:
+                self._post(half)
+        return ended
+
+    def _post(self, half: Half) -> None:
+        assert self._connection is not None  # it is open
+        self._going.append(half)
+        if half.verb is Verb.RECV:
+            half.data = self._messages.receive(half.pieces, self._tag(self.mine, _DATA, half.stream), self.plain)
+            return
+        half.ack = self._messages.receive(_piece(half.verdict), self._tag(self.mine, _ACK, half.stream), True)
+        tag = self._tag(self.theirs, _DATA, half.stream)
+        half.data = self._messages.send(self._connection.handle, half.pieces, tag, self.plain)
+
+    def _finish(self, now: float) -> list[Completion]:
+        """Take out what has ended by itself."""
+        ended: list[Completion] = []
+        for half in [h for h in self._going if _done(h)]:
+            status = half.status()
+            if half.verb is Verb.RECV and status in (OK, TRUNCATED) and self.cause is None:
+                self._tell(_ACK, half.stream, status)
+            if status == OK:
+                ended.append(Completion(half.number))
+            elif status == TRUNCATED:
+                why = f"the peer's half has another size (stream {half.stream}); both must submit the same lengths"
+                ended.append(Completion(half.number, PeerError(f"{self._what(half)}: {why}")))
+            else:
+                # No accident of this batch alone: it shares its end with the others.
+                why = self._messages.describe(status)
+                self.fail(PeerError(f"messages with {self.theirs} fail: {why}; connect again"), now)
+                continue
+            self._going.remove(half)
+        return ended
+
+    def _end(self, now: float) -> list[Completion]:
+        """Batches of a link that has ended, as UCX lets go of them."""
+        ended = [Completion(h.number, self._error(h)) for h in self._waiting]
+        self._waiting.clear()
+        free = [h for h in self._going if _done(h)]
+        self._going = [h for h in self._going if h not in free]
+        ended += [Completion(h.number, self._error(h)) for h in free]
+        if now >= self._due:
+            ended += [Completion(h.number, self._error(h), quiet=False) for h in self._going]
+            self._stuck, self._going = self._stuck + self._going, []
+        return ended
+
+    def _tell(self, kind: int, stream: int, status: int) -> None:
+        assert self._connection is not None  # it is open
+        word = np.array([status], np.int64)
+        tag = self._tag(self.theirs, kind, stream)
+        self._words.append((word, self._messages.send(self._connection.handle, _piece(word), tag, True)))
+
+    def _what(self, half: Half) -> str:
+        return f"{half.verb} of {half.nbytes} bytes with {self.theirs}"
+
+    def _error(self, half: Half) -> KvxferError:
+        assert self.cause is not None
+        return type(self.cause)(f"{self._what(half)} failed: {self.cause}")
+
+    @staticmethod
+    def _tag(receiver: Offer, kind: int, stream: int) -> int:
+        return receiver.tag << 32 | kind << 30 | stream
+
+
+def _piece(word: Ints) -> Ints:
+    """Where a word lies, as one piece. Whoever calls keeps the word."""
+    return np.array([[word.ctypes.data, word.nbytes]], np.int64)
+
+
+def _done(half: Half) -> bool:
+    return all([p.done() for p in half.posted])

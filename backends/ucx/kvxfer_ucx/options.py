@@ -1,0 +1,91 @@
+"""The back end's options, and the settings of UCX among them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer_ucx.library import Library
+
+__all__ = ["Options", "make_context"]
+
+UCX_DEFAULTS = {
+    # Endpoints that report errors do not use shared memory unless told that it is fit for that; TCP instead.
+    "MM_ERROR_HANDLING": "y",
+    # UCX's own default, which ucxx lowers to 1; 2 doubles the speed of TCP.
+    "MAX_RNDV_RAILS": "2",
+    # Longer messages by rendezvous, so that an eager one always fits one packet: a receiver that waits for the
+    # second packet of a dead peer cannot be cancelled.
+    "RNDV_THRESH": "8192",
+}
+"""What we set unless the operator does, in the options or with ``UCX_*`` in the environment."""
+
+
+class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``backend_options`` of back end ``ucx``.
+
+    Attributes:
+        advertise: address (or host name, looked up by the peer on its data thread) at which peers reach this process.
+        port: port to listen on; 0 takes any free one.
+        connect_timeout: seconds until a link that is not yet made counts as failed.
+        ucx: settings of UCX without the prefix ``UCX_``, as in ``{"TLS": "tcp", "NET_DEVICES": "eth0"}``.
+    """
+
+    advertise: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    connect_timeout: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    ucx: dict[str, str | int | float | bool] = {}
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Options:
+        """Raises ``ConfigError`` for an unknown option (naming the nearest) or a bad value."""
+        for key in options:
+            if key not in cls.__struct_fields__:
+                raise ConfigError(f"unknown option {key!r} of back end 'ucx': {_nearest(key, cls.__struct_fields__)}")
+        try:
+            return msgspec.convert(dict(options), cls)
+        except msgspec.ValidationError as e:
+            raise ConfigError(f"bad option of back end 'ucx': {e}") from None
+
+    def settings(self) -> dict[str, str]:
+        """What to tell UCX: the options, and our defaults where neither they nor the environment say otherwise."""
+        defaults = {k: v for k, v in UCX_DEFAULTS.items() if f"UCX_{k}" not in os.environ}
+        return defaults | {k: _text(v) for k, v in self.ucx.items()}
+
+
+def make_context(library: Library, options: Options) -> Any:
+    """A UCX context with these settings. Raises ``ConfigError`` for a setting that UCX does not take, and
+    ``TransportError`` when it cannot start for another reason."""
+    ucxx = library.ucxx
+    try:
+        return ucxx.UCXContext(options.settings())
+    except ucxx.UCXError as e:
+        for key, value in options.ucx.items():
+            try:
+                ucxx.UCXContext({key: _text(value)})
+            except ucxx.UCXInvalidParamError:
+                known = [*ucxx.get_current_options(), *UCX_DEFAULTS]
+                if key in known:
+                    raise ConfigError(f"UCX does not take {value!r} for its setting {key!r}") from None
+                raise ConfigError(f"UCX has no setting {key!r}: {_nearest(key, known)}") from None
+            except ucxx.UCXError as single:
+                raise TransportError(f"UCX cannot start with {key!r} set to {value!r}: {single}") from None
+        raise TransportError(f"UCX cannot start: {e}; its settings are {options.settings()}") from e
+
+
+def _text(value: str | int | float | bool) -> str:
+    return {True: "y", False: "n"}[value] if isinstance(value, bool) else str(value)
+
+
+def _nearest(key: str, known: Any) -> str:
+    near = get_close_matches(str(key), list(map(str, known)), n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    names = list(known)
+    return f"the options are {', '.join(names)}" if len(names) < 20 else "see `ucx_info -c` without the prefix UCX_"

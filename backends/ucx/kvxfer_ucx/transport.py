@@ -1,0 +1,311 @@
+"""``UcxTransport``: the worker, its listener and its links, driven by ``poll``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import KvxferError, PeerError, TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.geometry.plan import Ints
+from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.memories import Memories
+from kvxfer.transport.wakeup import Wakeup
+from kvxfer_ucx import cuda
+from kvxfer_ucx.connection import Connection
+from kvxfer_ucx.library import load
+from kvxfer_ucx.link import STREAMS, TOKEN_BYTES, Half, Link, Offer
+from kvxfer_ucx.messages import Messages
+from kvxfer_ucx.options import Options, make_context
+
+__all__ = ["UcxTransport"]
+
+VERSION = 1
+"""Of what travels between two of us: endpoints, greetings, tags."""
+
+SLICE_S = 0.002
+"""``poll`` returns after this time even if UCX has more to do."""
+
+CLOSE_S = 2.0
+"""How long ``close`` waits for UCX to let go of everything."""
+
+_log = logging.getLogger("kvxfer.ucx")
+
+
+class UcxTransport(Transport):
+    """Moves bytes with UCX's tagged messages, through ucxx. ``Options`` says what ``options`` may hold.
+
+    The data thread is the only one: ``fileno`` is readable when UCX has work, and ``poll`` does it.
+    """
+
+    name = "ucx"
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        super().__init__(agent, options)
+        self._options = Options.parse(options)
+        self._library = load()
+        self._thread = threading.get_ident()
+        self._memories = Memories()
+        self._offers: dict[bytes, Offer] = {}
+        self._links: dict[int, Link] = {}
+        self._numbers = 0
+        self._sealed = self._closed = False
+        self._inbound: list[tuple[Connection, float]] = []
+        self._ending: list[Link | Connection] = []
+        self._ended: list[Completion] = []
+        self._capabilities = Capabilities(
+            verbs=frozenset({Verb.SEND, Verb.RECV}),
+            memory=frozenset({"cpu", "cuda"} if cuda.devices() else {"cpu"}),
+            run_bytes=4096,
+            abort="peer",
+            quiet="peer_close",
+        )
+        ucxx = self._library.ucxx
+        self._context = make_context(self._library, self._options)
+        try:
+            self._worker = ucxx.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+            self._listener = ucxx.UCXListener.create(self._worker, self._options.port, self._on_request)
+        except ucxx.UCXError as e:
+            raise TransportError(f"UCX cannot listen on port {self._options.port or 'any'}: {e}") from e
+        self._messages = Messages(self._library.ucp, self._worker.handle)
+        self._wakeup = Wakeup()
+        self._wakeup.add(self._worker.epoll_file_descriptor)
+
+    @classmethod
+    def probe(cls) -> Probe:
+        try:
+            library = load()
+            context = make_context(library, Options())
+        except KvxferError as e:
+            return Probe(False, str(e))
+        transports = sorted(set(context.info.split()) & {"rc_mlx5", "rc_verbs", "dc_mlx5", "cuda_ipc", "tcp"})
+        memory, gpus = {"cpu"}, cuda.devices()
+        if gpus:
+            memory.add("cuda")
+        facts = {**library.versions, "cuda devices": str(gpus)}
+        return Probe(True, "", frozenset(memory), facts)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def register(self, regions: Sequence[Region]) -> int:
+        self._check()
+        if self._sealed:
+            raise TransportError("all memory must be registered before the first endpoint is made")
+        memory = self._memories.add(regions, self._capabilities.memory)
+        for device in {r.device for r in regions if r.device != "cpu"}:
+            cuda.use(int(device.partition(":")[2] or 0))
+        return memory
+
+    def deregister(self, memory: int) -> None:
+        self._check()
+        links = [*self._links.values(), *(e for e in self._ending if isinstance(e, Link))]
+        for link in links:
+            if any(h.memory == memory for h in link.halves()):
+                raise TransportError(f"memory {memory} is in use by a batch with {link.theirs}; abort that first")
+        self._memories.remove(memory)
+
+    def endpoint(self) -> bytes:
+        self._check()
+        self._sealed = True
+        offer = Offer(
+            VERSION, self.agent, self._options.advertise, self._listener.port, secrets.token_bytes(TOKEN_BYTES),
+            secrets.randbits(32), self._plain(),
+        )  # fmt: skip
+        self._offers[offer.token] = offer
+        return msgspec.msgpack.encode(offer)
+
+    def connect(self, mine: bytes, theirs: bytes) -> int:
+        self._check()
+        own, their = _parse(mine), _parse(theirs)
+        if own.token not in self._offers:
+            raise TransportError("the first argument of connect is not an unused endpoint of this transport")
+        if own.token == their.token:
+            raise TransportError("the two endpoints are the same")
+        del self._offers[own.token]
+        now = time.monotonic()
+        link = Link(self._messages, own, their, now + self._options.connect_timeout)
+        self._numbers += 1
+        self._links[self._numbers] = link
+        if link.dials:
+            self._dial(link, now)
+        self._wakeup.set()
+        return self._numbers
+
+    def disconnect(self, peer: int) -> None:
+        self._check()
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.fail(TransportError("the link was closed on this side"), time.monotonic())
+            self._ending.append(link)
+            self._wakeup.set()
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        self._check()
+        if batch.verb not in self._capabilities.verbs:
+            raise TransportError(f"back end 'ucx' has no {batch.verb}; it has send and recv")
+        link = self._links.get(batch.peer)
+        if link is None:
+            raise TransportError(f"there is no link {batch.peer}; it was never made or is disconnected")
+        if not link.streams.get(batch.verb, -1) < batch.stream < STREAMS:
+            raise TransportError(f"stream numbers must rise, and end below {STREAMS}: {batch.verb} {batch.stream}")
+        addresses = self._memories.addresses(batch.local, batch.local_offsets, batch.lengths)
+        pieces = _pieces(addresses, batch.lengths, merge=link.plain)
+        link.streams[batch.verb] = batch.stream
+        self._numbers += 1
+        link.submit(Half(self._numbers, batch.verb, batch.local, batch.stream, pieces, after))
+        self._wakeup.set()
+        return self._numbers
+
+    def poll(self) -> list[Completion]:
+        self._check()
+        self._wakeup.clear()
+        start = time.monotonic()
+        idle = False
+        while not idle and not self._ended and time.monotonic() < start + SLICE_S:
+            self._progress(start + SLICE_S)
+            self._step(time.monotonic())
+            # From here on the descriptor reports; false if something came in meanwhile.
+            idle = self._worker.arm()
+        if not idle:
+            self._wakeup.set()
+        self._wakeup.at(self._due(time.monotonic()))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def abort(self, batch: int) -> None:
+        self._check()
+        for link in self._links.values():
+            if any(h.number == batch for h in link.halves()):
+                why = f"batch {batch} was aborted on this side, which ends the link: UCX cannot take back a message"
+                link.fail(TransportError(why), time.monotonic())
+                self._wakeup.set()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        now = time.monotonic()
+        for link in self._links.values():
+            link.fail(TransportError("the transport was closed on this side"), now)
+        for connection, _ in self._inbound:
+            connection.close()
+        self._ending += [*self._links.values(), *(c for c, _ in self._inbound)]
+        while self._ending and time.monotonic() < now + CLOSE_S:
+            self._progress(time.monotonic() + SLICE_S)
+            self._step(time.monotonic())
+        if self._ending:
+            _log.warning("%s: UCX did not let go of %d connections in %g s", self.agent, len(self._ending), CLOSE_S)
+        self._links.clear()
+        self._wakeup.close()
+        # Destroyed in this order: what is above stands on what is below.
+        self._listener = None
+        self._ending.clear()
+        self._worker = self._context = None
+
+    def fileno(self) -> int | None:
+        return self._wakeup.fileno()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise TransportError(f"the transport of {self.agent!r} is closed")
+        if threading.get_ident() != self._thread:
+            raise TransportError(f"the transport of {self.agent!r} belongs to the thread that made it")
+
+    def _plain(self) -> bool:
+        return all(r.device == "cpu" for m in self._memories for r in self._memories.regions(m))
+
+    def _dial(self, link: Link, now: float) -> None:
+        ucxx, offer = self._library.ucxx, link.theirs
+        try:
+            endpoint = ucxx.UCXEndpoint.create(self._worker, offer.host, offer.port, True)
+            link.dial(Connection(self._library, self._messages, endpoint))
+        except ucxx.UCXError as e:
+            link.fail(PeerError(f"{offer} cannot be dialled: {e}; is its address right?"), now)
+
+    def _on_request(self, request: int) -> None:
+        """Somebody connects. Called by UCX within progress."""
+        ucxx = self._library.ucxx
+        try:
+            endpoint = self._listener.create_endpoint_from_conn_request(request, True)
+            connection = Connection(self._library, self._messages, endpoint)
+            connection.expect(2 * TOKEN_BYTES)
+        except ucxx.UCXError as e:
+            _log.info("%s: a connection to our port came to nothing: %s", self.agent, e)
+            return
+        self._inbound.append((connection, time.monotonic() + self._options.connect_timeout))
+
+    def _progress(self, until: float) -> None:
+        while self._worker.progress_once() and time.monotonic() < until:
+            pass
+
+    def _step(self, now: float) -> None:
+        self._inbound = [(c, due) for c, due in self._inbound if not self._place(c, due, now)]
+        for link in self._links.values():
+            self._ended += link.step(now)
+            link.drained()
+        for ending in self._ending:
+            if isinstance(ending, Link):
+                self._ended += ending.step(now)
+        self._ending = [e for e in self._ending if not (e.drained() if isinstance(e, Link) else e.closed())]
+
+    def _place(self, connection: Connection, due: float, now: float) -> bool:
+        """Give a connection that dialled us to its link; true when it is dealt with. Not before both sides have called
+        ``connect``, whichever is first."""
+        greeting = connection.greeting()
+        if greeting is not None:
+            token, their_token = greeting[:TOKEN_BYTES], greeting[TOKEN_BYTES:]
+            for link in self._links.values():
+                if link.mine.token == token and link.theirs.token == their_token and link.awaits:
+                    link.accept(connection)
+                    return True
+            if token in self._offers and now < due and connection.trouble() is None:
+                return False
+            _log.warning("%s: a connection to our port showed no token of ours", self.agent)
+        elif now < due and connection.trouble() is None:
+            return False
+        connection.close()
+        self._ending.append(connection)
+        return True
+
+    def _due(self, now: float) -> float | None:
+        dues = [due for _, due in self._inbound]
+        dues += [link.due(now) for link in self._links.values()]
+        dues += [e.due(now) for e in self._ending if isinstance(e, Link)]
+        due = min(dues, default=math.inf)
+        return None if due == math.inf else due
+
+
+def _parse(endpoint: bytes) -> Offer:
+    try:
+        offer = msgspec.msgpack.decode(endpoint, type=Offer)
+    except msgspec.MsgspecError:
+        raise TransportError(f"not an endpoint of back end 'ucx': {endpoint[:40]!r}") from None
+    if offer.version != VERSION:
+        raise TransportError(
+            f"{offer} speaks version {offer.version} of back end 'ucx', we speak {VERSION}; install the same kvxfer-ucx"
+        )
+    return offer
+
+
+def _pieces(addresses: Ints, lengths: Ints, merge: bool) -> Ints:
+    """int64 ``[n, 2]``: address and length of each run that is not empty; with ``merge``, of neighbours together."""
+    full = lengths > 0
+    if not full.all():
+        addresses, lengths = addresses[full], lengths[full]
+    if merge and len(lengths) > 1:
+        first = np.concatenate(([True], addresses[1:] != addresses[:-1] + lengths[:-1]))
+        if not first.all():
+            at = np.flatnonzero(first)
+            addresses, lengths = addresses[at], np.add.reduceat(lengths, at)
+    return np.stack((addresses, lengths), axis=1)
