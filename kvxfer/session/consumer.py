@@ -15,6 +15,7 @@ import enum
 from dataclasses import dataclass, field
 from itertools import count
 
+from kvxfer.errors import PeerError
 from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.session import messages as m
 from kvxfer.session.parts import Table, covered, plan_part
@@ -314,7 +315,7 @@ class Consumer:
         lane.spans[msg.part] = (msg.lo, msg.hi)
         try:
             plan = self._plan(f, info, msg)
-        except (PlanError, m.PeerError) as e:
+        except (PlanError, PeerError) as e:
             return self._fail(f, f"what {link_name(lane.spec.link)} has does not fit what is wanted: {e}", now)
         if info.mode == "write":
             f.nbytes += plan.nbytes

@@ -42,7 +42,7 @@ class Inbound:
     ) -> None:
         self._router, self._mover, self._terms = router, mover, terms
         self._epoch, self._silence = epoch, silence
-        self.links: dict[bytes, _In] = {}
+        self.links: dict[LinkId, _In] = {}
 
     def receive(self, link: bytes, msg: m.Message, now: float) -> tuple[bytes, m.Message | None]:
         """Take a message; returns it if it is for the producer's machine or the mover."""
@@ -72,9 +72,9 @@ class Inbound:
 
     def result(self, result: Endpoint | Connected) -> LinkInfo | None:
         """The mover's answer about a link; the link's terms once it is up."""
-        known = self.links.get(result.link)  # type: ignore[call-overload]
-        link: bytes = result.link  # type: ignore[assignment]
-        if known is None:
+        link = result.link
+        known = self.links.get(link)
+        if known is None or not isinstance(link, bytes):
             return None
         if result.error is not None:
             log.warning("cannot link to %r: %s", known.engine, result.error)
@@ -89,8 +89,9 @@ class Inbound:
         return known.info
 
     def send(self, link: LinkId, msg: m.Message) -> None:
-        if link in self.links and not wire.send(self._router, msg, to=link):  # type: ignore[arg-type]
-            log.warning("consumer %r does not take our messages", self.links[link].engine)  # type: ignore[index]
+        known = self.links.get(link)
+        if known is not None and isinstance(link, bytes) and not wire.send(self._router, msg, to=link):
+            log.warning("consumer %r does not take our messages", known.engine)
 
     def tick(self, busy: set[LinkId], now: float) -> Iterable[tuple[LinkId, str]]:
         """Links that have gone silent with work pending, or were idle for long."""
@@ -104,7 +105,7 @@ class Inbound:
         return min((k.heard + self._silence for link, k in self.links.items() if link in busy), default=None)
 
     def drop(self, link: LinkId, reason: str) -> None:
-        if self.links.pop(link, None) is not None:  # type: ignore[call-overload]
+        if self.links.pop(link, None) is not None:
             self._mover.disconnect(link)
 
     @staticmethod

@@ -56,7 +56,7 @@ class _Base(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 # --- a link's beginning --------------------------------------------------------------------------------------------
 
 
-class Hello(_Base, tag="hello"):
+class Hello(_Base, frozen=True, tag="hello"):
     """Consumer to producer rank: who I am, which of your cache I will read, my back end's endpoint and how I use it."""
 
     protocol: int
@@ -71,7 +71,7 @@ class Hello(_Base, tag="hello"):
     piece_bytes: int
 
 
-class Welcome(_Base, tag="welcome"):
+class Welcome(_Base, frozen=True, tag="welcome"):
     """The producer's half of the hello. ``piece_bytes``: the agreed size of a staged piece."""
 
     epoch: int
@@ -79,7 +79,7 @@ class Welcome(_Base, tag="welcome"):
     piece_bytes: int
 
 
-class Refused(_Base, tag="refused"):
+class Refused(_Base, frozen=True, tag="refused"):
     """No link: the reason is logged on both sides and fails the transfers that wanted it."""
 
     reason: str
@@ -88,7 +88,7 @@ class Refused(_Base, tag="refused"):
 # --- a transfer's life ---------------------------------------------------------------------------------------------
 
 
-class Want(_Base, tag="want"):
+class Want(_Base, frozen=True, tag="want"):
     """Consumer: bring the tokens ``[start, tokens)`` into these blocks (per group, see ``pack_blocks``)."""
 
     transfer: TransferId
@@ -100,7 +100,7 @@ class Want(_Base, tag="want"):
     readers: int
 
 
-class Have(_Base, tag="have"):
+class Have(_Base, frozen=True, tag="have"):
     """Producer: part ``part`` holds the tokens ``[lo, hi)``; with ``final`` also the window and state groups.
 
     What it means for the bytes depends on the link's verb. Read: take them. Send: they come on ``stream`` onwards.
@@ -119,7 +119,7 @@ class Have(_Base, tag="have"):
     piece_bytes: int
 
 
-class Slot(_Base, tag="slot"):
+class Slot(_Base, frozen=True, tag="slot"):
     """Producer, staged read or write: piece ``piece`` of the part lies packed at ``offset`` of staging memory
     (the producer's for a read, the consumer's own for a write)."""
 
@@ -131,7 +131,7 @@ class Slot(_Base, tag="slot"):
     nbytes: int
 
 
-class Taken(_Base, tag="taken"):
+class Taken(_Base, frozen=True, tag="taken"):
     """Consumer, staged read or write: the slot of this piece is free again."""
 
     transfer: TransferId
@@ -140,7 +140,7 @@ class Taken(_Base, tag="taken"):
     piece: int
 
 
-class Check(_Base, tag="check"):
+class Check(_Base, frozen=True, tag="check"):
     """Consumer: all bytes have arrived; did this generation hold until now?"""
 
     transfer: TransferId
@@ -148,7 +148,7 @@ class Check(_Base, tag="check"):
     generation: int
 
 
-class Verdict(_Base, tag="verdict"):
+class Verdict(_Base, frozen=True, tag="verdict"):
     """Producer: it held (the consumer may trust the bytes, the producer counts this reader), or why not."""
 
     transfer: TransferId
@@ -157,7 +157,7 @@ class Verdict(_Base, tag="verdict"):
     reason: str
 
 
-class Drop(_Base, tag="drop"):
+class Drop(_Base, frozen=True, tag="drop"):
     """Consumer: this attempt is over for me; stop moving bytes for it and answer ``Gone``."""
 
     transfer: TransferId
@@ -165,7 +165,7 @@ class Drop(_Base, tag="drop"):
     reason: str
 
 
-class Gone(_Base, tag="gone"):
+class Gone(_Base, frozen=True, tag="gone"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
     ``again``: a later generation may come; wait with a new attempt rather than fail.
@@ -177,26 +177,26 @@ class Gone(_Base, tag="gone"):
     again: bool
 
 
-class Ping(_Base, tag="ping"):
+class Ping(_Base, frozen=True, tag="ping"):
     """Either side, on a link with work: are you alive?"""
 
     number: int
 
 
-class Pong(_Base, tag="pong"):
+class Pong(_Base, frozen=True, tag="pong"):
     number: int
 
 
 # --- the engine's directory ----------------------------------------------------------------------------------------
 
 
-class Lookup(_Base, tag="lookup"):
+class Lookup(_Base, frozen=True, tag="lookup"):
     """Anyone to a directory: your card, please."""
 
     protocol: int
 
 
-class Member(_Base):
+class Member(_Base, frozen=True):
     """One worker of an engine: where its agent listens, the agent's epoch, and its cache."""
 
     address: str
@@ -204,7 +204,7 @@ class Member(_Base):
     cache: Cache
 
 
-class Card(_Base, tag="card"):
+class Card(_Base, frozen=True, tag="card"):
     """A directory's answer: the engine's epoch and all its ranks."""
 
     protocol: int
@@ -217,14 +217,14 @@ class Card(_Base, tag="card"):
         return next(m for m in self.members if m.cache.rank == rank)
 
 
-class Renew(_Base, tag="renew"):
+class Renew(_Base, frozen=True, tag="renew"):
     """A consumer's scheduler half to the producer's: these transfers are still wanted, keep their leases."""
 
     epoch: int
     transfers: tuple[TransferId, ...]
 
 
-class Settle(_Base, tag="settle"):
+class Settle(_Base, frozen=True, tag="settle"):
     """A consumer's scheduler half to the producer's: these will never be fetched, free them."""
 
     epoch: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from kvxfer.errors import PeerError
 from kvxfer.geometry import PlanError
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
@@ -269,7 +270,7 @@ class Producer:
             return []  # repeated, or of an attempt that a newer one has replaced
         try:
             blocks: Table = tuple(m.unpack_blocks(b) for b in want.blocks)
-        except m.PeerError as e:
+        except PeerError as e:
             return [Send(link, m.Gone(want.transfer, want.attempt, str(e), False))]
         out: list[Action] = []
         if old is not None:
