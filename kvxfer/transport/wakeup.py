@@ -9,6 +9,7 @@ import ctypes
 import os
 import select
 import time
+from collections.abc import Hashable
 
 __all__ = ["Wakeup"]
 
@@ -21,7 +22,7 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Wakeup:
-    """``fileno()`` is for the poll of the thread that drives a back end. Only ``set`` may be called by others."""
+    """``fileno()`` is for the poll of the thread that drives a back end. Other threads may only call ``set``."""
 
     def __init__(self) -> None:
         self._timer = _libc.timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC_NONBLOCK)
@@ -32,29 +33,33 @@ class Wakeup:
         self._epoll.register(self._timer, select.EPOLLIN)
         self._epoll.register(self._flag, select.EPOLLIN)
         self._due: float | None = None
+        self._keys: dict[int, Hashable] = {}
 
     def fileno(self) -> int:
         return self._epoll.fileno()
 
-    def add(self, fd: int) -> None:
-        """Wake when ``fd`` is readable."""
+    def add(self, fd: int, key: Hashable) -> None:
+        """Wake while ``fd`` is readable. ``key`` is what ``clear`` calls it."""
         self._epoll.register(fd, select.EPOLLIN)
+        self._keys[fd] = key
 
     def remove(self, fd: int) -> None:
+        """Must be called before ``fd`` is closed."""
         self._epoll.unregister(fd)
+        del self._keys[fd]
 
     def set(self) -> None:
         """Wake now. From any thread."""
         os.eventfd_write(self._flag, 1)
 
-    def clear(self) -> None:
-        """Forget ``set`` and a time that has come."""
-        try:
+    def clear(self) -> set[Hashable]:
+        """Forget ``set`` and a time that has come; returns the keys of the descriptors that are readable."""
+        fired = {fd for fd, _ in self._epoll.poll(0)}
+        if self._flag in fired:
             os.eventfd_read(self._flag)
-        except BlockingIOError:
-            pass  # it was not set
-        if self._due is not None and self._due <= time.monotonic():
+        if self._timer in fired:
             self.at(None)
+        return {self._keys[fd] for fd in fired if fd in self._keys}
 
     def at(self, due: float | None) -> None:
         """Wake at this time of ``time.monotonic`` (in place of the one set before); ``None`` for never."""

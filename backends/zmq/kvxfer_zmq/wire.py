@@ -1,0 +1,109 @@
+"""What goes over the wire: endpoints (by somebody else's channel) and messages (by ZeroMQ).
+
+Every link has two connections, one for each direction: each side dials the other's ROUTER socket with a DEALER of its
+own, and everything it has to say goes that way. A routing id is the tokens of both ends, so only the two that
+exchanged endpoints can speak on a link. A message is a header, followed by a payload for some kinds.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import struct
+from typing import NamedTuple
+
+import msgspec
+
+from kvxfer.errors import TransportError
+
+__all__ = ["ROUTING_ID_BYTES", "TOKEN_BYTES", "Endpoint", "Header", "Kind", "new_token", "routing_id", "split_routing_id"]
+
+VERSION = 1
+TOKEN_BYTES = 16
+ROUTING_ID_BYTES = 2 * TOKEN_BYTES + 1
+_HEADER = struct.Struct("<BQQQ")
+
+
+class Kind(enum.IntEnum):
+    """``stream`` counts the SENDs of the side that sends them; ``a`` and ``b`` are by kind:
+
+    HELLO, WELCOME: the sender's ``connect`` was called; HELLO asks for WELCOME.
+    GRANT: the receiver has posted ``stream`` of ``b`` bytes and takes those below offset ``a``.
+    DATA: the payload belongs at offset ``a`` of ``stream``.
+    DONE: all bytes of ``stream`` are in the receiver's memory.
+    CANCEL, REFUSE: the sending, the receiving half of ``stream`` ended early; the payload says why.
+    BYE: the link is over; the payload says why.
+    """
+
+    HELLO = 1
+    WELCOME = 2
+    GRANT = 3
+    DATA = 4
+    DONE = 5
+    CANCEL = 6
+    REFUSE = 7
+    BYE = 8
+
+
+class Header(NamedTuple):
+    kind: Kind
+    stream: int = 0
+    a: int = 0
+    b: int = 0
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(*self)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Header:
+        """Raises ``ValueError`` for anything else than a header."""
+        try:
+            kind, stream, a, b = _HEADER.unpack(raw)
+        except struct.error as e:
+            raise ValueError(f"not a header: {e}") from None
+        return cls(Kind(kind), stream, a, b)
+
+
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One end of a link. ``token`` is known to the two ends only."""
+
+    version: int
+    agent: str
+    address: str
+    token: bytes
+
+    def encode(self) -> bytes:
+        return b"zmq " + msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Endpoint:
+        """Raises ``TransportError`` when the bytes are not an endpoint of a version that we speak."""
+        try:
+            if raw[:4] != b"zmq ":
+                raise ValueError("it does not start with 'zmq '")
+            endpoint = msgspec.msgpack.decode(raw[4:], type=cls)
+            if endpoint.version != VERSION:
+                raise ValueError(f"it speaks version {endpoint.version}, this side {VERSION}; install matching releases")
+            if len(endpoint.token) != TOKEN_BYTES:
+                raise ValueError(f"its token has {len(endpoint.token)} bytes")
+            if not endpoint.address.startswith(("tcp://", "ipc://")):
+                raise ValueError(f"{endpoint.address!r} is no address for this back end")
+        except (msgspec.MsgspecError, ValueError) as e:
+            raise TransportError(f"not an endpoint that back end 'zmq' can use ({bytes(raw[:40])!r}): {e}") from None
+        return endpoint
+
+
+def new_token() -> bytes:
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def routing_id(listener: bytes, dialer: bytes) -> bytes:
+    """How a dialer introduces itself to a listener. ZeroMQ keeps ids that begin with a zero byte for itself."""
+    return b"k" + listener + dialer
+
+
+def split_routing_id(raw: bytes) -> tuple[bytes, bytes] | None:
+    """(listener's token, dialer's token), or ``None`` for an id that is not ours."""
+    if len(raw) != ROUTING_ID_BYTES or raw[:1] != b"k":
+        return None
+    return raw[1 : 1 + TOKEN_BYTES], raw[1 + TOKEN_BYTES :]
