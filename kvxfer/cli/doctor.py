@@ -96,9 +96,7 @@ def _show(report: dict[str, Any]) -> None:
         f"InfiniBand: {', '.join(host['infiniband']) or 'none'}",
         highlight=False,
     )
-    console.print(
-        ", ".join(version or f"no {name}" for name, version in report["versions"].items()), highlight=False
-    )
+    console.print(", ".join(version or f"no {name}" for name, version in report["versions"].items()), highlight=False)
     table = Table("back end", "usable", "memory", "", title="Back ends", title_justify="left")
     for name, found in report["backends"].items():
         facts = "".join(f"\n{key}: {value}" for key, value in found["facts"].items())

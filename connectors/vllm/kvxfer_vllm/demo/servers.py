@@ -146,17 +146,19 @@ def running(
     logs: Path,
     config: Mapping[str, Any],
     decode_config: Mapping[str, Any] | None = None,
+    plain: Server | None = None,
     timeout: float = 300.0,
     on_ready: Callable[[Server], None] = lambda server: None,
 ) -> Iterator[Cluster]:
-    """Start three servers side by side, hand them out once all answer, and end them whatever happens.
+    """Start the servers side by side, hand them out once all answer, and end them whatever happens.
 
     Args:
         model: folder of the model.
         logs: folder for the servers' log files.
         config: the connector's settings (`kv_connector_extra_config`) at the prefill server.
         decode_config: the same for the decode server; by default what the prefill server gets.
-        timeout: seconds for all three to answer.
+        plain: a plain server that runs already, to share it; it is left running.
+        timeout: seconds for all to answer.
         on_ready: told about each server when it answers.
 
     Raises:
@@ -170,7 +172,7 @@ def running(
             return server
 
         cluster = Cluster(
-            plain=start("plain", None),
+            plain=plain or start("plain", None),
             prefill=start("prefill", connector("kv_producer", config)),
             decode=start("decode", connector("kv_consumer", decode_config or config)),
         )

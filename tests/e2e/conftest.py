@@ -1,0 +1,25 @@
+"""Real servers, started once for all cases that leave them intact."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvxfer_vllm.demo.model import write_model
+from kvxfer_vllm.demo.servers import Cluster, running
+from tests.conftest import require
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Prefill and decode with kvxfer over zmq between them, and a plain server."""
+    require("vllm")
+    with running(model, tmp_path_factory.mktemp("logs"), {"backend": "zmq"}) as servers:
+        yield servers

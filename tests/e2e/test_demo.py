@@ -1,0 +1,83 @@
+"""`kvxfer demo` as a user runs it: over every back end, and when something is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from kvxfer.transport import registry
+from tests.conftest import require
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+KVXFER = str(Path(sys.executable).parent / "kvxfer")
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([KVXFER, "demo", "--json", *arguments], capture_output=True, text=True, timeout=400)
+
+
+# zmq is the shared pair's (test_pair.py).
+@pytest.mark.parametrize("backend", sorted({*registry.available(), "cma"} - {"zmq"}))
+def test_kv_moves_over_every_back_end(backend: str) -> None:
+    require("vllm")
+    require(backend)
+    if "cpu" not in registry.load(backend).probe().memory:
+        pytest.skip(f"{backend} does not move CPU memory here")
+    result = demo("--backend", backend)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["backend"] == backend
+    assert report["tokens_identical"] and all(request["tokens_identical"] for request in report["requests"])
+    assert report["kv_bytes"] > 0 and report["external_kv_tokens"] > 0
+    assert all(request["transfer_seconds"] > 0 for request in report["requests"])
+
+
+def test_a_wrong_setting_fails_with_the_servers_own_words(tmp_path: Path) -> None:
+    require("vllm")
+    result = demo("--config", '{"transfer_timeouts": 3}', "--keep-logs", str(tmp_path))
+    assert result.returncode == 1
+    assert "did you mean 'transfer_timeout'" in result.stderr
+    assert {log.name for log in tmp_path.iterdir()} == {"plain.log", "prefill.log", "decode.log"}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_settings_that_are_no_json_object_are_refused_at_once(text: str) -> None:
+    result = demo("--config", text)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "--config" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupting_the_demo_ends_all_servers(number: signal.Signals) -> None:
+    require("vllm")
+    mark = f"KVXFER_TEST={uuid.uuid4()}"
+    environment = {**os.environ, **dict([mark.split("=")])}
+    running = subprocess.Popen([KVXFER, "demo"], stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 60
+    while len(marked(mark)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(marked(mark)) >= 4, "the demo and three servers"
+    running.send_signal(number)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "interrupted" in said and "Traceback" not in said
+    assert marked(mark) == []
+
+
+def marked(mark: str) -> list[str]:
+    """Processes whose environment holds `mark`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process.name)
+        except OSError:
+            continue  # it has ended, or is another user's
+    return found

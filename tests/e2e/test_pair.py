@@ -1,0 +1,57 @@
+"""A prefill and a decode server give the tokens that one plain server gives, and KV really moves between them."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvxfer_vllm.demo.metrics import received
+from kvxfer_vllm.demo.model import HEAD_DIM, KV_HEADS, LAYERS
+from kvxfer_vllm.demo.routing import complete, prefill_then_decode
+from kvxfer_vllm.demo.servers import BLOCK, CHUNK, Cluster
+from kvxfer_vllm.demo.story import PROMPTS, compare, objections
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+TOKEN_BYTES = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_tokens_are_those_of_a_plain_server_and_kv_came_from_prefill(cluster: Cluster, name: str) -> None:
+    outcome = compare(cluster, name, PROMPTS[name])
+    assert outcome.tokens == outcome.expected
+    assert objections([outcome]) == []
+    assert outcome.received.kv_bytes >= outcome.received.tokens * TOKEN_BYTES > 0
+
+
+def test_a_prompt_that_decode_never_saw_comes_whole_from_prefill(cluster: Cluster) -> None:
+    prompt = "".join(chr(97 + n * n % 26) for n in range(3 * BLOCK + 5))
+    outcome = compare(cluster, "new", prompt)
+    assert outcome.received.tokens == outcome.prompt_tokens == len(prompt)
+
+
+def test_a_prompt_that_decode_saw_is_not_moved_again(cluster: Cluster) -> None:
+    prompt = "seen before: " + "".join(chr(65 + n * n % 26) for n in range(4 * BLOCK))
+    first = compare(cluster, "first", prompt)
+    again = compare(cluster, "again", prompt)
+    assert again.identical
+    assert again.received.kv_bytes < first.received.kv_bytes
+
+
+def test_many_requests_at_once(cluster: Cluster) -> None:
+    prompts = [f"request {n}: " + f"{n * 7919} " * (5 + 20 * n) for n in range(8)]
+    assert max(map(len, prompts)) > 2 * CHUNK
+    expected = [complete(cluster.plain, prompt, 24).tokens for prompt in prompts]
+    before = received(cluster.decode)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        completions = pool.map(lambda p: prefill_then_decode(cluster.prefill, cluster.decode, p, 24), prompts)
+    assert [completion.tokens for completion in completions] == expected
+    moved = received(cluster.decode) - before
+    assert moved.failed == 0
+    assert moved.tokens >= sum(len(prompt) for prompt in prompts) - len(prompts) * BLOCK
+
+
+def test_requests_without_a_transfer_are_served_as_ever(cluster: Cluster) -> None:
+    prompt = "nobody prefilled this"
+    before = received(cluster.decode)
+    assert complete(cluster.decode, prompt, 16).tokens == complete(cluster.plain, prompt, 16).tokens
+    assert received(cluster.decode) - before == before - before
