@@ -1,0 +1,183 @@
+"""``KVXferConnector``: vLLM's hooks, each handed to the scheduler half or the worker half. No logic lives here.
+
+The way of a load: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` (scheduler.py) queue a want;
+``build_connector_meta`` ships it; ``start_load_kv`` (worker.py) gives it to the rank's agent (kvxfer.session), whose machine
+asks the producer and whose data thread moves the planned bytes; ``get_transfer_results`` reports the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvxfer_vllm.metadata import Report, Step
+from kvxfer_vllm.scheduler import SchedulerHalf
+from kvxfer_vllm.settings import groups_of, settings_of
+from kvxfer_vllm.stats import KVXferPromMetrics, KVXferStats
+from kvxfer_vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["KVXferConnector"]
+
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+"""vLLM 0.30 and later report failed loads by request; 0.29 knows only ``get_finished``."""
+
+
+class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = settings_of(vllm_config)
+        groups_of(kv_cache_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
+        else:
+            self._worker = WorkerHalf(config, vllm_config, kv_cache_config)
+
+    # --- scheduler -------------------------------------------------------------------------------------------------
+
+    @property
+    def _sched(self) -> SchedulerHalf:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        self._sched.arrive(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._sched.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._sched.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._sched.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._sched.update(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._sched.finish(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._sched.finish(request, block_ids)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def has_pending_push_work(self) -> bool:
+        return self._sched.busy
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._sched.publish(metadata)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self._sched.publish({(0, tp): m for tp, m in metadata.items()})
+
+    # --- worker ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _work(self) -> WorkerHalf:
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def _step(self) -> Step:
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        return step
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._work.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._work.handshake()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, Step)
+        self._work.before_forward(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._work.load(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is not scheduled before its load is over."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Offers are made once a step, for all layers."""
+
+    def wait_for_save(self) -> None:
+        """Does not wait: the last hook after the forward pass and drafting is where the step's offers are made."""
+        self._work.after_forward(self._step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        self._work.collect()
+        received, failed = self._work.results()
+        return TransferResults(finished_recving=received, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving or None
+
+    def build_connector_worker_meta(self) -> Report | None:
+        return self._work.report()
+
+    def get_kv_connector_stats(self) -> KVXferStats | None:
+        return None if self._worker is None else self._work.stats()
+
+    # --- both ------------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """None: any layout will do, and both engines may choose their own."""
+        return None
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """False: the cache is registered with a back end and must stay where it is."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVXferStats | None:
+        return KVXferStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[Any]]
+    ) -> KVXferPromMetrics:
+        return KVXferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,70 @@
+"""``kv_transfer_params``: NIXL's schema, which routers already relay, with two keys of our own.
+
+To P a router sends ``do_remote_decode``; P's answer carries ``do_remote_prefill``, the address of its directory, and under
+our keys the transfer's base id and P's epoch; the router forwards that to D as it is. A router that dispatches to
+both at once names the transfer itself: ``transfer_id`` to both, and to D ``remote_host`` and ``remote_port`` of P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvxfer.identity import External, TransferId
+from kvxfer.schedule import Source
+
+__all__ = ["answer", "is_load", "is_offer", "offered_id", "wanted"]
+
+TRANSFER, EPOCH = "kvxfer_transfer", "kvxfer_epoch"
+
+
+def is_offer(params: Mapping[str, Any] | None) -> bool:
+    """Whether the request is to be prefilled here for somebody else."""
+    return bool(params and params.get("do_remote_decode"))
+
+
+def is_load(params: Mapping[str, Any] | None) -> bool:
+    """Whether the request was prefilled elsewhere."""
+    return bool(params and params.get("do_remote_prefill"))
+
+
+def offered_id(params: Mapping[str, Any], epoch: int, external: External) -> TransferId:
+    """The id under which a prompt is offered: the router's, or one of our own."""
+    name = params.get("transfer_id")
+    return TransferId.routed(str(name), external) if name else TransferId.mint(epoch, external)
+
+
+def answer(
+    transfer: TransferId, source: Source, engine: str, request: str, tp: int, table: Sequence[Sequence[int]], tokens: int
+) -> dict[str, Any]:
+    """What P returns for its router to give to D."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(row) for row in table],
+        "remote_engine_id": engine,
+        "remote_request_id": request,
+        "remote_host": source.host,
+        "remote_port": source.port,
+        "remote_num_tokens": tokens,
+        "tp_size": tp,
+        TRANSFER: transfer.base,
+        EPOCH: f"{source.epoch:x}",
+    }
+
+
+def wanted(params: Mapping[str, Any], external: External) -> tuple[TransferId, Source] | str:
+    """Which transfer D is to load and from where, or what is missing or malformed."""
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if not isinstance(host, str) or not host or not isinstance(port, int) or not 0 < port < 65536:
+        return f"remote_host and remote_port do not name a directory ({host!r}, {port!r})"
+    name = params.get("transfer_id")
+    if name:
+        return TransferId.routed(str(name), external), Source(host, port, 0)
+    base, epoch = params.get(TRANSFER), params.get(EPOCH)
+    if not isinstance(base, str) or not isinstance(epoch, str):
+        return f"{TRANSFER} or {EPOCH} is missing: the router must forward the prefill engine's kv_transfer_params whole"
+    try:
+        return TransferId(base, external.prompt), Source(host, port, int(epoch, 16))
+    except ValueError:
+        return f"{EPOCH} is not a hexadecimal number: {epoch!r}"

@@ -1,0 +1,259 @@
+"""The scheduler half: vLLM's scheduler hooks turned into calls of ``kvxfer.schedule``, and its commands into step metadata.
+
+All methods run on the engine-core thread; none blocks. The directory has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.config import Config
+from kvxfer.identity import TransferId, digest, external_id, new_epoch
+from kvxfer.schedule import NULL, Schedule, Source
+from kvxfer.session import Directory, Member, Renew, Settle
+from kvxfer.session import Source as Address
+from kvxfer_vllm import params as p
+from kvxfer_vllm.metadata import Handshake, Report, Step
+from kvxfer_vllm.settings import groups_of, model_identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["SchedulerHalf"]
+
+log = logging.getLogger("kvxfer.vllm")
+
+NULL_BLOCK = 0
+"""vLLM's block 0 stands for "no block"; it never holds data."""
+
+
+class SchedulerHalf:
+    """One engine's schedule and directory."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        assert transfer is not None
+        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
+        self._world = parallel.world_size
+        self._model = model_identity(vllm_config)
+        self._directory = Directory(
+            self._engine, new_epoch(), config.backend, config.listen, config.port, config.advertise
+        )
+        here = self._directory.source
+        self._source = Source(here.host, here.port, here.epoch)
+        self._schedule = Schedule(groups_of(kv_cache_config), self._source if self._world > 1 else None)
+        self._offers: dict[str, TransferId] = {}  # request -> what it offers
+        self._loads: dict[str, TransferId] = {}  # request -> what it loads
+        self._step_loads: dict[TransferId, str] = {}
+        self._computed: dict[str, int] = {}  # request -> local tokens at its last match
+        self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
+        self._quiet: dict[tuple[TransferId, int], int] = {}  # ranks that are done
+        self._renewed = 0.0
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        """A request is new (or asked about again): learn what it offers or loads."""
+        params, name = request.kv_transfer_params, request.request_id
+        if not params or name in self._offers or name in self._loads:
+            return
+        external = external_id(name)
+        if self._produces and p.is_offer(params):
+            transfer = p.offered_id(params, self._source.epoch, external)
+            if self._schedule.producer.arrive(name, transfer, self._digest(request), request.num_prompt_tokens):
+                self._offers[name] = transfer
+        if self._consumes and p.is_load(params):
+            want = p.wanted(params, external)
+            if isinstance(want, str):
+                log.warning("request %s is computed here: %s", name, want)
+                return
+            transfer, source = want
+            # The last prompt token is computed here in any case, so its KV need not come.
+            tokens = request.num_prompt_tokens - 1
+            if self._schedule.consumer.arrive(name, transfer, self._digest(request), source, tokens):
+                self._loads[name] = transfer
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        self.arrive(request)
+        if request.request_id not in self._loads:
+            return 0, False
+        self._computed[request.request_id] = computed
+        tokens = self._schedule.consumer.matched(request.request_id, computed)
+        return tokens, bool(tokens)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        name = request.request_id
+        if name in self._loads:
+            table = _table(blocks.get_block_ids())
+            self._schedule.consumer.allocated(name, table, self._computed.get(name, 0), external)
+            if external:
+                self._step_loads[self._loads[name]] = name
+
+    def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over. True: its blocks stay until all ranks have reported them quiet."""
+        from vllm.v1.request import RequestStatus
+
+        name = request.request_id
+        whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        table = _table(block_ids)
+        if name not in self._loads:
+            self._settle_rejected(request)
+        held = self._schedule.finish(name, table, whole)
+        transfer = self._offers.pop(name, None)
+        for of in (self._loads, self._computed, self._tables):
+            of.pop(name, None)  # type: ignore[attr-defined]
+        if not held or transfer is None:
+            return held, None
+        return True, p.answer(
+            transfer, self._source, self._engine, name, self._tp, block_ids, request.num_prompt_tokens
+        )
+
+    def _settle_rejected(self, request: Request) -> None:
+        """A request that was refused before it was ever scheduled: its producer need not wait for us."""
+        params = request.kv_transfer_params
+        if self._consumes and p.is_load(params) and params is not None:
+            want = p.wanted(params, external_id(request.request_id))
+            if not isinstance(want, str):
+                self._tell(want[1], Settle(want[1].epoch, (want[0],), "the consumer rejected the request"))
+
+    def _digest(self, request: Request) -> bytes:
+        lora = request.lora_request
+        embeds = request.prompt_embeds
+        return digest(
+            tokens=request.prompt_token_ids,
+            model=self._model,
+            media=[
+                (f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features or ()
+            ],
+            lora=None if lora is None else lora.lora_name,
+            salt=request.cache_salt,
+            embeds=None if embeds is None else _bytes(embeds),
+        )
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self, output: SchedulerOutput) -> Step:
+        """Follow what this step computes, and say what the workers must know with it."""
+        for name in output.preempted_req_ids or ():
+            self._schedule.preempt(name)
+            self._tables.pop(name, None)
+        if self._offers:
+            self._follow(output)
+        renewals = self._notices()
+        for release in self._schedule.consumer.releases():
+            self._tell(release.source, Settle(release.source.epoch, (release.transfer,), release.reason))
+        self._renew()
+        loads, self._step_loads = self._step_loads, {}
+        return Step(self._schedule.commands(), loads, renewals)
+
+    def _follow(self, output: SchedulerOutput) -> None:
+        state = getattr(output, "kv_connector_block_state", None)
+        whole = getattr(state, "get_block_ids", None)
+        cached = output.scheduled_cached_reqs
+        seen: list[tuple[str, int]] = []
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = [list(row) for row in new.block_ids]
+            seen.append((new.req_id, new.num_computed_tokens))
+        for i, name in enumerate(cached.req_ids):
+            self._grow(name, cached.new_block_ids[i], name in cached.resumed_req_ids)
+            seen.append((name, cached.num_computed_tokens[i]))
+        for name, computed in seen:
+            if name in self._schedule.producer:
+                table = whole(name) if whole is not None else None
+                rows = _table(table if table is not None else self._tables[name])
+                self._schedule.producer.step(name, computed, output.num_scheduled_tokens[name], rows)
+            else:
+                self._tables.pop(name, None)
+
+    def _grow(self, name: str, new: Sequence[Sequence[int]] | None, resumed: bool) -> None:
+        """New blocks are appended; those of a resumed request replace its table."""
+        if resumed and new is not None:
+            self._tables[name] = [list(row) for row in new]
+        elif new is not None and name in self._tables:
+            for row, more in zip(self._tables[name], new, strict=True):
+                row.extend(more)
+
+    def _notices(self) -> tuple[TransferId, ...]:
+        """What consumers' scheduler halves have told our directory."""
+        renewals: list[TransferId] = []
+        for notice in self._directory.notices():
+            if isinstance(notice, Renew):
+                renewals += notice.transfers
+            else:
+                for transfer in notice.transfers:
+                    self._schedule.producer.withdraw(transfer, notice.reason)
+        return tuple(renewals)
+
+    def _renew(self) -> None:
+        """Keep alive what requests of ours still wait for, from their arrival on."""
+        now = time.monotonic()
+        if now - self._renewed < self._config.lease / 4:
+            return
+        self._renewed = now
+        by_source: dict[Source, list[TransferId]] = {}
+        for transfer, source in self._schedule.consumer.waiting.items():
+            by_source.setdefault(source, []).append(transfer)
+        for source, transfers in by_source.items():
+            self._tell(source, Renew(source.epoch, tuple(transfers)))
+
+    def _tell(self, source: Source, message: Renew | Settle) -> None:
+        self._directory.tell(Address(source.host, source.port, source.epoch), message)
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """What the workers have reported: loads that are over, held blocks that all ranks are done with."""
+        for name in output.finished_recving or ():
+            self._schedule.consumer.loaded(name)
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, Report):
+            return
+        freed = set()
+        for key, ranks in report.released.items():
+            done = self._quiet.pop(key, 0) + ranks
+            if done < self._world:
+                self._quiet[key] = done
+                continue
+            request = self._schedule.producer.released(*key)
+            if request is not None:
+                freed.add(request)
+        if freed:
+            output.finished_sending = (output.finished_sending or set()) | freed
+
+    @property
+    def busy(self) -> bool:
+        """Whether workers must go on stepping although no request is live."""
+        return bool(len(self._schedule))
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
+        """The workers' agents are up: let other engines find them. A sibling connector's metadata is not ours."""
+        members: tuple[Member, ...] = tuple(h.member for h in handshakes.values() if isinstance(h, Handshake))
+        if members:
+            self._directory.publish(members)
+
+    def close(self) -> None:
+        self._directory.close()
+
+
+def _table(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """vLLM's block table with its null block spelt as ours."""
+    return tuple(tuple(NULL if b == NULL_BLOCK else b for b in row) for row in block_ids)
+
+
+def _bytes(tensor: Any) -> bytes:
+    import hashlib
+
+    import torch
+
+    raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(raw, digest_size=16).digest()
