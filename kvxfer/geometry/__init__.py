@@ -1,22 +1,29 @@
 """Which bytes: cache layouts, sharding and copy plans. Pure: no I/O, no torch, no clock."""
 
+from kvxfer.geometry.bundle import Bundle, Part
 from kvxfer.geometry.cache import Cache, Group, Heads, Rank, Region, View
-from kvxfer.geometry.plan import CopyPlan, Planner, PlanError, Runs, Sheet
-from kvxfer.geometry.route import Claim, Incompatible, route
+from kvxfer.geometry.claim import Claim, Incompatible
+from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, Sheet
+from kvxfer.geometry.route import Route, route
+from kvxfer.geometry.template import Template
 
 __all__ = [
+    "Bundle",
     "Cache",
     "Claim",
     "CopyPlan",
     "Group",
     "Heads",
     "Incompatible",
+    "Part",
     "PlanError",
     "Planner",
     "Rank",
     "Region",
+    "Route",
     "Runs",
     "Sheet",
+    "Template",
     "View",
     "route",
 ]

@@ -15,10 +15,15 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Cache", "Group", "Heads", "Rank", "Region", "View"]
+from kvxfer.geometry.overlap import Strided, first_overlap
+
+__all__ = ["GAP", "Cache", "Group", "Heads", "Rank", "Region", "View", "flat_starts"]
 
 GAP = 4096
 """Bytes between two regions in the flat offset space, so that no run can span both."""
+
+_MOST_BYTES = 1 << 60
+_MOST_CELLS = 1 << 22
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -40,8 +45,11 @@ class Group(msgspec.Struct, frozen=True):
     """Layers that share one block table.
 
     ``full``: every token of the request has a place. ``window``: only the last ``window`` tokens must; blocks
-    before them may be null. ``state``: one block holds the state after a token, tables are paired by position.
-    ``block_tokens`` is the number of tokens a block of the *table given to the planner* holds.
+    before them may be null. ``state``: the block at position ``p`` holds the state after the last computed token of
+    ``[p * block_tokens, (p + 1) * block_tokens)``; where a table has one block for the whole request,
+    ``block_tokens`` is the greatest length a request can have.
+    ``block_tokens`` is the number of tokens a block of the *table given to the planner* holds: where kernels use
+    smaller blocks than the scheduler, both are kernel blocks.
     """
 
     block_tokens: int
@@ -84,14 +92,19 @@ class View(msgspec.Struct, frozen=True):
     heads: Heads | None = None
     token_stride: int | None = None
 
+    def axes(self, block_tokens: int) -> list[tuple[int, int]]:
+        """The axes within a block that can be cut, as (length, stride in bytes): heads, then tokens."""
+        out = []
+        if self.heads is not None and self.heads.stride is not None:
+            out.append((self.heads.count, self.heads.stride))
+        if self.token_stride is not None:
+            out.append((block_tokens, self.token_stride))
+        return out
+
     def extent(self, block_tokens: int) -> int:
         """Bytes from a layer's offset to the end of its last block's content."""
-        end = (self.blocks - 1) * self.block_stride + self.unit
-        if self.heads is not None and self.heads.stride is not None:
-            end += (self.heads.count - 1) * self.heads.stride
-        if self.token_stride is not None:
-            end += (block_tokens - 1) * self.token_stride
-        return end
+        within = sum((n - 1) * stride for n, stride in self.axes(block_tokens))
+        return (self.blocks - 1) * self.block_stride + within + self.unit
 
 
 class Cache(msgspec.Struct, frozen=True):
@@ -108,27 +121,67 @@ class Cache(msgspec.Struct, frozen=True):
         return flat_starts(self.regions)
 
     def check(self) -> None:
-        """Raise ``ValueError`` when a view is malformed or leaves its region."""
-        starts = self.starts
+        """Raise ``ValueError`` when the description is malformed: impossible numbers, a view that leaves its region,
+        or two pieces of content of one group in the same bytes (groups may overlay each other: their block ids are
+        disjoint). Takes milliseconds; call it once for a cache that came from elsewhere, before planning with it."""
+        for i, r in enumerate(self.regions):
+            if r.address < 0 or not 0 < r.nbytes <= _MOST_BYTES:
+                raise ValueError(f"region {i}: {r.nbytes} bytes at {r.address} is not a piece of memory")
+        if sum(r.nbytes for r in self.regions) > _MOST_BYTES:
+            raise ValueError("the regions together are larger than any memory")
+        if self.rank.pp < 0 or self.rank.tp < 0:
+            raise ValueError(f"{self.rank} is not a rank: stages and ranks count from 0")
+        for g, group in enumerate(self.groups):
+            if not 0 < group.block_tokens <= _MOST_BYTES:
+                raise ValueError(f"group {g}: block_tokens must be positive, not {group.block_tokens}")
+            if (group.window > 0) != (group.kind == "window") or group.window < 0:
+                raise ValueError(f"group {g} is of kind {group.kind!r} and has a window of {group.window} tokens")
         for v in self.views:
-            what = f"view {v.plane!r} of group {v.group}"
-            if not 0 <= v.group < len(self.groups):
-                raise ValueError(f"{what}: no such group; there are {len(self.groups)}")
-            if len(v.layers) != len(v.offsets) or not v.layers or len(set(v.layers)) != len(v.layers):
-                raise ValueError(f"{what}: needs one offset for each of its (distinct) layers")
-            if min(v.blocks, v.unit, v.block_stride) <= 0:
-                raise ValueError(f"{what}: blocks, unit and block_stride must be positive")
-            if v.heads is not None and not 0 <= v.heads.start < v.heads.start + v.heads.count <= v.heads.total:
-                raise ValueError(f"{what}: heads {v.heads} are not a range within the total")
-            if self.groups[v.group].block_tokens <= 0:
-                raise ValueError(f"{what}: block_tokens must be positive")
-            extent = v.extent(self.groups[v.group].block_tokens)
-            for layer, offset in zip(v.layers, v.offsets, strict=True):
-                if not any(
-                    s <= offset and offset + extent <= s + r.nbytes
-                    for s, r in zip(starts, self.regions, strict=True)
-                ):
-                    raise ValueError(f"{what}: layer {layer!r} at {offset} (+{extent} bytes) leaves every region")
+            self._check_view(v)
+        self._check_overlaps()
+
+    def _check_view(self, v: View) -> None:
+        what = f"view {v.plane!r} of group {v.group}"
+        if not 0 <= v.group < len(self.groups):
+            raise ValueError(f"{what}: no such group; there are {len(self.groups)}")
+        group = self.groups[v.group]
+        if len(v.layers) != len(v.offsets) or not v.layers or len(set(v.layers)) != len(v.layers):
+            raise ValueError(f"{what}: needs one offset for each of its (distinct) layers")
+        if min(v.blocks, v.unit, v.block_stride) <= 0:
+            raise ValueError(f"{what}: blocks, unit and block_stride must be positive")
+        if v.heads is not None and not 0 <= v.heads.start < v.heads.start + v.heads.count <= v.heads.total:
+            raise ValueError(f"{what}: heads {v.heads} are not a range within the total")
+        if group.kind == "state" and v.token_stride is not None:
+            raise ValueError(f"{what}: a state has no token axis; leave token_stride out")
+        cells = len(v.layers)
+        for n, stride in v.axes(group.block_tokens):
+            cells *= n
+            if stride <= 0:
+                raise ValueError(f"{what}: strides must be positive, not {stride}")
+        if cells > _MOST_CELLS:
+            raise ValueError(f"{what}: {cells} pieces in one block are more than {_MOST_CELLS}")
+        extent = v.extent(group.block_tokens)
+        inside = [(s, s + r.nbytes) for s, r in zip(self.starts, self.regions, strict=True)]
+        for layer, offset in zip(v.layers, v.offsets, strict=True):
+            if not any(lo <= offset and offset + extent <= hi for lo, hi in inside):
+                raise ValueError(f"{what}: layer {layer!r} at {offset} (+{extent} bytes) leaves every region")
+
+    def _check_overlaps(self) -> None:
+        seen: set[tuple[str, str]] = set()
+        for v in self.views:
+            for layer in v.layers:
+                if (v.plane, layer) in seen:
+                    raise ValueError(f"plane {v.plane!r} of layer {layer!r} is described twice")
+                seen.add((v.plane, layer))
+        for g, group in enumerate(self.groups):
+            views = [v for v in self.views if v.group == g]
+            n = group.block_tokens
+            found = first_overlap(
+                [Strided(v.offsets, v.axes(n), v.unit, v.block_stride, v.blocks, v.extent(n)) for v in views]
+            )
+            if found is not None:
+                one, other = (views[i].plane for i in found)
+                raise ValueError(f"group {g}: content of planes {one!r} and {other!r} lies in the same bytes")
 
 
 def flat_starts(regions: tuple[Region, ...]) -> tuple[int, ...]:

@@ -1,35 +1,25 @@
 """Who reads what from whom: layers and heads intersected between two engines of any TP and PP.
 
 Each consumer rank claims, of every plane it holds, the (layer, head) cells from producer ranks so that each cell
-is claimed once. Where producers hold replicas (MLA, or more ranks than KV heads) the consumer's own position
-decides which replica it reads, so that readers spread. A producer that nobody would read from is still given
-one reader with an empty claim: that reader's word is what lets the producer free its blocks.
+is claimed once. Where producers hold replicas (MLA, or more ranks than KV heads) a consumer stays with the ranks it
+reads from already, and otherwise takes the one that has been given the least to serve, so that readers spread. A
+producer that nobody would read from is still given one reader with an empty claim: that reader's word is what lets
+the producer free its blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.geometry.cache import Cache, Rank, View
+from kvxfer.geometry.claim import Claim, Incompatible, check_claims, check_pair, head_range, name
 
 __all__ = ["Claim", "Incompatible", "Route", "check_claims", "route"]
-
-
-class Incompatible(ValueError):
-    """Two caches whose contents cannot be converted into one another; the text names both sides and the axis."""
-
-
-class Claim(msgspec.Struct, frozen=True):
-    """A rectangle of layers and global heads ``[head_lo, head_hi)`` to copy from one view into another."""
-
-    src_view: int
-    dst_view: int
-    layers: tuple[str, ...]
-    head_lo: int
-    head_hi: int
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -43,108 +33,73 @@ def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, 
     """Assign every consumer rank its claims on the producer ranks.
 
     Deterministic in its arguments (ranks are sorted), so that all ranks agree without talking.
-    Raises ``Incompatible`` when some cell of a consumer's cache has no convertible source.
+    Raises ``Incompatible`` when some cell of a consumer's cache has no convertible source, or two ranks of a side are
+    the same.
     """
     sources = sorted(producers, key=lambda c: c.rank)
     sinks = sorted(consumers, key=lambda c: c.rank)
+    for side, caches in (("producer", sources), ("consumer", sinks)):
+        if len({c.rank for c in caches}) < len(caches):
+            raise Incompatible(f"rank: two caches of the {side} say that they are the same rank")
+    served: Counter[Rank] = Counter()
     claims: dict[Rank, dict[Rank, tuple[Claim, ...]]] = {}
-    for i, sink in enumerate(sinks):
-        turned = [sources[(i + k) % len(sources)] for k in range(len(sources))]
-        claims[sink.rank] = _claims_of(sink, turned)
-    for i, source in enumerate(sources):
-        if not any(source.rank in of for of in claims.values()):
-            claims[sinks[i % len(sinks)].rank][source.rank] = ()
+    for sink in sinks:
+        claims[sink.rank] = _claims_of(sink, sources, served)
+    if sinks:
+        for i, source in enumerate(sources):
+            if not any(source.rank in of for of in claims.values()):
+                claims[sinks[i % len(sinks)].rank][source.rank] = ()
     readers = {s.rank: sum(s.rank in of for of in claims.values()) for s in sources}
     return {r: Route(claims=of, readers={p: readers[p] for p in of}) for r, of in claims.items()}
 
 
-def _claims_of(sink: Cache, sources: Sequence[Cache]) -> dict[Rank, tuple[Claim, ...]]:
-    found: dict[Rank, list[Claim]] = {}
+def _claims_of(sink: Cache, sources: Sequence[Cache], served: Counter[Rank]) -> dict[Rank, tuple[Claim, ...]]:
+    """One consumer rank's claims; counts in ``served`` the bytes a token that each source has to give."""
+    found: dict[Rank, list[Claim]] = defaultdict(list)
     for d, view in enumerate(sink.views):
-        lo, hi = _head_range(view)
-        open_cells = np.ones((len(view.layers), hi - lo), dtype=bool)
+        lo, hi = head_range(view)
         row = {layer: i for i, layer in enumerate(view.layers)}
-        for source in sources:
+        open_cells = np.ones((len(row), hi - lo), dtype=bool)
+        for source in sorted(sources, key=lambda c: (c.rank not in found, served[c.rank], c.rank)):
             for s, other in enumerate(source.views):
-                if other.plane != view.plane:
+                rows = [row[layer] for layer in other.layers if layer in row] if other.plane == view.plane else []
+                a, b = max(lo, head_range(other)[0]), min(hi, head_range(other)[1])
+                if not rows or a >= b:
                     continue
-                layers = [name for name in other.layers if name in row]
-                if not layers:
-                    continue
-                _check_pair(source, other, sink, view)
-                a, b = max(lo, _head_range(other)[0]), min(hi, _head_range(other)[1])
-                if a >= b:
-                    continue
-                rows = [row[name] for name in layers]
-                free = open_cells[rows, a - lo : b - lo]
-                if not free.any():
-                    continue
-                keep, cols = free.any(axis=1), np.flatnonzero(free.any(axis=0))
-                first, last = int(cols[0]), int(cols[-1]) + 1
-                if not free[keep][:, first:last].all():
-                    raise Incompatible(
-                        f"head axis: the heads that {_name(source)} holds of plane {view.plane!r} overlap other ranks' "
-                        f"heads unevenly for {_name(sink)}; give every rank one contiguous head range"
-                    )
-                taken = [r for r, k in zip(rows, keep, strict=True) if k]
-                open_cells[np.ix_(taken, range(a - lo + first, a - lo + last))] = False
-                names = tuple(view.layers[r] for r in taken)
-                found.setdefault(source.rank, []).append(Claim(s, d, names, a + first, a + last))
+                check_pair(source, other, sink, view)
+                for taken, first, last in _rectangles(rows, open_cells[rows, a - lo : b - lo]):
+                    open_cells[np.ix_(taken, range(a - lo + first, a - lo + last))] = False
+                    layers = tuple(view.layers[r] for r in taken)
+                    found[source.rank].append(Claim(s, d, layers, a + first, a + last))
+                    served[source.rank] += len(taken) * (last - first) * view.unit
         if open_cells.any():
-            r, h = (int(x) for x in np.argwhere(open_cells)[0])
-            raise Incompatible(
-                f"layer or plane axis: no producer rank holds layer {view.layers[r]!r}, plane {view.plane!r}, "
-                f"head {lo + h} that {_name(sink)} needs; the producer has planes "
-                f"{sorted({v.plane for c in sources for v in c.views})}"
-            )
+            raise Incompatible(_lacking(sink, view, open_cells, sources))
     return {rank: tuple(of) for rank, of in found.items()}
 
 
-def check_claims(src: Cache, dst: Cache, claims: Sequence[Claim]) -> None:
-    """Raise ``Incompatible`` unless ``claims`` (from a peer) lie within both caches and join convertible views."""
-    for c in claims:
-        if not (0 <= c.src_view < len(src.views) and 0 <= c.dst_view < len(dst.views)):
-            raise Incompatible(f"claim names view {c.src_view} or {c.dst_view}, which does not exist")
-        s, d = src.views[c.src_view], dst.views[c.dst_view]
-        _check_pair(src, s, dst, d)
-        for v, side in ((s, src), (d, dst)):
-            lo, hi = _head_range(v)
-            if not (lo <= c.head_lo < c.head_hi <= hi) or not c.layers or not set(c.layers) <= set(v.layers):
-                raise Incompatible(f"claim {c} leaves what {_name(side)} holds of plane {v.plane!r}")
+def _rectangles(rows: Sequence[int], free: NDArray[np.bool_]) -> Iterator[tuple[list[int], int, int]]:
+    """Cover the free cells, layers x heads, with rectangles (layers, first head, last head): rows that are free alike
+    go together, one rectangle for each stretch of heads."""
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    for i in range(len(rows)):
+        alike[free[i].tobytes()].append(i)
+    for members in alike.values():
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], free[members[0]], [False]))))
+        for first, last in edges.reshape(-1, 2).tolist():
+            yield [rows[i] for i in members], first, last
 
 
-def _head_range(view: View) -> tuple[int, int]:
-    return (0, 1) if view.heads is None else (view.heads.start, view.heads.start + view.heads.count)
-
-
-def _name(cache: Cache) -> str:
-    return f"rank pp{cache.rank.pp}/tp{cache.rank.tp}"
-
-
-def _check_pair(src: Cache, s: View, dst: Cache, d: View) -> None:
-    """Refuse a pair of views of one plane and layer whose units are not the same logical content."""
-    sg, dg = src.groups[s.group], dst.groups[d.group]
-    pairs: list[tuple[str, object, object]] = [
-        ("encoding", s.encoding, d.encoding),
-        ("group kind", sg.kind, dg.kind),
-        ("window", sg.window, dg.window),
-        ("head (present or absent)", s.heads is None, d.heads is None),
-        ("token (opaque or not)", s.token_stride is None, d.token_stride is None),
-        ("unit bytes", s.unit, d.unit),
-    ]
-    if s.token_stride is None:
-        pairs.append(("token (opaque): block tokens", sg.block_tokens, dg.block_tokens))
-    if s.heads is not None and d.heads is not None:
-        pairs.append(("head total", s.heads.total, d.heads.total))
-        pairs.append(("head (opaque or not)", s.heads.stride is None, d.heads.stride is None))
-        if s.heads.stride is None:
-            opaque = [(h.start, h.count) for h in (s.heads, d.heads)]
-            overlap = max(opaque[0][0], opaque[1][0]) < min(sum(opaque[0]), sum(opaque[1]))
-            if overlap:
-                pairs.append(("head (opaque): range", opaque[0], opaque[1]))
-    for axis, left, right in pairs:
-        if left != right:
-            raise Incompatible(
-                f"{axis}: plane {s.plane!r} of the producer's {_name(src)} has {left!r}, "
-                f"of the consumer's {_name(dst)} {right!r}"
-            )
+def _lacking(sink: Cache, view: View, open_cells: NDArray[np.bool_], sources: Sequence[Cache]) -> str:
+    r, h = (int(x) for x in np.argwhere(open_cells)[0])
+    layer = view.layers[r]
+    holds = [v for c in sources for v in c.views if layer in v.layers]
+    if not holds:
+        axis, has = "layer", f"its {len(sources)} ranks hold other layers only"
+    elif all(v.plane != view.plane for v in holds):
+        axis, has = "plane", f"it has planes {sorted({v.plane for v in holds})} of that layer"
+    else:
+        axis, has = "head", f"it has heads {sorted({head_range(v) for v in holds if v.plane == view.plane})} of it"
+    return (
+        f"{axis}: no rank of the producer holds layer {layer!r}, plane {view.plane!r}, head "
+        f"{head_range(view)[0] + h}, which the consumer's {name(sink)} needs; {has}"
+    )

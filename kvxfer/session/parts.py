@@ -24,10 +24,10 @@ def plan_part(
     because an engine gives their blocks up while it computes. Raises ``PlanError`` (also for a part outside the want).
     """
     lo, hi = max(lo, start), min(hi, tokens)
-    sheets = planner.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi)).sheets
+    plan = planner.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi))
     if final:
-        sheets += planner.plan(src, _only(planner.dst, dst, full=False), start, tokens).sheets
-    return CopyPlan(sheets)
+        plan += planner.plan(src, _only(planner.dst, dst, full=False), start, tokens)
+    return plan
 
 
 def _only(cache: Cache, tables: Table, *, full: bool) -> Table:
@@ -55,5 +55,4 @@ def aligned(cache: Cache, tokens: int) -> int:
 
 def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
     """Size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
-    rows = sum(s.lengths.shape[1] * len(s.phase) for s in plan.sheets)
-    return info.piece_bytes if rows and plan.nbytes < info.stage_below * rows else 0
+    return info.piece_bytes if plan.rows and plan.nbytes < info.stage_below * plan.rows else 0

@@ -1,0 +1,139 @@
+"""Bundles: claims with the same strides, block tables and heads, resolved to numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvxfer.geometry.cache import Cache
+from kvxfer.geometry.claim import Claim
+from kvxfer.geometry.segments import Segments
+from kvxfer.geometry.sheet import Sheet
+from kvxfer.geometry.template import Axis, Ints, Template, merge
+
+__all__ = ["Bundle", "Part", "bundles"]
+
+_MOST_ROWS = 1 << 16
+"""Rows of a template: segments are cut shorter before it grows past this, so that it stays small and soon made."""
+
+_MOST_TOKENS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """``names``: plane and layer of each cell. ``src_cells``, ``dst_cells``: their offsets at the first claimed head
+    and token 0, int64 ``[cells]``. ``heads``: number, and stride on both sides; the first is the model's
+    ``first_head``. ``src_token``, ``dst_token``: token strides, 0 where tokens are opaque."""
+
+    src_group: int
+    dst_group: int
+    opaque: bool
+    src_stride: int
+    dst_stride: int
+    src_token: int
+    dst_token: int
+    heads: Axis
+    first_head: int
+    unit: int
+    src_blocks: int
+    dst_blocks: int
+    names: tuple[tuple[str, str], ...]
+    src_cells: Ints
+    dst_cells: Ints
+    _merged: list[Template] = field(init=False)
+    _made: dict[tuple[int, int], list[Template]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_merged", merge(self.src_cells, self.dst_cells, self.unit, [self.heads]))
+
+    @property
+    def most_tokens(self) -> int:
+        """How long a segment may be: tokens that do not follow each other on both sides cost rows."""
+        loose = sum(len(t) for t in self._merged if not self._follows(t))
+        if self.opaque or not loose:
+            return 1 << 62
+        return max(1, min(_MOST_TOKENS, 1 << (_MOST_ROWS // loose).bit_length() >> 1))
+
+    def part(self, s: Segments) -> Part:
+        """The bundle at these segments."""
+        return Part(
+            self,
+            s.src_block * self.src_stride + s.src_token * self.src_token,
+            s.dst_block * self.dst_stride + s.dst_token * self.dst_token,
+            s.token,
+            np.ones_like(s.count) if self.opaque else s.count,
+        )
+
+    def _follows(self, t: Template) -> bool:
+        """Whether a token's row continues in the next token on both sides, so that rows grow with the count."""
+        return self.src_token == self.dst_token == t.unit
+
+    def _with_tokens(self, i: int, count: int) -> list[Template]:
+        """The merged template ``i`` for segments of ``count`` tokens."""
+        found = self._made.get((i, count))
+        if found is None:
+            t = self._merged[i]
+            found = merge(t.src_cells, t.dst_cells, t.unit, [*t.axes, (count, self.src_token, self.dst_token)])
+            if self._follows(t) and len(found) == 1 and found[0].unit == t.unit * count:
+                found = [t]  # nothing but the tokens merged: one template serves all counts
+            self._made[i, count] = found
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A bundle at segments, in logical coordinates: int64 ``[segments]`` each.
+
+    ``src_at``, ``dst_at``: flat offset of the segment's first token on either side, to which a cell's offset is added.
+    ``token``: its first token (of a state: the token after which it stands, counted from 1). ``count``: its tokens,
+    1 where they are opaque.
+    """
+
+    bundle: Bundle
+    src_at: Ints
+    dst_at: Ints
+    token: Ints
+    count: Ints
+
+    def sheets(self) -> Iterator[Sheet]:
+        """The part with all that is contiguous merged: a sheet for each template and way of counting."""
+        b = self.bundle
+        if b.opaque:
+            yield from (Sheet(t, self.src_at, self.dst_at, self.count) for t in b._merged)
+            return
+        counts = np.flatnonzero(np.bincount(self.count)).tolist()
+        for i, tile in enumerate(b._merged):
+            plain = [n for n in counts if b._with_tokens(i, n)[0] is tile]
+            for group in ([plain] if plain else []) + [[n] for n in counts if n not in plain]:
+                here = slice(None) if len(group) == len(counts) else np.isin(self.count, group)
+                src, dst, count = self.src_at[here], self.dst_at[here], self.count[here]
+                for t in b._with_tokens(i, group[0]):
+                    yield Sheet(t, src, dst, count if t is tile else np.ones_like(count))
+
+
+def bundles(src: Cache, dst: Cache, claims: Sequence[Claim]) -> list[Bundle]:
+    """Resolve claims and put those together that can share segments and templates, in the order of the claims."""
+    cells: dict[tuple[object, ...], list[tuple[tuple[str, str], int, int]]] = defaultdict(list)
+    for c in claims:
+        s, d = src.views[c.src_view], dst.views[c.dst_view]
+        heads, s_first, d_first = (1, 0, 0), 0, 0
+        if s.heads is not None and d.heads is not None and s.heads.stride is not None and d.heads.stride is not None:
+            heads = c.head_hi - c.head_lo, s.heads.stride, d.heads.stride
+            s_first, d_first = (c.head_lo - s.heads.start) * heads[1], (c.head_lo - d.heads.start) * heads[2]
+        key = (
+            s.group, d.group, s.token_stride is None, s.block_stride, d.block_stride, s.token_stride or 0,
+            d.token_stride or 0, heads, c.head_lo, s.unit, s.blocks, d.blocks,
+        )  # fmt: skip
+        s_at, d_at = dict(zip(s.layers, s.offsets, strict=True)), dict(zip(d.layers, d.offsets, strict=True))
+        cells[key] += [((d.plane, name), s_at[name] + s_first, d_at[name] + d_first) for name in c.layers]
+    return [_bundle(key, of) for key, of in cells.items()]
+
+
+def _bundle(key: Any, cells: list[tuple[tuple[str, str], int, int]]) -> Bundle:
+    src, dst = (np.array([cell[i] for cell in cells], np.int64) for i in (1, 2))
+    fields: Any = (*key, tuple(cell[0] for cell in cells), src, dst)
+    return Bundle(*fields)

@@ -1,0 +1,96 @@
+"""Claims: which layers and heads of a producer's view go into a consumer's, and whether they can."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from kvxfer.geometry.cache import Cache, View
+
+__all__ = ["Claim", "Incompatible", "check_claims", "check_pair", "head_range", "name"]
+
+
+class Incompatible(ValueError):
+    """Two caches whose contents cannot be converted into one another; the text names both sides and the axis."""
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A rectangle of layers and global heads ``[head_lo, head_hi)`` to copy from one view into another."""
+
+    src_view: int
+    dst_view: int
+    layers: tuple[str, ...]
+    head_lo: int
+    head_hi: int
+
+
+def check_claims(src: Cache, dst: Cache, claims: Sequence[Claim]) -> None:
+    """Raise ``Incompatible`` unless ``claims`` (from a peer) lie within both caches, join convertible views of one
+    plane, cut nothing opaque and claim no cell twice."""
+    taken: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    for c in claims:
+        if not (0 <= c.src_view < len(src.views) and 0 <= c.dst_view < len(dst.views)):
+            raise Incompatible(f"claim names view {c.src_view} or {c.dst_view}, which does not exist")
+        s, d = src.views[c.src_view], dst.views[c.dst_view]
+        if s.plane != d.plane:
+            raise Incompatible(
+                f"plane: a claim joins {s.plane!r} of the producer's {name(src)} with {d.plane!r} of the consumer's "
+                f"{name(dst)}"
+            )
+        check_pair(src, s, dst, d)
+        for v, side in ((s, "producer's " + name(src)), (d, "consumer's " + name(dst))):
+            lo, hi = head_range(v)
+            if not lo <= c.head_lo < c.head_hi <= hi or not c.layers or not set(c.layers) <= set(v.layers):
+                raise Incompatible(f"claim {c} leaves what the {side} holds of plane {v.plane!r}")
+            if v.heads is not None and v.heads.stride is None and (c.head_lo, c.head_hi) != (lo, hi):
+                raise Incompatible(f"head (opaque): claim {c} cuts the heads of plane {v.plane!r} of the {side}")
+        for layer in c.layers:
+            cells = taken[c.dst_view, layer]
+            if any(c.head_lo < hi and lo < c.head_hi for lo, hi in cells):
+                raise Incompatible(
+                    f"layer {layer!r}, plane {d.plane!r}, heads [{c.head_lo}, {c.head_hi}) of the consumer's "
+                    f"{name(dst)} are claimed twice from the producer's {name(src)}"
+                )
+            cells.append((c.head_lo, c.head_hi))
+
+
+def head_range(view: View) -> tuple[int, int]:
+    """Global heads ``[lo, hi)`` that a view holds; content without heads counts as one."""
+    return (0, 1) if view.heads is None else (view.heads.start, view.heads.start + view.heads.count)
+
+
+def name(cache: Cache) -> str:
+    """A rank as errors call it."""
+    return f"rank pp{cache.rank.pp}/tp{cache.rank.tp}"
+
+
+def check_pair(src: Cache, s: View, dst: Cache, d: View) -> None:
+    """Refuse two views of one plane whose units are not the same logical content."""
+    sg, dg = src.groups[s.group], dst.groups[d.group]
+    pairs: list[tuple[str, object, object]] = [
+        ("encoding", s.encoding, d.encoding),
+        ("group kind", sg.kind, dg.kind),
+        ("window", sg.window, dg.window),
+        ("head (present or absent)", s.heads is not None, d.heads is not None),
+        ("token (opaque or not)", _opacity(s.token_stride), _opacity(d.token_stride)),
+    ]
+    if s.token_stride is None and sg.kind != "state":
+        pairs.append(("token (opaque): block tokens", sg.block_tokens, dg.block_tokens))
+    if s.heads is not None and d.heads is not None:
+        pairs.append(("head total", s.heads.total, d.heads.total))
+        pairs.append(("head (opaque or not)", _opacity(s.heads.stride), _opacity(d.heads.stride)))
+        if s.heads.stride is None:
+            pairs.append(("head (opaque): range", head_range(s), head_range(d)))
+    pairs.append(("unit bytes", s.unit, d.unit))
+    for axis, left, right in pairs:
+        if left != right:
+            raise Incompatible(
+                f"{axis}: plane {s.plane!r} of the producer's {name(src)} has {left!r}, "
+                f"of the consumer's {name(dst)} {right!r}"
+            )
+
+
+def _opacity(stride: int | None) -> str:
+    return "opaque" if stride is None else "not opaque"

@@ -1,0 +1,100 @@
+"""Cutting a span of tokens at the block borders of both sides, and looking the blocks up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvxfer.geometry.template import Ints
+
+__all__ = ["Cut", "PlanError", "Segments", "cut_states", "cut_tokens", "join"]
+
+
+class PlanError(ValueError):
+    """The block tables cannot be joined (a wanted token has no source, a table is short, a cut is not allowed)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Segments by position: int64 ``[segments]`` each.
+
+    ``token`` is the first token of a segment (of a state: the token after which it stands, counted from 1), ``count``
+    its tokens, ``src_pos`` and ``dst_pos`` where its blocks stand in the tables (-1: nowhere), ``src_token`` and
+    ``dst_token`` its first token within these. Segments that end at or before ``needed`` may lack a source.
+    """
+
+    token: Ints
+    count: Ints
+    src_pos: Ints
+    dst_pos: Ints
+    src_token: Ints
+    dst_token: Ints
+    needed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Segments that have a block on both sides: int64 ``[segments]`` each, named as in ``Cut``."""
+
+    src_block: Ints
+    dst_block: Ints
+    dst_pos: Ints
+    src_token: Ints
+    dst_token: Ints
+    token: Ints
+    count: Ints
+
+
+def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int) -> Cut:
+    """Cut ``[start, tokens)`` at multiples of both block sizes, and of ``most`` where blocks are larger than that."""
+    steps = {bs, bd, most} if most < min(bs, bd) else {bs, bd}
+    edges = [
+        np.arange(start // b + 1, -(-tokens // b), dtype=np.int64) * b
+        for b in steps
+        if not any(b != smaller and b % smaller == 0 for smaller in steps)
+    ]
+    token = np.concatenate(([start], *edges)) if start < tokens else np.empty(0, np.int64)
+    if len(edges) > 1:
+        token.sort(kind="stable")  # a few ascending lists, which this kind of sort merges
+        token = token[np.flatnonzero(np.diff(token, prepend=-1))]
+    count = np.diff(token, append=tokens)
+    src_pos = token // bs
+    dst_pos = src_pos if bs == bd else token // bd
+    src_token = token - src_pos * bs
+    return Cut(token, count, src_pos, dst_pos, src_token, src_token if bs == bd else token - dst_pos * bd, needed)
+
+
+def cut_states(start: int, tokens: int, bs: int, bd: int) -> Cut:
+    """One segment for every state after a token in ``(start, tokens]`` that the destination's table has a place for."""
+    dst_pos = np.arange(start // bd, -(-tokens // bd), dtype=np.int64)
+    after = np.minimum((dst_pos + 1) * bd, tokens)
+    src_pos = (after - 1) // bs
+    src_pos[np.minimum((src_pos + 1) * bs, tokens) != after] = -1
+    zero = np.zeros(len(after), np.int64)
+    return Cut(after, zero + 1, src_pos, dst_pos, zero, zero, start)
+
+
+def join(src: Ints, dst: Ints, cut: Cut, group: int) -> Segments:
+    """Look the blocks up. Raises ``PlanError`` when a segment that is wanted and needed has no source."""
+    to = dst[cut.dst_pos]
+    wanted = to >= 0
+    if int(cut.src_pos.min(initial=0)) >= 0 and int(cut.src_pos.max(initial=-1)) < len(src):
+        of = src[cut.src_pos]
+    else:
+        of = np.full(len(to), -1, np.int64)
+        inside = (cut.src_pos >= 0) & (cut.src_pos < len(src))
+        of[inside] = src[cut.src_pos[inside]]
+    keep = wanted & (of >= 0)
+    if keep.all():
+        return Segments(of, to, cut.dst_pos, cut.src_token, cut.dst_token, cut.token, cut.count)
+    lost = wanted & (of < 0) & (cut.token + cut.count > cut.needed)
+    if lost.any():
+        at = int(np.argmax(lost))
+        raise PlanError(
+            f"group {group}: the producer has no block for token {int(cut.token[at])} (position "
+            f"{int(cut.src_pos[at])} of a table of {len(src)}), which the consumer wants at position "
+            f"{int(cut.dst_pos[at])}"
+        )
+    columns = of, to, cut.dst_pos, cut.src_token, cut.dst_token, cut.token, cut.count
+    return Segments(*(c[keep] for c in columns))

@@ -1,0 +1,166 @@
+"""Sheets: segments times a template. The factored form of what is copied, and what can be made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvxfer.geometry.template import Ints, Template
+
+__all__ = ["Runs", "Sheet", "materialise"]
+
+_FEW = 4096
+"""Up to this many runs, ordering them to join the last neighbours costs less than a single message."""
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Coalesced byte runs: int64 arrays of one length, flat offsets in the source's and destination's cache."""
+
+    src: Ints
+    dst: Ints
+    length: Ints
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.length.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Sheet:
+    """Segments times template rows.
+
+    Row ``r`` of segment ``s`` copies ``template.unit * counts[s]`` contiguous bytes from flat offset ``src_at[s] +
+    src_rows[r]`` to ``dst_at[s] + dst_rows[r]``. ``src_at``, ``dst_at``, ``counts``: int64 ``[segments]``; a segment is
+    the tokens that one source block and one destination block have in common, and ``counts`` their number where
+    tokens follow each other on both sides (else 1).
+    """
+
+    template: Template
+    src_at: Ints
+    dst_at: Ints
+    counts: Ints
+
+    @property
+    def src_rows(self) -> Ints:
+        """Offset of each row from its segment's place in the source, int64 ``[rows]``."""
+        return self.template.rows[0]
+
+    @property
+    def dst_rows(self) -> Ints:
+        """Offset of each row from its segment's place in the destination, int64 ``[rows]``."""
+        return self.template.rows[1]
+
+    @property
+    def row_bytes(self) -> Ints:
+        """Length of every row of each segment, int64 ``[segments]``."""
+        return self.counts * self.template.unit
+
+    def __len__(self) -> int:
+        """Number of (segment, row) pairs: the runs there would be if nothing coalesced."""
+        return len(self.template) * len(self.counts)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.template) * self.template.unit * int(self.counts.sum())
+
+    def stream(self) -> tuple[Ints, Ints]:
+        """Where the bytes lie in the packed stream, which is segment-major: row ``r`` of segment ``s`` begins at
+        ``base[s] + r * pitch[s]``. Both int64 ``[segments]``."""
+        pitch = self.row_bytes
+        size = pitch * len(self.template)
+        return np.cumsum(size) - size, pitch
+
+    def split(self, max_bytes: int) -> Iterator[Sheet]:
+        """Consecutive pieces of at most ``max_bytes`` each: by segments; where one segment is larger, by cells and
+        axes; where one row is larger, inside it."""
+        if not len(self.counts):
+            return
+        t, longest = self.template, int(self.counts.max())
+        if len(t) * t.unit * longest <= max_bytes:
+            for lo, hi in _cuts(self.row_bytes * len(t), max_bytes):
+                yield Sheet(t, self.src_at[lo:hi], self.dst_at[lo:hi], self.counts[lo:hi])
+        elif len(t.src_cells) > 1:
+            step = max(1, max_bytes // (len(t) // len(t.src_cells) * t.unit * longest))
+            for i in range(0, len(t.src_cells), step):
+                part = Template(t.src_cells[i : i + step], t.dst_cells[i : i + step], t.axes, t.unit)
+                yield from Sheet(part, *self._places).split(max_bytes)
+        elif t.axes:
+            unrolled = Template(t.src_cells, t.dst_cells, t.axes[:1], t.unit).rows
+            yield from Sheet(Template(*unrolled, t.axes[1:], t.unit), *self._places).split(max_bytes)
+        elif longest > 1:
+            yield from self._chopped(max(1, max_bytes // t.unit)).split(max_bytes)
+        else:
+            for done in range(0, t.unit, max_bytes):
+                part = Template(t.src_cells + done, t.dst_cells + done, (), min(max_bytes, t.unit - done))
+                yield from Sheet(part, *self._places).split(max_bytes)
+
+    @property
+    def _places(self) -> tuple[Ints, Ints, Ints]:
+        return self.src_at, self.dst_at, self.counts
+
+    def _chopped(self, most: int) -> Sheet:
+        """The same with segments of at most ``most`` counts; only where rows are single (one row a segment)."""
+        pieces = -(-self.counts // most)
+        whose = np.repeat(np.arange(len(pieces)), pieces)
+        done = (np.arange(len(whose)) - (np.cumsum(pieces) - pieces)[whose]) * most
+        skip = done * self.template.unit
+        return Sheet(
+            self.template, self.src_at[whose] + skip, self.dst_at[whose] + skip,
+            np.minimum(self.counts[whose] - done, most),
+        )  # fmt: skip
+
+
+def materialise(sheets: Sequence[Sheet]) -> Runs:
+    """All rows of all segments as runs, segments that continue each other on both sides joined.
+
+    Order: by sheet, stretch of joined segments, row. Where few are left they are ordered by destination and joined
+    across rows and sheets too.
+    """
+    stretches = [_stretches(s) for s in sheets]
+    total = sum(len(s.template) * len(at[0]) for s, at in zip(sheets, stretches, strict=True))
+    src, dst, length = (np.empty(total, np.int64) for _ in range(3))
+    done = 0
+    for sheet, (src_at, dst_at, size) in zip(sheets, stretches, strict=True):
+        shape = len(size), len(sheet.template)
+        here = slice(done, done + shape[0] * shape[1])
+        np.add(src_at[:, None], sheet.src_rows[None, :], out=src[here].reshape(shape))
+        np.add(dst_at[:, None], sheet.dst_rows[None, :], out=dst[here].reshape(shape))
+        length[here].reshape(shape)[...] = size[:, None]
+        done = here.stop
+    if 1 < total <= _FEW:
+        order = np.argsort(dst, kind="stable")
+        return _joined(src[order], dst[order], length[order])
+    return Runs(src, dst, length)
+
+
+def _stretches(sheet: Sheet) -> tuple[Ints, Ints, Ints]:
+    """Segments joined with their successors where these continue them on both sides, the same for all rows: source
+    and destination place and row length of each stretch."""
+    runs = _joined(sheet.src_at, sheet.dst_at, sheet.row_bytes)
+    return runs.src, runs.dst, runs.length
+
+
+def _joined(src: Ints, dst: Ints, length: Ints) -> Runs:
+    """Merge neighbours (in the given order) that continue each other on both sides."""
+    step = length[:-1]
+    joint = (src[1:] - src[:-1] == step) & (dst[1:] - dst[:-1] == step)
+    if not joint.any():
+        return Runs(src, dst, length)
+    first = np.flatnonzero(np.concatenate(([True], ~joint)))
+    last = np.append(first[1:], len(src)) - 1
+    return Runs(src[first], dst[first], src[last] + length[last] - src[first])
+
+
+def _cuts(sizes: Ints, limit: int) -> Iterator[tuple[int, int]]:
+    """Split a list of sizes into consecutive ranges whose sums stay within ``limit``; no size may exceed it."""
+    ends, lo, base = np.cumsum(sizes), 0, 0
+    while lo < len(sizes):
+        hi = int(np.searchsorted(ends, base + limit, side="right"))
+        yield lo, hi
+        lo, base = hi, int(ends[hi - 1])
