@@ -94,8 +94,7 @@ def external_id(internal: str) -> External:
     Promised: the ids of one request differ between engines only in the eight digits, and so do both get the
     same result, whatever the external id looks like. Requests of one kind with different external ids or
     prompts get different ones, though these ids end like a suffix or an index, or begin like a prefix. (The
-    kind itself is
-    dropped: a completion's prefill may serve a chat.)
+    kind itself is dropped, so that a completion's prefill may serve a chat.)
 
     Not promised, for an external id that looks as if an engine had made it: where the engine added no suffix
     (a request rejected early, or randomisation turned off), the end of a chat's or bare id is taken for one,

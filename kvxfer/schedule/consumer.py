@@ -56,7 +56,7 @@ class Intake:
         self._requests: dict[str, _Load] = {}
         self._loading: dict[str, _Load] = {}  # by loader, which may have finished meanwhile
         self._wants: list[Want] = []
-        self._cancels: list[Cancel] = []
+        self._cancels: dict[TransferId, Cancel] = {}
         self._releases: list[Release] = []
 
     def arrive(self, request: str, transfer: TransferId, digest: bytes, source: Source, tokens: int) -> bool:
@@ -71,9 +71,7 @@ class Intake:
         load = self._loads.get(transfer)
         if request in self._requests:
             if self._requests[request] is not load:
-                raise ScheduleError(
-                    f"request {request} loads {self._requests[request].transfer}, not {transfer} too"
-                )
+                raise ScheduleError(f"request {request} loads {self._requests[request].transfer}, not {transfer} too")
             return True
         if load is None:
             load = self._loads[transfer] = _Load(transfer, digest, source, tokens)
@@ -116,16 +114,12 @@ class Intake:
             promised = self.matched(request, computed)
             partly = any(group.kind == "state" for group in self._groups)
             if load is None or promised is None or external > promised or (partly and external < promised):
-                raise ScheduleError(
-                    f"request {request} counts on {external} tokens where {promised} can be had"
-                )
+                raise ScheduleError(f"request {request} counts on {external} tokens where {promised} can be had")
             end = computed + external
             blocks = self._wanted(table, computed, end)
             load.state, load.loader = _State.LOADING, request
             self._loading[request] = load
-            self._wants.append(
-                Want(load.transfer, load.digest, load.source, blocks, computed, end, self._own)
-            )
+            self._wants.append(Want(load.transfer, load.digest, load.source, blocks, computed, end, self._own))
         elif load is not None and load.state is _State.OPEN:
             self._release(load, "the consumer does not need it")
 
@@ -138,6 +132,7 @@ class Intake:
         """
         load = self._loading.pop(request, None)
         if load is not None:
+            self._cancels.pop(load.transfer, None)  # too late, and must not meet a next load of that name
             load.state, load.loader = _State.CLOSED, None
             self._prune(load)
 
@@ -173,7 +168,7 @@ class Intake:
         """Wants and cancels since the last call: once a step."""
         if not self._wants and not self._cancels:
             return StepCommands()
-        drained = StepCommands(wants=tuple(self._wants), cancels=tuple(self._cancels))
+        drained = StepCommands(wants=tuple(self._wants), cancels=tuple(self._cancels.values()))
         self._wants.clear()
         self._cancels.clear()
         return drained
@@ -199,7 +194,7 @@ class Intake:
     def _cancel(self, load: _Load, reason: str) -> None:
         if load.state is _State.LOADING:
             load.state = _State.CLOSED
-            self._cancels.append(Cancel(load.transfer, reason))
+            self._cancels[load.transfer] = Cancel(load.transfer, reason)
 
     def _release(self, load: _Load, reason: str) -> None:
         load.state = _State.CLOSED

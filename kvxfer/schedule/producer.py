@@ -61,9 +61,7 @@ class PrefillTracker:
         if known is not None:
             return known.request == request and not known.finished
         if request in self._running:
-            raise ScheduleError(
-                f"request {request} offers {self._running[request].transfer}, not {transfer} too"
-            )
+            raise ScheduleError(f"request {request} offers {self._running[request].transfer}, not {transfer} too")
         if tokens <= 0:
             return False
         generation = self._next_generation()
@@ -114,9 +112,7 @@ class PrefillTracker:
         prefill = self._running.pop(request, None)
         if prefill is None:
             return False
-        reason = (
-            self._unusable(prefill, table) if complete else "the producer's request was aborted or failed"
-        )
+        reason = self._unusable(prefill, table) if complete else "the producer's request was aborted or failed"
         if reason is not None:
             self._revoke(prefill, reason, gone=True)
             del self._transfers[prefill.transfer]

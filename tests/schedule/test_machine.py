@@ -1,0 +1,382 @@
+"""Both scheduler halves, driven through everything that a scheduler does, in any order.
+
+What is checked does not depend on how they work: an offer that is not revoked must hold the right bytes at all
+times; a load must never touch a block that anybody else uses; and nothing may be left over.
+"""
+
+import os
+from collections.abc import Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvxfer.identity import External, TransferId
+from kvxfer.schedule import Cancel, Group, Offer, Release, Revoke, Source, StepCommands, Want
+from tests.schedule.engine import STATE, Engine, Request, Scheduled, ceil
+
+PEER = Source("peer", 1, 7)
+OWN = Source("own", 2, 8)
+CACHES = [
+    [Group("full", 4)],
+    [Group("full", 4), Group("full", 6)],
+    [Group("full", 4), Group("window", 2)],
+    [Group("window", 3)],
+    [Group("full", 4), Group("state", STATE)],
+    [Group("state", STATE)],
+]
+
+
+class Giving:
+    """A transfer that the producer half took up, until it is forgotten and its last Revoke has come."""
+
+    def __init__(self, transfer: TransferId, request: Request) -> None:
+        self.transfer = transfer
+        self.request = request
+        self.tokens = request.prompt
+        self.latest: Offer | None = None  # what workers may read now
+        self.heard = 0  # the newest generation that workers know
+        self.withdrawn = False
+
+
+class Taking:
+    """A transfer that the consumer half took up, shared by some requests."""
+
+    def __init__(self, transfer: TransferId, prompt: list[int]) -> None:
+        self.transfer = transfer
+        self.prompt = prompt
+        self.requests: list[Request] = []
+        self.cancelled = False
+        self.ends = 0  # a Want or a Release is due: one
+
+    @property
+    def alive(self) -> bool:
+        return any(not request.over or request.loading for request in self.requests)
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        groups=st.sampled_from(CACHES),
+        blocks=st.integers(10, 24),
+        budget=st.integers(3, 12),
+        overlap=st.booleans(),
+    )
+    def start(self, groups: list[Group], blocks: int, budget: int, overlap: bool) -> None:
+        self.groups = groups
+        self.blocks = blocks
+        self.overlap = overlap
+        self.engine = Engine(groups, OWN, blocks, budget)
+        self.producer = self.engine.schedule.producer
+        self.consumer = self.engine.schedule.consumer
+        self.stateful = any(group.kind == "state" for group in groups)
+        self.requests: list[Request] = []
+        self.in_flight: list[list[Scheduled]] = []
+        self.giving: dict[TransferId, Giving] = {}
+        self.owed: list[Giving] = []  # whose last Revoke must come with the next step
+        self.past: list[Giving] = []
+        self.taking: dict[TransferId, list[Taking]] = {}
+        self.loads: list[tuple[Want, Request]] = []
+
+    # What users do
+
+    prompts = st.tuples(
+        st.sampled_from([[], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]]),
+        st.lists(st.integers(1, 2), min_size=2, max_size=9),
+    ).map(lambda halves: halves[0] + halves[1])
+    lengths = st.sampled_from([1, 1, 6])
+    names = st.sampled_from("abc").map(lambda name: TransferId.derived(External(name, 0, None)))
+    samples = st.integers(1, 2)
+
+    def new(self, prompt: list[int], max_tokens: int) -> Request:
+        request = Request(f"r{len(self.requests)}", list(prompt), len(prompt), max_tokens)
+        self.requests.append(request)
+        return request
+
+    @rule(prompt=prompts, max_tokens=lengths)
+    def plain(self, prompt: list[int], max_tokens: int) -> None:
+        """A request that is nobody else's business."""
+        self.engine.add(self.new(prompt, max_tokens))
+
+    @rule(prompt=prompts, max_tokens=lengths, transfer=names, samples=samples)
+    def prefill(self, prompt: list[int], max_tokens: int, transfer: TransferId, samples: int) -> None:
+        for _ in range(samples):
+            request = self.new(prompt, max_tokens)
+            self.give(transfer, request)
+            self.engine.add(request)
+
+    def give(self, transfer: TransferId, request: Request) -> None:
+        taken = self.producer.arrive(request.id, transfer, bytes(request.tokens), request.prompt)
+        assert taken == (transfer not in self.giving) == (request.id in self.producer)
+        if taken:
+            self.giving[transfer] = Giving(transfer, request)
+
+    @rule(prompt=prompts, max_tokens=lengths, transfer=names, samples=samples, onward=st.none() | names)
+    def decode(
+        self, prompt: list[int], max_tokens: int, transfer: TransferId, samples: int, onward: TransferId | None
+    ) -> None:
+        """A recurrent state cannot be stepped back, so with one the last token is left to the consumer."""
+        for _ in range(samples):
+            request = self.new(prompt, max_tokens)
+            known = self.taking.setdefault(transfer, [])
+            if not known or not known[-1].alive:
+                known.append(Taking(transfer, prompt))
+            shared = known[-1]
+            welcome = shared.prompt == prompt and (
+                not shared.requests or any(not other.over for other in shared.requests)
+            )
+            tokens = len(prompt) - self.stateful
+            assert self.consumer.arrive(request.id, transfer, bytes(prompt), PEER, tokens) == welcome
+            if welcome:
+                shared.requests.append(request)
+            if onward is not None:
+                self.give(onward, request)
+            self.engine.add(request)
+
+    def alive(self) -> list[Request]:
+        return [request for request in self.requests if not request.over]
+
+    @precondition(lambda self: len(self.alive()) > 3)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.alive()))
+        assert not self.engine.finish(request, False)
+        self.given_up(request)
+
+    def given_up(self, request: Request) -> None:
+        for giving in list(self.giving.values()):
+            if giving.request is request:
+                self.owed.append(self.giving.pop(giving.transfer))
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data())
+    def stop_token(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.alive())).stop = True
+
+    # Steps
+
+    @rule(steps=st.integers(1, 6))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+            self.offers_hold_what_they_say()
+            self.requests_have_their_own_bytes()
+
+    def step(self) -> None:
+        batch = self.engine.plan()
+        commands = self.engine.schedule.commands()
+        assert bool(commands) == (commands != StepCommands())
+        for revoke in commands.revokes:
+            self.revoked(revoke)
+        assert not self.owed, "a transfer ended without its last Revoke"
+        for want in commands.wants:
+            self.wanted(want)
+        for cancel in commands.cancels:
+            self.cancelled(cancel)
+        for release in self.consumer.releases():
+            self.released(release)
+        self.engine.execute(batch)
+        for offer in commands.offers:
+            self.announced(offer)
+        assert not self.engine.schedule.commands() and not self.consumer.releases()
+        self.everything_computed_is_offered()
+        self.in_flight.append(batch)
+        if len(self.in_flight) > self.overlap:
+            for request, held in self.engine.settle(self.in_flight.pop(0)):
+                self.finished(request, held)
+
+    def revoked(self, revoke: Revoke) -> None:
+        owed = [giving for giving in self.owed if giving.transfer == revoke.transfer]
+        giving = owed[0] if owed else self.giving[revoke.transfer]
+        assert revoke.generation > self.newest_of_the_past(revoke.transfer)
+        if giving.latest is None:
+            assert revoke.gone and revoke.generation > giving.heard, "nothing was offered"
+        else:
+            assert revoke.generation == giving.latest.generation
+        assert revoke.gone == bool(owed), "no transfer but a finished one ends"
+        giving.heard, giving.latest = revoke.generation, None
+        if revoke.gone:
+            self.owed.remove(giving)
+            if giving.transfer not in self.giving or self.giving[giving.transfer] is not giving:
+                self.past.append(giving)
+
+    def newest_of_the_past(self, transfer: TransferId) -> int:
+        return max((past.heard for past in self.past if past.transfer == transfer), default=0)
+
+    def announced(self, offer: Offer) -> None:
+        giving = self.giving[offer.transfer]
+        assert not giving.withdrawn
+        assert offer.digest == bytes(giving.request.tokens[: giving.tokens])
+        before: Sequence[Sequence[int]] = [()] * len(self.groups)
+        if giving.latest is None:
+            assert offer.generation > giving.heard
+            assert offer.generation > self.newest_of_the_past(offer.transfer)
+            assert offer.tokens or offer.final
+        else:
+            assert offer.generation == giving.latest.generation
+            assert not giving.latest.final
+            assert offer.tokens > giving.latest.tokens or offer.final
+            before = giving.latest.blocks
+        assert offer.tokens <= giving.tokens
+        for group, old, new in zip(self.groups, before, offer.blocks, strict=True):
+            assert new[: len(old)] == old
+            if group.kind == "full" or offer.final:
+                assert len(new) == ceil(offer.tokens, group.block)
+            else:
+                assert not new, "this group is not complete"
+            if group.kind != "window":
+                assert -1 not in new
+            elif offer.final and giving.request.computed == giving.tokens:
+                assert -1 not in new[self.engine.first_needed(group, giving.tokens) :]
+        if offer.final:
+            assert offer.tokens == giving.tokens
+            table = [row[: len(new)] for row, new in zip(giving.request.table, offer.blocks, strict=True)]
+            assert [list(row) for row in offer.blocks] == table
+        giving.heard, giving.latest = offer.generation, offer
+
+    def everything_computed_is_offered(self) -> None:
+        """As far as whole blocks of all full groups go, and all of it once the prompt is done."""
+        full = [group for group in self.groups if group.kind == "full"]
+        for giving in self.giving.values():
+            if giving.request.over:
+                assert giving.withdrawn or (giving.latest and giving.latest.final)
+            elif full:
+                ready = giving.request.computed if giving.request in self.engine.running else 0
+                tokens = min(ready // group.block * group.block for group in full)
+                if ready >= giving.tokens:
+                    tokens = giving.tokens
+                assert (giving.latest.tokens if giving.latest else 0) == tokens
+
+    def finished(self, request: Request, held: bool) -> None:
+        mine = [giving for giving in self.giving.values() if giving.request is request]
+        for giving in mine:
+            assert held == (request.computed == giving.tokens or not self.stateful)
+        assert mine or not held
+        if not held:
+            self.given_up(request)
+
+    # What workers of the producer report
+
+    def readable(self) -> list[Giving]:
+        return [g for g in self.giving.values() if g.latest and g.latest.final and not g.withdrawn]
+
+    @precondition(lambda self: self.readable())
+    @rule(data=st.data())
+    def all_is_read(self, data: st.DataObject) -> None:
+        """Also while the request still runs."""
+        giving = data.draw(st.sampled_from(self.readable()))
+        self.quiet(giving)
+        self.owed.append(giving)
+
+    @precondition(lambda self: len(self.giving) > 1)
+    @rule(data=st.data())
+    def lease_runs_out(self, data: st.DataObject) -> None:
+        giving = self.giving[data.draw(st.sampled_from(sorted(self.giving)))]
+        self.producer.withdraw(giving.transfer, "its lease ran out")
+        if not giving.withdrawn:
+            self.owed.append(giving)
+        giving.withdrawn = True
+        if not giving.request.over:
+            del self.giving[giving.transfer]
+
+    def withdrawn(self) -> list[Giving]:
+        """Held, and the workers have heard that it is over."""
+        return [g for g in self.giving.values() if g.withdrawn and g not in self.owed]
+
+    @precondition(lambda self: self.withdrawn())
+    @rule(data=st.data())
+    def revoked_readers_are_gone(self, data: st.DataObject) -> None:
+        giving = data.draw(st.sampled_from(self.withdrawn()))
+        self.quiet(giving)
+        self.past.append(giving)
+
+    def quiet(self, giving: Giving) -> None:
+        held = giving.transfer in self.producer.held
+        assert held == giving.request.over
+        freed = self.producer.released(giving.transfer, giving.heard)
+        assert freed == (giving.request.id if held else None)
+        if freed is not None:
+            self.engine.release(freed)
+        assert self.producer.released(giving.transfer, giving.heard) is None
+        del self.giving[giving.transfer]
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data())
+    def late_report_on_an_earlier_request(self, data: st.DataObject) -> None:
+        past = data.draw(st.sampled_from(self.past))
+        assert self.producer.released(past.transfer, past.heard) is None
+
+    # Loads
+
+    def wanted(self, want: Want) -> None:
+        taking = self.taking[want.transfer][-1]
+        taking.ends += 1
+        (request,) = [request for request in taking.requests if request.loading]
+        assert (want.digest, want.source, want.own) == (bytes(taking.prompt), PEER, OWN)
+        assert 0 <= want.start < want.tokens == request.prompt - self.stateful
+        for group, row, table in zip(self.groups, want.blocks, request.table, strict=True):
+            assert len(row) == ceil(want.tokens, group.block)
+            for i, block in enumerate(row):
+                assert block == (-1 if (i + 1) * group.block <= want.start else table[i])
+                assert block == -1 or self.engine.refs[block] == 1, "somebody else uses this block"
+        self.loads.append((want, request))
+
+    def cancelled(self, cancel: Cancel) -> None:
+        taking = self.taking[cancel.transfer][-1]
+        assert not taking.cancelled
+        assert [request.over for request in taking.requests if request.loading] == [True]
+        taking.cancelled = True
+
+    def released(self, release: Release) -> None:
+        assert release.source == PEER and release.reason
+        next(taking for taking in self.taking[release.transfer] if not taking.ends).ends += 1
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data(), ok=st.booleans())
+    def load_ends(self, data: st.DataObject, ok: bool) -> None:
+        want, request = data.draw(st.sampled_from(self.loads))
+        self.loads.remove((want, request))
+        self.engine.load(want, request, ok)
+
+    # Laws
+
+    @invariant()
+    def offers_hold_what_they_say(self) -> None:
+        for giving in self.giving.values():
+            if giving.latest and giving not in self.owed:
+                assert self.engine.holds(giving.latest.blocks, giving.request.tokens, giving.latest.tokens)
+
+    @invariant()
+    def requests_have_their_own_bytes(self) -> None:
+        for request in [*self.engine.running, *self.engine.held.values()]:
+            assert self.engine.holds(request.table, request.tokens, request.computed)
+
+    @invariant()
+    def nothing_outlives_its_request(self) -> None:
+        takings = [taking for known in self.taking.values() for taking in known]
+        assert len(self.producer) == len(self.giving)
+        assert len(self.consumer) == sum(taking.alive for taking in takings)
+        assert len(self.engine.schedule) == len(self.producer) + len(self.consumer)
+        assert self.producer.held == {g.transfer for g in self.giving.values() if g.request.over}
+
+    def teardown(self) -> None:
+        for request in self.alive():
+            self.engine.finish(request, False)
+            self.given_up(request)
+        self.step()
+        for want, request in self.loads:
+            self.engine.load(want, request, False)
+        for giving in list(self.giving.values()):
+            self.quiet(giving)
+            if not giving.withdrawn:
+                self.owed.append(giving)
+        self.step()
+        assert len(self.engine.schedule) == 0 and not self.producer.held and not self.consumer.waiting
+        assert sorted(self.engine.free) == list(range(1, self.blocks + 1)), "a block leaked"
+        for known in self.taking.values():
+            assert all(taking.ends == 1 for taking in known), "neither wanted nor given up, or twice"
+
+
+TestBothHalves = Machine.TestCase
+TestBothHalves.settings = settings(
+    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "150")), stateful_step_count=60, deadline=None
+)
