@@ -19,10 +19,12 @@ __all__ = ["Handshake", "Report", "Step"]
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """Scheduler to all workers, each step. ``loads``: the vLLM request that each want belongs to."""
+    """Scheduler to all workers, each step. ``loads``: the vLLM request that each want belongs to. ``doomed``: requests
+    whose load failed before it began."""
 
     commands: StepCommands = field(default_factory=StepCommands)
     loads: dict[TransferId, str] = field(default_factory=dict)
+    doomed: tuple[str, ...] = ()
     renewals: tuple[TransferId, ...] = ()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
 from kvxfer.identity import TransferId, digest, external_id, new_epoch
-from kvxfer.schedule import NULL, Schedule, Source
+from kvxfer.schedule import NULL, Schedule, ScheduleError, Source
 from kvxfer.session import Directory, Member, Renew, Settle
 from kvxfer.session import Source as Address
 from kvxfer_vllm import params as p
@@ -55,6 +55,7 @@ class SchedulerHalf:
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, TransferId] = {}  # request -> what it loads
         self._step_loads: dict[TransferId, str] = {}
+        self._doomed: list[str] = []
         self._computed: dict[str, int] = {}  # request -> local tokens at its last match
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
         self._quiet: dict[tuple[TransferId, int], int] = {}  # ranks that are done
@@ -95,7 +96,13 @@ class SchedulerHalf:
         name = request.request_id
         if name in self._loads:
             table = _table(blocks.get_block_ids())
-            self._schedule.consumer.allocated(name, table, self._computed.get(name, 0), external)
+            try:
+                self._schedule.consumer.allocated(name, table, self._computed.get(name, 0), external)
+            except ScheduleError as e:
+                # An exception here would end the engine; a load that fails at once costs this request only.
+                log.error("request %s cannot be loaded: %s", name, e)
+                self._doomed.append(name)
+                return
             if external:
                 self._step_loads[self._loads[name]] = name
 
@@ -106,8 +113,6 @@ class SchedulerHalf:
         name = request.request_id
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         table = _table(block_ids)
-        if name not in self._loads:
-            self._settle_rejected(request)
         held = self._schedule.finish(name, table, whole)
         transfer = self._offers.pop(name, None)
         for of in (self._loads, self._computed, self._tables):
@@ -117,14 +122,6 @@ class SchedulerHalf:
         return True, p.answer(
             transfer, self._source, self._engine, name, self._tp, block_ids, request.num_prompt_tokens
         )
-
-    def _settle_rejected(self, request: Request) -> None:
-        """A request that was refused before it was ever scheduled: its producer need not wait for us."""
-        params = request.kv_transfer_params
-        if self._consumes and p.is_load(params) and params is not None:
-            want = p.wanted(params, external_id(request.request_id))
-            if not isinstance(want, str):
-                self._tell(want[1], Settle(want[1].epoch, (want[0],), "the consumer rejected the request"))
 
     def _digest(self, request: Request) -> bytes:
         lora = request.lora_request
@@ -153,8 +150,9 @@ class SchedulerHalf:
         for release in self._schedule.consumer.releases():
             self._tell(release.source, Settle(release.source.epoch, (release.transfer,), release.reason))
         self._renew()
-        loads, self._step_loads = self._step_loads, {}
-        return Step(self._schedule.commands(), loads, renewals)
+        step = Step(self._schedule.commands(), self._step_loads, tuple(self._doomed), renewals)
+        self._step_loads, self._doomed = {}, []
+        return step
 
     def _follow(self, output: SchedulerOutput) -> None:
         state = getattr(output, "kv_connector_block_state", None)

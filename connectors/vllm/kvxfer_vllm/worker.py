@@ -71,6 +71,8 @@ class WorkerHalf:
     def load(self, step: Step) -> None:
         """Begin this step's loads."""
         agent, layout = self._on
+        self._received.update(step.doomed)
+        self._failed.update(step.doomed)
         for want in step.commands.wants:
             request = step.loads[want.transfer]
             self._requests[str(want.transfer)] = request
