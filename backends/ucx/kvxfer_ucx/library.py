@@ -20,8 +20,8 @@ PIP_LINE = "pip install 'kvxfer-ucx[cu12]' (or [cu13]; either works without a GP
 
 @dataclass(frozen=True)
 class Library:
-    """``ucxx`` is its synchronous layer (``ucxx.libucxx``), ``array`` what wraps a buffer for it, ``ucp`` the C library of UCX
-    that ucxx itself is linked to."""
+    """``ucxx``: its synchronous layer (``ucxx.libucxx``). ``array``: what wraps a buffer for it. ``ucp``: the C library
+    below it."""
 
     ucxx: Any
     array: Any
@@ -39,8 +39,8 @@ def load() -> Library:
         # Or UCX complains that it was told so through Python's environment and did not see it.
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         try:
-            from ucxx import libucxx
-            from ucxx._lib.arr import Array
+            from ucxx import libucxx  # type: ignore[import-untyped]
+            from ucxx._lib.arr import Array  # type: ignore[import-untyped]
         except ImportError as e:
             raise TransportError(f"back end 'ucx' needs ucxx 0.52, which cannot be imported ({e}); {PIP_LINE}") from e
     ucx: tuple[int, int, int] = libucxx.get_ucx_version()

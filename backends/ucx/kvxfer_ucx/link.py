@@ -15,10 +15,13 @@ from kvxfer.transport import Completion, Fence, Verb
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.messages import OK, TRUNCATED, Messages, Posted
 
-__all__ = ["STREAMS", "TOKEN_BYTES", "Half", "Link", "Offer"]
+__all__ = ["STREAMS", "TAGS", "TOKEN_BYTES", "Half", "Link", "Offer"]
 
-STREAMS = 1 << 30
+STREAMS = 1 << 42
 """Stream numbers of a link and direction are below this."""
+
+TAGS = STREAMS << 2
+"""Tags of a side of a link differ in the bits below this."""
 
 TOKEN_BYTES = 16
 
@@ -34,8 +37,9 @@ _DATA, _ACK, _WELCOME = 0, 1, 2
 class Offer(msgspec.Struct, frozen=True):
     """An endpoint, as it travels to the peer.
 
-    ``token``: secret name of the link, shown by whoever dials it. ``tag``: 32 random bits that all messages to this side
-    of the link have in their tags, so that none of another link, or of an earlier one, can be taken for one of it.
+    ``token``: secret name of the link, shown by whoever dials it. ``tag``: 64 random bits from which the tags of all
+    messages to this side of the link are made. So none of another link, or of an earlier one, is taken for one of
+    it, and nobody else can send to it, although UCX takes tagged messages from everybody who connects.
     ``plain``: all of this side's memory is host memory.
     """
 
@@ -78,7 +82,7 @@ class Half:
         return [p for p in (self.data, self.ack) if p is not None]
 
     def status(self) -> int:
-        """What came of it, once all that is ``posted`` is done: for a RECV what UCX says, for a SEND also what the peer says."""
+        """What came of it, once all that is ``posted`` is done."""
         failed = next((p.status for p in self.posted if p.status != OK), OK)
         if failed == OK and self.verb is Verb.RECV and self.data is not None and self.data.nbytes != self.nbytes:
             return TRUNCATED
@@ -94,7 +98,6 @@ class Link:
     def __init__(self, messages: Messages, mine: Offer, theirs: Offer, due: float) -> None:
         self.mine, self.theirs = mine, theirs
         self.cause: KvxferError | None = None
-        self.streams: dict[Verb, int] = {}
         self._messages = messages
         self._due = due
         self._open = False
@@ -184,7 +187,7 @@ class Link:
         if self._connection is not None:
             if not self._connection.closed() or not (self._welcome is None or self._welcome.done()):
                 return False
-            self._messages.discard(self.mine.tag << 32, 0xFFFFFFFF << 32)
+            self._messages.discard(self.mine.tag, 2**64 - TAGS)
             self._connection = self._welcome = None
             self._stuck, self._words = [], []
         return True
@@ -259,7 +262,7 @@ class Link:
 
     @staticmethod
     def _tag(receiver: Offer, kind: int, stream: int) -> int:
-        return receiver.tag << 32 | kind << 30 | stream
+        return receiver.tag ^ (stream << 2 | kind)
 
 
 def _piece(word: Ints) -> Ints:
@@ -268,4 +271,4 @@ def _piece(word: Ints) -> Ints:
 
 
 def _done(half: Half) -> bool:
-    return all([p.done() for p in half.posted])
+    return all(p.done() for p in half.posted)

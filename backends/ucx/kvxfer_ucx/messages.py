@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any
 
 import numpy as np
 
@@ -40,9 +41,9 @@ class _Param(ctypes.Structure):
     """``ucp_request_param_t``; ``fields`` says which of the others count."""
 
     _fields_ = [
-        ("fields", c_uint32), ("flags", c_uint32), ("request", c_void_p), ("callback", c_void_p), ("datatype", c_uint64),
-        ("user_data", c_void_p), ("reply_buffer", c_void_p), ("memory_type", c_int), ("recv_info", c_void_p),
-        ("memh", c_void_p),
+        ("fields", c_uint32), ("flags", c_uint32), ("request", c_void_p), ("callback", c_void_p),
+        ("datatype", c_uint64), ("user_data", c_void_p), ("reply_buffer", c_void_p), ("memory_type", c_int),
+        ("recv_info", c_void_p), ("memh", c_void_p),
     ]  # fmt: skip
 
 
@@ -91,9 +92,9 @@ class Messages:
     """Posts messages on one worker (a handle, ``ucp_worker_h``). Only the thread that drives the worker may call."""
 
     def __init__(self, ucp: ctypes.CDLL, worker: int) -> None:
-        def function(name: str, result: object, *arguments: object):  # type: ignore[no-untyped-def]
-            f = ucp[name]  # its own object, so that no other user of the library is disturbed
-            f.restype, f.argtypes = result, list(arguments)
+        def function(name: str, result: Any, *arguments: Any) -> Any:
+            f = ucp[name]  # an object of our own, so that no other user of the library is disturbed
+            f.restype, f.argtypes = result, arguments
             return f
 
         param = POINTER(_Param)
@@ -113,8 +114,8 @@ class Messages:
         return str(self._text(status).decode())
 
     def send(self, endpoint: int, pieces: Ints, tag: int, host: bool) -> Posted:
-        """Send ``pieces`` (int64 ``[n, 2]``: address, length) to the peer of an endpoint (a handle). ``host`` says that both
-        sides have it in host memory; it must be the same on both, and decides how many messages there are."""
+        """Send ``pieces`` (int64 ``[n, 2]``: address, length) to the peer of an endpoint (a handle). ``host``, the same
+        on both sides, says that both have it in host memory; it decides how many messages there are."""
         posted = Posted(self, pieces)
         for buffer, count, param in _layout(pieces, host):
             self._take(posted, self._send(endpoint, buffer, count, tag, byref(param)), 0)

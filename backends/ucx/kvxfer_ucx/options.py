@@ -33,13 +33,13 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     Attributes:
         advertise: address (or host name, looked up by the peer on its data thread) at which peers reach this process.
         port: port to listen on; 0 takes any free one.
-        connect_timeout: seconds until a link that is not yet made counts as failed.
+        connect_timeout_s: seconds until a link that is not yet made counts as failed.
         ucx: settings of UCX without the prefix ``UCX_``, as in ``{"TLS": "tcp", "NET_DEVICES": "eth0"}``.
     """
 
     advertise: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    connect_timeout: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
     ucx: dict[str, str | int | float | bool] = {}
 
     @classmethod
@@ -63,8 +63,10 @@ def make_context(library: Library, options: Options) -> Any:
     """A UCX context with these settings. Raises ``ConfigError`` for a setting that UCX does not take, and
     ``TransportError`` when it cannot start for another reason."""
     ucxx = library.ucxx
+    # No more than we use: what is off can neither be sent to us nor pile up here.
+    features = (ucxx.Feature.TAG, ucxx.Feature.STREAM, ucxx.Feature.WAKEUP)
     try:
-        return ucxx.UCXContext(options.settings())
+        return ucxx.UCXContext(options.settings(), features)
     except ucxx.UCXError as e:
         for key, value in options.ucx.items():
             try:

@@ -7,6 +7,7 @@ import math
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvxfer.transport.wakeup import Wakeup
 from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.library import load
-from kvxfer_ucx.link import STREAMS, TOKEN_BYTES, Half, Link, Offer
+from kvxfer_ucx.link import STREAMS, TAGS, TOKEN_BYTES, Half, Link, Offer
 from kvxfer_ucx.messages import Messages
 from kvxfer_ucx.options import Options, make_context
 
@@ -63,10 +64,10 @@ class UcxTransport(Transport):
         self._ended: list[Completion] = []
         self._capabilities = Capabilities(
             verbs=frozenset({Verb.SEND, Verb.RECV}),
-            memory=frozenset({"cpu", "cuda"} if cuda.devices() else {"cpu"}),
+            memory=_memory_kinds(),
             run_bytes=4096,
             abort="peer",
-            quiet="peer_close",
+            quiet="backend_reset",
         )
         ucxx = self._library.ucxx
         self._context = make_context(self._library, self._options)
@@ -78,7 +79,7 @@ class UcxTransport(Transport):
             raise TransportError(f"UCX cannot listen on port {self._options.port or 'any'}: {e}") from e
         self._messages = Messages(self._library.ucp, self._worker.handle)
         self._wakeup = Wakeup()
-        self._wakeup.add(self._worker.epoll_file_descriptor)
+        self._wakeup.add(self._worker.epoll_file_descriptor, "ucx")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -87,12 +88,18 @@ class UcxTransport(Transport):
             context = make_context(library, Options())
         except KvxferError as e:
             return Probe(False, str(e))
-        transports = sorted(set(context.info.split()) & {"rc_mlx5", "rc_verbs", "dc_mlx5", "cuda_ipc", "tcp"})
-        memory, gpus = {"cpu"}, cuda.devices()
-        if gpus:
-            memory.add("cuda")
-        facts = {**library.versions, "cuda devices": str(gpus)}
-        return Probe(True, "", frozenset(memory), facts)
+        # One line a resource, "... -- transport/device".
+        found = sorted({line.split(" -- ")[1] for line in context.info.splitlines() if " -- " in line})
+        kinds = sorted({f.split("/")[0] for f in found})
+        rdma = [k for k in kinds if k.startswith(("rc_", "dc_", "ud_"))]
+        facts = {
+            **library.versions,
+            "transports": ", ".join(found),
+            "rdma": ", ".join(rdma) or "none; the UCX of the wheels is built without InfiniBand and RoCE",
+            "cuda devices": str(cuda.devices()),
+        }
+        reason = f"UCX {library.versions['ucx']} over {', '.join(kinds)}"
+        return Probe(True, reason, _memory_kinds(), facts)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -109,8 +116,7 @@ class UcxTransport(Transport):
 
     def deregister(self, memory: int) -> None:
         self._check()
-        links = [*self._links.values(), *(e for e in self._ending if isinstance(e, Link))]
-        for link in links:
+        for link in self._all_links():
             if any(h.memory == memory for h in link.halves()):
                 raise TransportError(f"memory {memory} is in use by a batch with {link.theirs}; abort that first")
         self._memories.remove(memory)
@@ -120,10 +126,11 @@ class UcxTransport(Transport):
         self._sealed = True
         offer = Offer(
             VERSION, self.agent, self._options.advertise, self._listener.port, secrets.token_bytes(TOKEN_BYTES),
-            secrets.randbits(32), self._plain(),
+            self._new_tag(), self._plain(),
         )  # fmt: skip
         self._offers[offer.token] = offer
-        return msgspec.msgpack.encode(offer)
+        packed = msgspec.msgpack.encode(offer)
+        return packed + zlib.crc32(packed).to_bytes(4)
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self._check()
@@ -134,7 +141,7 @@ class UcxTransport(Transport):
             raise TransportError("the two endpoints are the same")
         del self._offers[own.token]
         now = time.monotonic()
-        link = Link(self._messages, own, their, now + self._options.connect_timeout)
+        link = Link(self._messages, own, their, now + self._options.connect_timeout_s)
         self._numbers += 1
         self._links[self._numbers] = link
         if link.dials:
@@ -157,11 +164,12 @@ class UcxTransport(Transport):
         link = self._links.get(batch.peer)
         if link is None:
             raise TransportError(f"there is no link {batch.peer}; it was never made or is disconnected")
-        if not link.streams.get(batch.verb, -1) < batch.stream < STREAMS:
-            raise TransportError(f"stream numbers must rise, and end below {STREAMS}: {batch.verb} {batch.stream}")
+        if not 0 <= batch.stream < STREAMS:
+            raise TransportError(f"stream number {batch.stream} is not in [0, {STREAMS})")
+        if any((h.verb, h.stream) == (batch.verb, batch.stream) for h in link.halves()):
+            raise TransportError(f"{batch.verb} {batch.stream} is in flight on link {batch.peer} already")
         addresses = self._memories.addresses(batch.local, batch.local_offsets, batch.lengths)
         pieces = _pieces(addresses, batch.lengths, merge=link.plain)
-        link.streams[batch.verb] = batch.stream
         self._numbers += 1
         link.submit(Half(self._numbers, batch.verb, batch.local, batch.stream, pieces, after))
         self._wakeup.set()
@@ -225,6 +233,17 @@ class UcxTransport(Transport):
     def _plain(self) -> bool:
         return all(r.device == "cpu" for m in self._memories for r in self._memories.regions(m))
 
+    def _new_tag(self) -> int:
+        """Random bits for the tags of a link, apart from those of all others here."""
+        others = [*self._offers.values(), *(link.mine for link in self._all_links())]
+        while True:
+            tag = secrets.randbits(64)
+            if all((tag ^ other.tag) >= TAGS for other in others):
+                return tag
+
+    def _all_links(self) -> list[Link]:
+        return [*self._links.values(), *(e for e in self._ending if isinstance(e, Link))]
+
     def _dial(self, link: Link, now: float) -> None:
         ucxx, offer = self._library.ucxx, link.theirs
         try:
@@ -243,7 +262,7 @@ class UcxTransport(Transport):
         except ucxx.UCXError as e:
             _log.info("%s: a connection to our port came to nothing: %s", self.agent, e)
             return
-        self._inbound.append((connection, time.monotonic() + self._options.connect_timeout))
+        self._inbound.append((connection, time.monotonic() + self._options.connect_timeout_s))
 
     def _progress(self, until: float) -> None:
         while self._worker.progress_once() and time.monotonic() < until:
@@ -251,12 +270,9 @@ class UcxTransport(Transport):
 
     def _step(self, now: float) -> None:
         self._inbound = [(c, due) for c, due in self._inbound if not self._place(c, due, now)]
-        for link in self._links.values():
+        for link in self._all_links():
             self._ended += link.step(now)
             link.drained()
-        for ending in self._ending:
-            if isinstance(ending, Link):
-                self._ended += ending.step(now)
         self._ending = [e for e in self._ending if not (e.drained() if isinstance(e, Link) else e.closed())]
 
     def _place(self, connection: Connection, due: float, now: float) -> bool:
@@ -280,17 +296,23 @@ class UcxTransport(Transport):
 
     def _due(self, now: float) -> float | None:
         dues = [due for _, due in self._inbound]
-        dues += [link.due(now) for link in self._links.values()]
-        dues += [e.due(now) for e in self._ending if isinstance(e, Link)]
+        dues += [link.due(now) for link in self._all_links()]
         due = min(dues, default=math.inf)
         return None if due == math.inf else due
 
 
+def _memory_kinds() -> frozenset[str]:
+    return frozenset({"cpu", "cuda"} if cuda.devices() else {"cpu"})
+
+
 def _parse(endpoint: bytes) -> Offer:
+    packed, check = endpoint[:-4], endpoint[-4:]
     try:
-        offer = msgspec.msgpack.decode(endpoint, type=Offer)
-    except msgspec.MsgspecError:
-        raise TransportError(f"not an endpoint of back end 'ucx': {endpoint[:40]!r}") from None
+        if zlib.crc32(packed).to_bytes(4) != check:
+            raise ValueError("it was cut or altered")
+        offer = msgspec.msgpack.decode(packed, type=Offer)
+    except (ValueError, msgspec.MsgspecError) as e:
+        raise TransportError(f"not an endpoint of back end 'ucx' ({e}): {endpoint[:40]!r}") from None
     if offer.version != VERSION:
         raise TransportError(
             f"{offer} speaks version {offer.version} of back end 'ucx', we speak {VERSION}; install the same kvxfer-ucx"
