@@ -45,10 +45,10 @@ def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, 
     claims: dict[Rank, dict[Rank, tuple[Claim, ...]]] = {}
     for sink in sinks:
         claims[sink.rank] = _claims_of(sink, sources, served)
-    if sinks:
-        for i, source in enumerate(sources):
-            if not any(source.rank in of for of in claims.values()):
-                claims[sinks[i % len(sinks)].rank][source.rank] = ()
+    for source in sources if sinks else ():
+        if not any(source.rank in of for of in claims.values()):
+            idlest = min(claims, key=lambda r: (len(claims[r]), r))
+            claims[idlest][source.rank] = ()
     readers = {s.rank: sum(s.rank in of for of in claims.values()) for s in sources}
     return {r: Route(claims=of, readers={p: readers[p] for p in of}) for r, of in claims.items()}
 

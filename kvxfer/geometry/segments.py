@@ -67,7 +67,7 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
 
 def cut_states(start: int, tokens: int, bs: int, bd: int) -> Cut:
     """One segment for every state after a token in ``(start, tokens]`` that the destination's table has a place for."""
-    dst_pos = np.arange(start // bd, -(-tokens // bd), dtype=np.int64)
+    dst_pos = np.arange(start // bd, -(-tokens // bd) if start < tokens else 0, dtype=np.int64)
     after = np.minimum((dst_pos + 1) * bd, tokens)
     src_pos = (after - 1) // bs
     src_pos[np.minimum((src_pos + 1) * bs, tokens) != after] = -1

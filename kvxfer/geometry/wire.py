@@ -1,0 +1,82 @@
+"""The wire form of a plan: its sheets, for whoever is to execute a plan that another process made.
+
+Peers do not need it (both derive the plan from what they exchange); a helper process or a dump for debugging does.
+Parts stay behind: they serve checksums, which whoever made the plan computes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from kvxfer.geometry.plan import CopyPlan
+from kvxfer.geometry.sheet import Sheet
+from kvxfer.geometry.template import Axis, Ints, Template
+
+__all__ = ["decode", "encode"]
+
+_MOST_ROWS = 1 << 24
+_LITTLE = np.dtype("<i8")
+
+
+class _Sheet(msgspec.Struct, array_like=True, frozen=True):
+    src_cells: bytes
+    dst_cells: bytes
+    axes: tuple[Axis, ...]
+    unit: int
+    src_at: bytes
+    dst_at: bytes
+    counts: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(tuple[_Sheet, ...])
+
+
+def encode(plan: CopyPlan) -> bytes:
+    """msgpack; about 24 bytes a segment, and 16 a cell."""
+    return msgspec.msgpack.encode(
+        [
+            _Sheet(
+                _pack(s.template.src_cells), _pack(s.template.dst_cells), s.template.axes, s.template.unit,
+                _pack(s.src_at), _pack(s.dst_at), _pack(s.counts),
+            )
+            for s in plan.sheets
+        ]
+    )  # fmt: skip
+
+
+def decode(data: bytes) -> CopyPlan:
+    """The plan that ``encode`` was given. Raises ``ValueError`` for anything that no plan encodes to; whether the offsets
+    lie inside anybody's memory is for the back end to check, as with any batch."""
+    try:
+        return CopyPlan(tuple(_sheet(s) for s in _decoder.decode(data)))
+    except msgspec.MsgspecError as e:
+        raise ValueError(f"not a plan: {e}") from e
+
+
+def _sheet(s: _Sheet) -> Sheet:
+    cells, places = [_unpack(x) for x in (s.src_cells, s.dst_cells)], [_unpack(x) for x in (s.src_at, s.dst_at)]
+    counts = _unpack(s.counts)
+    template = Template(cells[0], cells[1], s.axes, s.unit)
+    sound = (
+        len(cells[0]) == len(cells[1]) > 0
+        and len(places[0]) == len(places[1]) == len(counts) > 0
+        and len(s.axes) <= 4
+        and all(n > 1 for n, _, _ in s.axes)
+        and len(template) <= _MOST_ROWS
+        and s.unit > 0
+        and int(counts.min()) > 0
+    )
+    if not sound:
+        raise ValueError("not a plan: its arrays do not fit each other")
+    return Sheet(template, places[0], places[1], counts)
+
+
+def _pack(a: Ints) -> bytes:
+    return a.astype(_LITTLE, copy=False).tobytes()
+
+
+def _unpack(data: bytes) -> Ints:
+    if len(data) % 8:
+        raise ValueError("not a plan: half a number")
+    return np.frombuffer(data, _LITTLE).astype(np.int64, copy=False)

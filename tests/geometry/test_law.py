@@ -1,0 +1,156 @@
+"""The law of copy plans, for every pair of layouts, shards, block sizes, block lists and prefixes that hypothesis
+draws: copying along the plan equals indexing both caches by their logical coordinates."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvxfer.geometry import Cache, Claim, CopyPlan, Planner, Rank, route
+from tests.geometry.engines import Case, cases
+
+LAW = settings(
+    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "60")), deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def links(case: Case) -> list[tuple[Rank, Rank, tuple[Claim, ...]]]:
+    """(producer rank, consumer rank, claims) of every link that the route asks for."""
+    routes = route(
+        [s.cache for s in case.producer.stores.values()], [s.cache for s in case.consumer.stores.values()]
+    )
+    return [(p, c, claims) for c, r in routes.items() for p, claims in r.claims.items()]
+
+
+def plan(case: Case, p: Rank, c: Rank, claims: tuple[Claim, ...]) -> CopyPlan:
+    planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, claims)
+    return planner.plan(case.producer.tables, case.consumer.tables, case.start, case.tokens)
+
+
+@LAW
+@given(cases())
+def test_copying_along_the_plan_equals_logical_indexing(case: Case) -> None:
+    case.fill()
+    written = {c: np.zeros(len(s.image), np.int64) for c, s in case.consumer.stores.items()}
+    after = {c: case.expect(s) for c, s in case.consumer.stores.items()}
+    for p, c, claims in links(case):
+        runs = plan(case, p, c, claims).runs()
+        source, target = case.producer.stores[p].image, case.consumer.stores[c].image
+        for a, b, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
+            target[b : b + n] = source[a : a + n]
+            written[c][b : b + n] += 1
+    for c, (image, wanted) in after.items():
+        assert np.array_equal(written[c], wanted), "a byte was written twice, or not at all, or is none of ours"
+        assert np.array_equal(case.consumer.stores[c].image, image)
+
+
+def mapping(runs_of: CopyPlan) -> dict[int, int]:
+    """Destination byte -> source byte."""
+    runs = runs_of.runs()
+    found: dict[int, int] = {}
+    for a, b, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
+        for i in range(n):
+            assert b + i not in found
+            found[b + i] = a + i
+    return found
+
+
+def rows(of: CopyPlan) -> list[tuple[int, int, int, int]]:
+    """(stream offset, source, destination, bytes) of every row of every segment, as the factored form says."""
+    out, at = [], 0
+    for s in of.sheets:
+        base, pitch = s.stream()
+        for i in range(len(s.counts)):
+            for r in range(len(s.src_rows)):
+                out.append(
+                    (
+                        at + int(base[i] + r * pitch[i]),
+                        int(s.src_at[i] + s.src_rows[r]),
+                        int(s.dst_at[i] + s.dst_rows[r]),
+                        int(pitch[i]),
+                    )
+                )
+        at += s.nbytes
+    return out
+
+
+@LAW
+@given(cases())
+def test_factored_form_and_runs_say_the_same(case: Case) -> None:
+    for p, c, claims in links(case):
+        made = plan(case, p, c, claims)
+        listed = rows(made)
+        whole = mapping(made)
+        assert {b + i: a + i for _, a, b, n in listed for i in range(n)} == whole
+        assert len(listed) == made.rows
+        assert sum(n for *_, n in listed) == made.nbytes == made.runs().nbytes == len(whole)
+        # The stream has no gap and no overlap.
+        ends = sorted((at, at + n) for at, _, _, n in listed)
+        assert [lo for lo, _ in ends] == [0, *(hi for _, hi in ends[:-1])][: len(ends)]
+
+
+@LAW
+@given(cases())
+def test_there_are_as_few_runs_as_there_are_contiguous_stretches(case: Case) -> None:
+    for p, c, claims in links(case):
+        made = plan(case, p, c, claims)
+        whole = mapping(made)
+        breaks = sum(1 for b, a in whole.items() if whole.get(b - 1) != a - 1)
+        assert len(made.runs()) == breaks
+
+
+@LAW
+@given(cases())
+def test_both_sides_derive_the_same_from_what_they_exchange(case: Case) -> None:
+    for p, c, claims in links(case):
+        here = plan(case, p, c, claims)
+        wire = [
+            msgspec.msgpack.decode(msgspec.msgpack.encode(x), type=t)
+            for x, t in (
+                (case.producer.stores[p].cache, Cache),
+                (case.consumer.stores[c].cache, Cache),
+                (claims, tuple[Claim, ...]),
+            )
+        ]
+        there = Planner(*wire).plan(
+            [t.tolist() for t in case.producer.tables], [t.tolist() for t in case.consumer.tables], case.start,
+            case.tokens,
+        )  # fmt: skip
+        assert rows(here) == rows(there)
+        one, other = here.runs(), there.runs()
+        assert all(np.array_equal(getattr(one, f), getattr(other, f)) for f in ("src", "dst", "length"))
+
+
+@LAW
+@given(cases(), st.integers(1, 200))
+def test_pieces_are_exactly_the_whole(case: Case, limit: int) -> None:
+    for p, c, claims in links(case):
+        made = plan(case, p, c, claims)
+        pieces = list(made.split(limit))
+        assert all(0 < piece.nbytes <= limit for piece in pieces)
+        found: dict[int, int] = {}
+        for piece in pieces:
+            part = mapping(piece)
+            assert not found.keys() & part.keys()
+            found |= part
+        assert found == mapping(made)
+        if made.nbytes:
+            assert len(list(made.split(made.nbytes))) == 1
+
+
+@LAW
+@given(cases(), st.data())
+def test_parts_of_a_transfer_add_up_to_the_whole(case: Case, data: st.DataObject) -> None:
+    """Moving [start, middle) and then [middle, tokens) moves what [start, tokens) does, for groups that stream."""
+    if any(s.kind.group != "full" or not s.kind.cut_tokens for s in case.specs):
+        return
+    middle = data.draw(st.integers(case.start, case.tokens))
+    for p, c, claims in links(case):
+        planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, claims)
+        tables = case.producer.tables, case.consumer.tables
+        first, second = planner.plan(*tables, case.start, middle), planner.plan(*tables, middle, case.tokens)
+        assert mapping(first + second) == mapping(planner.plan(*tables, case.start, case.tokens))

@@ -1,0 +1,205 @@
+"""Plans of known pairs: how few runs, what is refused, windows and states, block tables of kernel blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvxfer.geometry import Cache, CopyPlan, Group, Heads, PlanError, Planner, Rank, Region, View, route
+from tests.geometry.zoo import KINDS, Kind, Spec, Store, build
+
+ATTENTION, WINDOW, MLA, CPU, FUSED, STATE = KINDS
+BLOCKS = 40
+
+
+def store(layout: str, n: int = 4, *, kind: Kind = ATTENTION, heads: int = 2, window: int = 0, layers: int = 3,
+          tp: int = 1, rank: int = 0) -> Store:  # fmt: skip
+    sizes = (6,) * len(kind.planes)
+    spec = Spec(kind, tuple(f"l{i}" for i in range(layers)), sizes, heads, window)
+    return build(Rank(0, rank), tp, (spec,), (spec.layers,), (layout,), (n,), BLOCKS, seed=7)
+
+
+def planner(src: Store, dst: Store) -> Planner:
+    claims = route([src.cache], [dst.cache])[dst.cache.rank].claims[src.cache.rank]
+    return Planner(src.cache, dst.cache, claims)
+
+
+def plan(src: Store, dst: Store, a: list[int], b: list[int], start: int, tokens: int) -> CopyPlan:
+    return planner(src, dst).plan([a], [b], start, tokens)
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks", "runs"),
+    [
+        ("blhnc", range(10, 20), 1),  # block-outermost: all layers of all blocks in one
+        ("bhlnc", range(10, 20), 1),
+        ("hnd", range(10, 20), 3),  # one a layer
+        ("nhd", range(10, 20), 3),
+        ("fi", range(10, 20), 3),
+        ("fa", range(10, 20), 6),  # one a layer and plane
+        ("lhbnc", range(10, 20), 6),  # one a layer and head
+        ("padded pages", range(10, 20), 30),  # every page alone
+        ("hnd", [1, 2, 3, 7, 8, 20], 9),  # three stretches a layer
+        ("hnd", range(BLOCKS), 1),  # all there is
+    ],
+)
+def test_equal_layouts_need_one_run_for_each_stretch_of_memory(layout: str, blocks: list[int], runs: int) -> None:
+    src, dst = store(layout), store(layout)
+    made = plan(src, dst, list(blocks), list(blocks), 0, 4 * len(blocks))
+    assert len(made.runs()) == runs
+    assert made.nbytes == 4 * len(blocks) * 2 * 12 * 3
+
+
+def test_block_sizes_do_not_break_stretches() -> None:
+    """Token-major pages of 4, 6 and 8 tokens, all consecutive: still one run a layer, a partial last block included."""
+    for a, b in ((4, 6), (6, 4), (8, 4), (4, 8), (6, 8)):
+        made = plan(store("nhd", a), store("nhd", b), list(range(12)), list(range(3, 15)), 0, 23)
+        assert len(made.runs()) == 3, (a, b)
+
+
+def test_many_runs_keep_the_order_of_stretches() -> None:
+    """Beyond a few runs nothing is sorted; what runs() says must still be what the sheets say."""
+    spec = Spec(ATTENTION, tuple(f"l{i}" for i in range(40)), (6, 6), 4)
+    src, dst = (
+        build(Rank(), 1, (spec,), (spec.layers,), (layout,), (8,), BLOCKS, 3) for layout in ("nhd", "hnd")
+    )
+    made = plan(src, dst, list(range(20)), list(range(5, 25)), 0, 155)
+    runs = made.runs()
+    assert len(runs) > 4096
+    want = {
+        (int(s.src_at[i] + a), int(s.dst_at[i] + b), int(s.row_bytes[i]))
+        for s in made.sheets for i in range(len(s.counts)) for a, b in zip(s.src_rows, s.dst_rows, strict=True)
+    }  # fmt: skip
+    assert set(zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True)) == want
+
+
+def test_a_plan_is_no_larger_than_its_blocks_and_template() -> None:
+    made = plan(store("nhd"), store("hnd"), list(range(40)), list(range(40))[::-1], 0, 160)
+    (sheet,) = made.sheets
+    assert len(sheet.counts) == 40 and len(sheet.template) == 3 * 2 * 4
+    assert made.rows == 40 * 24 == len(made.runs())
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "start", "tokens", "words"),
+    [
+        ([1, -1, 3], [1, 2, 3], 0, 12, r"no block for token 4 \(position 1 of a table of 3\).*position 1"),
+        ([1, 2], [1, 2, 3], 0, 12, "no block for token 8"),
+        ([1, 2, BLOCKS], [1, 2, 3], 0, 12, "source block 40 is outside the cache's 40 blocks"),
+        ([1, 2, 3], [1, 2, BLOCKS], 0, 12, "destination block 40 is outside"),
+        ([1, 2, 3], [1, 2, 1], 0, 12, "destination block 1 stands at two positions"),
+        ([1, 2, 3], [1, 2, 3], 0, 13, "13 tokens do not fit a table of 3 x 4"),
+        ([1, 2, 3], [1, 2, 3], 9, 8, "not a span"),
+        ([1, 2, 3], [1, 2, 3], -1, 8, "not a span"),
+    ],
+)
+def test_tables_that_cannot_be_joined(a: list[int], b: list[int], start: int, tokens: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        plan(store("hnd"), store("nhd"), a, b, start, tokens)
+
+
+def test_a_missing_table_is_refused() -> None:
+    p = planner(store("hnd"), store("nhd"))
+    for tables in (([], [[1]]), ([[1]], [])):
+        with pytest.raises(PlanError, match="no block table"):
+            p.plan(*tables, 0, 4)
+
+
+def test_a_source_block_may_serve_two_positions_but_unwanted_ones_need_none() -> None:
+    src, dst = store("hnd"), store("nhd")
+    assert plan(src, dst, [1, 1], [1, 2], 0, 8).nbytes == 8 * 72
+    assert plan(src, dst, [1, -1], [1, -1], 0, 8).nbytes == 4 * 72
+    assert plan(src, dst, [], [-1, -1], 0, 8).nbytes == 0
+    assert plan(src, dst, [1], [2], 4, 4).nbytes == 0
+
+
+def test_a_prefix_that_cuts_blocks_is_skipped_to_the_token() -> None:
+    made = plan(store("nhd", 4), store("nhd", 6), [5, 6, 7], [1, 2], 5, 12)
+    assert made.nbytes == 7 * 72
+    runs = made.runs()
+    assert (int(runs.src[0]), int(runs.dst[0])) == (6 * 96 + 24, 1 * 144 + 5 * 24)
+
+
+def test_opaque_tokens_are_moved_whole_and_never_cut() -> None:
+    src, dst = store("cpu", kind=CPU), store("cpu outer", kind=CPU)
+    assert plan(src, dst, [1, 2, 3], [4, 5, 6], 4, 9).nbytes == 2 * 4 * 6 * 2 * 3
+    with pytest.raises(PlanError, match="start 5 cuts a block of 4 tokens whose tokens are opaque"):
+        plan(src, dst, [1, 2, 3], [4, 5, 6], 5, 9)
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(12, 1), (13, 1), (14, 1), (15, 1), (16, 2), (17, 2)])
+def test_a_window_needs_what_the_next_token_attends_to(tokens: int, first: int) -> None:
+    """Window 9, blocks of 4: token 12 attends to [4, 12], token 16 to [8, 16]. Blocks before may lack a source."""
+    src, dst = (store("hnd", kind=WINDOW, window=9) for _ in "sd")
+    wanted = list(range(10, 15))
+    have = [-1 if p < first else p for p in range(5)]
+    made = plan(src, dst, have, wanted, 0, tokens)
+    assert made.nbytes == (tokens - 4 * first) * 72
+    have[first] = -1
+    with pytest.raises(PlanError, match=f"no block for token {4 * first}"):
+        plan(src, dst, have, wanted, 0, tokens)
+
+
+def test_states_are_moved_that_stand_after_the_tokens() -> None:
+    src, dst = store("mamba", kind=STATE), store("mamba outer", kind=STATE)
+    moved = {
+        start: sorted({int(p.dst_at[0]) for p in made.parts})
+        for start in range(9)
+        if (made := plan(src, dst, [1, 2, 3], [4, 5, 6], start, 9)).parts
+    }
+    state = 2 * 6 * 3  # a block of the consumer: both planes of three layers
+    assert moved == {s: [(4 + s // 4) * state] for s in range(9)}
+    assert plan(src, dst, [1, 2, 3], [4, 5, 6], 9, 9).nbytes == 0
+    # Only the last state is wanted; where it stands follows from the tokens, not from the end of the table.
+    assert plan(src, dst, [-1, -1, 3], [-1, -1, 6, -1], 0, 9).nbytes == state
+
+
+def test_one_state_for_the_whole_request_pairs_with_any_block_size() -> None:
+    src, dst = store("mamba", 100, kind=STATE), store("mamba", 64, kind=STATE)
+    assert plan(src, dst, [3], [5], 0, 30).nbytes == 36
+    with pytest.raises(PlanError, match="no block for token 64"):
+        plan(src, dst, [3], [5, 6], 0, 70)
+
+
+def test_kernel_blocks_are_planned_as_blocks() -> None:
+    """A logical block of 8 tokens that the kernel sees as two of 4, [2][H][4][C] in memory: the tables name kernel
+    blocks. One side splits its logical blocks, the other does not; every token lands by its logical coordinates."""
+    src, dst = store("hnd", 4), store("hnd", 8)
+    logical = np.array([3, 0, 7])
+    kernel = (logical[:, None] * 2 + np.arange(2)).ravel()
+    rng = np.random.default_rng(0)
+    for held in src.held.values():
+        held.array[...] = rng.integers(0, 256, held.array.shape, dtype=np.uint8)
+    runs = planner(src, dst).plan([kernel], [np.array([1, 2, 4])], 0, 21).runs()
+    for a, b, n in zip(runs.src, runs.dst, runs.length, strict=True):
+        dst.image[b : b + n] = src.image[a : a + n]
+    for key, held in dst.held.items():
+        for t in range(21):
+            for h in range(2):
+                got = held.cell([1, 2, 4][t // 8], h, t % 8)
+                assert np.array_equal(got, src.held[key].cell(int(kernel[t // 4]), h, t % 4))
+
+
+def test_large_blocks_keep_templates_small() -> None:
+    """Tokens that do not follow each other cost rows: segments are cut, not templates grown."""
+    layers = tuple(f"l{i}" for i in range(64))
+
+    def cache(token: int, head: int) -> Cache:
+        page = 1024 * 16 * 8
+        offsets = tuple(i * 4 * page for i in range(64))
+        view = View("k", 0, layers, offsets, 4, page, 8, "x", Heads(0, 16, 16, head), token)
+        return Cache((Region(0, 64 * page * 4),), (Group(1024),), (view,))
+
+    src, dst = cache(128, 8), cache(8, 8192)
+    src.check()
+    dst.check()
+    made = Planner(src, dst, route([src], [dst])[Rank()].claims[Rank()]).plan([[0, 1]], [[2, 3]], 0, 2000)
+    assert made.nbytes == 2000 * 64 * 128
+    assert max(len(s.template) for s in made.sheets) <= 1 << 16
+    assert max(len(s.counts) for s in made.sheets) <= 2048 // 32
+
+
+def test_pieces_must_hold_something() -> None:
+    made = plan(store("hnd"), store("nhd"), [1], [1], 0, 4)
+    with pytest.raises(ValueError, match="pieces of 0 bytes"):
+        list(made.split(0))

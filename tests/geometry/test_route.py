@@ -1,0 +1,118 @@
+"""Who reads what from whom, for any TP and PP of both sides."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+
+from kvxfer.geometry import Cache, Claim, Group, Heads, Rank, Region, View, route
+from kvxfer.geometry.claim import head_range
+from tests.geometry.engines import Case, cases
+
+LAYERS = tuple(f"l{i}" for i in range(8))
+
+
+def ranks(tp: int, stages: tuple[int, ...] = (8,), heads: int | None = 8) -> list[Cache]:
+    """An engine: ``stages`` says how many layers each pipeline stage has; ``heads`` None is MLA."""
+    out, first = [], 0
+    for pp, count in enumerate(stages):
+        layers, first = LAYERS[first : first + count], first + count
+        for r in range(tp):
+            if heads is None:
+                held = None
+            else:
+                each = max(1, heads // tp)
+                held = Heads(r * each if tp <= heads else r * heads // tp, each, heads, 64)
+            views = tuple(
+                View(p, 0, layers, tuple(4096 * i + 16 * k for i in range(count)), 2, 2048, 16, "x", held, 1024)
+                for k, p in enumerate(("k", "v") if held else ("latent",))
+            )
+            out.append(Cache((Region(0, 8 * 4096),), (Group(2),), views, Rank(pp, r)))
+    return out
+
+
+def sources(producer: list[Cache], consumer: list[Cache]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    return {
+        (c.pp, c.tp): [(p.pp, p.tp) for p in sorted(r.claims)] for c, r in route(producer, consumer).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "want"),
+    [
+        (ranks(1), ranks(2), {(0, 0): [(0, 0)], (0, 1): [(0, 0)]}),
+        (ranks(2), ranks(1), {(0, 0): [(0, 0), (0, 1)]}),
+        (ranks(2), ranks(2), {(0, 0): [(0, 0)], (0, 1): [(0, 1)]}),
+        (ranks(1, (5, 3)), ranks(1), {(0, 0): [(0, 0), (1, 0)]}),
+        (ranks(1), ranks(1, (5, 3)), {(0, 0): [(0, 0)], (1, 0): [(0, 0)]}),
+        (ranks(1, (5, 3)), ranks(1, (3, 5)), {(0, 0): [(0, 0)], (1, 0): [(0, 0), (1, 0)]}),
+        # Two KV heads on four ranks: one replica is read by each, and readers spread.
+        (ranks(4, heads=2), ranks(2, heads=2), {(0, 0): [(0, 0), (0, 1)], (0, 1): [(0, 2), (0, 3)]}),
+        (ranks(2, heads=2), ranks(4, heads=2), {(0, i): [(0, i // 2)] for i in range(4)}),
+        (ranks(2, heads=None), ranks(4, heads=None), {(0, i): [(0, i % 2)] for i in range(4)}),
+        (ranks(4, heads=None), ranks(4, heads=None), {(0, i): [(0, i)] for i in range(4)}),
+    ],
+)
+def test_links(producer: list[Cache], consumer: list[Cache], want: dict) -> None:  # type: ignore[type-arg]
+    assert sources(producer, consumer) == want
+    assert sources(producer[::-1], consumer[::-1]) == want, "the order of the arguments must not matter"
+
+
+def test_replicas_are_read_once_and_readers_spread_over_stages() -> None:
+    """MLA, two stages of four replicas, eight consumers: every replica serves two."""
+    routes = route(ranks(4, (4, 4), None), ranks(8, (8,), None))
+    load = Counter(p for r in routes.values() for p, claims in r.claims.items() if claims)
+    assert load == {Rank(pp, tp): 2 for pp in (0, 1) for tp in range(4)}
+    assert all(len(r.claims) == 2 for r in routes.values())
+
+
+def test_a_producer_that_nobody_needs_has_one_reader_with_nothing_to_read() -> None:
+    routes = route(ranks(4, heads=None), ranks(2, heads=None))
+    assert [sorted(r.claims) for r in routes.values()] == [[Rank(0, 0), Rank(0, 2)], [Rank(0, 1), Rank(0, 3)]]
+    assert all(routes[Rank(0, i)].claims[Rank(0, i + 2)] == () for i in (0, 1))
+    assert all(n == 1 for r in routes.values() for n in r.readers.values())
+
+
+def test_readers_are_counted() -> None:
+    routes = route(ranks(1), ranks(4))
+    assert {n for r in routes.values() for n in r.readers.values()} == {4}
+
+
+def test_heads_that_overlap_unevenly_are_claimed_in_stretches() -> None:
+    """Ranks of heads [2, 4), [0, 6): the second gives what is left on both sides of the first."""
+
+    def cache(rank: int, lo: int, hi: int) -> Cache:
+        view = View("k", 0, ("l0",), (0,), 2, 2048, 16, "x", Heads(lo, hi - lo, 6, 64), 1024)
+        return Cache((Region(0, 4096),), (Group(2),), (view,), Rank(0, rank))
+
+    claims = route([cache(0, 2, 4), cache(1, 0, 6)], [cache(0, 0, 6)])[Rank()].claims
+    assert claims == {
+        Rank(0, 0): (Claim(0, 0, ("l0",), 2, 4),),
+        Rank(0, 1): (Claim(0, 0, ("l0",), 0, 2), Claim(0, 0, ("l0",), 4, 6)),
+    }
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_every_cell_of_every_consumer_is_claimed_once(case: Case) -> None:
+    producers = {s.cache.rank: s.cache for s in case.producer.stores.values()}
+    consumers = {s.cache.rank: s.cache for s in case.consumer.stores.values()}
+    routes = route(list(producers.values()), list(consumers.values()))
+    assert routes.keys() == consumers.keys()
+    readers = Counter(p for r in routes.values() for p in r.claims)
+    assert readers.keys() == producers.keys(), "a producer without a reader would never free its blocks"
+    for rank, r in routes.items():
+        assert r.readers == {p: readers[p] for p in r.claims}
+        cells: Counter[tuple[int, str, int]] = Counter()
+        for p, claims in r.claims.items():
+            for c in claims:
+                source = producers[p].views[c.src_view]
+                assert set(c.layers) <= set(source.layers)
+                lo, hi = head_range(source)
+                assert lo <= c.head_lo < c.head_hi <= hi
+                cells.update((c.dst_view, x, h) for x in c.layers for h in range(c.head_lo, c.head_hi))
+        assert cells == {
+            (i, x, h): 1 for i, v in enumerate(consumers[rank].views) for x in v.layers for h in range(*head_range(v))
+        }
