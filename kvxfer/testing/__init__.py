@@ -1,1 +1,21 @@
-"""For tests: an in-process back end, fault injection, and the suite that proves a back end."""
+"""For tests: the suite that proves a back end, an in-process fake, and fault injection.
+
+``ConformanceSuite`` needs pytest; the rest does not.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.testing.fake import FakeTransport, Network
+
+if TYPE_CHECKING:
+    from kvxfer.testing.conformance import ConformanceSuite
+
+__all__ = ["ConformanceSuite", "FakeTransport", "Network"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ConformanceSuite":
+        from kvxfer.testing.conformance import ConformanceSuite
+
+        return ConformanceSuite
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,11 +21,9 @@ class Memories:
         self._next = 0
 
     def add(self, regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> int:
-        """Number a list of regions. Raises ``TransportError`` for none at all, an impossible region, two that
+        """Number a list of regions (it may be empty). Raises ``TransportError`` for an impossible region, two that
         overlap, or a device kind that is not in ``devices``."""
         kept = tuple(regions)
-        if not kept:
-            raise TransportError("a memory needs at least one region")
         for r in kept:
             if r.address <= 0 or r.nbytes <= 0:
                 raise TransportError(f"{r} is not a piece of memory: address and size must be positive")
@@ -69,6 +67,10 @@ class Memories:
         offsets, lengths = np.asarray(offsets, np.int64), np.asarray(lengths, np.int64)
         if offsets.ndim != 1 or offsets.shape != lengths.shape:
             raise TransportError(f"{offsets.shape} offsets and {lengths.shape} lengths: one of each is needed a run")
+        if not len(offsets):
+            return offsets
+        if not len(starts):
+            raise TransportError(f"memory {memory} has no regions")
         at = np.searchsorted(starts, offsets, side="right") - 1
         bad = (at < 0) | (lengths < 0)
         at = np.maximum(at, 0)

@@ -1,0 +1,35 @@
+"""The suite that proves a back end. A back end's whole test file is one subclass::
+
+    from kvxfer.testing import ConformanceSuite
+
+    class TestMine(ConformanceSuite):
+        backend = MyTransport
+
+Each test is a rule of ``kvxfer.transport.contract``; its docstring says which, and what an author should look at when it
+fails. Tests that move bytes run once for every way of moving that the back end's capabilities offer.
+"""
+
+import pytest
+
+_THEMES = ("declaration", "memory", "transfers", "links", "endings", "deaths", "resources")
+pytest.register_assert_rewrite(f"{__name__}.harness", *(f"{__name__}.{theme}" for theme in _THEMES))
+
+from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402  (after the assertions are made to explain themselves)
+from kvxfer.testing.conformance.declaration import Declaration  # noqa: E402
+from kvxfer.testing.conformance.endings import Endings  # noqa: E402
+from kvxfer.testing.conformance.harness import Link, Suite, Way, World  # noqa: E402
+from kvxfer.testing.conformance.links import Links  # noqa: E402
+from kvxfer.testing.conformance.memory import Memory  # noqa: E402
+from kvxfer.testing.conformance.resources import Resources  # noqa: E402
+from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
+
+__all__ = ["ConformanceSuite", "Link", "Way", "World"]
+
+
+class ConformanceSuite(Declaration, Memory, Transfers, Links, Endings, Deaths, Resources):
+    """Subclass it and set ``backend``; see ``Suite`` for the other settings."""
+
+
+# So that pytest, which sees it imported into an author's file, runs subclasses only.
+ConformanceSuite.__test__ = False
+Suite.__test__ = False

@@ -1,0 +1,80 @@
+"""Peers that die or stop. The peer is a process of its own, and it is killed for real."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer.errors import TransportError
+from kvxfer.testing.conformance.harness import Part, Started, Suite, World, assert_equal
+from kvxfer.testing.party import Runs
+
+LARGE = Runs.of([0], [0], [3_000_000])
+
+
+class Deaths(Suite):
+    @pytest.mark.parametrize("moment", ["before", "during", "after"])
+    def test_the_peer_is_killed(self, world: World, part: Part, moment: str) -> None:
+        """The death of a peer's process, before it has connected, with batches in flight, or between them, ends every
+        batch of that link within ``notice_s`` seconds with an error that names the peer and the cause: those in flight,
+        and those submitted later (for these ``submit`` may raise at once). What had completed stays complete."""
+        a, b = world.local(), world.mortal()
+        world.allocate(a, b)
+        in_flight = []
+        if moment == "before":
+            link = world.half_link(a, b)
+        else:
+            link = world.link(a, b)
+            world.move(link, part.way, *part.sides(a, b), Runs.of([0], [3], [1000]))
+            if moment == "during":
+                in_flight = [link.start(part.way, *part.sides(a, b), LARGE) for _ in range(6)]
+        b.kill()
+        late = link.half(part, a, b, LARGE)
+        try:
+            ended = world.finish(Started([(a, a.submit(late))]), seconds=self.notice_s)
+            assert ended[0].error is not None, "a batch with a dead peer succeeded"
+        except TransportError:
+            ended = []
+        mine = [Started([h for h in s.halves if h[0] is a]) for s in in_flight]
+        ended += world.finish(*mine, seconds=self.notice_s)
+        for error in [r.error for r in ended if r.error is not None]:
+            cause = error.replace(b.name, "")
+            assert b.name in error and len(cause.split()) > 3, f"the peer is {b.name!r}; the error: {error}"
+
+    def test_a_restarted_peer_is_a_new_one(self, world: World, part: Part) -> None:
+        """A process that died and came back under the same name is reached with a new endpoint; its predecessor's link
+        does not get in the way."""
+        a, b = world.local(), world.mortal()
+        world.allocate(a, b)
+        link = world.link(a, b)
+        world.move(link, part.way, *part.sides(a, b), Runs.of([0], [0], [1000]))
+        b.kill()
+        again = world.mortal(b.name)
+        again.allocate([1 << 20], 7)
+        link = world.link(a, again)
+        world.move(link, part.way, *part.sides(a, again), Runs.of([0], [0], [1000]))
+
+    def test_the_peer_is_stopped(self, world: World, part: Part) -> None:
+        """A stopped peer (SIGSTOP, a hung host) is never noticed by most libraries. So nothing blocks meanwhile; other
+        peers are served; ``abort`` ends the batch; and when the peer comes back, what it still does for that batch does not
+        touch memory that was quiet, and a new link works."""
+        a, b, c = world.local(), world.mortal(), world.other()
+        world.allocate(a, b, c)
+        link, other_link = world.link(a, b), world.link(a, c)
+        world.move(link, part.way, *part.sides(a, b), Runs.of([0], [0], [10]))
+        batches = link.halves(part.way, *part.sides(a, b), LARGE)
+        for batch in [batch for party, batch in batches if party is b]:
+            b.submit(batch)
+        b.stop()
+        started = Started([(a, a.submit(batch)) for party, batch in batches if party is a])
+        for size in (10, 100_000, 1_000_000):
+            world.move(other_link, part.way, a, c, Runs.of([0], [0], [size]))
+        for _, number in started.halves:
+            a.abort(number)
+        quiet = world.make_quiet(a, link, world.finish(started))
+        after = a.content(0)
+        b.resume()
+        world.run(0.3)
+        if quiet:
+            assert_equal(a.content(0), after, "memory that was quiet")
+        if not a.closed:
+            world.move(world.link(a, b), part.way, *part.sides(a, b), Runs.of([0], [0], [1000]))

@@ -1,0 +1,54 @@
+"""What a back end says about itself."""
+
+import os
+
+import pytest
+
+from kvxfer.errors import ConfigError
+from kvxfer.testing.conformance.harness import Suite
+from kvxfer.transport import registry
+from kvxfer.transport.contract import CONTRACT_VERSION, Verb
+
+
+class Declaration(Suite):
+    def test_the_class_can_be_found(self) -> None:
+        """``module:Class`` loads it, it has a name, and it was written for this contract.
+
+        ``name`` is what users write into their configuration and what entry points are called; ``contract`` is a
+        constant of yours: do not copy ``CONTRACT_VERSION`` at run time if you pin it."""
+        cls = self.backend
+        assert cls.name and cls.name == cls.name.lower()
+        assert cls.contract == CONTRACT_VERSION
+        assert registry.load(f"{cls.__module__}:{cls.__qualname__}") is cls
+
+    def test_capabilities_are_consistent(self) -> None:
+        """There is a way to move bytes; SEND and RECV come together; the memory under test is among the kinds; and
+        the answer does not change over time."""
+        transport = self.backend("agent", self.options)
+        try:
+            c = transport.capabilities
+            assert c.verbs and c.verbs <= set(Verb)
+            assert (Verb.SEND in c.verbs) == (Verb.RECV in c.verbs)
+            assert self.memory in c.memory
+            assert c.run_bytes > 0 and c.may_block_s > 0
+            assert c.abort in ("batch", "peer") and c.quiet in ("batch", "peer_close", "backend_reset", "never")
+            assert transport.capabilities == c
+            active, idle = transport.poll_interval_s
+            assert 0 < active <= idle
+        finally:
+            transport.close()
+
+    def test_probe_tells_without_a_trace(self) -> None:
+        """``probe`` gives a verdict in words, and leaves the process's environment as it was: libraries that change
+        ``UCX_*`` or ``LD_*`` on import would change what another back end sees."""
+        before = dict(os.environ)
+        probe = self.backend.probe()
+        assert probe.usable, probe.reason
+        assert probe.reason and self.memory in probe.memory
+        assert all(isinstance(k, str) and isinstance(v, str) for k, v in probe.facts.items())
+        assert dict(os.environ) == before
+
+    def test_an_unknown_option_is_named(self) -> None:
+        """A user's typing error raises ``ConfigError`` that quotes it, before anything has started."""
+        with pytest.raises(ConfigError, match="no_such_option"):
+            self.backend("agent", {**self.options, "no_such_option": 1})

@@ -1,0 +1,132 @@
+"""Ending early: abort, close, and what they prove about memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvxfer.errors import TransportError
+from kvxfer.testing.conformance.harness import Part, Started, Suite, Way, World, assert_equal
+from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.transport.contract import Batch, Verb
+
+LARGE = Runs.of([0], [0], [3_000_000])
+
+
+class Endings(Suite):
+    def test_aborted_batches_end_and_stay_ended(self, world: World, way: Way) -> None:
+        """An aborted batch ends once, soon, with an error (or it was quicker, and succeeded). After it ended quiet, or after
+        what ``capabilities.quiet`` names was done, memory is neither read nor written any more for it: bytes that come
+        late must not land. If your library cannot promise that, say so in ``quiet``."""
+        a, b, link = world.pair()
+        source, target = (b, a) if way is Way.READ else (a, b)
+        started = [link.start(way, source, target, LARGE) for _ in range(8)]
+        for s in started:
+            for party, number in s.halves:
+                party.abort(number)
+        results = world.finish(*started)
+        if all([world.make_quiet(party, link, results) for party, _ in started[0].halves]):
+            after = target.content(0)
+            source.fill(0, seed=4242)
+            world.run(0.3)
+            assert_equal(target.content(0), after, "the target's memory after the end")
+
+    def test_a_half_without_its_other_half_can_be_aborted(self, world: World, part: Part) -> None:
+        """When the peer never takes part, abort ends the batch all the same. What it ended (``capabilities.abort``: one
+        batch, or everything with the peer) does not stop what comes after: on the same link, or on a new one."""
+        a, b = world.local(), world.other()
+        world.allocate(a, b)
+        link = world.link(a, b)
+        halves = link.halves(part.way, *part.sides(a, b), LARGE)
+        for party, batch in sorted(halves, key=lambda half: half[0] is not a):
+            # The second half, if there is one, comes when the first is over: it cannot succeed either.
+            started = Started([(party, party.submit(batch))])
+            world.run(0.05)
+            party.abort(started.halves[0][1])
+            [result] = world.finish(started)
+            if part.way is Way.SEND:
+                other = b if party is a else a
+                assert result.error is not None and other.name in result.error, "the error does not name the peer"
+        if self.capabilities().abort == "peer" or not result.quiet:
+            a.disconnect(link.peers[a.name])
+            b.disconnect(link.peers[b.name])
+            link = world.link(a, b)
+        world.move(link, part.way, *part.sides(a, b), Runs.of([0], [5], [100_000]))
+
+    def test_aborting_what_is_over_does_nothing(self, world: World, way: Way) -> None:
+        """Unknown and finished numbers are ignored: an abort often crosses the completion."""
+        a, b, link = world.pair()
+        started = link.start(way, a, b, Runs.of([0], [0], [1000]))
+        world.succeed(started)
+        for party, number in started.halves:
+            party.abort(number)
+        a.abort(987_654)
+        world.move(link, way, a, b, Runs.of([0], [0], [1000]))
+
+    @pytest.mark.parametrize("closer", ["near", "far"])
+    def test_closing_in_flight(self, world: World, way: Way, closer: str) -> None:
+        """``close`` ends everything at once. Afterwards this side's memory is quiet (unless ``quiet`` is ``never``) and
+        may be freed; the peer's batches end with an error that names this side."""
+        a, b, link = world.pair()
+        source, target = (b, a) if way is Way.READ else (a, b)
+        started = [link.start(way, source, target, LARGE) for _ in range(8)]
+        world.turn()
+        closing, staying = (a, b) if closer == "near" else (b, a)
+        closing.close()
+        if self.capabilities().quiet != "never":
+            after = closing.content(0)
+            staying.fill(0, seed=4242)
+            world.run(0.2)
+            assert_equal(closing.content(0), after, "the memory of the side that closed")
+        rest = [Started([(p, n) for p, n in s.halves if p is staying]) for s in started]
+        errors = [r.error for r in world.finish(*rest) if r.error is not None]
+        assert all(closing.name in e for e in errors), f"errors must name the peer {closing.name!r}: {errors}"
+
+    def test_after_close_everything_is_refused(self, world: World) -> None:
+        """``close`` can be called twice; any other method then raises ``TransportError``. (``capabilities`` still answers.)"""
+        a, b, link = world.pair()
+        mine, t = a.endpoint(), a.transport
+        batch = Batch(Verb.SEND, link.peers[a.name], 0, LARGE.lengths, LARGE.src)
+        a.close()
+        a.close()
+        calls: list[Callable[[], Any]] = [
+            lambda: t.submit(batch), t.poll, t.endpoint, lambda: t.connect(mine, mine),
+            lambda: t.register([]), lambda: t.deregister(0),
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(TransportError):
+                call()
+
+    def test_the_wrong_thread_is_refused_or_safe(self, world: World, way: Way) -> None:
+        """Another thread gets ``TransportError`` or is served as well; nothing breaks for the owner either way."""
+        a, b, link = world.pair()
+        seen: list[BaseException] = []
+
+        def meddle() -> None:
+            calls: list[Callable[[], Any]] = [a.transport.endpoint, lambda: a.transport.abort(1), a.transport.poll]
+            for call in calls:
+                try:
+                    call()
+                except BaseException as e:
+                    seen.append(e)
+
+        for _ in range(3):
+            thread = threading.Thread(target=meddle)
+            thread.start()
+            thread.join(self.patience_s)
+            assert not thread.is_alive(), "a call from another thread hangs"
+            world.move(link, way, a, b, Runs.of([0], [0], [100_000]))
+        assert all(isinstance(e, TransportError) for e in seen), seen
+
+    def test_close_after_the_owner_thread_ended(self, world: World) -> None:
+        """When the thread that made a transport has ended, another one may close it."""
+        made: list[LocalParty] = []
+        thread = threading.Thread(target=lambda: made.append(world.local()))
+        thread.start()
+        thread.join(self.patience_s)
+        [party] = made
+        party.close()
+        assert party.closed

@@ -1,0 +1,319 @@
+"""What the clauses stand on: parties, links between them, and the one loop that waits."""
+
+from __future__ import annotations
+
+import enum
+import select
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import pytest
+
+from kvxfer.testing.party import Bytes, LocalParty, Party, Result, Runs
+from kvxfer.testing.peer import RemoteParty
+from kvxfer.transport.contract import Batch, Capabilities, Fence, Transport, Verb
+
+__all__ = ["SIZES", "HostFence", "Link", "Part", "Started", "Suite", "Way", "World"]
+
+SIZES = (3 << 20 | 1, 70_003)
+"""Regions of a party's memory unless a clause says otherwise: odd, and more than one."""
+
+
+class Way(enum.Enum):
+    """How bytes get from a source to a target: the target reads, the source writes, or both take part."""
+
+    READ = "read"
+    WRITE = "write"
+    SEND = "send"
+
+
+class Part(NamedTuple):
+    """What the party under test does: it submits (one half of) a transfer whose ``role`` it is."""
+
+    way: Way
+    role: Literal["source", "target"]
+
+    def sides(self, me: Party, other: Party) -> tuple[Party, Party]:
+        """(source, target)."""
+        return (me, other) if self.role == "source" else (other, me)
+
+
+PARTS = (Part(Way.READ, "target"), Part(Way.WRITE, "source"), Part(Way.SEND, "source"), Part(Way.SEND, "target"))
+
+
+class HostFence:
+    """A fence that a clause opens by hand."""
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def passed(self) -> bool:
+        return self.open
+
+    @property
+    def event(self) -> None:
+        return None
+
+
+@dataclass
+class Started:
+    """The submitted batches of one transfer."""
+
+    halves: list[tuple[Party, int]] = field(default_factory=list)
+
+    def results(self) -> list[Result | None]:
+        return [party.result(batch) for party, batch in self.halves]
+
+    def over(self) -> bool:
+        return all(r is not None for r in self.results())
+
+    def begun_to_end(self) -> bool:
+        return any(r is not None for r in self.results())
+
+
+@dataclass
+class Link:
+    """A link and each end's number for it. ``peers``: by the party's name."""
+
+    peers: dict[str, int]
+    streams: dict[str, int] = field(default_factory=dict)
+
+    def halves(
+        self, way: Way, source: Party, target: Party, runs: Runs, memory: int = 0, target_memory: int = 0
+    ) -> list[tuple[Party, Batch]]:
+        """The batches that move ``runs`` from source to target, and who submits each."""
+        here, there = self.peers[source.name], self.peers[target.name]
+        if way is Way.READ:
+            batch = Batch(Verb.READ, there, target_memory, runs.lengths, runs.dst, memory, runs.src)
+            return [(target, batch)]
+        if way is Way.WRITE:
+            return [(source, Batch(Verb.WRITE, here, memory, runs.lengths, runs.src, target_memory, runs.dst))]
+        stream = self.streams.get(source.name, 0)
+        self.streams[source.name] = stream + 1
+        return [
+            (source, Batch(Verb.SEND, here, memory, runs.lengths, runs.src, stream=stream)),
+            (target, Batch(Verb.RECV, there, target_memory, runs.lengths, runs.dst, stream=stream)),
+        ]
+
+    def start(
+        self, way: Way, source: Party, target: Party, runs: Runs, memory: int = 0, target_memory: int = 0,
+        fences: Mapping[str, Fence] | None = None,
+    ) -> Started:  # fmt: skip
+        """Submit all halves. ``fences``: by the name of the party whose half waits for it."""
+        started = Started()
+        for party, batch in self.halves(way, source, target, runs, memory, target_memory):
+            started.halves.append((party, party.submit(batch, (fences or {}).get(party.name))))
+        return started
+
+    def half(self, part: Part, me: Party, other: Party, runs: Runs) -> Batch:
+        """The batch that the party under test submits."""
+        return next(batch for party, batch in self.halves(part.way, *part.sides(me, other), runs) if party is me)
+
+
+class World:
+    """All parties of one test, and the loop that gives them time."""
+
+    def __init__(self, suite: Suite) -> None:
+        self._suite = suite
+        self._local: list[LocalParty] = []
+        self._remote: list[RemoteParty] = []
+        self._names = 0
+
+    def local(self) -> LocalParty:
+        """A party in this process and thread."""
+        party = LocalParty(self._suite.backend, self._suite.options, self._name("local"), self._device())
+        self._local.append(party)
+        return party
+
+    def mortal(self, name: str | None = None) -> Party:
+        """A party that can be killed, stopped and resumed."""
+        return self._suite.make_mortal(self, name or self._name("mortal"))
+
+    def process(self, name: str) -> RemoteParty:
+        """A party in a process of its own."""
+        party = RemoteParty(self._suite.backend, self._suite.options, name, self._device(), self.turn)
+        self._remote.append(party)
+        return party
+
+    def other(self) -> Party:
+        """A second party, in this process if the back end can have two there."""
+        return self.local() if self._suite.in_process else self.process(self._name("process"))
+
+    def pair(self) -> tuple[LocalParty, Party, Link]:
+        """Two connected parties with a memory of ``SIZES`` each."""
+        a, b = self.local(), self.other()
+        self.allocate(a, b)
+        return a, b, self.link(a, b)
+
+    def allocate(self, *parties: Party) -> None:
+        for i, party in enumerate(parties):
+            party.allocate(SIZES, seed=100 + i)
+
+    def link(self, a: Party, b: Party) -> Link:
+        mine, theirs = a.endpoint(), b.endpoint()
+        return Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+
+    def half_link(self, a: Party, b: Party) -> Link:
+        """A link to which only ``a`` has connected so far."""
+        return Link({a.name: a.connect(a.endpoint(), b.endpoint()), b.name: -1})
+
+    def turn(self, wait: float = 0.01) -> None:
+        """Wait for something to do, ``wait`` seconds at most, then let each local party poll if it should."""
+        parties = [p for p in self._local if not p.closed]
+        waits = [(p, *p.wait()) for p in parties]
+        timeout = min([wait, *(t for _, _, t in waits)])
+        readable, _, _ = select.select([fd for _, fd, _ in waits if fd is not None], [], [], timeout)
+        for party, fd, _ in waits:
+            party.turn(fd in readable)
+
+    def run(self, seconds: float) -> None:
+        """Let everything go on for a while."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.turn()
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float | None = None) -> None:
+        """Let everything go on until the condition holds; fails the test when it takes too long."""
+        seconds = self._suite.patience_s if seconds is None else seconds
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, f"{what} took longer than {seconds:g} s"
+            self.turn()
+
+    def finish(self, *started: Started, seconds: float | None = None) -> list[Result]:
+        """Wait for the end of transfers; returns all results."""
+        for s in started:
+            self.wait_for(s.over, f"the end of {len(s.halves)} batches", seconds)
+        return [r for s in started for r in s.results() if r is not None]
+
+    def succeed(self, *started: Started) -> None:
+        """Wait for the end of transfers; none may have failed."""
+        errors = [r.error for r in self.finish(*started) if r.error is not None]
+        assert not errors, errors
+
+    def move(
+        self, link: Link, way: Way, source: Party, target: Party, runs: Runs, memory: int = 0, target_memory: int = 0
+    ) -> None:
+        """Move runs and check that exactly those bytes have changed."""
+        before, wanted = target.content(target_memory), source.content(memory)
+        self.succeed(link.start(way, source, target, runs, memory, target_memory))
+        assert_equal(target.content(target_memory), overlay(before, wanted, runs), "the target's memory")
+        assert_equal(source.content(memory), wanted, "the source's memory")
+
+    def make_quiet(self, party: Party, link: Link, results: list[Result]) -> bool:
+        """Do what the back end says makes memory quiet after these results; false if nothing does."""
+        if all(r.quiet for r in results):
+            return True
+        scope = self._suite.capabilities().quiet
+        assert scope != "batch", "capabilities.quiet is 'batch', so every failed batch must be quiet"
+        if scope == "peer_close":
+            party.disconnect(link.peers[party.name])
+            self.run(0.05)
+        elif scope == "backend_reset":
+            party.close()
+        return scope != "never"
+
+    def close(self) -> None:
+        """End all parties, whatever became of them."""
+        for party in self._remote:
+            party.end()
+        for local in self._local:
+            local.close()
+            local.free()
+
+    def adopt(self, party: LocalParty) -> None:
+        """Take over a party that a suite has made itself."""
+        self._local.append(party)
+
+    def _name(self, kind: str) -> str:
+        self._names += 1
+        return f"{kind}-{self._names}"
+
+    def _device(self) -> str:
+        if self._suite.memory != "cuda":
+            return self._suite.memory
+        import torch
+
+        return f"cuda:{(len(self._local) + len(self._remote)) % torch.cuda.device_count()}"
+
+
+class Suite:
+    """Settings of a suite; a subclass sets them as class attributes.
+
+    ``backend``: the class. ``options``: for every instance. ``memory``: ``cpu`` or ``cuda``.
+    ``in_process``: false for a back end that cannot have two instances in one process (or not in one thread).
+    ``patience_s``: how long anything may take. ``notice_s``: how long the death of a peer may go unnoticed.
+    ``rounds``: of connecting, moving and closing, after which nothing may have leaked.
+    """
+
+    __test__ = False
+
+    backend: ClassVar[type[Transport]]
+    options: ClassVar[Mapping[str, Any]] = {}
+    memory: ClassVar[str] = "cpu"
+    in_process: ClassVar[bool] = True
+    patience_s: ClassVar[float] = 20.0
+    notice_s: ClassVar[float] = 15.0
+    rounds: ClassVar[int] = 200
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__test__" not in vars(cls):
+            cls.__test__ = hasattr(cls, "backend")
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        """Of an instance made for the purpose."""
+        transport = cls.backend("capabilities", cls.options)
+        try:
+            return transport.capabilities
+        finally:
+            transport.close()
+
+    @classmethod
+    def ways(cls) -> list[Way]:
+        """The ways of moving that the back end offers."""
+        return [way for way in Way if Verb(way.value) in cls.capabilities().verbs]
+
+    def make_mortal(self, world: World, name: str) -> Party:
+        """A party that can be killed and stopped. A back end that lives in one process overrides this."""
+        return world.process(name)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run a clause once for each ``way`` that the back end offers, or that is ``one_sided``, or for each ``part``
+        that one party can have in them, if it takes an argument of that name."""
+        choices: dict[str, tuple[Any, ...]] = {
+            "way": tuple(Way), "one_sided": (Way.READ, Way.WRITE), "part": PARTS,
+        }  # fmt: skip
+        for name in choices.keys() & metafunc.fixturenames:
+            try:
+                ways = self.ways()
+            except Exception:
+                # The library is missing or cannot start. The clauses then fail one by one when they make a
+                # transport, unless a mark (such as gpu) keeps them from running here at all.
+                ways = list(Way)
+            values = [v for v in choices[name] if (v.way if isinstance(v, Part) else v) in ways]
+            ids = [f"{v.way.value}-{v.role}" if isinstance(v, Part) else v.value for v in values]
+            metafunc.parametrize(name, values, ids=ids)
+
+    @pytest.fixture
+    def world(self) -> Iterator[World]:
+        world = World(self)
+        yield world
+        world.close()
+
+
+def overlay(target: Bytes, source: Bytes, runs: Runs) -> Bytes:
+    """What the target holds after the runs have been moved."""
+    result = target.copy()
+    for src, dst, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.lengths.tolist(), strict=True):
+        result[dst : dst + n] = source[src : src + n]
+    return result
+
+
+def assert_equal(found: Bytes, expected: Bytes, what: str) -> None:
+    wrong = np.flatnonzero(found != expected)
+    assert not len(wrong), f"{what}: {len(wrong)} bytes are wrong, the first at flat offset {int(wrong[0])}"

@@ -1,0 +1,108 @@
+"""Links: how they begin, what is no endpoint, how they end in good order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvxfer.errors import TransportError
+from kvxfer.testing.conformance.harness import Link, Part, Started, Suite, Way, World, assert_equal, overlay
+from kvxfer.testing.party import Runs
+
+LARGE = Runs.of([0], [0], [3_000_000])
+
+
+class Links(Suite):
+    def test_endpoints_are_fresh_and_small(self, world: World) -> None:
+        """Each call of ``endpoint`` describes one link to be; it is sent inside a hello, so it is at most 1 MiB."""
+        party = world.local()
+        world.allocate(party)
+        endpoints = [party.endpoint() for _ in range(5)]
+        assert len(set(endpoints)) == 5
+        assert all(isinstance(e, bytes) and 0 < len(e) <= 1 << 20 for e in endpoints)
+
+    def test_malformed_endpoints_are_refused(self, world: World, way: Way) -> None:
+        """What is no endpoint raises ``TransportError``; what was altered is refused or fails its batches. Neither hurts
+        the transport. An endpoint comes from the network: never unpickle it."""
+        a, b, link = world.pair()
+        good = b.endpoint()
+        for bad in (b"", b"\0" * 64, b"\xff" * 64, b"hello", good[: len(good) // 2], good[:-1]):
+            with pytest.raises(TransportError):
+                a.connect(a.endpoint(), bad)
+            with pytest.raises(TransportError):
+                a.connect(bad, b.endpoint())
+        dice = random.Random(1)
+        for _ in range(20):
+            altered = bytearray(b.endpoint())
+            altered[dice.randrange(len(altered))] ^= 1 << dice.randrange(8)
+            try:
+                peer = a.connect(a.endpoint(), bytes(altered))
+            except TransportError:
+                continue
+            world.turn()
+            a.disconnect(peer)
+        world.move(link, way, a, b, Runs.of([0], [0], [1000]))
+
+    def test_connect_does_not_wait_for_the_peer(self, world: World, part: Part) -> None:
+        """``connect`` returns at once; batches wait until the peer has connected too, then move."""
+        a, b = world.local(), world.other()
+        world.allocate(a, b)
+        mine, theirs = a.endpoint(), b.endpoint()
+        link = Link({a.name: a.connect(mine, theirs), b.name: -1})
+        before, source = part.sides(a, b)[1].content(0), part.sides(a, b)[0].content(0)
+        started = Started([(a, a.submit(link.half(part, a, b, LARGE)))])
+        world.run(0.2)
+        assert not started.over()
+        link = Link({a.name: link.peers[a.name], b.name: b.connect(theirs, mine)})
+        for party, batch in link.halves(part.way, *part.sides(a, b), LARGE):
+            if party is b:
+                started.halves.append((b, b.submit(batch)))
+        world.succeed(started)
+        assert_equal(part.sides(a, b)[1].content(0), overlay(before, source, LARGE), "the target's memory")
+
+    def test_two_links_are_independent(self, world: World, way: Way) -> None:
+        """Two agents may have several links (one for each direction of dialling); closing one leaves the other."""
+        a, b, one = world.pair()
+        two = world.link(a, b)
+        world.move(one, way, a, b, Runs.of([0], [0], [1000]))
+        world.move(two, way, b, a, Runs.of([0], [1], [1000]))
+        a.disconnect(one.peers[a.name])
+        world.run(0.05)
+        world.move(two, way, a, b, Runs.of([0], [7], [2000]))
+
+    def test_reconnecting(self, world: World, way: Way) -> None:
+        """After a link was closed by either side or both, the same two agents can make a new one with new endpoints."""
+        a, b, link = world.pair()
+        for who in ((a,), (b,), (a, b)):
+            world.move(link, way, a, b, Runs.of([0], [0], [5000]))
+            for party in who:
+                party.disconnect(link.peers[party.name])
+            world.run(0.05)
+            link = world.link(a, b)
+            world.move(link, way, b, a, Runs.of([0], [0], [5000]))
+
+    def test_a_closed_link_takes_no_batches(self, world: World, part: Part) -> None:
+        """``submit`` on a number that never was a link, or is none any more, raises ``TransportError``."""
+        a, b, link = world.pair()
+        a.disconnect(link.peers[a.name])
+        for peer in (link.peers[a.name], 12_345, -1):
+            with pytest.raises(TransportError):
+                a.submit(Link({a.name: peer, b.name: 0}).half(part, a, b, LARGE))
+
+    @pytest.mark.parametrize("closer", ["near", "far"])
+    def test_disconnecting_in_flight(self, world: World, part: Part, closer: str) -> None:
+        """Closing a link ends what is in flight on it, on both sides, never silently: at once on the side that closes, on
+        the other as soon as it hears of it. A one-sided batch may have been quicker; then its bytes are right."""
+        a, b, link = world.pair()
+        source, target = part.sides(a, b)
+        expected = source.content(0)[:3_000_000]
+        started = [Started([(a, a.submit(link.half(part, a, b, LARGE)))]) for _ in range(8)]
+        closing = a if closer == "near" else b
+        closing.disconnect(link.peers[closing.name])
+        results = world.finish(*started)
+        errors = [r.error for r in results if r.error is not None]
+        assert part.way is not Way.SEND or len(errors) == len(results), "a SEND or RECV alone cannot succeed"
+        assert all(b.name in error for error in errors), f"errors must name the peer {b.name!r}: {errors}"
+        if len(errors) < len(results):
+            assert_equal(target.content(0)[:3_000_000], expected, "what was moved")

@@ -1,0 +1,169 @@
+"""Moving bytes: exactly those, all of those, and when they may be relied on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvxfer.geometry.cache import GAP
+from kvxfer.testing.conformance.harness import SIZES, HostFence, Started, Suite, Way, World, assert_equal, overlay
+from kvxfer.testing.party import Runs
+
+SECOND = -(-SIZES[0] // GAP) * GAP + GAP
+"""Flat offset of the second region."""
+
+
+def _scattered(count: int, low: int, high: int, align: int = 1) -> Runs:
+    """``count`` runs of ``low`` to ``high`` bytes that overlap nowhere, in an order of their own on each side."""
+    random = np.random.default_rng(count)
+    lengths = random.integers(low, high + 1, count)
+    slot = -(-high // align) * align
+    room = min(SIZES[0] // slot, 4 * count)
+    assert room >= count
+    src, dst = (random.permutation(room)[:count] * slot for _ in range(2))
+    if align == 1:
+        src, dst = src + random.integers(0, slot - lengths + 1), dst + random.integers(0, slot - lengths + 1)
+    return Runs.of(src, dst, lengths)
+
+
+LAYOUTS = {
+    "no runs": Runs.of([], [], []),
+    "one byte": Runs.of([1], [2], [1]),
+    "one odd run": Runs.of([1001], [77], [12_345]),
+    "only empty runs": Runs.of([5, 0], [9, 0], [0, 0]),
+    "empty runs between": Runs.of([0, 50, 100, SIZES[0]], [10, 0, 500, 3], [7, 0, 99, 0]),
+    "a whole region": Runs.of([0], [0], [SIZES[0]]),
+    "all regions": Runs.of([0, SECOND], [0, SECOND], SIZES),
+    "across regions": Runs.of([0, SECOND + 3], [SECOND + 1, 11], [30_000, 50_001]),
+    "equal runs": _scattered(500, 512, 512, align=512),
+    "equal runs at odd places": _scattered(300, 333, 333, align=335),
+    "thousands of short runs": _scattered(5000, 1, 64),
+    "long and short": Runs.of([0, 2_000_000, 2_000_100], [1_000_001, 3, 500], [1_500_000, 90, 400_000]),
+    "last byte": Runs.of([SECOND + SIZES[1] - 1], [SECOND + SIZES[1] - 1], [1]),
+}
+
+
+class Transfers(Suite):
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_exactly_these_bytes(self, world: World, way: Way, layout: str) -> None:
+        """Every byte of every run arrives at its place, and no other byte of either side's memory changes: for none,
+        one and thousands of runs, of any length (zero included) and alignment, in any order, over several regions. Offsets
+        are flat: map them with ``Memories.addresses``."""
+        a, b, link = world.pair()
+        world.move(link, way, a, b, LAYOUTS[layout])
+
+    def test_back_and_forth(self, world: World, way: Way) -> None:
+        """A link works in both directions, again and again."""
+        a, b, link = world.pair()
+        for size in (1, 1000, 1_000_000, 3):
+            world.move(link, way, a, b, Runs.of([9], [0], [size]))
+            world.move(link, way, b, a, Runs.of([0], [1], [size]))
+
+    def test_many_at_once_both_ways(self, world: World, way: Way) -> None:
+        """Dozens of batches in flight, in both directions at once, end once each, and all bytes are right."""
+        a, b, link = world.pair()
+        before = a.content(0), b.content(0)
+        piece, started, there, back = 40_000, [], [], []
+        for i in range(32):
+            # Halves of the memory: nobody writes what somebody reads.
+            there.append(Runs.of([i * piece], [1_500_000 + (31 - i) * piece + 1], [piece - 1 - i]))
+            back.append(Runs.of([i * piece + 2], [1_500_000 + i * piece], [piece - 2 - 100 * i]))
+            started.append(link.start(way, a, b, there[-1]))
+            started.append(link.start(way, b, a, back[-1]))
+        world.succeed(*started)
+        for runs in there:
+            before = before[0], overlay(before[1], before[0], runs)
+        for runs in back:
+            before = overlay(before[0], before[1], runs), before[1]
+        assert_equal(a.content(0), before[0], "the first side's memory")
+        assert_equal(b.content(0), before[1], "the second side's memory")
+
+    def test_several_peers_at_once(self, world: World, way: Way) -> None:
+        """One transport serves several peers at the same time, and mixes none of them up."""
+        hub = world.local()
+        others = [world.other() for _ in range(3)]
+        world.allocate(hub, *others)
+        links = [world.link(hub, other) for other in others]
+        there = [Runs.of([0], [100 + i], [200_000 + i]) for i in range(3)]
+        back = [Runs.of([500_000], [1_000_000 + i * 400_000], [300_000 - i]) for i in range(3)]
+        at_hub, at_others = hub.content(0), [other.content(0) for other in others]
+        started = []
+        for i in range(3):
+            started.append(links[i].start(way, hub, others[i], there[i]))
+            started.append(links[i].start(way, others[i], hub, back[i]))
+        world.succeed(*started)
+        expected_hub = at_hub
+        for i, other in enumerate(others):
+            expected_hub = overlay(expected_hub, at_others[i], back[i])
+            assert_equal(other.content(0), overlay(at_others[i], at_hub, there[i]), f"the memory of peer {i}")
+        assert_equal(hub.content(0), expected_hub, "the hub's memory")
+
+    def test_several_memories(self, world: World, way: Way) -> None:
+        """Batches may use any pair of registered memories (the cache and a staging area, say)."""
+        a, b = world.local(), world.other()
+        for party in (a, b):
+            for seed in range(3):
+                party.allocate(SIZES, seed)
+        link = world.link(a, b)
+        for here, there in ((0, 2), (2, 1), (1, 1)):
+            world.move(link, way, a, b, Runs.of([10, SECOND], [SECOND, 10], [1000, 1001]), here, there)
+
+    @pytest.mark.parametrize("first", ["source", "target"])
+    def test_the_halves_may_come_in_either_order(self, world: World, way: Way, first: str) -> None:
+        """The other half may be submitted a while later. (For one-sided verbs: the peer does nothing at all.)"""
+        a, b, link = world.pair()
+        before, source = b.content(0), a.content(0)
+        runs = Runs.of([0], [5], [2_000_000])
+        halves = link.halves(way, a, b, runs)
+        if first == "target":
+            halves.reverse()
+        started = Started()
+        for party, batch in halves:
+            started.halves.append((party, party.submit(batch)))
+            world.run(0.1)
+        world.succeed(started)
+        assert_equal(b.content(0), overlay(before, source, runs), "the target's memory")
+
+    def test_complete_means_visible(self, world: World, way: Way) -> None:
+        """When any half completes, the bytes are in the target's memory: whoever is told so, over any channel, may use
+        them. A SEND that completes when the bytes have left is not enough, nor is a WRITE that is still in a cache."""
+        a, b, link = world.pair()
+        for i in range(20):
+            a.fill(0, seed=1000 + i)
+            runs = Runs.of([i], [2 * i], [500_000])
+            expected = overlay(b.content(0), a.content(0), runs)
+            started = link.start(way, a, b, runs)
+            world.wait_for(started.begun_to_end, "a transfer")
+            assert_equal(b.content(0), expected, "the target's memory at the first completion")
+            world.succeed(started)
+
+    def test_after_completion_the_source_is_free(self, world: World, way: Way) -> None:
+        """Once the source's half (of a one-sided batch: the batch) is complete, its memory may be overwritten at once."""
+        a, b, link = world.pair()
+        runs = Runs.of([0], [0], [2_000_000])
+        for i in range(5):
+            a.fill(0, seed=i)
+            expected = overlay(b.content(0), a.content(0), runs)
+            started = link.start(way, a, b, runs)
+            world.succeed(Started(started.halves[:1]))
+            a.fill(0, seed=99)
+            world.succeed(started)
+            assert_equal(b.content(0), expected, "the target's memory")
+
+    def test_nothing_is_touched_before_the_fence(self, world: World, way: Way) -> None:
+        """A half submitted with ``after`` neither reads nor writes its memory before the fence has passed, and goes on
+        by itself soon after: the back end wakes its thread to ask (see ``Wakeup.at``)."""
+        a, b, link = world.pair()
+        source, target = (b, a) if way is Way.READ else (a, b)
+        fenced = [a, b] if way is Way.SEND and self.in_process else [a]
+        for party in fenced:
+            before, runs, fence = target.content(0), Runs.of([0], [7], [100_000]), HostFence()
+            started = link.start(way, source, target, runs, fences={party.name: fence})
+            world.run(0.2)
+            assert not started.over()
+            assert_equal(target.content(0), before, "the target's memory before the fence")
+            source.fill(0, seed=5)
+            expected = overlay(before, source.content(0), runs)
+            fence.open = True
+            world.succeed(started)
+            assert_equal(target.content(0), expected, "the target's memory after the fence")
