@@ -73,6 +73,13 @@ def test_another_distribution_brings_commands() -> None:
     assert (result.exit_code, result.stdout) == (0, "hello world\n")
 
 
+def test_a_command_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.cli.main.entry_points", lambda group: ())
+    result = run("demo", "--backend", "zmq")
+    assert result.exit_code == 1
+    assert "pip install 'kvxfer[vllm]'" in result.stderr
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_command_that_cannot_be_imported_harms_no_other() -> None:
     result = run("lost")

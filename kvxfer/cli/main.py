@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +19,11 @@ from kvxfer.errors import KvxferError
 
 GROUP = "kvxfer.commands"
 
+_ELSEWHERE = {"demo": "pip install 'kvxfer[vllm]'"}
+"""Commands of distributions that are published beside the core, and how to get them."""
+
+_ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
 
 def build() -> typer.Typer:
     """The program with all commands that are installed. One that cannot be imported says so when called."""
@@ -27,7 +32,6 @@ def build() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        epilog="Connectors and back ends bring more commands: demo comes with kvxfer-vllm.",
     )
 
     @program.callback()
@@ -38,23 +42,29 @@ def build() -> typer.Typer:
     ) -> None:
         """Moves the KV cache of LLM requests between prefill and decode engines, over any transport."""
 
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        program.command(point.name)(_load(point))
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    for name in sorted(installed.keys() | _ELSEWHERE):
+        if name not in installed:
+            _add_unavailable(program, name, f"not installed: {_ELSEWHERE[name]}")
+            continue
+        try:
+            command = installed[name].load()
+        except (ImportError, AttributeError) as error:
+            _add_unavailable(program, name, f"not to be loaded from {installed[name].value}: {error}")
+        else:
+            program.command(name)(_reporting(command))
     return program
 
 
-def _load(point: EntryPoint) -> Callable[..., Any]:
-    try:
-        command: Callable[..., Any] = point.load()
-    except (ImportError, AttributeError) as error:
-        reason = f"{point.name} ({point.value}) cannot be loaded: {error}"
+def _add_unavailable(program: typer.Typer, name: str, reason: str) -> None:
+    @program.command(name, help=f"({reason})", context_settings=_ANY_ARGUMENTS)
+    def unavailable() -> None:
+        typer.echo(f"kvxfer: {name} is {reason}", err=True)
+        raise typer.Exit(1)
 
-        def broken() -> None:
-            typer.echo(f"kvxfer: {reason}", err=True)
-            raise typer.Exit(1)
 
-        broken.__doc__ = f"(unavailable: {reason})"
-        return broken
+def _reporting(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command, with errors that kvxfer raises on purpose told without a traceback."""
 
     @functools.wraps(command)
     def reporting(*args: Any, **kwargs: Any) -> Any:

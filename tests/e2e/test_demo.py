@@ -54,16 +54,22 @@ def test_settings_that_are_no_json_object_are_refused_at_once(text: str) -> None
     assert "--config" in result.stderr and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_interrupting_the_demo_ends_all_servers(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "processes"),
+    [
+        pytest.param(signal.SIGTERM, 4, id="the demo and three servers"),
+        pytest.param(signal.SIGINT, 10, id="and their engines"),
+    ],
+)
+def test_interrupting_the_demo_ends_all_servers(number: signal.Signals, processes: int) -> None:
     require("vllm")
     mark = f"KVXFER_TEST={uuid.uuid4()}"
     environment = {**os.environ, **dict([mark.split("=")])}
     running = subprocess.Popen([KVXFER, "demo"], stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 60
-    while len(marked(mark)) < 4 and time.monotonic() < deadline:
+    while len(marked(mark)) < processes and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(marked(mark)) >= 4, "the demo and three servers"
+    assert len(marked(mark)) >= processes
     running.send_signal(number)
     _, said = running.communicate(timeout=60)
     assert running.returncode == 130
