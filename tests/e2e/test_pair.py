@@ -26,7 +26,8 @@ def test_tokens_are_those_of_a_plain_server_and_kv_came_from_prefill(cluster: Cl
 def test_a_prompt_that_decode_never_saw_comes_whole_from_prefill(cluster: Cluster) -> None:
     prompt = "".join(chr(97 + n * n % 26) for n in range(3 * BLOCK + 5))
     outcome = compare(cluster, "new", prompt)
-    assert outcome.received.tokens == outcome.prompt_tokens == len(prompt)
+    assert outcome.prompt_tokens == len(prompt)
+    assert outcome.received.tokens >= len(prompt) - 1  # the last one is computed, for its logits
 
 
 def test_a_prompt_that_decode_saw_is_not_moved_again(cluster: Cluster) -> None:

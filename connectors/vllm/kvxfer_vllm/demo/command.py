@@ -108,20 +108,19 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
 def _show(report: dict[str, Any], console: Console) -> None:
     table = Table(title=f"KV moved from prefill to decode by {report['backend']}", title_justify="left")
     table.add_column("prompt")
-    for column in ("tokens", "from prefill", "KV moved", "time", "GB/s"):
+    for column in ("tokens", "fetched", "KV", "time", "GB/s"):
         table.add_column(column, justify="right")
     table.add_column("output")
     for request in report["requests"]:
         seconds, size = request["transfer_seconds"], request["kv_bytes"]
-        output = f"{request['output_tokens']} tokens "
-        output += "identical" if request["tokens_identical"] else "[red]differ[/]"
+        output = "identical" if request["tokens_identical"] else "[red]differs[/]"
         table.add_row(
             request["prompt"],
             str(request["prompt_tokens"]),
             str(request["external_kv_tokens"]),
             f"{size / 1e6:.2f} MB",
             f"{seconds * 1e3:.1f} ms",
-            f"{size / seconds / 1e9:.2f}" if seconds else "-",
+            f"{size / seconds / 1e9:.3f}" if seconds else "-",
             output,
         )
     console.print(table)

@@ -16,11 +16,11 @@ _CUBES = ", ".join(f"{n} cubed is {n * n * n}" for n in range(1, 100))
 
 # One token a character.
 PROMPTS = {
-    "shorter than a block": "What is in a KV cache?",
-    f"exactly {2 * BLOCK} tokens, two blocks": _CUBES[: 2 * BLOCK],
-    "several steps of prefill": _SQUARES[: 3 * CHUNK + 100],
+    "below one block": "What is in a KV cache?",
+    "two whole blocks": _CUBES[: 2 * BLOCK],
+    "several chunks": _SQUARES[: 3 * CHUNK + 100],
     "the same again": _SQUARES[: 3 * CHUNK + 100],
-    "the same start, another end": _SQUARES[: 2 * CHUNK] + _CUBES[:200],
+    "same start, other end": _SQUARES[: 2 * CHUNK] + _CUBES[:200],
 }
 
 
