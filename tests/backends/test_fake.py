@@ -2,9 +2,6 @@
 
 from typing import Any, ClassVar
 
-import pytest
-
-from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite, FakeTransport, Network
 from kvxfer.testing.conformance import World
 from kvxfer.testing.party import LocalParty

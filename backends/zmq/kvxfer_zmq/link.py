@@ -49,7 +49,7 @@ class Post:
     """One half of a stream that has not ended.
 
     ``passed``: bytes handed to ZeroMQ (SEND) or written to memory (RECV). ``granted``: bytes that the receiver takes.
-    ``frames``: views of our memory that ZeroMQ may still hold.
+    ``frames``: trackers of views of our memory that ZeroMQ may still hold.
     """
 
     number: int
@@ -59,10 +59,10 @@ class Post:
     after: Fence | None
     passed: int = 0
     granted: int = -1
-    frames: deque[zmq.Frame] = field(default_factory=deque)
+    frames: deque[zmq.MessageTracker] = field(default_factory=deque)
 
     def held(self) -> bool:
-        while self.frames and self.frames[0].tracker.done:
+        while self.frames and self.frames[0].done:
             self.frames.popleft()
         return bool(self.frames)
 
@@ -339,14 +339,13 @@ class Link:
             if end == nbytes:
                 del self._sendable[stream]
             payload = post.data.read(post.passed, end) if nbytes else memoryview(b"")
-            frame = zmq.Frame(payload, track=True, copy=False)
             try:
                 self._dealer.send(Header(Kind.DATA, stream, post.passed).encode(), zmq.NOBLOCK | zmq.SNDMORE)
-                self._dealer.send(frame, zmq.NOBLOCK, copy=False)
+                tracker = self._dealer.send(payload, zmq.NOBLOCK, copy=False, track=True)
             except zmq.Again:
                 return False  # the connection has just been lost; the monitor will say so
             post.held()
-            post.frames.append(frame)
+            post.frames.append(tracker)
             post.passed = end
             return True
         return False
