@@ -3,10 +3,9 @@
 from kvxfer.session.agent import Agent
 from kvxfer.session.directory import Directory
 from kvxfer.session.messages import Card, Member, Renew, Settle
-from kvxfer.session.producer import Offered
-from kvxfer.session.values import Ended, Event, Fetch, Kind, Outcome, Released, Source
+from kvxfer.session.values import Ended, Event, Fetch, Kind, Offered, Outcome, Released, Source
 
 __all__ = [
-    "Agent", "Card", "Directory", "Ended", "Event", "Fetch", "Kind", "Member", "Offered", "Outcome", "Released", "Renew",
-    "Settle", "Source",
+    "Agent", "Card", "Directory", "Ended", "Event", "Fetch", "Kind", "Member", "Offered", "Outcome", "Released",
+    "Renew", "Settle", "Source",
 ]  # fmt: skip

@@ -12,20 +12,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-
-import zmq
+from functools import partial
 
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError, PeerError
+from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache
 from kvxfer.identity import TransferId, new_epoch
 from kvxfer.session import messages as m
 from kvxfer.session import mover as mv
 from kvxfer.session import wire
 from kvxfer.session.consumer import Consumer
-from kvxfer.session.links import Inbound, Outbound
-from kvxfer.session.producer import Offered, Producer
-from kvxfer.session.resolver import Resolver
+from kvxfer.session.fences import Fences
+from kvxfer.session.links import Inbound, Lost, Outbound
+from kvxfer.session.producer import Producer
+from kvxfer.session.resolver import Path, Resolver
 from kvxfer.session.terms import Terms, stager
 from kvxfer.session.values import (
     Abort,
@@ -36,11 +36,14 @@ from kvxfer.session.values import (
     Event,
     Fetch,
     LinkId,
+    LinkInfo,
     Move,
     Moved,
+    Offered,
     Report,
     Resolve,
     Send,
+    Source,
 )
 from kvxfer.transport import Fence, load
 
@@ -49,6 +52,9 @@ __all__ = ["Agent"]
 log = logging.getLogger("kvxfer.agent")
 
 START_S = 60.0
+
+Step = Callable[[float], list[Action]]
+"""Something to do on the control thread, given the time."""
 
 
 class Agent:
@@ -64,28 +70,29 @@ class Agent:
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         backend = load(config.backend)
         name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
+        self._hub = wire.Hub()
         self._mover = mv.Mover(
             lambda: backend(name, config.backend_options), cache.regions, stager(cache, config.staging_bytes),
             self._post, grace=config.peer_timeout, quarantine_limit=sum(r.nbytes for r in cache.regions) // 4,
         )  # fmt: skip
-        terms = Terms.of(config.backend, *self._mover.start(START_S), cache)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router, port = wire.listen(self._context, config.listen, 0)
+        self._inbox: deque[Step] = deque()
+        self._events: deque[Event] = deque()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvxfer-control", daemon=True)
+        try:
+            terms = Terms.of(config.backend, *self._mover.start(START_S), cache)
+            self._router, port = self._hub.listen(config.listen, 0)
+        except BaseException:
+            self.close()
+            raise
         self.member = m.Member(wire.address(config.advertise or config.listen, port), self.epoch, cache)
         self._consumer = Consumer(config.transfer_timeout)
         self._producer = Producer(config.lease)
+        self._fences = Fences()
         self._in = Inbound(self._router, self._mover, terms, self.epoch, config.peer_timeout)
-        self._out = Outbound(self._context, self._mover, terms, self.epoch, engine, config.peer_timeout)
-        self._resolver = Resolver(self._context, self.member, config.backend)
-        self._inbox: deque[Callable[[float], list[Action]]] = deque()
-        self._fenced: list[tuple[Offered, Fence]] = []
-        self._events: deque[Event] = deque()
-        self._pull, self._push = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._pull.bind("inproc://wake")
-        self._push.connect("inproc://wake")
-        self._push_lock = threading.Lock()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvxfer-control", daemon=True)
+        self._out = Outbound(self._hub, self._mover, terms, self.epoch, engine, config.peer_timeout)
+        self._resolver = Resolver(self._hub, self.member, config.backend, config.transfer_timeout)
+        self._complain = wire.Complaints(log)
         self._thread.start()
 
     # --- any thread ------------------------------------------------------------------------------------------------
@@ -93,27 +100,26 @@ class Agent:
     def offer(self, offer: Offered, after: Fence | None = None) -> None:
         """Let consumers have these blocks. ``after``: the fence behind which their content is complete. Ends in one
         ``Ended`` and one ``Released`` event; until then the blocks must not be reused."""
-        if after is None or after.passed():
-            self._do(lambda now: self._producer.offer(offer, now))
-        else:
-            self._do(lambda now: self._hold(offer, after))
+        self._do(partial(self._offer, offer, after))
 
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
-        """Blocks of this generation are given up; whoever has read them will be told not to trust them."""
-        self._do(lambda now: self._revoke(transfer, generation, reason, gone, now))
+        """Blocks of this generation are given up; whoever has read them will be told not to trust them. ``gone``: for
+        good. Then the transfer ends, with its two events unless they have come before."""
+        self._do(partial(self._revoke, transfer, generation, reason, gone))
 
     def renew(self, transfer: TransferId) -> None:
         """Keep an offer's lease: its consumer is alive, though it has not come yet."""
-        self._do(lambda now: self._renew(transfer, now))
+        self._do(partial(self._renew, transfer))
 
     def fetch(self, fetch: Fetch) -> None:
-        """Bring a transfer into our blocks. Ends in one ``Ended`` within the configured deadline, and in one ``Released``,
-        until which the blocks must be neither used nor freed."""
-        self._do(lambda now: self._fetch(fetch, now))
+        """Bring a transfer into our blocks. Ends in one ``Ended`` within the configured deadline, and in one
+        ``Released``, until which the blocks must be neither used nor freed. A handle in use is an error of the engine
+        that is logged; the fetch that has it goes on."""
+        self._do(partial(self._consumer.fetch, fetch))
 
     def cancel(self, handle: str, reason: str) -> None:
         """The engine no longer wants this fetch."""
-        self._do(lambda now: self._consumer.cancel(handle, reason, now))
+        self._do(partial(self._consumer.cancel, handle, reason))
 
     def events(self) -> list[Event]:
         """Outcomes and releases since the last call, in order."""
@@ -130,28 +136,20 @@ class Agent:
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop threads, close sockets and the back end; memory is quiet afterwards. Idempotent."""
-        if self._closing:
-            return
         self._closing = True
-        self._wake()
-        self._thread.join(timeout)
+        self._hub.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
         self._mover.close(timeout)
         if not self._thread.is_alive():
-            self._push.close(0)
-            self._context.term()
+            self._hub.close()
 
-    # --- waking the control thread ---------------------------------------------------------------------------------
-
-    def _do(self, call: Callable[[float], list[Action]]) -> None:
-        self._inbox.append(call)
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._push_lock, contextlib.suppress(zmq.ZMQError):
-            self._push.send(b"", zmq.NOBLOCK)
+    def _do(self, step: Step) -> None:
+        self._inbox.append(step)
+        self._hub.wake()
 
     def _post(self, result: mv.Result) -> None:
-        self._do(lambda now: self._result(result, now))
+        self._do(partial(self._result, result))
 
     # --- the control thread ----------------------------------------------------------------------------------------
 
@@ -160,155 +158,191 @@ class Agent:
             try:
                 self._turn()
             except Exception:
-                log.exception("a message or event could not be handled; it is dropped")
-        for sock in (self._router, self._pull):
-            sock.close(0)
-        self._out.close()
-        self._resolver.close()
+                log.exception("something could not be handled; it is dropped")
 
     def _turn(self) -> None:
-        poller = zmq.Poller()
-        for sock in (self._router, self._pull, *self._out.sockets, *self._resolver.sockets):
-            poller.register(sock, zmq.POLLIN)
-        ready = {id(sock) for sock, _ in poller.poll(self._timeout_ms())}
-        while wire.receive(self._pull) is not None:
-            pass
-        while self._inbox:
-            self._perform(self._inbox.popleft()(time.monotonic()))
-        if id(self._router) in ready:
+        ready = self._hub.poll(self._wait())
+        self._drain()
+        if self._router in ready:
             self._read_router()
         now = time.monotonic()
-        for link, msg in self._out.receive(now):
-            self._perform(self._from_producer(link, msg, now))
-        for source, route in self._resolver.receive(now):
-            if not isinstance(route, str):
-                self._out.know(route.targets)
-            resolved = route if isinstance(route, str) else route.resolved
-            self._perform(self._consumer.resolved(source, resolved, now))
+        for link, item in self._out.receive(ready, now):
+            self._take(partial(self._from_producer, link, item))
+        for source, route in self._resolver.receive(ready, now):
+            self._take(partial(self._resolved, source, route))
         self._timers(time.monotonic())
 
-    def _timeout_ms(self) -> int:
-        if self._fenced:
-            return 1
-        now = time.monotonic()
-        times = [self._consumer.next_tick(), self._producer.next_tick(), self._resolver.next_tick()]
-        times += [self._out.next_tick(self._consumer.busy_links), self._in.next_tick(self._producer.busy_links)]
-        due = min((t for t in times if t is not None), default=now + 1.0)
-        return int(min(max(due - now, 0.001), 1.0) * 1000) + 1
+    def _wait(self) -> float:
+        """Seconds until something is due."""
+        if self._fences:
+            return 0.001
+        clocks = self._consumer, self._producer, self._resolver, self._out, self._in
+        due = [t for clock in clocks if (t := clock.next_tick()) is not None]
+        return min(max(min(due, default=1e18) - time.monotonic(), 0.001), 1.0)
+
+    def _drain(self) -> None:
+        """Take in what the engine and the data thread have said."""
+        while self._inbox:
+            self._take(self._inbox.popleft())
+
+    def _take(self, step: Step) -> None:
+        """Do one thing; whatever goes wrong with it must not keep others from being done."""
+        try:
+            self._perform(step(time.monotonic()))
+        except Exception:
+            log.exception("something could not be handled; it is dropped")
 
     def _timers(self, now: float) -> None:
-        for offer, fence in [x for x in self._fenced if x[1].passed()]:
-            self._fenced.remove((offer, fence))
-            self._perform(self._producer.offer(offer, now))
-        self._perform(self._consumer.tick(now))
-        self._perform(self._producer.tick(now))
+        for offer, error in self._fences.passed():
+            self._take(partial(self._unfenced, offer, error))
+        self._take(self._consumer.tick)
+        self._take(self._producer.tick)
         for source, why in self._resolver.tick(now):
-            self._perform(self._consumer.resolved(source, why, now))
-        for link, reason in self._out.tick(self._consumer.busy_links, now):
-            self._perform(self._consumer.link_down(link, reason, now))
-        for link, reason in self._in.tick(self._producer.busy_links, now):
-            self._perform(self._producer.link_down(link, reason, now))
+            self._take(partial(self._resolved, source, why))
+        for link, lost in self._out.tick(now):
+            self._take(partial(self._lost, link, lost))
+        for link, reason in self._in.tick(now):
+            self._take(partial(self._producer.link_down, link, reason))
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            now = time.monotonic()
-            match action:
-                case Send():
-                    owner = self._out if action.link in self._out else self._in
-                    owner.send(action.link, action.message)
-                case Move():
-                    self._mover.move(action)
-                case Abort():
-                    self._mover.abort(action.ref)
-                case Report():
-                    self._events.append(action.event)
-                    if isinstance(action.event, Ended) and not action.event.outcome.delivered:
-                        e = action.event
-                        log.warning("%s of %s %s: %s", e.role, e.transfer, e.outcome.kind, e.outcome.reason)
-                case Dial():
-                    self._out.dial(action.link, now)
-                case Close():
-                    self._out.drop(action.link, action.reason)
-                case Resolve():
-                    self._resolver.ask(action.source, action.own, now)
+            try:
+                self._act(action, time.monotonic())
+            except PeerError as e:
+                self._failed(action, str(e))
+            except Exception as e:
+                log.exception("an action failed: %s", type(action).__name__)
+                self._failed(action, str(e))
+
+    def _failed(self, action: Action, why: str) -> None:
+        """An action that concerns a link could not be done: the link is lost."""
+        if isinstance(action, Send | Dial):
+            link = action.link
+            if isinstance(action, Dial) or link in self._out:
+                self._do(partial(self._consumer.link_down, link, why))
+            else:
+                self._in.drop(link)
+                self._do(partial(self._producer.link_down, link, why))
+
+    def _act(self, action: Action, now: float) -> None:
+        match action:
+            case Send():
+                owner = self._in if isinstance(action.link, bytes) else self._out
+                owner.send(action.link, action.message)
+            case Move():
+                self._mover.move(action)
+            case Abort():
+                self._mover.abort(action.ref)
+            case Report():
+                self._events.append(action.event)
+                if isinstance(action.event, Ended) and not action.event.outcome.delivered:
+                    e = action.event
+                    log.warning("%s of %s %s: %s", e.role, e.transfer, e.outcome.kind, e.outcome.reason)
+            case Dial():
+                self._out.dial(action.link, now)
+            case Close():
+                self._out.forget(action.link)
+            case Resolve():
+                why = self._resolver.ask(action.source, action.own, now)
+                if why is not None:
+                    self._do(partial(self._consumer.resolved, action.source, why))
 
     def _read_router(self) -> None:
         for _ in range(256):  # a flood from outside must not keep the rest waiting
             frames = wire.receive(self._router)
             if frames is None:
                 return
-            now = time.monotonic()
+            # What the engine has said before this message was taken in counts: a check must meet every revocation.
+            self._drain()
             try:
-                if len(frames) != 2:
-                    raise PeerError(f"{len(frames)} frames where two were expected")
-                link, msg = self._in.receive(frames[0], m.decode(frames[1]), now)
+                found = self._in.receive(frames, time.monotonic())
             except PeerError as e:
-                log.warning("ignored a message: %s", e)
+                self._complain("ignored a message: %s", e)
                 continue
+            if found is None:
+                continue
+            link, msg = found
             if isinstance(msg, m.Taken):
                 self._mover.slot(self._in.ref(link, msg), msg.piece, 0, 0)
-            elif msg is not None:
-                self._perform(self._producer.message(link, msg, now))
+            else:
+                self._take(partial(self._producer.message, link, msg))
 
-    def _from_producer(self, link: LinkId, msg: m.Message | str, now: float) -> list[Action]:
-        if isinstance(msg, str):
-            return self._consumer.link_down(link, msg, now)
-        if isinstance(msg, m.Slot):
-            self._mover.slot(self._out.ref(link, msg), msg.piece, msg.offset, msg.nbytes)
+    def _from_producer(self, link: LinkId, item: m.Message | Lost, now: float) -> list[Action]:
+        if isinstance(item, Lost):
+            return self._lost(link, item, now)
+        if isinstance(item, m.Slot):
+            self._mover.slot(self._out.ref(link, item), item.piece, item.offset, item.nbytes)
             return []
-        return self._consumer.message(link, msg, now)
+        return self._consumer.message(link, item, now)
+
+    def _lost(self, link: LinkId, lost: Lost, now: float) -> list[Action]:
+        if lost.again:
+            return self._consumer.link_reset(link, lost.reason, now)
+        return self._consumer.link_down(link, lost.reason, now)
+
+    def _resolved(self, source: Source, route: Path | str, now: float) -> list[Action]:
+        if isinstance(route, str):
+            return self._consumer.resolved(source, route, now)
+        self._out.know(route.targets)
+        return self._consumer.resolved(source, route.resolved, now)
 
     def _result(self, result: mv.Result, now: float) -> list[Action]:
         match result:
             case Moved():
                 machine = self._consumer if result.ref.role == "consumer" else self._producer
                 return machine.moved(result, now)
-            case mv.Endpoint() | mv.Connected():
-                if result.link in self._out:
-                    up = self._out.result(result)
-                    if isinstance(up, str):
-                        return self._consumer.link_down(result.link, up, now)
-                    return [] if up is None else self._consumer.link_up(result.link, up, now)
-                info = self._in.result(result)
-                return [] if info is None else self._producer.link_up(result.link, info, now)
+            case mv.Endpoint() | mv.Connected() | mv.Broken():
+                return self._linked(result, now)
+            case mv.Disconnected():
+                return [] if isinstance(result.link, bytes) else self._consumer.link_closed(result.link, now)
             case mv.SlotReady():
-                self._in.send(result.ref.link, m.Slot(
-                    result.ref.transfer, result.ref.attempt, result.ref.part, result.piece, result.offset, result.nbytes
-                ))  # fmt: skip
+                r = result.ref
+                slot = m.Slot(r.transfer, r.attempt, r.part, result.piece, result.offset, result.nbytes)
+                self._in.send(r.link, slot)
             case mv.SlotTaken():
                 r = result.ref
                 self._out.send(r.link, m.Taken(r.transfer, r.attempt, r.part, result.piece))
             case mv.Reset():
-                return self._reset(result.reason, now)
+                return self._reset(f"the back end was reset: {result.reason}", now)
         return []
+
+    def _linked(self, result: mv.Endpoint | mv.Connected | mv.Broken, now: float) -> list[Action]:
+        """The data thread's word about a link."""
+        link = result.link
+        if isinstance(link, bytes):
+            found = self._in.result(result, now)
+            if isinstance(found, Lost):
+                return self._producer.link_down(link, found.reason, now)
+            return self._producer.link_up(link, found, now) if isinstance(found, LinkInfo) else []
+        up = self._out.result(result, now)
+        if isinstance(up, Lost):
+            return self._lost(link, up, now)
+        return self._consumer.link_up(link, up, now) if isinstance(up, LinkInfo) else []
 
     def _reset(self, reason: str, now: float) -> list[Action]:
         out: list[Action] = []
-        for link in list(self._out.links):
-            out += self._consumer.link_down(link, f"the back end was reset: {reason}", now)
-        for link in list(self._in.links):
-            self._in.drop(link, reason)
+        for link in self._out.links:
+            out += self._consumer.link_reset(link, reason, now)
+        for link in self._in.reset(reason):
             out += self._producer.link_down(link, reason, now)
         return out
 
     # --- engine calls, on the control thread -----------------------------------------------------------------------
 
-    def _hold(self, offer: Offered, after: Fence) -> list[Action]:
-        self._fenced.append((offer, after))
-        return []
+    def _offer(self, offer: Offered, after: Fence | None, now: float) -> list[Action]:
+        if self._fences.hold(offer, after):
+            return []
+        return self._producer.offer(offer, now)
+
+    def _unfenced(self, offer: Offered, error: str | None, now: float) -> list[Action]:
+        if error is None:
+            return self._producer.offer(offer, now)
+        return self._producer.revoke(offer.transfer, offer.generation, f"its fence failed: {error}", True, now)
 
     def _revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, now: float) -> list[Action]:
-        kept = [(o, f) for o, f in self._fenced if o.transfer != transfer or o.generation > generation]
-        fenced = len(kept) < len(self._fenced)
-        self._fenced = kept
-        return self._producer.revoke(transfer, generation, reason, gone, now, offered=fenced)
+        self._fences.forget(transfer, generation)
+        return self._producer.revoke(transfer, generation, reason, gone, now)
 
     def _renew(self, transfer: TransferId, now: float) -> list[Action]:
         self._producer.renew(transfer, now)
         return []
-
-    def _fetch(self, fetch: Fetch, now: float) -> list[Action]:
-        try:
-            return self._consumer.fetch(fetch, now)
-        except ValueError as e:
-            raise ConfigError(f"fetch of {fetch.transfer}: {e}") from None

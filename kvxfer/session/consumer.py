@@ -1,24 +1,23 @@
 """The consumer's half of a session as a sans-IO state machine: events in, actions out, the clock an argument.
 
 A *fetch* is one request's load. It runs over one *lane* for each producer rank that holds something of it; its
-outcome is the AND of its lanes. A lane lives like this (``docs/session.md`` draws it from ``TRANSITIONS``)::
-
-    LINKING -> WANTING -> MOVING -> CHECKING -> DELIVERED
-
-and every state but the last may end in FAILED. Outcome and release are two events: a fetch is released
-only when no part of it is in flight any more, whatever its outcome.
+outcome is the AND of its lanes. The life of a lane is the table ``life.LANE``. A lane may take several *attempts*:
+when its link breaks or the producer's blocks change, the attempt is void, and the next begins once nothing of it
+moves any more. Outcome and release are two events: a fetch is released only when nothing can touch its memory.
 """
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import count
 
 from kvxfer.errors import PeerError
 from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.session import messages as m
-from kvxfer.session.parts import Table, covered, plan_part
+from kvxfer.session.life import LaneEvent, LaneState
+from kvxfer.session.loading import Load, Way
+from kvxfer.session.parts import covered, plan_part
+from kvxfer.session.timers import Timers
 from kvxfer.session.values import (
     Abort,
     Action,
@@ -27,7 +26,6 @@ from kvxfer.session.values import (
     Ended,
     Fetch,
     Kind,
-    Lane,
     LinkId,
     LinkInfo,
     Move,
@@ -40,106 +38,37 @@ from kvxfer.session.values import (
     Resolved,
     Send,
     Source,
+    link_name,
 )
 from kvxfer.transport import Verb
 
-__all__ = ["TRANSITIONS", "Consumer", "State", "Stimulus"]
+__all__ = ["Consumer"]
 
+S, E = LaneState, LaneEvent
 
-class State(enum.StrEnum):
-    LINKING = "linking"  # the link is being made
-    WANTING = "wanting"  # the producer knows what we want; nothing has come
-    MOVING = "moving"  # parts are moving
-    CHECKING = "checking"  # all bytes are here; the producer is asked whether they can be trusted
-    PAUSED = "paused"  # the attempt is void; waiting for its parts to get quiet before the next
-    DELIVERED = "delivered"
-    FAILED = "failed"
+RESETS = 4
+"""How often a lane is tried anew after its link broke under it."""
 
-
-class Stimulus(enum.StrEnum):
-    LINK_UP = "link up"
-    LINK_DOWN = "link down"
-    HAVE = "have"
-    COMPLETE = "all parts complete"
-    VERDICT_OK = "verdict: held"
-    VERDICT_NO = "verdict: not held"
-    GONE = "gone"
-    GONE_AGAIN = "gone, may come again"
-    COLLATERAL = "link reset under a part"
-    QUIET = "attempt quiet"
-    FAIL = "error, deadline or cancel"
-
-
-S, E = State, Stimulus
-TRANSITIONS: dict[tuple[State, Stimulus], State] = {
-    (S.LINKING, E.LINK_UP): S.WANTING,
-    (S.WANTING, E.HAVE): S.MOVING,
-    (S.WANTING, E.GONE_AGAIN): S.PAUSED,
-    (S.MOVING, E.HAVE): S.MOVING,
-    (S.MOVING, E.COMPLETE): S.CHECKING,
-    (S.MOVING, E.GONE_AGAIN): S.PAUSED,
-    (S.MOVING, E.COLLATERAL): S.PAUSED,
-    (S.CHECKING, E.VERDICT_OK): S.DELIVERED,
-    (S.CHECKING, E.GONE_AGAIN): S.PAUSED,
-    (S.PAUSED, E.QUIET): S.LINKING,
-    **{
-        (s, e): S.FAILED
-        for s in (S.LINKING, S.WANTING, S.MOVING, S.CHECKING, S.PAUSED)
-        for e in (E.LINK_DOWN, E.VERDICT_NO, E.GONE, E.FAIL)
-    },
-}
-"""Every pair that is not listed leaves the state alone: the stimulus is late, repeated or of an older attempt."""
-
-
-@dataclass
-class _Lane:
-    spec: Lane
-    state: State = State.LINKING
-    attempt: int = 0
-    generation: int = -1
-    final: bool = False
-    spans: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> tokens, once it has arrived
-    known: set[int] = field(default_factory=set)  # parts announced in this attempt
-    flight: set[PartRef] = field(default_factory=set)  # parts of any attempt that may still touch memory
-    owed: set[int] = field(default_factory=set)  # attempts whose Gone must come before peer writes have ended
-    asked: float = 0.0  # when the last message that needs an answer went out
-
-    def on(self, stimulus: Stimulus) -> bool:
-        """Take a transition; false when the stimulus means nothing in this state."""
-        after = TRANSITIONS.get((self.state, stimulus))
-        if after is None:
-            return False
-        self.state = after
-        return True
-
-
-@dataclass
-class _Fetch:
-    spec: Fetch
-    began: float
-    deadline: float
-    lanes: dict[LinkId, _Lane] | None = None  # None: the route is not known yet
-    outcome: Outcome | None = None
-    nbytes: int = 0
-
-    @property
-    def quiet(self) -> bool:
-        return not any(lane.flight or lane.owed for lane in (self.lanes or {}).values())
+REMINDERS = 4
+"""How often a producer is asked to stop writing into our memory before the link is closed instead."""
 
 
 class Consumer:
     """All fetches of one agent. Not thread-safe; every method returns the actions it asks for.
 
-    ``timeout``: seconds from a fetch to its outcome. ``retry``: seconds after which an unanswered question is repeated.
+    ``timeout``: seconds from a fetch to its outcome. ``retry``: seconds after which an unanswered question is repeated;
+    the wait doubles each time.
     """
 
     def __init__(self, timeout: float, retry: float = 1.0) -> None:
         self._timeout, self._retry = timeout, retry
         self._attempts = count(1)
-        self._fetches: dict[str, _Fetch] = {}
+        self._fetches: dict[str, Load] = {}
+        self._tries: dict[int, tuple[Load, Way]] = {}  # by a lane's last attempt
         self._routes: dict[Source, Resolved] = {}
         self._links: dict[LinkId, LinkInfo | None] = {}  # None: dialled, not up
-        self._streams: dict[LinkId, int] = {}
+        self._deadlines: Timers[str] = Timers()
+        self._questions: Timers[int] = Timers()
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
@@ -147,7 +76,8 @@ class Consumer:
         """Begin. Raises ``ValueError`` when the handle is in use."""
         if spec.handle in self._fetches:
             raise ValueError(f"a fetch named {spec.handle!r} is still alive")
-        f = self._fetches[spec.handle] = _Fetch(spec, now, now + self._timeout)
+        f = self._fetches[spec.handle] = Load(spec, now, now + self._timeout)
+        self._deadlines.set(spec.handle, f.deadline)
         route = self._routes.get(spec.source)
         return [Resolve(spec.source, spec.own)] if route is None else self._start(f, route, now)
 
@@ -167,152 +97,185 @@ class Consumer:
             out += self._fail(f, route, now) if isinstance(route, str) else self._start(f, route, now)
         return out
 
-    def forget(self, source: Source) -> None:
-        """The engine behind a source is gone or has restarted: do not use its route again."""
-        self._routes.pop(source, None)
-
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
-        self._links[link], self._streams[link] = info, 0
+        """A link that was dialled is there."""
+        if link not in self._links:
+            return []
+        self._links[link] = info
         out: list[Action] = []
         for f, lane in self._on_link(link):
             if lane.state is S.LINKING:
-                lane.on(E.LINK_UP)
                 out += self._want(f, lane, now)
         return out
 
+    def link_reset(self, link: LinkId, reason: str, now: float) -> list[Action]:
+        """The link broke and may be had again: attempts on it are void, and those who use it get another."""
+        if self._links.get(link) is None:
+            return []  # being dialled anew already, or of no interest
+        lanes = list(self._on_link(link))
+        out: list[Action] = []
+        for f, lane in lanes:
+            if lane.on(E.LINK_RESET):
+                lane.resets += 1
+                self._questions.cancel(lane.attempt)
+                if lane.resets > RESETS:
+                    out += self._fail(f, f"the link to {link_name(link)} broke {lane.resets} times: {reason}", now)
+                out += [Abort(ref) for ref in lane.flight]
+        if any(lane.state in (S.LINKING, S.PAUSED) for _, lane in lanes):
+            self._links[link] = None
+            out.append(Dial(link))
+        else:
+            out += self._close(link, reason)
+        for f, lane in lanes:
+            out += self._resume(f, lane, now)
+        return out
+
     def link_down(self, link: LinkId, reason: str, now: float) -> list[Action]:
-        """The link is lost: what was on it fails; its back-end connection is closed, so incoming writes have ended."""
-        self._links.pop(link, None)
-        out: list[Action] = [Close(link, reason)]
-        for f, lane in self._on_link(link):
-            lane.owed.clear()
+        """The link is lost for good, and what was on it fails."""
+        out = self._close(link, reason)
+        for f, lane in list(self._on_link(link)):
             if lane.on(E.LINK_DOWN):
-                self.forget(f.spec.source)
                 out += self._fail(f, f"peer {link_name(link)} is lost: {reason}", now)
-            out += self._release(f)
+        return out
+
+    def link_closed(self, link: LinkId, now: float) -> list[Action]:
+        """What ``Close`` or ``Dial`` has closed is closed: nothing can come into our memory from there any more."""
+        out: list[Action] = []
+        for f, lane in list(self._on_link(link)):
+            if lane.owed and lane.state in (S.PAUSED, S.FAILED):
+                out += self._acquit(f, lane, now)
         return out
 
     def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
         """A message from the producer rank behind ``link``. Anything late, repeated or unknown changes nothing."""
         if not isinstance(msg, m.Have | m.Verdict | m.Gone):
             return []
-        for f, lane in self._on_link(link):
-            if f.spec.transfer == msg.transfer and isinstance(msg, m.Gone) and msg.attempt in lane.owed:
-                lane.owed.discard(msg.attempt)
-                return self._resume(f, lane, now) + self._release(f)
-            if f.spec.transfer == msg.transfer and lane.attempt == msg.attempt and not f.outcome:
-                match msg:
-                    case m.Have():
-                        return self._have(f, lane, msg, now)
-                    case m.Verdict():
-                        return self._verdict(f, lane, msg, now)
-                    case m.Gone():
-                        return self._gone(f, lane, msg, now)
-        return []
+        f, lane = self._tries.get(msg.attempt, (None, None))
+        if f is None or lane is None or lane.spec.link != link or f.spec.transfer != msg.transfer:
+            return []
+        match msg:
+            case m.Have():
+                return self._have(f, lane, msg, now)
+            case m.Verdict():
+                return self._verdict(f, lane, msg, now)
+            case m.Gone():
+                return self._gone(f, lane, msg, now)
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """A part has ended on this side."""
-        for f, lane in self._on_link(done.ref.link):
-            if done.ref not in lane.flight:
-                continue
-            if done.quiet:
-                lane.flight.discard(done.ref)
+        f, lane = self._tries.get(done.ref.attempt, (None, None))
+        if f is None or lane is None or done.ref not in lane.flight:
+            return []
+        link = done.ref.link
+        if done.quiet:
+            lane.flight.discard(done.ref)
+        if done.error is None:
+            f.nbytes += done.nbytes
+        out: list[Action] = []
+        if lane.state is S.MOVING:
             if done.error is None:
-                f.nbytes += done.nbytes
-            out: list[Action] = []
-            if done.ref.attempt == lane.attempt and lane.state is S.MOVING:
-                if done.collateral:
-                    lane.on(E.COLLATERAL)
-                    out += self._abort(lane) + self._redial(lane.spec.link)
-                elif done.error is not None:
-                    out += self._fail(f, f"moving a part from {link_name(done.ref.link)}: {done.error}", now)
-                else:
-                    out += self._complete(f, lane, now)
-            return out + self._resume(f, lane, now) + self._release(f)
-        return []
+                out += self._complete(f, lane, now)
+            elif done.collateral:
+                out += self.link_reset(link, done.error, now)
+            else:
+                out += self._fail(f, f"moving a part from {link_name(link)}: {done.error}", now)
+        return out + self._resume(f, lane, now) + self._release(f)
 
     def tick(self, now: float) -> list[Action]:
         """Deadlines and repeats. Call when ``next_tick`` is due."""
         out: list[Action] = []
-        for f in list(self._fetches.values()):
-            if f.outcome is None and now >= f.deadline:
-                states = {str(lane.state) for lane in (f.lanes or {}).values()} or {"resolving"}
-                out += self._fail(f, f"no outcome within {self._timeout:g} s (still {', '.join(sorted(states))})", now)
-            for lane in (f.lanes or {}).values():
-                if f.outcome is None and lane.state in (S.WANTING, S.CHECKING) and now >= lane.asked + self._retry:
-                    out += self._ask(f, lane, now)
+        for handle in self._deadlines.due(now):
+            f = self._fetches[handle]
+            states = {str(lane.state) for lane in (f.lanes or {}).values()} or {"resolving"}
+            out += self._fail(f, f"no outcome within {self._timeout:g} s (still {', '.join(sorted(states))})", now)
+        for attempt in self._questions.due(now):
+            f, lane = self._tries[attempt]
+            out += self._ask(f, lane, now)
         return out
 
     def next_tick(self) -> float | None:
         """When ``tick`` has something to do next, or ``None``."""
-        times = [f.deadline for f in self._fetches.values() if f.outcome is None]
-        times += [
-            lane.asked + self._retry
-            for f in self._fetches.values() if f.outcome is None
-            for lane in (f.lanes or {}).values() if lane.state in (S.WANTING, S.CHECKING)
-        ]  # fmt: skip
-        return min(times, default=None)
-
-    @property
-    def busy_links(self) -> set[LinkId]:
-        """Links on which something is awaited: those worth a heartbeat."""
-        return {
-            link for f in self._fetches.values() for link, lane in (f.lanes or {}).items()
-            if lane.flight or lane.owed or (f.outcome is None and lane.state not in (S.DELIVERED, S.FAILED))
-        }  # fmt: skip
+        return min((t for t in (self._deadlines.next(), self._questions.next()) if t is not None), default=None)
 
     def __len__(self) -> int:
         return len(self._fetches)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _on_link(self, link: LinkId) -> list[tuple[_Fetch, _Lane]]:
-        return [(f, f.lanes[link]) for f in list(self._fetches.values()) if f.lanes and link in f.lanes]
+    def _on_link(self, link: LinkId) -> Iterator[tuple[Load, Way]]:
+        for f in self._fetches.values():
+            lane = (f.lanes or {}).get(link)
+            if lane is not None:
+                yield f, lane
 
-    def _start(self, f: _Fetch, route: Resolved, now: float) -> list[Action]:
-        f.lanes = {lane.link: _Lane(lane) for lane in route.lanes}
+    def _start(self, f: Load, route: Resolved, now: float) -> list[Action]:
+        f.lanes = {lane.link: Way(lane) for lane in route.lanes}
+        if not f.lanes:
+            return self._end(f, Outcome(Kind.DELIVERED, "this rank has nothing to fetch"), now)
         out: list[Action] = []
-        for link, lane in f.lanes.items():
-            if self._links.get(link) is not None:
-                lane.on(E.LINK_UP)
-                out += self._want(f, lane, now)
-            elif link not in self._links:
-                out += self._redial(link)
+        for lane in f.lanes.values():
+            out += self._link(f, lane, now)
         return out
 
-    def _redial(self, link: LinkId) -> list[Action]:
+    def _close(self, link: LinkId, reason: str) -> list[Action]:
+        """Give a link up. The way to what is behind it has to be looked up anew."""
+        self._links.pop(link, None)
+        self._routes = {s: r for s, r in self._routes.items() if all(lane.link != link for lane in r.lanes)}
+        return [Close(link, reason)]
+
+    def _link(self, f: Load, lane: Way, now: float) -> list[Action]:
+        """A lane in LINKING goes on if its link is up, else sees to it that it is being made."""
+        link = lane.spec.link
+        if self._links.get(link) is not None:
+            return self._want(f, lane, now)
+        if link in self._links:
+            return []
         self._links[link] = None
         return [Dial(link)]
 
-    def _want(self, f: _Fetch, lane: _Lane, now: float) -> list[Action]:
+    def _want(self, f: Load, lane: Way, now: float) -> list[Action]:
+        """Begin an attempt."""
+        info = self._links[lane.spec.link]
+        assert info is not None
+        lane.on(E.LINK_UP)
+        self._tries.pop(lane.attempt, None)
         lane.attempt, lane.generation, lane.final = next(self._attempts), -1, False
+        self._tries[lane.attempt] = f, lane
         lane.spans.clear()
-        lane.known.clear()
+        lane.owed, lane.asked = info.mode == "write", 0
         return self._ask(f, lane, now)
 
-    def _ask(self, f: _Fetch, lane: _Lane, now: float) -> list[Action]:
-        lane.asked = now
-        spec = f.spec
+    def _ask(self, f: Load, lane: Way, now: float) -> list[Action]:
+        """Put, or repeat, the question that a lane waits on. It has an answer, but messages die with their link."""
+        self._questions.set(lane.attempt, now + self._retry * 2 ** min(lane.asked, 4))
+        lane.asked += 1
+        spec, link = f.spec, lane.spec.link
         if lane.state is S.CHECKING:
-            return [Send(lane.spec.link, m.Check(spec.transfer, lane.attempt, lane.generation))]
-        blocks = tuple(m.pack_blocks(b) for b in spec.blocks)
-        want = m.Want(
-            spec.transfer, lane.attempt, spec.digest, spec.start, spec.tokens, blocks, lane.spec.readers
-        )
-        return [Send(lane.spec.link, want)]
+            return [Send(link, m.Check(spec.transfer, lane.attempt, lane.generation))]
+        if lane.state is S.WANTING:
+            blocks = tuple(m.pack_blocks(b) for b in spec.blocks)
+            left = max(f.deadline - now, 0.0)
+            return [Send(link, m.Want(
+                spec.transfer, lane.attempt, spec.digest, spec.start, spec.tokens, blocks, lane.spec.readers, left
+            ))]  # fmt: skip
+        reason = f.outcome.reason if f.outcome else "void"
+        if self._links.get(link) is None or lane.asked > REMINDERS:
+            self._questions.cancel(lane.attempt)
+            return self.link_reset(link, "it does not answer to a Drop", now)
+        return [Send(link, m.Drop(spec.transfer, lane.attempt, reason))]
 
-    def _have(self, f: _Fetch, lane: _Lane, msg: m.Have, now: float) -> list[Action]:
+    def _have(self, f: Load, lane: Way, msg: m.Have, now: float) -> list[Action]:
         info = self._links.get(lane.spec.link)
-        if info is None or msg.part in lane.known or lane.state not in (S.WANTING, S.MOVING):
+        if info is None or msg.part in lane.spans:
             return []
-        if lane.generation not in (-1, msg.generation):
+        if lane.state in (S.WANTING, S.MOVING) and lane.generation not in (-1, msg.generation):
             return self._fail(f, f"{link_name(lane.spec.link)} mixed generations in one attempt", now)
-        lane.on(E.HAVE)
+        if not lane.on(E.HAVE):
+            return []
+        self._questions.cancel(lane.attempt)
         lane.generation = msg.generation
-        lane.known.add(msg.part)
         lane.final |= msg.final
-        ref = PartRef("consumer", lane.spec.link, f.spec.transfer, lane.attempt, msg.part)
-        lane.spans[msg.part] = (msg.lo, msg.hi)
+        lane.spans[msg.part] = msg.lo, msg.hi
         try:
             plan = self._plan(f, info, msg)
         except (PlanError, PeerError) as e:
@@ -320,83 +283,88 @@ class Consumer:
         if info.mode == "write":
             f.nbytes += plan.nbytes
             return self._complete(f, lane, now)
+        ref = PartRef("consumer", lane.spec.link, f.spec.transfer, lane.attempt, msg.part)
         lane.flight.add(ref)
         verb = Verb.READ if info.mode == "read" else Verb.RECV
         return [Move(ref, verb, plan, msg.stream, msg.piece_bytes)]
 
-    def _plan(self, f: _Fetch, info: LinkInfo, msg: m.Have) -> CopyPlan:
+    def _plan(self, f: Load, info: LinkInfo, msg: m.Have) -> CopyPlan:
         src = tuple(m.unpack_blocks(b) for b in msg.blocks)
-        dst: Table = f.spec.blocks
-        return plan_part(info.planner, src, dst, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final)
+        return plan_part(info.planner, src, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final)
 
-    def _complete(self, f: _Fetch, lane: _Lane, now: float) -> list[Action]:
-        """All parts of the attempt are here and cover what was wanted: ask whether they can be trusted."""
-        if any(ref.attempt == lane.attempt for ref in lane.flight) or not lane.final:
+    def _complete(self, f: Load, lane: Way, now: float) -> list[Action]:
+        """If all parts are here and cover what was wanted: ask whether they can be trusted."""
+        if lane.flight or not lane.final or not covered(lane.spans.values(), f.spec.start, f.spec.tokens):
             return []
-        if not covered(lane.spans.values(), f.spec.start, f.spec.tokens) or not lane.on(E.COMPLETE):
-            return []
+        lane.on(E.COMPLETE)
+        lane.asked = 0
         return self._ask(f, lane, now)
 
-    def _verdict(self, f: _Fetch, lane: _Lane, msg: m.Verdict, now: float) -> list[Action]:
+    def _verdict(self, f: Load, lane: Way, msg: m.Verdict, now: float) -> list[Action]:
         if not msg.ok:
-            lane.on(E.VERDICT_NO)
-            return self._fail(f, f"{link_name(lane.spec.link)} cannot vouch for the bytes: {msg.reason}", now)
-        if lane.on(E.VERDICT_OK) and f.lanes and all(x.state is S.DELIVERED for x in f.lanes.values()):
-            return self._end(f, Outcome(Kind.DELIVERED), now)
-        return []
-
-    def _gone(self, f: _Fetch, lane: _Lane, msg: m.Gone, now: float) -> list[Action]:
-        lane.attempt = 0  # the producer has nothing of it any more
-        if not msg.again:
-            lane.on(E.GONE)
-            return self._fail(f, f"{link_name(lane.spec.link)} gave it up: {msg.reason}", now)
-        if not lane.on(E.GONE_AGAIN):
+            if lane.on(E.VERDICT_NO):
+                return self._fail(f, f"{link_name(lane.spec.link)} cannot vouch for the bytes: {msg.reason}", now)
             return []
-        return self._abort(lane) + self._resume(f, lane, now)
+        if not lane.on(E.VERDICT_OK):
+            return []
+        self._questions.cancel(lane.attempt)
+        lane.owed = False
+        if all(x.state is S.DELIVERED for x in (f.lanes or {}).values()):
+            return self._end(f, Outcome(Kind.DELIVERED), now)
+        return self._release(f)
 
-    def _resume(self, f: _Fetch, lane: _Lane, now: float) -> list[Action]:
-        """A paused lane whose parts are all quiet begins its next attempt."""
-        if lane.state is not S.PAUSED or lane.flight or lane.owed or f.outcome:
+    def _gone(self, f: Load, lane: Way, msg: m.Gone, now: float) -> list[Action]:
+        out: list[Action] = []
+        lane.owed = False
+        if not msg.again and lane.on(E.GONE):
+            out += self._fail(f, f"{link_name(lane.spec.link)} gave it up: {msg.reason}", now)
+        elif msg.again and lane.on(E.GONE_AGAIN):
+            out += [Abort(ref) for ref in lane.flight]
+        return out + self._acquit(f, lane, now)
+
+    def _acquit(self, f: Load, lane: Way, now: float) -> list[Action]:
+        """The producer has ended what it did for a void attempt."""
+        lane.owed = False
+        if lane.state in (S.PAUSED, S.FAILED):
+            self._questions.cancel(lane.attempt)
+        return self._resume(f, lane, now) + self._release(f)
+
+    def _resume(self, f: Load, lane: Way, now: float) -> list[Action]:
+        """A paused lane of which nothing moves any more begins its next attempt."""
+        if lane.state is not S.PAUSED or not lane.quiet:
             return []
         lane.on(E.QUIET)
-        if self._links.get(lane.spec.link) is None:
-            return []
-        lane.on(E.LINK_UP)
-        return self._want(f, lane, now)
+        return self._link(f, lane, now)
 
-    def _abort(self, lane: _Lane) -> list[Action]:
-        return [Abort(ref) for ref in lane.flight]
-
-    def _fail(self, f: _Fetch, reason: str, now: float) -> list[Action]:
+    def _fail(self, f: Load, reason: str, now: float) -> list[Action]:
         return self._end(f, Outcome(Kind.FAILED, reason), now)
 
-    def _end(self, f: _Fetch, outcome: Outcome, now: float) -> list[Action]:
+    def _end(self, f: Load, outcome: Outcome, now: float) -> list[Action]:
         """Fix the outcome once; stop whatever still moves."""
         if f.outcome is not None:
             return []
         f.outcome = outcome
         spec = f.spec
-        out: list[Action] = [
-            Report(Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, now - f.began))
-        ]
+        self._deadlines.cancel(spec.handle)
+        out: list[Action] = [Report(Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, now - f.began))]
         for link, lane in (f.lanes or {}).items():
-            info = self._links.get(link)
-            if not outcome.delivered and lane.state is not S.DELIVERED:
-                if lane.attempt and info is not None:
-                    if info.mode == "write":
-                        lane.owed.add(lane.attempt)
-                    out.append(Send(link, m.Drop(spec.transfer, lane.attempt, outcome.reason)))
-                lane.on(E.FAIL)
-            out += self._abort(lane)
+            if lane.state is S.DELIVERED:
+                continue
+            lane.on(E.FAIL)
+            self._questions.cancel(lane.attempt)
+            if lane.attempt and self._links.get(link) is not None:
+                lane.asked = 0
+                out += self._ask(f, lane, now)
+                if not lane.owed:
+                    self._questions.cancel(lane.attempt)
+            out += [Abort(ref) for ref in lane.flight]
         return out + self._release(f)
 
-    def _release(self, f: _Fetch) -> list[Action]:
+    def _release(self, f: Load) -> list[Action]:
         if f.outcome is None or not f.quiet or self._fetches.get(f.spec.handle) is not f:
             return []
         del self._fetches[f.spec.handle]
+        for lane in (f.lanes or {}).values():
+            self._tries.pop(lane.attempt, None)
         return [Report(Released("consumer", f.spec.transfer, f.spec.handle))]
 
-
-def link_name(link: LinkId) -> str:
-    """A link as an operator would look for it."""
-    return str(link[0]) if isinstance(link, tuple) else str(link)

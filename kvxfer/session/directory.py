@@ -12,8 +12,6 @@ import threading
 import time
 from collections import deque
 
-import zmq
-
 from kvxfer.errors import PeerError
 from kvxfer.session import messages as m
 from kvxfer.session import wire
@@ -32,18 +30,22 @@ class Directory:
     All methods may be called from any thread and do not block. Raises ``OSError`` when the address cannot be had.
     """
 
-    def __init__(self, engine: str, epoch: int, backend: str, host: str, port: int, advertise: str | None = None) -> None:
+    def __init__(
+        self, engine: str, epoch: int, backend: str, host: str, port: int, advertise: str | None = None
+    ) -> None:
         self.engine, self.epoch, self.backend = engine, epoch, backend
         self._members: tuple[m.Member, ...] = ()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router, bound = wire.listen(self._context, host, port)
+        self._hub = wire.Hub()
+        try:
+            self._router, bound = self._hub.listen(host, port)
+        except OSError:
+            self._hub.close()
+            raise
         self.source = Source(advertise or host, bound, epoch)
         self._notices: deque[m.Renew | m.Settle] = deque(maxlen=100_000)
         self._outbox: deque[tuple[Source, m.Message]] = deque(maxlen=100_000)
-        self._pull, self._push = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._pull.bind("inproc://wake")
-        self._push.connect("inproc://wake")
-        self._push_lock = threading.Lock()
+        self._peers: dict[tuple[str, int], tuple[wire.Socket, float]] = {}
+        self._complain = wire.Complaints(log)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvxfer-directory", daemon=True)
         self._thread.start()
@@ -63,42 +65,40 @@ class Directory:
     def tell(self, source: Source, message: m.Renew | m.Settle) -> None:
         """Send a notice to another engine's directory; it may be lost, so what matters is repeated or leased."""
         self._outbox.append((source, message))
-        self._wake()
+        self._hub.wake()
 
     def close(self) -> None:
         """Stop serving. Idempotent; returns within two seconds."""
-        if self._closed:
-            return
         self._closed = True
-        self._wake()
+        self._hub.wake()
         self._thread.join(2.0)
         if not self._thread.is_alive():
-            self._push.close(0)
-            self._context.term()
-
-    def _wake(self) -> None:
-        with self._push_lock, contextlib.suppress(zmq.ZMQError):
-            self._push.send(b"", zmq.NOBLOCK)
+            self._hub.close()
 
     def _run(self) -> None:
-        peers: dict[tuple[str, int], tuple[zmq.Socket[bytes], float]] = {}
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._pull, zmq.POLLIN)
         while not self._closed:
-            poller.poll(1000)
-            while wire.receive(self._pull) is not None:
-                pass
+            try:
+                self._turn()
+            except Exception:
+                log.exception("directory: something could not be handled; it is dropped")
+
+    def _turn(self) -> None:
+        ready = self._hub.poll(1.0)
+        if self._router in ready:
             for _ in range(256):  # a flood on the socket must not keep the outbox waiting
                 frames = wire.receive(self._router)
                 if frames is None:
                     break
                 self._answer(frames)
-            self._deliver(peers)
-        for sock, _ in peers.values():
-            sock.close(0)
-        self._router.close(0)
-        self._pull.close(0)
+        while self._outbox:
+            self._deliver(*self._outbox.popleft())
+        now = time.monotonic()
+        for key, (sock, used) in list(self._peers.items()):
+            while wire.receive(sock) is not None:
+                pass  # directories do not answer notices; what a stranger says in their place is not kept
+            if now - used > _IDLE_S:
+                self._hub.drop(sock)
+                del self._peers[key]
 
     def _answer(self, frames: list[bytes]) -> None:
         try:
@@ -106,7 +106,8 @@ class Directory:
                 raise PeerError(f"{len(frames)} frames where two were expected")
             msg = m.decode(frames[1])
         except PeerError as e:
-            log.warning("directory: ignored a message: %s", e)
+            wire.send(self._router, m.Refused(f"not understood by kvxfer protocol {m.PROTOCOL}", False), to=frames[0])
+            self._complain("directory: ignored a message: %s", e)
             return
         match msg:
             case m.Lookup() if self._members:
@@ -115,18 +116,15 @@ class Directory:
             case m.Renew(epoch=self.epoch) | m.Settle(epoch=self.epoch):
                 self._notices.append(msg)
             case _:
-                pass
+                pass  # a lookup that comes too early, or news for an engine that was here before
 
-    def _deliver(self, peers: dict[tuple[str, int], tuple[zmq.Socket[bytes], float]]) -> None:
-        now = time.monotonic()
-        while self._outbox:
-            source, message = self._outbox.popleft()
-            key = (source.host, source.port)
-            sock = peers[key][0] if key in peers else wire.dial(self._context, wire.address(*key))
-            peers[key] = (sock, now)
-            if not wire.send(sock, message):
-                log.warning("directory: %s does not take our notices", source)
-        for key, (sock, used) in list(peers.items()):
-            if now - used > _IDLE_S:
-                sock.close(0)
-                del peers[key]
+    def _deliver(self, source: Source, message: m.Message) -> None:
+        key = (source.host, source.port)
+        try:
+            sock = self._peers[key][0] if key in self._peers else self._hub.dial(wire.address(*key))
+        except PeerError as e:
+            self._complain("directory: a notice for %s is lost: %s", source, e)
+            return
+        self._peers[key] = (sock, time.monotonic())
+        if not wire.send(sock, message):
+            self._complain("directory: %s does not take our notices", source)

@@ -51,6 +51,9 @@ class Job:
         self.quiet = True
         self.collateral = False
         self.nbytes = action.plan.nbytes
+        # Two-sided batches of a link and direction go in the order of their parts, whole parts one after the other: the
+        # order in which the peer expects them. A job submits when it is the first in line.
+        self.line: deque[Job] | None = None
 
     @property
     def complete(self) -> bool:
@@ -61,11 +64,24 @@ class Job:
         return not self.batches and (self.complete or self.error is not None)
 
     @property
+    def submitting(self) -> bool:
+        """Whether it has batches still to submit."""
+        raise NotImplementedError
+
+    @property
+    def my_turn(self) -> bool:
+        return self.line is None or (len(self.line) > 0 and self.line[0] is self)
+
+    @property
     def waiting_on_device(self) -> bool:
         return False
 
     def advance(self) -> None:
         """Do what can be done now."""
+
+    def calm(self) -> None:
+        """What was not quiet has become so."""
+        self.quiet = True
 
     def slot(self, piece: int, offset: int, nbytes: int) -> None:
         """The peer speaks of a piece; only staged reads care."""
@@ -99,8 +115,12 @@ class Direct(Job):
     def complete(self) -> bool:
         return self._begun
 
+    @property
+    def submitting(self) -> bool:
+        return not self._begun and self.error is None
+
     def advance(self) -> None:
-        if self._begun or self.error is not None:
+        if not self.submitting or not self.my_turn:
             return
         self._begun = True
         plan, verb = self.action.plan, self.action.verb
@@ -139,6 +159,11 @@ class Staged(Job):
         self.pieces = deque(enumerate(action.plan.split(action.piece_bytes)))
         self.held: dict[int, _Piece] = {}  # batch or piece number -> the piece that holds a slot
         self.unpacking: list[_Piece] = []
+        self.stranded: list[_Piece] = []  # their slots may still be touched
+
+    @property
+    def submitting(self) -> bool:
+        return bool(self.pieces) and self.error is None
 
     @property
     def complete(self) -> bool:
@@ -158,9 +183,9 @@ class Staged(Job):
 
     def begin(self) -> _Piece | None:
         """The next piece with a slot for it, or nothing now."""
-        if self.error is not None or not self.pieces:
+        if not self.submitting or not self.my_turn:
             return None
-        slot = self.staging.take(self.ref.link)
+        slot = self.staging.take(self.ref.link, self.ref.role)
         if slot is None:
             return None
         number, plan = self.pieces.popleft()
@@ -192,9 +217,17 @@ class Staged(Job):
         return over
 
     def give_back(self, piece: _Piece, quiet: bool) -> None:
-        """A piece that ends here; a slot that is not quiet stays out until the back end is reset."""
+        """A piece that ends here; a slot that is not quiet stays out until it is."""
         if quiet:
             self.staging.give(piece.slot)
+        else:
+            self.stranded.append(piece)
+
+    def calm(self) -> None:
+        super().calm()
+        for piece in self.stranded:
+            self.staging.give(piece.slot)
+        self.stranded.clear()
 
 
 class StagedSend(Staged):
@@ -292,7 +325,7 @@ class StagedRead(Staged):
         for piece in self.settle():
             self._sink(self.ref, piece.number, -1, 0)
         while self.error is None and self._announced:
-            slot = self.staging.take(self.ref.link)
+            slot = self.staging.take(self.ref.link, self.ref.role)
             if slot is None:
                 return
             number, offset = self._announced.popleft()

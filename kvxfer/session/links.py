@@ -1,111 +1,157 @@
 """Links: the hello, the heartbeat, and the sockets under them. Used by the control thread only.
 
-A consumer dials a producer rank (``Outbound``); the producer takes hellos on its one socket (``Inbound``). Either side
-counts a link on which work is pending as lost after ``peer_timeout`` seconds of silence; the consumer pings.
+A consumer dials a producer rank (``Outbound``); the producer takes hellos on its one socket (``Inbound``). The consumer
+pings on every link, busy or not, and either side counts a link as lost after ``silence`` seconds without a word. Each
+making of a link has a number, so that the data thread's late word about an earlier one is not taken for the present.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-
-import zmq
+from itertools import count
 
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache, Claim, Planner
 from kvxfer.session import messages as m
 from kvxfer.session import wire
-from kvxfer.session.mover import Connected, Endpoint, Mover
+from kvxfer.session.mover import Broken, Connected, Endpoint, Mover
 from kvxfer.session.terms import Terms
-from kvxfer.session.values import LinkId, LinkInfo, PartRef
+from kvxfer.session.values import LinkId, LinkInfo, PartRef, link_name
 
-__all__ = ["Inbound", "Outbound", "Target"]
+__all__ = ["Inbound", "Lost", "Outbound", "Target"]
 
 log = logging.getLogger("kvxfer.links")
+
+_numbers = count(1)
+
+MOST = 1024
+"""Links that may be dialled to us, that strangers cannot fill our memory with hellos."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A link is lost. ``again``: it was up, and dialling anew may help."""
+
+    reason: str
+    again: bool
 
 
 @dataclass
 class _In:
+    number: int
     heard: float
     info: LinkInfo
     engine: str
     theirs: bytes
     mine: bytes = b""
+    up: bool = False
+    deaf: bool = False  # does not take our messages
 
 
 class Inbound:
     """Links that consumers have dialled to us, by their socket identity."""
 
-    def __init__(
-        self, router: zmq.Socket[bytes], mover: Mover, terms: Terms, epoch: int, silence: float
-    ) -> None:
+    def __init__(self, router: wire.Socket, mover: Mover, terms: Terms, epoch: int, silence: float) -> None:
         self._router, self._mover, self._terms = router, mover, terms
         self._epoch, self._silence = epoch, silence
-        self.links: dict[LinkId, _In] = {}
+        self._links: dict[LinkId, _In] = {}
 
-    def receive(self, link: bytes, msg: m.Message, now: float) -> tuple[bytes, m.Message | None]:
-        """Take a message; returns it if it is for the producer's machine or the mover."""
-        known = self.links.get(link)
+    @property
+    def links(self) -> list[LinkId]:
+        return list(self._links)
+
+    def receive(self, frames: list[bytes], now: float) -> tuple[LinkId, m.Message] | None:
+        """Take what came in; returns what is for the producer's machine or the mover. Raises ``PeerError`` for what
+        makes no sense; its sender has been told if it might be a consumer of another version."""
+        link = frames[0]
+        if not link.startswith(b"\0"):
+            raise PeerError("a peer chose its own socket identity, and with it could take another's place")
+        known = self._links.get(link)
+        try:
+            if len(frames) != 2:
+                raise PeerError(f"{len(frames)} frames where two were expected")
+            msg = m.decode(frames[1])
+        except PeerError as e:
+            if known is None:
+                self._refuse(link, f"not understood by kvxfer protocol {m.PROTOCOL}", again=False)
+            raise PeerError(f"{known.engine if known else 'a stranger'!r}: {e}") from None
         if known is not None:
             known.heard = now
         match msg:
-            case m.Hello():
+            case m.Hello() if known is None:
                 self._hello(link, msg, now)
             case m.Ping() if known is not None:
                 self.send(link, m.Pong(msg.number))
-            case m.Want() | m.Check() | m.Drop() | m.Taken() if known is not None:
+            case m.Want() | m.Check() | m.Drop() | m.Taken() if known is not None and known.up:
                 return link, msg
+            case m.Want() | m.Check() | m.Drop() | m.Taken() | m.Ping() if known is None:
+                self._refuse(link, "this link is not known here (any more)", again=True)
             case _:
-                pass
-        return link, None
+                raise PeerError(f"a {type(msg).__name__} makes no sense here")
+        return None
 
-    def _hello(self, link: bytes, hello: m.Hello, now: float) -> None:
+    def _hello(self, link: LinkId, hello: m.Hello, now: float) -> None:
         try:
+            if len(self._links) >= MOST:
+                raise PeerError(f"{MOST} links are open already")
             info = self._terms.agree(hello, self._epoch)
         except PeerError as e:
-            log.warning("refused a link from %r: %s", hello.engine, e)
-            wire.send(self._router, m.Refused(str(e)), to=link)
-            return
-        self.links[link] = _In(now, info, hello.engine, hello.endpoint)
-        self._mover.endpoint(link)
+            self._refuse(link, str(e), again=False)
+            raise PeerError(f"refused a link from {hello.engine!r}: {e}") from None
+        number = next(_numbers)
+        self._links[link] = _In(number, now, info, hello.engine, hello.endpoint)
+        self._mover.endpoint(link, number)
 
-    def result(self, result: Endpoint | Connected) -> LinkInfo | None:
-        """The mover's answer about a link; the link's terms once it is up."""
-        link = result.link
-        known = self.links.get(link)
-        if known is None or not isinstance(link, bytes):
+    def result(self, result: Endpoint | Connected | Broken, now: float) -> LinkInfo | Lost | None:
+        """The mover's word about a link: its terms once it is up, or that it is lost."""
+        link, known = result.link, self._links.get(result.link)
+        if known is None or known.number != result.number:
             return None
         if result.error is not None:
-            log.warning("cannot link to %r: %s", known.engine, result.error)
-            wire.send(self._router, m.Refused(f"the producer's back end: {result.error}"), to=link)
-            del self.links[link]
-            return None
+            self._refuse(link, f"the producer's back end: {result.error}", again=known.up)
+            self.drop(link)
+            return Lost(result.error, False)
         if isinstance(result, Endpoint):
             known.mine = result.endpoint
-            self._mover.connect(link, known.mine, known.theirs)
+            self._mover.connect(link, known.number, known.mine, known.theirs)
             return None
+        known.up = True
         self.send(link, m.Welcome(self._epoch, known.mine, known.info.piece_bytes))
         return known.info
 
     def send(self, link: LinkId, msg: m.Message) -> None:
-        known = self.links.get(link)
+        """Send if the link is still there; one that takes no messages is lost at the next ``tick``."""
+        known = self._links.get(link)
         if known is not None and isinstance(link, bytes) and not wire.send(self._router, msg, to=link):
-            log.warning("consumer %r does not take our messages", known.engine)
+            known.deaf = True
 
-    def tick(self, busy: set[LinkId], now: float) -> Iterable[tuple[LinkId, str]]:
-        """Links that have gone silent with work pending, or were idle for long."""
-        for link, known in list(self.links.items()):
-            limit = self._silence if link in busy else 100 * self._silence
-            if now - known.heard > limit:
-                self.drop(link, "silent")
-                yield link, f"{known.engine!r} was silent for {limit:g} s"
+    def _refuse(self, link: LinkId, reason: str, again: bool) -> None:
+        if isinstance(link, bytes):
+            wire.send(self._router, m.Refused(reason, again), to=link)
 
-    def next_tick(self, busy: set[LinkId]) -> float | None:
-        return min((k.heard + self._silence for link, k in self.links.items() if link in busy), default=None)
+    def tick(self, now: float) -> Iterator[tuple[LinkId, str]]:
+        """Links that have gone silent or deaf, closed here already."""
+        for link, known in list(self._links.items()):
+            if known.deaf or now - known.heard > self._silence:
+                what = "does not take our messages" if known.deaf else f"was silent for {self._silence:g} s"
+                self.drop(link)
+                yield link, f"{known.engine!r} {what}"
 
-    def drop(self, link: LinkId, reason: str) -> None:
-        if self.links.pop(link, None) is not None:
+    def next_tick(self) -> float | None:
+        return min((0.0 if k.deaf else k.heard + self._silence for k in self._links.values()), default=None)
+
+    def reset(self, reason: str) -> list[LinkId]:
+        """Give all links up; their consumers are told to dial anew."""
+        gone = list(self._links)
+        for link in gone:
+            self._refuse(link, reason, again=True)
+            self.drop(link)
+        return gone
+
+    def drop(self, link: LinkId) -> None:
+        if self._links.pop(link, None) is not None:
             self._mover.disconnect(link)
 
     @staticmethod
@@ -129,13 +175,14 @@ class Target:
 
 @dataclass
 class _Out:
-    socket: zmq.Socket[bytes]
+    number: int
+    socket: wire.Socket
     target: Target
-    dialled: float
     heard: float
-    pinged: float = 0.0
+    pinged: float
     pings: int = 0
     up: bool = False
+    deaf: bool = False
     mine: bytes = b""
     piece_bytes: int = 0
 
@@ -143,20 +190,18 @@ class _Out:
 class Outbound:
     """Links that we dial, by (address, epoch)."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], mover: Mover, terms: Terms, epoch: int, engine: str, silence: float
-    ) -> None:
-        self._context, self._mover, self._terms = context, mover, terms
+    def __init__(self, hub: wire.Hub, mover: Mover, terms: Terms, epoch: int, engine: str, silence: float) -> None:
+        self._hub, self._mover, self._terms = hub, mover, terms
         self._epoch, self._engine, self._silence = epoch, engine, silence
         self._targets: dict[LinkId, Target] = {}
-        self.links: dict[LinkId, _Out] = {}
+        self._links: dict[LinkId, _Out] = {}
 
     def __contains__(self, link: LinkId) -> bool:
-        return link in self.links
+        return link in self._links
 
     @property
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        return [o.socket for o in self.links.values()]
+    def links(self) -> list[LinkId]:
+        return list(self._links)
 
     def know(self, targets: Iterable[Target]) -> None:
         """Where links lead that may be dialled later."""
@@ -164,84 +209,91 @@ class Outbound:
             self._targets[t.link] = t
 
     def dial(self, link: LinkId, now: float) -> None:
-        """Make a link, or make it anew."""
-        if link in self.links:
-            self.drop(link, "dialled anew")
+        """Make a link, or make it anew. Raises ``PeerError`` when its address is none."""
+        self.drop(link)
+        if link not in self._targets:
+            raise PeerError(f"the way to {link_name(link)} is not known any more")
         target = self._targets[link]
-        self.links[link] = _Out(wire.dial(self._context, target.address), target, now, now)
-        self._mover.endpoint(link)
+        number = next(_numbers)
+        self._links[link] = _Out(number, self._hub.dial(target.address), target, now, now)
+        self._mover.endpoint(link, number)
 
-    def result(self, result: Endpoint | Connected) -> LinkInfo | str | None:
-        """The mover's answer about a link: its terms once it is up, or why it is lost."""
-        o = self.links.get(result.link)
-        if o is None:
+    def result(self, result: Endpoint | Connected | Broken, now: float) -> LinkInfo | Lost | None:
+        """The mover's word about a link: its terms once it is up, or that it is lost."""
+        o = self._links.get(result.link)
+        if o is None or o.number != result.number:
             return None
         if result.error is not None:
-            return f"our back end: {result.error}"
+            return Lost(f"our back end: {result.error}", again=o.up)
         if isinstance(result, Endpoint):
-            o.mine = result.endpoint
+            o.mine, o.heard = result.endpoint, now
             t = o.target
-            wire.send(o.socket, self._terms.hello(o.mine, t.epoch, self._epoch, self._engine, t.claims))
+            self.send(t.link, self._terms.hello(o.mine, t.epoch, self._epoch, self._engine, t.claims))
             return None
         o.up = True
         return LinkInfo(self._terms.mode, Planner(o.target.cache, self._terms.cache, o.target.claims), o.piece_bytes)
 
-    def receive(self, now: float) -> Iterable[tuple[LinkId, m.Message | str]]:
-        """Messages for the consumer's machine or the mover; a string is why the link is lost."""
-        for link, o in list(self.links.items()):
+    def receive(self, ready: set[wire.Socket], now: float) -> Iterator[tuple[LinkId, m.Message | Lost]]:
+        """Messages for the consumer's machine or the mover. Links may be dropped and dialled meanwhile."""
+        for link, o in [(link, o) for link, o in self._links.items() if o.socket in ready]:
             for _ in range(256):
+                if self._links.get(link) is not o:
+                    break
                 frames = wire.receive(o.socket)
                 if frames is None:
                     break
+                o.heard = now
                 try:
                     msg = m.decode(frames[-1])
                 except PeerError as e:
-                    yield link, str(e)
+                    yield link, Lost(str(e), again=False)
                     break
-                o.heard = now
                 match msg:
-                    case m.Welcome() if not o.up:
+                    case m.Welcome() if not o.up and o.mine:
                         o.piece_bytes = msg.piece_bytes
-                        self._mover.connect(link, o.mine, msg.endpoint)
+                        self._mover.connect(link, o.number, o.mine, msg.endpoint)
                     case m.Refused():
-                        yield link, f"it refused: {msg.reason}"
-                        break
-                    case _:
+                        yield link, Lost(f"it refused: {msg.reason}", again=msg.again and o.up)
+                    case m.Have() | m.Slot() | m.Verdict() | m.Gone() if o.up:
                         yield link, msg
+                    case _:
+                        pass  # a Pong, which has been heard, or nonsense
 
     def send(self, link: LinkId, msg: m.Message) -> None:
-        if not wire.send(self.links[link].socket, msg):
-            log.warning("producer %s does not take our messages", self.links[link].target.address)
+        """Send if the link is still there; one that takes no messages is lost at the next ``tick``."""
+        o = self._links.get(link)
+        if o is not None and not wire.send(o.socket, msg):
+            o.deaf = True
 
-    def tick(self, busy: set[LinkId], now: float) -> Iterable[tuple[LinkId, str]]:
-        """Ping the links that matter; links that are silent or never came up are lost."""
-        for link, o in list(self.links.items()):
-            if not o.up and now - o.dialled > self._silence:
-                yield link, f"no answer to our hello within {self._silence:g} s"
-            elif o.up and link in busy:
-                if o.pinged < now - self._silence:  # it was idle: its silence meant nothing until now
-                    o.heard = max(o.heard, now)
-                if now - o.heard > self._silence:
-                    yield link, f"silent for {self._silence:g} s"
-                elif now - o.pinged > self._silence / 4:
-                    o.pinged, o.pings = now, o.pings + 1
-                    wire.send(o.socket, m.Ping(o.pings))
+    def tick(self, now: float) -> Iterator[tuple[LinkId, Lost]]:
+        """Ping all that have been sent a hello; those that are silent or deaf are lost."""
+        for link, o in [(link, o) for link, o in self._links.items() if o.mine]:
+            if o.deaf:
+                yield link, Lost("it does not take our messages", again=False)
+            elif now - o.heard > self._silence:
+                what = "silent" if o.up else "no answer to our hello"
+                yield link, Lost(f"{what} for {self._silence:g} s", again=False)
+            elif now - o.pinged >= self._silence / 4:
+                o.pinged, o.pings = now, o.pings + 1
+                self.send(link, m.Ping(o.pings))
 
-    def next_tick(self, busy: set[LinkId]) -> float | None:
-        times = [o.dialled + self._silence for o in self.links.values() if not o.up]
-        times += [o.pinged + self._silence / 4 for link, o in self.links.items() if o.up and link in busy]
-        return min(times, default=None)
+    def next_tick(self) -> float | None:
+        waits = (min(o.pinged + self._silence / 4, o.heard + self._silence) for o in self._links.values() if o.mine)
+        return min(waits, default=None)
 
-    def drop(self, link: LinkId, reason: str) -> None:
-        o = self.links.pop(link, None)
+    def drop(self, link: LinkId) -> None:
+        """Close a link; it may be dialled again."""
+        o = self._links.pop(link, None)
         if o is not None:
-            o.socket.close(0)
+            self._hub.drop(o.socket)
             self._mover.disconnect(link)
 
-    def close(self) -> None:
-        for o in self.links.values():
-            o.socket.close(0)
-        self.links.clear()
+    def forget(self, link: LinkId) -> None:
+        """Close a link for good."""
+        if link not in self._links:
+            self._mover.disconnect(link)  # for its answer
+        self.drop(link)
+        self._targets.pop(link, None)
 
     @staticmethod
     def ref(link: LinkId, msg: m.Slot) -> PartRef:

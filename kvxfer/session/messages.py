@@ -8,9 +8,11 @@ answer to an earlier try is never taken for one to the present.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache, Claim, Rank
@@ -47,6 +49,14 @@ __all__ = [
 
 PROTOCOL = 1
 MAX_BYTES = 16 << 20
+MAX_WORDS = 2000
+MAX_PARTS = 1 << 16
+
+# What a peer says is checked against these bounds as it is decoded; nothing behind the decoder meets other numbers.
+Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+Number = Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
+Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
 
 
 class _Base(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -61,43 +71,53 @@ class Hello(_Base, frozen=True, tag="hello"):
 
     protocol: int
     backend: str
-    expect_epoch: int
-    epoch: int
+    expect_epoch: Number
+    epoch: Number
     engine: str
     endpoint: bytes
     cache: Cache
     claims: tuple[Claim, ...]
     mode: str
-    piece_bytes: int
+    piece_bytes: Count
 
 
 class Welcome(_Base, frozen=True, tag="welcome"):
     """The producer's half of the hello. ``piece_bytes``: the agreed size of a staged piece."""
 
-    epoch: int
+    epoch: Number
     endpoint: bytes
-    piece_bytes: int
+    piece_bytes: Count
 
 
 class Refused(_Base, frozen=True, tag="refused"):
-    """No link: the reason is logged on both sides and fails the transfers that wanted it."""
+    """Producer: there is no link (any more). ``again``: dialling anew may help; else what was on it has failed. The
+    reason is logged on both sides."""
 
     reason: str
+    again: bool
+
+    def __post_init__(self) -> None:
+        _shorten(self)
 
 
 # --- a transfer's life ---------------------------------------------------------------------------------------------
 
 
 class Want(_Base, frozen=True, tag="want"):
-    """Consumer: bring the tokens ``[start, tokens)`` into these blocks (per group, see ``pack_blocks``)."""
+    """Consumer: bring the tokens ``[start, tokens)`` into these blocks (per group, see ``pack_blocks``).
+
+    ``readers``: how many consumer ranks read from the producer rank. ``seconds``: how long it will wait; after that
+    nothing has to be served any more.
+    """
 
     transfer: TransferId
-    attempt: int
+    attempt: Number
     digest: bytes
-    start: int
-    tokens: int
+    start: Count
+    tokens: Count
     blocks: tuple[bytes, ...]
-    readers: int
+    readers: Count
+    seconds: Seconds
 
 
 class Have(_Base, frozen=True, tag="have"):
@@ -108,61 +128,66 @@ class Have(_Base, frozen=True, tag="have"):
     """
 
     transfer: TransferId
-    attempt: int
-    generation: int
-    part: int
-    lo: int
-    hi: int
+    attempt: Number
+    generation: Number
+    part: Part
+    lo: Count
+    hi: Count
     final: bool
     blocks: tuple[bytes, ...]
-    stream: int
-    piece_bytes: int
+    stream: Count
+    piece_bytes: Count
 
 
 class Slot(_Base, frozen=True, tag="slot"):
-    """Producer, staged read or write: piece ``piece`` of the part lies packed at ``offset`` of staging memory
-    (the producer's for a read, the consumer's own for a write)."""
+    """Producer, staged read: piece ``piece`` of the part lies packed at ``offset`` of the producer's staging memory."""
 
     transfer: TransferId
-    attempt: int
-    part: int
-    piece: int
-    offset: int
-    nbytes: int
+    attempt: Number
+    part: Part
+    piece: Count
+    offset: Count
+    nbytes: Count
 
 
 class Taken(_Base, frozen=True, tag="taken"):
-    """Consumer, staged read or write: the slot of this piece is free again."""
+    """Consumer, staged read: the slot of this piece is free again."""
 
     transfer: TransferId
-    attempt: int
-    part: int
-    piece: int
+    attempt: Number
+    part: Part
+    piece: Count
 
 
 class Check(_Base, frozen=True, tag="check"):
     """Consumer: all bytes have arrived; did this generation hold until now?"""
 
     transfer: TransferId
-    attempt: int
-    generation: int
+    attempt: Number
+    generation: Number
 
 
 class Verdict(_Base, frozen=True, tag="verdict"):
     """Producer: it held (the consumer may trust the bytes, the producer counts this reader), or why not."""
 
     transfer: TransferId
-    attempt: int
+    attempt: Number
     ok: bool
     reason: str
+
+    def __post_init__(self) -> None:
+        _shorten(self)
 
 
 class Drop(_Base, frozen=True, tag="drop"):
     """Consumer: this attempt is over for me; stop moving bytes for it and answer ``Gone``."""
 
     transfer: TransferId
-    attempt: int
+    attempt: Number
     reason: str
+
+    def __post_init__(self) -> None:
+        _shorten(self)
 
 
 class Gone(_Base, frozen=True, tag="gone"):
@@ -172,19 +197,22 @@ class Gone(_Base, frozen=True, tag="gone"):
     """
 
     transfer: TransferId
-    attempt: int
+    attempt: Number
     reason: str
     again: bool
 
+    def __post_init__(self) -> None:
+        _shorten(self)
+
 
 class Ping(_Base, frozen=True, tag="ping"):
-    """Either side, on a link with work: are you alive?"""
+    """Consumer: are you alive? Asked on every link, busy or not."""
 
-    number: int
+    number: Number
 
 
 class Pong(_Base, frozen=True, tag="pong"):
-    number: int
+    number: Number
 
 
 # --- the engine's directory ----------------------------------------------------------------------------------------
@@ -200,7 +228,7 @@ class Member(_Base, frozen=True):
     """One worker of an engine: where its agent listens, the agent's epoch, and its cache."""
 
     address: str
-    epoch: int
+    epoch: Number
     cache: Cache
 
 
@@ -209,7 +237,7 @@ class Card(_Base, frozen=True, tag="card"):
 
     protocol: int
     engine: str
-    epoch: int
+    epoch: Number
     backend: str
     members: tuple[Member, ...]
 
@@ -220,14 +248,14 @@ class Card(_Base, frozen=True, tag="card"):
 class Renew(_Base, frozen=True, tag="renew"):
     """A consumer's scheduler half to the producer's: these transfers are still wanted, keep their leases."""
 
-    epoch: int
+    epoch: Number
     transfers: tuple[TransferId, ...]
 
 
 class Settle(_Base, frozen=True, tag="settle"):
     """A consumer's scheduler half to the producer's: these will never be fetched, free them."""
 
-    epoch: int
+    epoch: Number
     transfers: tuple[TransferId, ...]
     reason: str
 
@@ -236,6 +264,13 @@ Message = (
     Hello | Welcome | Refused | Want | Have | Slot | Taken | Check | Verdict | Drop | Gone | Ping | Pong
     | Lookup | Card | Renew | Settle
 )  # fmt: skip
+
+
+def _shorten(message: Refused | Verdict | Drop | Gone) -> None:
+    """Words for people are cut where they get too long to be read."""
+    if len(message.reason) > MAX_WORDS:
+        msgspec.structs.force_setattr(message, "reason", message.reason[:MAX_WORDS] + " [...]")
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -268,7 +303,7 @@ def unpack_blocks(packed: bytes) -> Ints:
     """int64 ``[blocks]``. Raises ``PeerError`` when the bytes are not a block table."""
     if len(packed) % 4:
         raise PeerError(f"a block table of {len(packed)} bytes is not a whole number of int32")
-    table = np.frombuffer(packed, dtype="<i4").astype(np.int64)
+    table = np.frombuffer(packed, "<i4").astype(np.int64)
     if len(table) and int(table.min()) < -1:
         raise PeerError("a block table holds an id below -1")
     return table

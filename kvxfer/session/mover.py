@@ -9,7 +9,6 @@ or too much is quarantined.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -17,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,15 @@ from kvxfer.geometry import Region
 from kvxfer.session.jobs import Job, Wire, make_job
 from kvxfer.session.staging import Staging
 from kvxfer.session.values import LinkId, Move, Moved, PartRef
-from kvxfer.transport import Capabilities, Completion, Transport
+from kvxfer.transport import Capabilities, Completion, Transport, Verb
 
-__all__ = ["Connected", "Endpoint", "Mover", "Reset", "SlotReady"]
+__all__ = ["Broken", "Connected", "Disconnected", "Endpoint", "Mover", "Reset", "Result", "SlotReady", "SlotTaken"]
 
 log = logging.getLogger("kvxfer.mover")
+
+REOPEN_S = 1.0
+"""Shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
+REOPEN_MOST_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Endpoint:
     """Answer to ``endpoint``: the bytes for the peer, or why there are none."""
 
     link: LinkId
+    number: int
     endpoint: bytes
     error: str | None = None
 
@@ -45,7 +50,24 @@ class Connected:
     """Answer to ``connect``."""
 
     link: LinkId
+    number: int
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A link on which nothing can move any more, though nobody asked to close it."""
+
+    link: LinkId
+    number: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """Answer to ``disconnect``: nothing comes over the link into our memory any more."""
+
+    link: LinkId
 
 
 @dataclass(frozen=True)
@@ -73,7 +95,16 @@ class Reset:
     reason: str
 
 
-Result = Endpoint | Connected | Moved | SlotReady | SlotTaken | Reset
+Result = Endpoint | Connected | Broken | Disconnected | Moved | SlotReady | SlotTaken | Reset
+
+
+@dataclass
+class _Peer:
+    """A link that is connected. ``broken``: an abort took all of it along."""
+
+    number: int
+    peer: int
+    broken: bool = False
 
 
 class Mover:
@@ -87,19 +118,22 @@ class Mover:
     def __init__(
         self, make: Callable[[], Transport], regions: tuple[Region, ...], stage: Callable[[Capabilities], Staging],
         post: Callable[[Result], None], grace: float, quarantine_limit: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._make, self._regions, self._stage, self._post = make, regions, stage, post
         self._grace, self._limit = grace, quarantine_limit
         self._staging: Staging | None = None
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
         self._transport: Transport | None = None
-        self._peers: dict[LinkId, int] = {}
+        self._reopen, self._wait = 0.0, REOPEN_S
+        self._peers: dict[LinkId, _Peer] = {}
         self._jobs: dict[PartRef, Job] = {}
+        self._waiting: dict[PartRef, Job] = {}  # those that may go on without an event of their own
+        self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
         self._batches: dict[int, Job] = {}
         self._aborted: dict[PartRef, float] = {}
-        self._quarantine: dict[PartRef, int] = {}
-        self._poisoned: set[LinkId] = set()  # links on which an abort took everything along
+        self._quarantine: dict[PartRef, Job] = {}
         self._stopping = False
         self._ready = threading.Event()
         self._failure: Exception | None = None
@@ -108,20 +142,21 @@ class Mover:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def start(self, timeout: float) -> tuple[Capabilities, Staging]:
-        """Make the back end. Raises what its constructor or ``stage`` raised, or ``TimeoutError``."""
+        """Make the back end. Raises what its constructor or ``stage`` raised, or ``TimeoutError``; then ``close``."""
         self._thread.start()
         if not self._ready.wait(timeout):
             raise TimeoutError(f"the back end did not start within {timeout:g} s")
         if self._failure is not None:
             raise self._failure
-        assert self._staging is not None
-        return self._backend.capabilities, self._staging
+        assert self._staging is not None and self._transport is not None
+        return self._transport.capabilities, self._staging
 
-    def endpoint(self, link: LinkId) -> None:
-        self._do(self._endpoint, link)
+    def endpoint(self, link: LinkId, number: int) -> None:
+        """Begin a link; ``number`` tells it from earlier ones of that name."""
+        self._do(self._endpoint, link, number)
 
-    def connect(self, link: LinkId, mine: bytes, theirs: bytes) -> None:
-        self._do(self._connect, link, mine, theirs)
+    def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
+        self._do(self._connect, link, number, mine, theirs)
 
     def disconnect(self, link: LinkId) -> None:
         self._do(self._disconnect, link)
@@ -144,18 +179,21 @@ class Mover:
             if self._thread.is_alive():
                 log.error("the back end did not close within %g s; its thread is abandoned", timeout)
                 return
-        with contextlib.suppress(OSError):
-            os.close(self._wake)
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.close(self._wake)
+            self._wake = -1
 
     @property
     def quarantined_bytes(self) -> int:
         """Bytes of parts that have ended but whose memory the back end may still touch."""
-        return sum(self._quarantine.values())
+        return sum(job.nbytes for job in list(self._quarantine.values()))
 
     def _do(self, call: Callable[..., None], *args: Any) -> None:
         self._inbox.append(lambda: call(*args))
-        with contextlib.suppress(OSError, BlockingIOError):
-            os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     # --- the data thread -------------------------------------------------------------------------------------------
 
@@ -164,6 +202,7 @@ class Mover:
             self._open()
         except Exception as e:
             self._failure = e
+            self._shut()
             self._ready.set()
             return
         self._ready.set()
@@ -171,41 +210,47 @@ class Mover:
             try:
                 self._turn()
             except Exception:
-                log.exception("the back end failed in a way it must not; it is made anew")
+                log.exception("the back end failed in a way it must not")
                 self._reset("internal error in the back end")
         self._shut()
 
     def _open(self) -> None:
         self._transport = transport = self._make()
         kinds = {r.device.partition(":")[0] for r in self._regions}
-        # Memory that the back end cannot move is not its business; all of it goes staged. The numbers stay the same.
-        transport.register(self._regions if kinds <= transport.capabilities.memory else ())
         if self._staging is None:
             self._staging = self._stage(transport.capabilities)
+        # Memory that the back end cannot move is not its business; all of it goes staged, which is memory 1.
+        movable = kinds <= transport.capabilities.memory
+        transport.register(self._regions if movable else (self._staging.region,))
         transport.register((self._staging.region,))
 
     def _turn(self) -> None:
-        transport = self._backend
+        transport = self._transport
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
-        fd = transport.fileno()
+        fd = None if transport is None else transport.fileno()
         if fd is not None:
             poller.register(fd, select.POLLIN)
         poller.poll(self._timeout(transport, fd) * 1000)
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while self._inbox:
             self._inbox.popleft()()
             if self._stopping:
                 return
-        for done in transport.poll():
+        if self._transport is None:
+            self._try_open()
+            return
+        for done in self._transport.poll():
             self._completed(done)
-        for job in list(self._jobs.values()):
+        for job in list(self._waiting.values()):
             self._advance(job)
         self._overdue()
 
-    def _timeout(self, transport: Transport, fd: int | None) -> float:
-        if any(job.waiting_on_device for job in self._jobs.values()):
+    def _timeout(self, transport: Transport | None, fd: int | None) -> float:
+        if transport is None:
+            return min(max(self._reopen - time.monotonic(), 0.0), 1.0)
+        if any(job.waiting_on_device for job in self._waiting.values()):
             return 0.0002
         active, idle = transport.poll_interval_s
         wait = 1.0 if fd is not None else (active if self._batches else idle)
@@ -213,50 +258,74 @@ class Mover:
 
     @property
     def _backend(self) -> Transport:
-        assert self._transport is not None
+        if self._transport is None:
+            raise RuntimeError("the back end is down")
         return self._transport
 
-    def _endpoint(self, link: LinkId) -> None:
+    def _endpoint(self, link: LinkId, number: int) -> None:
         try:
-            self._post(Endpoint(link, self._backend.endpoint()))
+            self._post(Endpoint(link, number, self._backend.endpoint()))
         except Exception as e:
-            self._post(Endpoint(link, b"", _words(e)))
+            self._post(Endpoint(link, number, b"", _words(e)))
 
-    def _connect(self, link: LinkId, mine: bytes, theirs: bytes) -> None:
+    def _connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
         try:
-            if link in self._peers:
-                self._disconnect(link)
-            self._peers[link] = self._backend.connect(mine, theirs)
-            self._poisoned.discard(link)
-            self._post(Connected(link))
+            self._hang_up(link)
+            self._peers[link] = _Peer(number, self._backend.connect(mine, theirs))
+            self._post(Connected(link, number))
         except Exception as e:
-            self._post(Connected(link, _words(e)))
+            self._post(Connected(link, number, _words(e)))
 
     def _disconnect(self, link: LinkId) -> None:
-        peer = self._peers.pop(link, None)
-        if peer is None:
+        self._hang_up(link)
+        self._post(Disconnected(link))
+
+    def _hang_up(self, link: LinkId) -> None:
+        """Close a link, and end what was moving on it."""
+        known = self._peers.pop(link, None)
+        if known is None:
             return
         try:
-            self._backend.disconnect(peer)
+            self._backend.disconnect(known.peer)
         except Exception as e:
             log.warning("closing the link to %s: %s", link, e)
         for done in self._backend.poll():
             self._completed(done)
-        for ref in [r for r in self._quarantine if r.link == link]:
-            if self._backend.capabilities.quiet == "peer_close":
-                self._calm(ref)
         for job in [j for j in self._jobs.values() if j.ref.link == link]:
+            self._aborted.setdefault(job.ref, time.monotonic() + self._grace)
             job.stop("the link was closed")
             self._advance(job)
+        if self._backend.capabilities.quiet == "peer_close":
+            for ref in [r for r in self._quarantine if r.link == link]:
+                self._calm(ref)
+        for verb in Verb:
+            self._lines.pop((link, verb), None)
+
+    def _break(self, link: LinkId, reason: str) -> None:
+        """The link is of no more use to anyone; whoever made it must make it anew."""
+        known = self._peers.get(link)
+        if known is None or known.broken:
+            return
+        known.broken = True
+        for job in self._jobs.values():
+            if job.ref.link == link and job.error is None:
+                job.collateral = True
+        self._post(Broken(link, known.number, reason))
 
     def _move(self, action: Move) -> None:
         ref = action.ref
-        peer = self._peers.get(ref.link)
-        if peer is None or ref.link in self._poisoned:
-            self._post(Moved(ref, "the link is not connected", True, 0, collateral=ref.link in self._poisoned))
+        known = self._peers.get(ref.link)
+        if known is None or known.broken or self._transport is None:
+            self._post(Moved(ref, "the link is broken", True, 0, collateral=True))
             return
-        wire = Wire(self._backend, peer, self._regions, self._staging, self._batches)
-        job = self._jobs[ref] = make_job(action, wire, self._post_slot)
+        wire = Wire(self._transport, known.peer, self._regions, self._staging, self._batches)
+        job = make_job(action, wire, self._post_slot)
+        self._jobs[ref] = job
+        if action.piece_bytes:
+            self._waiting[ref] = job
+        if action.verb in (Verb.SEND, Verb.RECV):
+            job.line = self._lines.setdefault((ref.link, action.verb), deque())
+            job.line.append(job)
         self._advance(job)
 
     def _post_slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
@@ -275,10 +344,7 @@ class Mover:
         self._aborted[ref] = time.monotonic() + self._grace
         job.stop("aborted")
         if job.batches and self._backend.capabilities.abort == "peer":
-            self._poisoned.add(ref.link)
-            for other in self._jobs.values():
-                if other.ref.link == ref.link and other is not job:
-                    other.collateral = True
+            self._break(ref.link, "a transfer was given up, which ends all that moves on its link")
         for batch in list(job.batches):
             self._backend.abort(batch)
         self._advance(job)
@@ -287,10 +353,22 @@ class Mover:
         job = self._batches.pop(done.batch, None)
         if job is None:
             return
-        job.completed(done)
+        try:
+            job.completed(done)
+        except Exception as e:
+            job.stop(_words(e))
         self._advance(job)
 
     def _advance(self, job: Job) -> None:
+        """Let a job go on, and then those that wait behind it for their turn."""
+        self._progress(job)
+        line = job.line
+        while line and not line[0].submitting:
+            line.popleft()
+            if line:
+                self._progress(line[0])
+
+    def _progress(self, job: Job) -> None:
         """Let a job go on; report its end."""
         if job.ref not in self._jobs:
             return
@@ -303,53 +381,67 @@ class Mover:
         if not job.ended:
             return
         del self._jobs[job.ref]
+        self._waiting.pop(job.ref, None)
         self._aborted.pop(job.ref, None)
+        known = self._peers.get(job.ref.link)
+        closing = self._backend.capabilities.quiet == "peer_close"
+        if closing and (known is None or known.peer != job.wire.peer):
+            job.calm()  # what was to make it quiet has happened
         if not job.quiet:
-            self._quarantine[job.ref] = job.nbytes
+            self._quarantine[job.ref] = job
+            if closing:
+                self._break(job.ref.link, "memory of a failed transfer has to be made quiet")
         self._post(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral))
-        if not job.quiet and self._backend.capabilities.quiet == "peer_close":
-            self._disconnect(job.ref.link)
 
     def _overdue(self) -> None:
         now = time.monotonic()
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:
                 log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, self._grace)
-                self._aborted[ref] = now + self._grace
-                if ref.link in self._peers:
-                    self._disconnect(ref.link)
-                else:
+                if ref.link not in self._peers:
                     self._reset("a batch did not end when its link was closed")
                     return
+                self._aborted[ref] = now + self._grace
+                self._break(ref.link, "a batch did not end when it was aborted")
+                self._hang_up(ref.link)
         if self._quarantine and self._backend.capabilities.quiet == "backend_reset":
             if not self._jobs or self.quarantined_bytes > self._limit:
                 self._reset("memory of failed transfers has to be made quiet")
 
     def _calm(self, ref: PartRef) -> None:
-        self._quarantine.pop(ref, None)
+        self._quarantine.pop(ref).calm()
         self._post(Moved(ref, "ended earlier", True, 0))
 
     def _reset(self, reason: str) -> None:
-        """Close the back end, which makes all memory quiet, and make it anew."""
+        """Close the back end, which makes all memory quiet, and make it anew as soon as may be."""
         log.warning("resetting the back end: %s", reason)
-        never = self._backend.capabilities.quiet == "never"
+        never = self._transport is not None and self._transport.capabilities.quiet == "never"
         self._shut()
         for job in list(self._jobs.values()):
-            job.batches.clear()
             job.stop(f"the back end was reset: {reason}")
-            self._post(Moved(job.ref, job.error, not never, 0))
-        self._jobs.clear()
-        self._batches.clear()
-        self._aborted.clear()
+            self._post(Moved(job.ref, job.error, not never, 0, collateral=True))
+        for known in (self._jobs, self._waiting, self._lines, self._batches, self._aborted, self._peers):
+            known.clear()
         if not never:
             for ref in list(self._quarantine):
                 self._calm(ref)
-        self._peers.clear()
-        self._poisoned.clear()
         if self._staging is not None:
             self._staging.reset()
         self._post(Reset(reason))
-        self._open()
+        self._try_open()
+
+    def _try_open(self) -> None:
+        """Open the back end, unless that was tried a moment ago."""
+        now = time.monotonic()
+        if now < self._reopen:
+            return
+        self._reopen, self._wait = now + self._wait, min(2 * self._wait, REOPEN_MOST_S)
+        try:
+            self._open()
+            self._wait = REOPEN_S
+        except Exception:
+            log.exception("the back end cannot be opened; trying again in %g s", self._reopen - now)
+            self._shut()
 
     def _stop(self) -> None:
         self._stopping = True

@@ -5,13 +5,11 @@ Used by the control thread only. Unanswered questions are repeated until the fet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import zmq
-
 from kvxfer.errors import PeerError
-from kvxfer.geometry import Incompatible, route
+from kvxfer.geometry import Claim, Incompatible, route
 from kvxfer.session import messages as m
 from kvxfer.session import wire
 from kvxfer.session.links import Target
@@ -20,7 +18,6 @@ from kvxfer.session.values import Lane, Resolved, Source
 __all__ = ["Path", "Resolver"]
 
 REPEAT_S = 0.5
-GIVE_UP_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -33,103 +30,124 @@ class Path:
 
 @dataclass
 class _Query:
-    socket: zmq.Socket[bytes]
-    began: float
+    """A question to a directory that is open since its last ``wanted``."""
+
+    socket: wire.Socket
+    wanted: float
     asked: float
 
 
 class Resolver:
-    """Answers come from ``receive`` as (source, path or the reason why there is none)."""
+    """Answers come from ``receive`` and ``tick`` as (source, path or the reason why there is none).
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], me: m.Member, backend: str) -> None:
-        self._context, self._me, self._backend = context, me, backend
+    ``patience``: seconds for which anybody waits for an answer.
+    """
+
+    def __init__(self, hub: wire.Hub, me: m.Member, backend: str, patience: float) -> None:
+        self._hub, self._me, self._backend, self._patience = hub, me, backend, patience
         self._queries: dict[Source, _Query] = {}
-        self._own: tuple[m.Member, ...] = ()
-        self._own_source: Source | None = None
+        self._wanted: dict[Source, Source | None] = {}  # source -> our own directory, if it matters
+        self._own: dict[Source, tuple[m.Member, ...]] = {}  # our own engine's ranks, which live as long as we do
 
-    @property
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        return [q.socket for q in self._queries.values()]
+    def ask(self, source: Source, own: Source | None, now: float) -> str | None:
+        """Begin to resolve; ``own`` is our engine's directory if it has more ranks than this one. Returns why that is
+        not possible, if so."""
+        self._wanted[source] = own
+        try:
+            for directory in (source, own):
+                if directory is not None and directory not in self._own:
+                    self._query(directory, now)
+        except PeerError as e:
+            return self._fail(source, f"directory {source}: {e}")
+        return None
 
-    def ask(self, source: Source, own: Source | None, now: float) -> None:
-        """Begin to resolve; ``own`` is our engine's directory if it has more ranks than this one."""
-        if own is not None and own != self._own_source and own not in self._queries:
-            self._query(own, now)
-            self._own, self._own_source = (), own
-        if source not in self._queries:
-            self._query(source, now)
+    def _query(self, directory: Source, now: float) -> None:
+        q = self._queries.get(directory)
+        if q is None:
+            sock = self._hub.dial(wire.address(directory.host, directory.port))
+            q = self._queries[directory] = _Query(sock, now, now)
+            wire.send(sock, m.Lookup(m.PROTOCOL))
+        q.wanted = now
 
-    def _query(self, source: Source, now: float) -> None:
-        q = _Query(wire.dial(self._context, wire.address(source.host, source.port)), now, now)
-        self._queries[source] = q
-        self._repeat(q, now)
-
-    def _repeat(self, q: _Query, now: float) -> None:
-        q.asked = now
-        wire.send(q.socket, m.Lookup(m.PROTOCOL))
-
-    def receive(self, now: float) -> Iterable[tuple[Source, Path | str]]:
-        for source, q in list(self._queries.items()):
+    def receive(self, ready: set[wire.Socket], now: float) -> Iterator[tuple[Source, Path | str]]:
+        for directory, q in [(d, q) for d, q in self._queries.items() if q.socket in ready]:
             frames = wire.receive(q.socket)
             if frames is None:
                 continue
+            self._close(directory)
             try:
-                card = m.decode(frames[-1])
-                if not isinstance(card, m.Card):
-                    raise PeerError(f"it answered with a {type(card).__name__}")
-                if card.epoch != source.epoch:
-                    raise PeerError("the engine there has restarted since it was named")
+                card = _card(frames[-1], directory)
             except PeerError as e:
-                self._close(source)
-                yield source, f"directory {source}: {e}"
+                yield from self._failed(directory, str(e))
                 continue
-            if source == self._own_source:
-                self._own = card.members
-                self._close(source)
-                continue
-            yield from self._answer(source, card)
+            if directory in self._wanted.values():
+                self._own[directory] = card.members
+                again = [s for s, own in self._wanted.items() if own == directory and s not in self._queries]
+                for source in again:  # its card came first and was of no use without ours
+                    self._query(source, now)
+            own = self._wanted.get(directory)
+            if directory in self._wanted and (own is None or own in self._own):
+                del self._wanted[directory]
+                yield directory, self._path(card, directory, self._own.get(own) if own else None)
 
-    def _answer(self, source: Source, card: m.Card) -> Iterable[tuple[Source, Path | str]]:
-        if self._own_source is not None and not self._own:
-            return  # our own card first; the question is repeated
-        self._close(source)
-        try:
-            yield source, self._path(card)
-        except (PeerError, Incompatible, ValueError) as e:
-            yield source, f"engine {card.engine!r} at {source}: {e}"
-
-    def _path(self, card: m.Card) -> Path:
+    def _path(self, card: m.Card, source: Source, own: tuple[m.Member, ...] | None) -> Path | str:
+        """The way to a source, or why there is none."""
         if card.backend != self._backend:
-            raise PeerError(f"it uses back end {card.backend!r}, this engine {self._backend!r}; configure the same on both")
-        for member in card.members:
-            member.cache.check()
-        ours = self._own or (self._me,)
-        mine = route([x.cache for x in card.members], [x.cache for x in ours])[self._me.cache.rank]
-        targets = []
-        lanes = []
-        for rank, claims in sorted(mine.claims.items()):
-            member = card.member(rank)
-            target = Target(member.address, member.epoch, member.cache, claims)
-            targets.append(target)
-            lanes.append(Lane(target.link, mine.readers[rank], rank))
-        return Path(tuple(targets), Resolved(tuple(lanes)))
+            return (
+                f"engine {card.engine!r} at {source} uses back end {card.backend!r}, this engine {self._backend!r}; "
+                "configure the same on both"
+            )
+        ours = [member.cache for member in own or (self._me,)]
+        try:
+            for member in card.members:
+                member.cache.check()
+            mine = route([member.cache for member in card.members], ours)[self._me.cache.rank]
+            ranks = {member.cache.rank: member for member in card.members}
+            targets = {rank: _target(ranks[rank], claims) for rank, claims in sorted(mine.claims.items())}
+        except (Incompatible, ValueError, LookupError) as e:
+            return f"engine {card.engine!r} at {source}: {e}"
+        lanes = tuple(Lane(target.link, mine.readers[rank], rank) for rank, target in targets.items())
+        return Path(tuple(targets.values()), Resolved(lanes))
 
-    def tick(self, now: float) -> Iterable[tuple[Source, str]]:
-        """Repeat unanswered questions; those of long ago have failed."""
-        for source, q in list(self._queries.items()):
-            if now - q.began > GIVE_UP_S:
-                self._close(source)
-                yield source, f"directory {source} did not answer within {GIVE_UP_S:g} s"
-            elif now - q.asked > REPEAT_S:
-                self._repeat(q, now)
+    def tick(self, now: float) -> Iterator[tuple[Source, str]]:
+        """Repeat unanswered questions; those for which nobody waits any more have failed."""
+        for directory, q in list(self._queries.items()):
+            if now - q.wanted >= self._patience:
+                self._close(directory)
+                yield from self._failed(directory, f"it did not answer within {self._patience:g} s")
+            elif now - q.asked >= REPEAT_S:
+                q.asked = now
+                wire.send(q.socket, m.Lookup(m.PROTOCOL))
 
     def next_tick(self) -> float | None:
-        return min((q.asked + REPEAT_S for q in self._queries.values()), default=None)
+        waits = (min(q.asked + REPEAT_S, q.wanted + self._patience) for q in self._queries.values())
+        return min(waits, default=None)
 
-    def _close(self, source: Source) -> None:
-        self._queries.pop(source).socket.close(0)
+    def _failed(self, directory: Source, reason: str) -> Iterator[tuple[Source, str]]:
+        """All that depended on this directory have no route."""
+        for source in [s for s, own in self._wanted.items() if directory in (s, own)]:
+            yield source, self._fail(source, f"directory {directory}: {reason}")
 
-    def close(self) -> None:
-        for q in self._queries.values():
-            q.socket.close(0)
-        self._queries.clear()
+    def _fail(self, source: Source, reason: str) -> str:
+        self._wanted.pop(source, None)
+        return reason
+
+    def _close(self, directory: Source) -> None:
+        self._hub.drop(self._queries.pop(directory).socket)
+
+
+def _target(member: m.Member, claims: tuple[Claim, ...]) -> Target:
+    return Target(member.address, member.epoch, member.cache, claims)
+
+
+def _card(frame: bytes, directory: Source) -> m.Card:
+    card = m.decode(frame)
+    if isinstance(card, m.Refused):
+        raise PeerError(f"it refused: {card.reason}")
+    if not isinstance(card, m.Card):
+        raise PeerError(f"it answered with a {type(card).__name__}")
+    if card.protocol != m.PROTOCOL:
+        raise PeerError(f"its protocol {card.protocol} is not ours ({m.PROTOCOL}); update one side")
+    if card.epoch != directory.epoch:
+        raise PeerError("the engine there has restarted since it was named")
+    return card

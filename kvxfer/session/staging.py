@@ -1,7 +1,8 @@
 """Staging memory: a bounded area cut into equal slots, through which staged parts pass packed.
 
 Used by the data thread only. A link may hold at most half of the slots (its credits), so that one stopped
-peer cannot starve the others.
+peer cannot starve the others, and neither direction may hold all, so that two engines that each wait for the
+other's slots cannot block each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from kvxfer import memory
 from kvxfer.geometry import CopyPlan, Region
-from kvxfer.session.values import LinkId
+from kvxfer.session.values import LinkId, Role
 from kvxfer.transport import Fence
 
 __all__ = ["SLOTS", "Slot", "Staging"]
@@ -24,6 +25,7 @@ SLOTS = 8
 class Slot:
     offset: int
     owner: LinkId
+    role: Role
 
 
 class Staging:
@@ -46,17 +48,22 @@ class Staging:
         """All slots are free: nothing can touch them any more."""
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
         self._held: Counter[LinkId] = Counter()
+        self._ways: Counter[Role] = Counter()
 
-    def take(self, owner: LinkId) -> Slot | None:
-        """A free slot for a link, or ``None`` while there is none or its credits are used up."""
-        if not self._free or self._held[owner] >= SLOTS // 2:
+    def take(self, owner: LinkId, role: Role) -> Slot | None:
+        """A free slot for a link, or ``None`` while there is none or the credits of link or direction are used up."""
+        if not self._free or self._held[owner] >= SLOTS // 2 or self._ways[role] >= SLOTS * 3 // 4:
             return None
         self._held[owner] += 1
-        return Slot(self._free.pop(), owner)
+        self._ways[role] += 1
+        return Slot(self._free.pop(), owner, role)
 
     def give(self, slot: Slot) -> None:
         """Return a slot that nothing touches any more."""
         self._held[slot.owner] -= 1
+        if not self._held[slot.owner]:
+            del self._held[slot.owner]
+        self._ways[slot.role] -= 1
         self._free.append(slot.offset)
 
     def pack(self, plan: CopyPlan, slot: Slot) -> Fence:

@@ -39,7 +39,9 @@ class Terms:
         below = ALWAYS if _foreign(caps, cache) or not caps.gathers else 0 if caps.factored else caps.run_bytes
         if mode == "write":
             if below == ALWAYS:
-                raise ConfigError(f"back end {backend!r} can only write, and not into this cache's memory; choose another")
+                raise ConfigError(
+                    f"back end {backend!r} can only write, and not into this cache's memory; choose another"
+                )
             below = 0
         return cls(backend, mode, cache, staging.piece_bytes, below)
 
@@ -52,7 +54,9 @@ class Terms:
     def agree(self, hello: m.Hello, epoch: int) -> LinkInfo:
         """What a consumer's hello amounts to. Raises ``PeerError`` with the reason for a refusal."""
         if hello.protocol != m.PROTOCOL:
-            raise PeerError(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
+            raise PeerError(
+                f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side"
+            )
         if hello.expect_epoch != epoch:
             raise PeerError(f"{hello.engine!r} looks for an agent that lived here before; this one started later")
         if (hello.backend, hello.mode) != (self.backend, self.mode):

@@ -16,12 +16,13 @@ from kvxfer.session.messages import Message
 from kvxfer.transport import Verb
 
 __all__ = [
-    "Abort", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Kind", "Lane", "LinkInfo", "Move", "Moved", "Outcome",
-    "PartRef", "Released", "Report", "Resolve", "Resolved", "Role", "Send", "Source",
+    "Abort", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Kind", "Lane", "LinkId", "LinkInfo", "Move",
+    "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role", "Send", "Source", "link_name",
 ]  # fmt: skip
 
 LinkId = Hashable
-"""A link as its owner names it: the consumer by (address, epoch), the producer by the peer's socket identity."""
+"""A link as its owner names it: the consumer by (address, epoch), and again so after it was dialled anew; the producer
+by the peer's socket identity, which is another one each time."""
 
 
 class Kind(enum.StrEnum):
@@ -55,6 +56,7 @@ class Ended:
     outcome: Outcome
     nbytes: int
     seconds: float
+    generation: int = -1  # producer: the last one that was offered or revoked
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Released:
     role: Role
     transfer: TransferId
     handle: str
+    generation: int = -1  # as in ``Ended``
 
 
 Event = Ended | Released
@@ -83,7 +86,8 @@ class Source(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class Fetch:
     """A consumer's request: bring tokens ``[start, tokens)`` of ``transfer`` into ``blocks`` (int64 tables per group,
-    -1 = not wanted). ``handle`` is the engine's own name for it, unique among its live fetches. ``own``: this engine's directory, needed when the engine has more than one rank."""
+    -1 = not wanted). ``handle`` is the engine's own name for it, unique among its live fetches. ``own``: this engine's
+    directory, needed when the engine has more than one rank."""
 
     handle: str
     transfer: TransferId
@@ -93,6 +97,19 @@ class Fetch:
     start: int
     tokens: int
     own: Source | None = None
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What the producer's engine offers: the KV of tokens ``[0, tokens)`` in ``blocks`` (int64 tables per group).
+    ``final``: nothing more will follow in this generation."""
+
+    transfer: TransferId
+    digest: bytes
+    generation: int
+    tokens: int
+    blocks: tuple[Ints, ...]
+    final: bool
 
 
 @dataclass(frozen=True)
@@ -147,14 +164,15 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Dial:
-    """Make this link (again); answer with ``link_up`` or ``link_down``."""
+    """Make this link; if there is one, close that first. Answer with ``link_up`` or ``link_down``, and for one that was
+    closed with ``link_closed`` before that."""
 
     link: LinkId
 
 
 @dataclass(frozen=True)
 class Close:
-    """Forget this link and its back-end connection."""
+    """Forget this link and its back-end connection; answer with ``link_closed`` once nothing comes over it any more."""
 
     link: LinkId
     reason: str
@@ -192,11 +210,16 @@ Action = Resolve | Dial | Close | Send | Move | Abort | Report
 
 @dataclass(frozen=True)
 class Moved:
-    """The end of a part on this side. ``quiet``: the back end no longer touches its memory here. ``collateral``: it
-    ended only because something else on the link was aborted; the same part may be tried again."""
+    """The end of a part on this side; comes again, quiet, when it was not quiet the first time. ``quiet``: the back end
+    no longer touches its memory here. ``collateral``: it ended only because its link broke under something else."""
 
     ref: PartRef
     error: str | None
     quiet: bool
     nbytes: int
     collateral: bool = False
+
+
+def link_name(link: LinkId) -> str:
+    """A link as an operator would look for it."""
+    return str(link[0]) if isinstance(link, tuple) else str(link)

@@ -1,14 +1,22 @@
-"""Control sockets: ZeroMQ, typed messages, never blocking. Used by one thread each."""
+"""Control sockets: ZeroMQ over TCP, one typed message a frame, never blocking."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import threading
+import time
 
 import zmq
 
+from kvxfer.errors import PeerError
+from kvxfer.identity import IdentityError, parse_address
 from kvxfer.session import messages as m
 
-__all__ = ["address", "dial", "listen", "receive", "send"]
+__all__ = ["Complaints", "Hub", "Socket", "address", "receive", "send"]
+
+Socket = zmq.Socket[bytes]
 
 _QUEUE = 10_000
 """Messages that may wait for a slow peer before it counts as lost."""
@@ -19,47 +27,123 @@ def address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
 
 
-def _settle(sock: zmq.Socket[bytes]) -> None:
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.SNDHWM, _QUEUE)
-    sock.setsockopt(zmq.RCVHWM, _QUEUE)
-    sock.setsockopt(zmq.MAXMSGSIZE, m.MAX_BYTES)
-    sock.setsockopt(zmq.IPV6, 1)
+class Hub:
+    """The control sockets of one thread, which may poll them and be woken from others.
+
+    Made by any thread before that one runs; ``wake`` is for all threads, ``close`` for after it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._context.setsockopt(zmq.MAX_SOCKETS, 65535)
+        self._flag = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._flag_lock = threading.Lock()  # so that a late wake never writes to a descriptor that is another's by now
+        self._sockets: set[Socket] = set()
+        self._poller = zmq.Poller()
+        self._poller.register(self._flag, zmq.POLLIN)
+
+    def listen(self, host: str, port: int) -> tuple[Socket, int]:
+        """A ROUTER on ``host``; ``port`` 0 takes a free one. Returns the socket and its port. Raises ``OSError``."""
+        sock = self._socket(zmq.ROUTER)
+        sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to be told of peers that are gone or have stopped reading
+        try:
+            sock.bind(address(host, port))
+        except zmq.ZMQError as e:
+            self.drop(sock)
+            raise OSError(e.errno, f"cannot listen on {host} port {port or 'any'}: {e}") from None
+        endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        return sock, int(endpoint.rsplit(":", 1)[1])
+
+    def dial(self, where: str) -> Socket:
+        """A DEALER to a TCP address. Connecting happens behind the scenes; an unreachable peer simply never answers.
+        Raises ``PeerError`` for what is no such address: it came from a peer."""
+        try:
+            if not where.startswith("tcp://"):
+                raise IdentityError(f"{where!r} is not tcp://HOST:PORT")
+            target = parse_address(where.removeprefix("tcp://"))
+        except IdentityError as e:
+            raise PeerError(f"cannot dial {where!r}: {e}") from None
+        sock = self._socket(zmq.DEALER)
+        try:
+            sock.connect(address(target.host, target.port))
+        except zmq.ZMQError as e:
+            self.drop(sock)
+            raise PeerError(f"cannot dial {where!r}: {e}") from None
+        return sock
+
+    def drop(self, sock: Socket) -> None:
+        """Close a socket; what has not been sent is lost. Idempotent."""
+        if sock in self._sockets:
+            self._sockets.remove(sock)
+            self._poller.unregister(sock)
+            sock.close(0)
+
+    def poll(self, seconds: float) -> set[Socket]:
+        """Wait for messages, or ``wake``; returns the sockets that have some."""
+        ready = self._poller.poll(max(0, int(seconds * 1000 + 0.999)))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._flag)
+        return {sock for sock, _ in ready if isinstance(sock, zmq.Socket)}
+
+    def wake(self) -> None:
+        """Let ``poll`` return. Any thread; does nothing after ``close``."""
+        with self._flag_lock:
+            if self._flag >= 0:
+                os.eventfd_write(self._flag, 1)
+
+    def close(self) -> None:
+        """Close all sockets. Idempotent."""
+        for sock in list(self._sockets):
+            self.drop(sock)
+        self._context.term()
+        with self._flag_lock:
+            if self._flag >= 0:
+                os.close(self._flag)
+            self._flag = -1
+
+    def _socket(self, kind: int) -> Socket:
+        sock = self._context.socket(kind)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.SNDHWM, _QUEUE)
+        sock.setsockopt(zmq.RCVHWM, _QUEUE)
+        sock.setsockopt(zmq.MAXMSGSIZE, m.MAX_BYTES)
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._sockets.add(sock)
+        self._poller.register(sock, zmq.POLLIN)
+        return sock
 
 
-def listen(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> tuple[zmq.Socket[bytes], int]:
-    """A ROUTER on ``host``; ``port`` 0 takes a free one. Returns the socket and its port. Raises ``OSError``."""
-    sock = context.socket(zmq.ROUTER)
-    _settle(sock)
-    try:
-        sock.bind(address(host, port))
-    except zmq.ZMQError as e:
-        sock.close()
-        raise OSError(e.errno, f"cannot listen on {host} port {port or 'any'}: {e}") from None
-    endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
-    return sock, int(endpoint.rsplit(":", 1)[1])
-
-
-def dial(context: zmq.Context[zmq.Socket[bytes]], where: str) -> zmq.Socket[bytes]:
-    """A DEALER to ``where``. Connecting happens behind the scenes; an unreachable peer simply never answers."""
-    sock = context.socket(zmq.DEALER)
-    _settle(sock)
-    sock.connect(where)
-    return sock
-
-
-def send(sock: zmq.Socket[bytes], message: m.Message, to: bytes | None = None) -> bool:
-    """Queue a message; false when the peer has stopped reading or is unknown."""
+def send(sock: Socket, message: m.Message, to: bytes | None = None) -> bool:
+    """Queue a message; false when the peer is gone or has stopped reading. Raises ``PeerError`` for one too large."""
     frames = [m.encode(message)] if to is None else [to, m.encode(message)]
-    with contextlib.suppress(zmq.Again, zmq.ZMQError):
+    with contextlib.suppress(zmq.ZMQError):
         sock.send_multipart(frames, zmq.NOBLOCK)
         return True
     return False
 
 
-def receive(sock: zmq.Socket[bytes]) -> list[bytes] | None:
+def receive(sock: Socket) -> list[bytes] | None:
     """The frames of one message, or ``None`` when there is none now."""
     try:
         return sock.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
         return None
+
+
+class Complaints:
+    """Warnings that strangers can cause: logged, but not as often as they like."""
+
+    def __init__(self, log: logging.Logger, every: float = 1.0) -> None:
+        self._log, self._every = log, every
+        self._last = -every
+        self._held = 0
+
+    def __call__(self, text: str, *args: object) -> None:
+        now = time.monotonic()
+        if now - self._last < self._every:
+            self._held += 1
+            return
+        more = f" ({self._held} more were not logged)" if self._held else ""
+        self._last, self._held = now, 0
+        self._log.warning(text + "%s", *args, more)

@@ -1,0 +1,95 @@
+"""Deadlines by key, and things remembered for a while: a state machine finds what is due without looking at all."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator
+from itertools import count
+from typing import Generic, TypeVar
+
+__all__ = ["Recent", "Timers"]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Timers(Generic[K]):
+    """At most one time for each key. All operations cost O(log keys); the clock is an argument."""
+
+    def __init__(self) -> None:
+        self._times: dict[K, float] = {}
+        # For every key there is an entry that is not later than its time; others are stale and skipped.
+        self._heap: list[tuple[float, int, K]] = []
+        self._order = count()
+
+    def set(self, key: K, at: float) -> None:
+        """Fire ``key`` at ``at`` and not at the time set before."""
+        before = self._times.get(key)
+        self._times[key] = at
+        if before is None or at < before:
+            heapq.heappush(self._heap, (at, next(self._order), key))
+
+    def cancel(self, key: K) -> None:
+        """Do not fire ``key``; nothing happens if it is not set."""
+        self._times.pop(key, None)
+        if len(self._heap) > 2 * len(self._times) + 64:
+            self._heap = [(at, next(self._order), k) for k, at in self._times.items()]
+            heapq.heapify(self._heap)
+
+    def due(self, now: float) -> Iterator[K]:
+        """Take out, one by one, the keys whose time has come. Keys may be set and cancelled meanwhile."""
+        while (at := self.next()) is not None and at <= now:
+            key = heapq.heappop(self._heap)[2]
+            del self._times[key]
+            yield key
+
+    def next(self) -> float | None:
+        """The earliest time set."""
+        while self._heap:
+            at, _, key = self._heap[0]
+            wanted = self._times.get(key)
+            if wanted == at:
+                return at
+            heapq.heappop(self._heap)
+            if wanted is not None:
+                heapq.heappush(self._heap, (wanted, next(self._order), key))
+        return None
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+
+class Recent(Generic[K, V]):
+    """Values kept for ``seconds`` each, and no more than ``most`` of them: the oldest go first."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds, self._most = seconds, most
+        self._kept: dict[K, tuple[float, V]] = {}
+
+    def put(self, key: K, value: V, now: float) -> None:
+        self._kept.pop(key, None)
+        self._kept[key] = now + self._seconds, value
+        if len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
+
+    def get(self, key: K) -> V | None:
+        found = self._kept.get(key)
+        return None if found is None else found[1]
+
+    def pop(self, key: K) -> None:
+        self._kept.pop(key, None)
+
+    def keys(self) -> list[K]:
+        return list(self._kept)
+
+    def forget(self, now: float) -> None:
+        """Drop what is too old."""
+        while (at := self.next()) is not None and at <= now:
+            del self._kept[next(iter(self._kept))]
+
+    def next(self) -> float | None:
+        """When ``forget`` has something to do."""
+        return next((at for at, _ in self._kept.values()), None)
+
+    def __len__(self) -> int:
+        return len(self._kept)
