@@ -1,0 +1,1 @@
+"""What ``kvxfer bench`` measures. Imported by the CLI alone."""

@@ -1,0 +1,213 @@
+"""One side of a transfer benchmark, in a process of its own, driven over a pipe by ``transfer.py``.
+
+Two figures are taken. *Transport*: both data threads are given the same part, from the later submission to the later
+end. *Session*: the producer has offered, the consumer fetches, from the call to the outcome.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvxfer.bench.shapes import MODELS, Pool
+from kvxfer.config import Config
+from kvxfer.geometry import Claim, Planner
+from kvxfer.geometry.plan import Ints
+from kvxfer.identity import TransferId
+from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, Source
+from kvxfer.session import mover as mv
+from kvxfer.session.parts import piece_bytes
+from kvxfer.session.terms import Terms, stager
+from kvxfer.session.values import Move, Moved, PartRef
+from kvxfer.transport import Verb, load
+
+__all__ = ["Setup", "run"]
+
+WAIT_S = 120.0
+T = TransferId("bench", 0)
+
+
+@dataclass(frozen=True)
+class Setup:
+    role: str  # "producer" or "consumer"
+    backend: str
+    options: dict[str, Any]
+    model: str
+    blocks: int
+    device: str
+    staging_bytes: int
+
+
+def run(setup: Setup, pipe: Connection) -> None:
+    """Serve requests from the pipe until ``None``: each is (method, arguments), answered by (ok, value)."""
+    try:
+        party = Party(setup, pipe)
+        pipe.send((True, None))
+        while (call := pipe.recv()) is not None:
+            pipe.send((True, getattr(party, call[0])(*call[1:])))
+        party.close()
+    except BaseException as e:
+        pipe.send((False, f"{type(e).__name__}: {e}"))
+        raise
+
+
+class Party:
+    def __init__(self, setup: Setup, pipe: Connection) -> None:
+        self._setup = setup
+        self._pool = Pool(MODELS[setup.model], setup.blocks, setup.device)
+        if setup.role == "producer":
+            self._pool.fill()
+        self._config = Config(
+            backend=setup.backend, backend_options=setup.options, transfer_timeout=WAIT_S,
+            staging_bytes=setup.staging_bytes,
+        )  # fmt: skip
+        self._agent: Agent | None = None
+        self._mover: mv.Mover | None = None
+        self._rounds = 0
+        self._released = False
+
+    # --- transport -------------------------------------------------------------------------------------------------
+
+    def open_mover(self) -> bytes:
+        """Start a data thread of its own; returns the endpoint for the other side."""
+        backend = load(self._config.backend)
+        self._results: queue.Queue[Any] = queue.Queue()
+        cache = self._pool.cache
+        self._mover = mv.Mover(
+            lambda: backend(self._setup.role, self._config.backend_options), cache.regions,
+            stager(cache, self._config.staging_bytes), self._results.put, grace=5.0, quarantine_limit=1 << 62,
+        )  # fmt: skip
+        self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
+        self._mover.endpoint("link")
+        self._mine: bytes = self._take(mv.Endpoint).endpoint
+        return self._mine
+
+    def connect(self, theirs: bytes) -> str:
+        assert self._mover is not None
+        self._mover.connect("link", self._mine, theirs)
+        self._take(mv.Connected)
+        return self._terms.mode
+
+    def move(self, src: Ints, dst: Ints, other: Any, slots: Connection) -> dict[str, float]:
+        """Move all the blocks once; ``other`` is the peer's cache, ``slots`` a pipe to it for staged reads."""
+        assert self._mover is not None
+        producer = self._setup.role == "producer"
+        cache, mode = self._pool.cache, self._terms.mode
+        caches = (cache, other) if producer else (other, cache)
+        view = cache.views[0]
+        claims = [Claim(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
+        plan = Planner(*caches, claims).plan((src,), (dst,), 0, len(src) * cache.groups[0].block_tokens)
+        info = _Info(self._terms.piece_bytes, self._terms.stage_below)
+        piece = piece_bytes(plan, info)  # type: ignore[arg-type]
+        incoming = {"read": Verb.READ, "write": None, "sendrecv": Verb.RECV}[mode]
+        outgoing = {"read": Verb.READ if piece else None, "write": Verb.WRITE, "sendrecv": Verb.SEND}[mode]
+        verb = outgoing if producer else incoming
+        begun = time.perf_counter()
+        self._rounds += 1
+        if verb is not None:
+            ref = PartRef(self._setup.role, "link", T, 1, self._rounds)  # type: ignore[arg-type]
+            self._mover.move(Move(ref, verb, plan, self._rounds, piece))
+            self._until_moved(ref, slots)
+        done = time.perf_counter()
+        return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
+
+    def _until_moved(self, ref: PartRef, slots: Connection) -> None:
+        """Wait for the part's end, passing word of staged pieces between the two data threads."""
+        assert self._mover is not None
+        end = time.monotonic() + WAIT_S
+        while time.monotonic() < end:
+            try:
+                result = self._results.get(timeout=0.0001)
+            except queue.Empty:
+                result = None
+            match result:
+                case Moved(error=None):
+                    return
+                case Moved(error=error):
+                    raise RuntimeError(f"the part ended with: {error}")
+                case mv.SlotReady():
+                    slots.send((result.piece, result.offset, result.nbytes))
+                case mv.SlotTaken():
+                    slots.send((result.piece, 0, 0))
+            while slots.poll():
+                self._mover.slot(ref, *slots.recv())
+        raise TimeoutError("the part did not end")
+
+    def _take(self, kind: type) -> Any:
+        result = self._results.get(timeout=WAIT_S)
+        if not isinstance(result, kind) or result.error:
+            raise RuntimeError(f"expected {kind.__name__}, got {result}")
+        return result
+
+    # --- session ---------------------------------------------------------------------------------------------------
+
+    def open_agent(self) -> Source:
+        if self._mover is not None:
+            self._mover.close(10.0)
+            self._mover = None
+        self._agent = Agent(self._pool.cache, self._config, self._setup.role)
+        self._directory = Directory(self._setup.role, self._agent.epoch, self._config.backend, "127.0.0.1", 0)
+        self._directory.publish((self._agent.member,))
+        return self._directory.source
+
+    def offer(self, number: int, src: Ints) -> None:
+        assert self._agent is not None
+        tokens = len(src) * self._pool.cache.groups[0].block_tokens
+        self._agent.offer(Offered(TransferId("bench", number), b"d", 1, tokens, (src,), True))
+
+    def fetch(self, number: int, dst: Ints, source: Source) -> dict[str, float]:
+        """One load; ``call_s`` is what the engine's thread pays, ``seconds`` the time to its outcome."""
+        assert self._agent is not None
+        tokens = len(dst) * self._pool.cache.groups[0].block_tokens
+        spec = Fetch(str(number), TransferId("bench", number), b"d", source, (dst,), 0, tokens)
+        begun = time.perf_counter()
+        self._agent.fetch(spec)
+        called = time.perf_counter()
+        while time.perf_counter() < begun + WAIT_S:
+            events = self._agent.events()
+            self._released |= any(isinstance(e, Released) for e in events)
+            for event in events:
+                if isinstance(event, Ended):
+                    if not event.outcome.delivered:
+                        raise RuntimeError(event.outcome.reason)
+                    return {"seconds": event.seconds, "call_s": called - begun, "bytes": event.nbytes}
+            time.sleep(0.0001)
+        raise TimeoutError("the fetch did not end")
+
+    def settle(self) -> None:
+        """Until the last transfer's memory is released here."""
+        assert self._agent is not None
+        end = time.monotonic() + 10.0
+        while not self._released and time.monotonic() < end:
+            self._released = any(isinstance(e, Released) for e in self._agent.events())
+            time.sleep(0.0005)
+        self._released = False
+
+    # --- both ------------------------------------------------------------------------------------------------------
+
+    def cache(self) -> Any:
+        return self._pool.cache
+
+    def clear(self) -> None:
+        self._pool.clear()
+
+    def matches(self, mine: Ints, theirs: Ints) -> bool:
+        return self._pool.matches(np.asarray(mine), np.asarray(theirs))
+
+    def close(self) -> None:
+        if self._mover is not None:
+            self._mover.close(10.0)
+        if self._agent is not None:
+            self._agent.close()
+            self._directory.close()
+
+
+@dataclass(frozen=True)
+class _Info:
+    piece_bytes: int
+    stage_below: int

@@ -1,0 +1,94 @@
+"""Caches of known models, filled with words that tell where they came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvxfer.geometry import Cache, Group, Heads, Region, View
+from kvxfer.geometry.plan import Ints
+
+__all__ = ["MODELS", "Model", "Pool"]
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: consecutive indices give unlike words
+
+
+@dataclass(frozen=True)
+class Model:
+    """One rank's share of a model's cache: ``page`` bytes a block and layer."""
+
+    layers: int
+    heads: int
+    head_bytes: int
+    block_tokens: int
+
+    @property
+    def page(self) -> int:
+        return self.heads * self.head_bytes * self.block_tokens
+
+
+MODELS = {
+    # K|V packed, bf16, head size 128; DeepSeek's latent is 512 + 64 values without heads.
+    "llama-3-8b": Model(32, 8, 512, 16),
+    "llama-3-70b-tp4": Model(80, 2, 512, 16),
+    "deepseek-mla": Model(61, 1, 1152, 64),
+}
+
+
+class Pool:
+    """A cache of ``blocks`` blocks on ``device`` in one allocation, layer-outermost and token-major."""
+
+    def __init__(self, model: Model, blocks: int, device: str) -> None:
+        self.model, self.blocks, self.device = model, blocks, device
+        self.nbytes = model.layers * blocks * model.page
+        self._torch: Any = None
+        if device == "cpu":
+            self.words: Any = np.zeros(self.nbytes // 8, np.int64)
+            address = self.words.ctypes.data
+        else:
+            import torch
+
+            self._torch = torch
+            torch.cuda.set_device(device)
+            self.words = torch.zeros(self.nbytes // 8, dtype=torch.int64, device=device)
+            address = self.words.data_ptr()
+        self.cache = self._describe(Region(address, self.nbytes, device))
+
+    def _describe(self, region: Region) -> Cache:
+        m = self.model
+        offsets = tuple(i * self.blocks * m.page for i in range(m.layers))
+        layers = tuple(f"layer.{i}" for i in range(m.layers))
+        heads = Heads(0, m.heads, m.heads, m.head_bytes) if m.heads > 1 else None
+        view = View(
+            "kv", 0, layers, offsets, self.blocks, m.page, m.head_bytes, "bench", heads, m.heads * m.head_bytes
+        )
+        return Cache((region,), (Group(m.block_tokens),), (view,))
+
+    def fill(self) -> None:
+        """Word i becomes i times a constant."""
+        if self._torch is None:
+            np.multiply(np.arange(len(self.words), dtype=np.int64), _GOLDEN, out=self.words)
+        else:
+            self.words.copy_(self._torch.arange(len(self.words), device=self.device) * _GOLDEN)
+            self._torch.cuda.synchronize()
+
+    def clear(self) -> None:
+        self.words[:] = 0
+        if self._torch is not None:
+            self._torch.cuda.synchronize()
+
+    def matches(self, mine: Ints, theirs: Ints) -> bool:
+        """Whether our blocks ``mine`` hold what ``fill`` put into blocks ``theirs`` of a pool of this shape, bit by bit."""
+        xp: Any = self._torch if self._torch is not None else np
+        per_page = self.model.page // 8
+        pages = self.words.reshape(self.model.layers, self.blocks, per_page)
+        put = (lambda a: self._torch.as_tensor(a, device=self.device)) if self._torch is not None else (lambda a: a)
+        word = xp.arange(per_page) if self._torch is None else xp.arange(per_page, device=self.device)
+        at_mine, first = put(mine), put(theirs * per_page)[:, None]
+        for layer in range(self.model.layers):
+            want = (first + word[None, :] + layer * self.blocks * per_page) * _GOLDEN
+            if not bool((pages[layer][at_mine] == want).all()):
+                return False
+        return True

@@ -1,0 +1,205 @@
+"""``kvxfer bench transfer``: a request's scattered blocks between two processes, bytes checked, beside raw ceilings."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import statistics
+import time
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from kvxfer.bench.party import Setup, run
+from kvxfer.bench.shapes import MODELS
+from kvxfer.errors import ConfigError, KvxferError
+
+__all__ = ["measure", "transfer"]
+
+
+class Remote:
+    """A party in its own process."""
+
+    def __init__(self, setup: Setup) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=run, args=(setup, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.role = setup.role
+        self.get()
+
+    def send(self, *call: Any) -> None:
+        self._pipe.send(call)
+
+    def get(self) -> Any:
+        if not self._pipe.poll(180):
+            raise KvxferError(f"the {self.role} did not answer within 180 s")
+        ok, value = self._pipe.recv()
+        if not ok:
+            raise KvxferError(f"the {self.role} failed: {value}")
+        return value
+
+    def __call__(self, *call: Any) -> Any:
+        self.send(*call)
+        return self.get()
+
+    def close(self) -> None:
+        try:
+            self._pipe.send(None)
+        except OSError:
+            pass
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def measure(
+    backend: str, options: dict[str, Any], device: str, tokens: int, model: str, repeat: int, staging_bytes: int
+) -> dict[str, Any]:
+    """Run the benchmark; every figure with its unit in the key, GB meaning 1e9 bytes, medians of ``repeat`` rounds."""
+    shape = MODELS[model]
+    need = -(-tokens // shape.block_tokens)
+    blocks = need + need // 4 + 1
+    devices = _devices(device)
+    rng = np.random.default_rng(0)
+    src, dst = (rng.permutation(blocks)[:need].astype(np.int64) for _ in range(2))
+    out: dict[str, Any] = {
+        "backend": backend, "device": device, "devices": devices, "model": model, "tokens": tokens,
+        "kv_bytes": need * shape.page * shape.layers, "blocks": need, "repeat": repeat,
+        "raw_copy_GB_per_s": _raw_copy(devices, need * shape.page * shape.layers),
+    }  # fmt: skip
+    parties = [
+        Remote(Setup(role, backend, options, model, blocks, where, staging_bytes))
+        for role, where in zip(("producer", "consumer"), devices, strict=True)
+    ]
+    p, d = parties
+    try:
+        out |= _transport(p, d, src, dst, repeat)
+        out |= _session(p, d, src, dst, repeat)
+    finally:
+        for party in parties:
+            party.close()
+    best = out["raw_copy_GB_per_s"]
+    out["transport_to_raw_copy"] = round(out["transport_GB_per_s"] / best, 3)
+    out["session_to_raw_copy"] = round(out["session_GB_per_s"] / best, 3)
+    return out
+
+
+def _transport(p: Remote, d: Remote, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
+    ends = p("open_mover"), d("open_mover")
+    p.send("connect", ends[1])
+    d("connect", ends[0])
+    mode = p.get()
+    caches = p("cache"), d("cache")
+    d("clear")
+    seconds = []
+    for i in range(repeat + 2):
+        one, two = mp.get_context("spawn").Pipe()
+        p.send("move", src, dst, caches[1], one)
+        d.send("move", src, dst, caches[0], two)
+        ours, theirs = p.get(), d.get()
+        one.close()
+        two.close()
+        if i >= 2:
+            seconds.append(max(ours["done"], theirs["done"]) - max(ours["begun"], theirs["begun"]))
+    _expect(d("matches", dst, src), "transport")
+    nbytes = ours["bytes"]
+    return {
+        "verb": mode, "staged": bool(ours["staged"]),
+        "transport_ms": round(1e3 * statistics.median(seconds), 3),
+        "transport_GB_per_s": round(nbytes / statistics.median(seconds) / 1e9, 3),
+    }  # fmt: skip
+
+
+def _session(p: Remote, d: Remote, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
+    d("clear")
+    source = p("open_agent")
+    d("open_agent")
+    rounds = []
+    for i in range(repeat + 2):
+        p("offer", i, src)
+        time.sleep(0.05)  # the want must find it offered
+        rounds.append(d("fetch", i, dst, source))
+        p("settle")
+        d("settle")
+    _expect(d("matches", dst, src), "session")
+    warm = rounds[2:]
+    seconds = statistics.median(r["seconds"] for r in warm)
+    return {
+        "first_contact_ms": round(1e3 * rounds[0]["seconds"], 3),
+        "session_ms": round(1e3 * seconds, 3),
+        "session_GB_per_s": round(warm[0]["bytes"] / seconds / 1e9, 3),
+        "engine_thread_us": round(1e6 * statistics.median(r["call_s"] for r in warm), 1),
+    }
+
+
+def _expect(right: bool, what: str) -> None:
+    if not right:
+        raise KvxferError(f"the {what} run delivered wrong bytes")
+
+
+def _devices(device: str) -> tuple[str, str]:
+    if device == "cpu":
+        return "cpu", "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here")
+    return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+
+
+def _raw_copy(devices: tuple[str, str], nbytes: int) -> float:
+    """One plain contiguous copy of as many bytes: memcpy, or the peer copy between the two GPUs."""
+    times = []
+    if devices[0] == "cpu":
+        a, b = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        for _ in range(5):
+            begun = time.perf_counter()
+            np.copyto(b, a)
+            times.append(time.perf_counter() - begun)
+    else:
+        import torch
+
+        a_, b_ = (torch.zeros(nbytes, dtype=torch.uint8, device=x) for x in devices)
+        for _ in range(7):
+            for x in set(devices):
+                torch.cuda.synchronize(x)
+            begun = time.perf_counter()
+            b_.copy_(a_)
+            for x in set(devices):
+                torch.cuda.synchronize(x)
+            times.append(time.perf_counter() - begun)
+        del a_, b_
+        torch.cuda.empty_cache()
+    return round(nbytes / statistics.median(times[1:]) / 1e9, 2)
+
+
+def transfer(
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "zmq",
+    device: Annotated[str, typer.Option(help="Memory of both caches: cpu or cuda.")] = "cpu",
+    tokens: Annotated[int, typer.Option(help="Prompt length.", min=1)] = 1024,
+    model: Annotated[str, typer.Option(help=f"Shape of the cache: {', '.join(MODELS)}.")] = "llama-3-8b",
+    repeat: Annotated[int, typer.Option(help="Rounds that count; two more warm up.", min=1)] = 5,
+    options: Annotated[str, typer.Option(help="backend_options as a JSON object.")] = "{}",
+    staging_bytes: Annotated[int, typer.Option(help="Staging memory on each side.")] = 64 << 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Move a request's scattered blocks between two processes and print what it took."""
+    if model not in MODELS:
+        raise ConfigError(f"unknown model {model!r}: the shapes are {', '.join(MODELS)}")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {device!r}: cpu or cuda")
+    try:
+        chosen = json.loads(options)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"--options is not JSON: {e}") from None
+    out = measure(backend, chosen, device, tokens, model, repeat, staging_bytes)
+    if as_json:
+        typer.echo(json.dumps(out))
+        return
+    for key, value in out.items():
+        typer.echo(f"{key:24} {value}")
+
+
