@@ -77,8 +77,7 @@ class TestExternalId:
     @given(externals, prompts, prompts, suffixes)
     def test_prompts_of_a_batch_differ(self, external: str, one: int, other: int, suffix: str) -> None:
         ids = {
-            TransferId.derived(external_id(internal("cmpl", external, prompt, None, suffix)))
-            for prompt in (one, other)
+            TransferId.derived(external_id(internal("cmpl", external, prompt, None, suffix))) for prompt in (one, other)
         }
         assert len(ids) == len({one, other})
 
@@ -88,9 +87,7 @@ class TestExternalId:
         assert same == (one == other)
 
     @given(externals, prompts, suffixes)
-    def test_rejected_completion_is_found_without_its_suffix(
-        self, external: str, prompt: int, suffix: str
-    ) -> None:
+    def test_rejected_completion_is_found_without_its_suffix(self, external: str, prompt: int, suffix: str) -> None:
         rejected = external_id(internal("cmpl", external, prompt, None, ""))
         assert rejected == external_id(internal("cmpl", external, prompt, None, suffix))
 
@@ -211,9 +208,9 @@ class TestLegacy:
             legacy(External(base, 0, None))
 
     @given(
-        st.lists(
-            st.sampled_from(["___prefill_addr_", "___decode_addr_", "h1:5", "[::1]:7", "_", "u", "__", "%"])
-        ).map("".join)
+        st.lists(st.sampled_from(["___prefill_addr_", "___decode_addr_", "h1:5", "[::1]:7", "_", "u", "__", "%"])).map(
+            "".join
+        )
     )
     @example("___prefill_addr_h1:5___decode_addr_h2:5_u")
     def test_what_is_accepted_reads_in_one_way_only(self, base: str) -> None:
@@ -291,9 +288,9 @@ def test_epochs_are_63_bits_and_do_not_repeat() -> None:
 ingredients: dict[str, st.SearchStrategy[Any]] = {
     "tokens": st.none() | st.lists(st.integers(-1, 3), max_size=3),
     "model": st.text("ab\0", max_size=2),
-    "media": st.lists(
-        st.tuples(st.text("ab", max_size=2), st.integers(0, 2), st.integers(0, 2)), max_size=2
-    ).map(tuple),
+    "media": st.lists(st.tuples(st.text("ab", max_size=2), st.integers(0, 2), st.integers(0, 2)), max_size=2).map(
+        tuple
+    ),
     "lora": st.none() | st.text("a1", max_size=1) | st.integers(0, 1),
     "salt": st.none() | st.text("ab", max_size=2),
     "embeds": st.none() | st.binary(max_size=2),

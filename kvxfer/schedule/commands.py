@@ -100,6 +100,8 @@ class Want(msgspec.Struct, frozen=True):
     blocks: per group the destination by position; -1 = not wanted (no block here, or the local prefix cache
         has it). A block that is wanted may begin before `start`; those tokens are its own and must not be
         overwritten.
+    tokens: where a group is a "state", the number that the producer's final Offer must have: a state of more or
+        fewer tokens is another state.
     source: the producer; own: this engine's own address, for producers that dial back.
     """
 

@@ -218,14 +218,15 @@ class Engine:
         """False if there is no room, and so none for those behind."""
         if request.loading:
             return True
-        external: int | None = 0
+        external = 0
         fresh = request.computed == 0  # else its tokens were loaded, and it keeps their blocks
         if fresh:
             cached, table = self.hit(request)
-            external = self.schedule.consumer.matched(request.id, cached)
-            assert external == self.schedule.consumer.matched(request.id, cached)
-            if external is None:
+            matched = self.schedule.consumer.matched(request.id, cached)
+            assert matched == self.schedule.consumer.matched(request.id, cached)
+            if matched is None:
                 return True
+            external = matched
             request.table = [[block if block == -1 else self.touch(block) for block in row] for row in table]
             request.computed = cached
         tokens = external or min(len(request.tokens) - request.computed, budget)

@@ -57,14 +57,16 @@ class Taking:
 class Machine(RuleBasedStateMachine):
     @initialize(
         groups=st.sampled_from(CACHES),
-        blocks=st.integers(10, 24),
+        blocks=st.integers(12, 24),
         budget=st.integers(3, 12),
         overlap=st.booleans(),
+        patience=st.sampled_from([1, 3, 1000]),
     )
-    def start(self, groups: list[Group], blocks: int, budget: int, overlap: bool) -> None:
+    def start(self, groups: list[Group], blocks: int, budget: int, overlap: bool, patience: int) -> None:
         self.groups = groups
         self.blocks = blocks
         self.overlap = overlap
+        self.patience = patience  # how many finished requests may hold blocks before somebody reads the first
         self.engine = Engine(groups, OWN, blocks, budget)
         self.producer = self.engine.schedule.producer
         self.consumer = self.engine.schedule.consumer
@@ -84,25 +86,28 @@ class Machine(RuleBasedStateMachine):
         st.lists(st.integers(1, 2), min_size=2, max_size=9),
     ).map(lambda halves: halves[0] + halves[1])
     lengths = st.sampled_from([1, 1, 6])
-    names = st.sampled_from("abc").map(lambda name: TransferId.derived(External(name, 0, None)))
+    names = st.sampled_from("abcdef").map(lambda name: TransferId.derived(External(name, 0, None)))
     samples = st.integers(1, 2)
+    soon = st.integers(0, 3)  # steps that follow at once: rules may be left out of an example, steps never
 
     def new(self, prompt: list[int], max_tokens: int) -> Request:
         request = Request(f"r{len(self.requests)}", list(prompt), len(prompt), max_tokens)
         self.requests.append(request)
         return request
 
-    @rule(prompt=prompts, max_tokens=lengths)
-    def plain(self, prompt: list[int], max_tokens: int) -> None:
+    @rule(prompt=prompts, max_tokens=lengths, soon=soon)
+    def plain(self, prompt: list[int], max_tokens: int, soon: int) -> None:
         """A request that is nobody else's business."""
         self.engine.add(self.new(prompt, max_tokens))
+        self.run(soon)
 
-    @rule(prompt=prompts, max_tokens=lengths, transfer=names, samples=samples)
-    def prefill(self, prompt: list[int], max_tokens: int, transfer: TransferId, samples: int) -> None:
+    @rule(prompt=prompts, max_tokens=lengths, transfer=names, samples=samples, soon=soon)
+    def prefill(self, prompt: list[int], max_tokens: int, transfer: TransferId, samples: int, soon: int) -> None:
         for _ in range(samples):
             request = self.new(prompt, max_tokens)
             self.give(transfer, request)
             self.engine.add(request)
+        self.run(soon)
 
     def give(self, transfer: TransferId, request: Request) -> None:
         taken = self.producer.arrive(request.id, transfer, bytes(request.tokens), request.prompt)
@@ -110,9 +115,22 @@ class Machine(RuleBasedStateMachine):
         if taken:
             self.giving[transfer] = Giving(transfer, request)
 
-    @rule(prompt=prompts, max_tokens=lengths, transfer=names, samples=samples, onward=st.none() | names)
+    @rule(
+        prompt=prompts,
+        max_tokens=lengths,
+        transfer=names,
+        samples=samples,
+        onward=st.none() | names,
+        soon=soon,
+    )
     def decode(
-        self, prompt: list[int], max_tokens: int, transfer: TransferId, samples: int, onward: TransferId | None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        transfer: TransferId,
+        samples: int,
+        onward: TransferId | None,
+        soon: int,
     ) -> None:
         """A recurrent state cannot be stepped back, so with one the last token is left to the consumer."""
         for _ in range(samples):
@@ -131,6 +149,7 @@ class Machine(RuleBasedStateMachine):
             if onward is not None:
                 self.give(onward, request)
             self.engine.add(request)
+        self.run(soon)
 
     def alive(self) -> list[Request]:
         return [request for request in self.requests if not request.over]
@@ -155,11 +174,17 @@ class Machine(RuleBasedStateMachine):
     # Steps
 
     @rule(steps=st.integers(1, 6))
+    def go_on(self, steps: int) -> None:
+        self.run(steps)
+
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
             self.offers_hold_what_they_say()
             self.requests_have_their_own_bytes()
+            held = [giving for giving in self.readable() if giving.request.over]
+            if len(held) > self.patience:
+                self.read(held[0])
 
     def step(self) -> None:
         batch = self.engine.plan()
@@ -245,6 +270,8 @@ class Machine(RuleBasedStateMachine):
                 if ready >= giving.tokens:
                     tokens = giving.tokens
                 assert (giving.latest.tokens if giving.latest else 0) == tokens
+                if full == self.groups and tokens == giving.tokens:
+                    assert giving.latest and giving.latest.final
 
     def finished(self, request: Request, held: bool) -> None:
         mine = [giving for giving in self.giving.values() if giving.request is request]
@@ -263,7 +290,9 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def all_is_read(self, data: st.DataObject) -> None:
         """Also while the request still runs."""
-        giving = data.draw(st.sampled_from(self.readable()))
+        self.read(data.draw(st.sampled_from(self.readable())))
+
+    def read(self, giving: Giving) -> None:
         self.quiet(giving)
         self.owed.append(giving)
 
@@ -366,9 +395,10 @@ class Machine(RuleBasedStateMachine):
         for want, request in self.loads:
             self.engine.load(want, request, False)
         for giving in list(self.giving.values()):
-            self.quiet(giving)
-            if not giving.withdrawn:
-                self.owed.append(giving)
+            if giving.withdrawn:
+                self.quiet(giving)
+            else:
+                self.read(giving)
         self.step()
         assert len(self.engine.schedule) == 0 and not self.producer.held and not self.consumer.waiting
         assert sorted(self.engine.free) == list(range(1, self.blocks + 1)), "a block leaked"

@@ -264,13 +264,14 @@ class TestPreemption:
         (offer,) = commands.offers
         assert offer.generation > before.generation and offer.blocks == (tuple(table[0][:1]),)
 
-    def test_and_never_resumed(self) -> None:
+    @pytest.mark.parametrize("table", [[[]], [[5, 6]]])
+    def test_and_never_resumed(self, table: list[list[int]]) -> None:
         """vLLM may end a preempted request normally, by a result that was in flight; its KV is gone."""
         tracker = tracking(FULL, 20)
         tracker.step("r", 0, 20, [[5, 6]])
         tracker.commands()
         tracker.preempt("r")
-        assert not tracker.finish("r", [[]], True)
+        assert not tracker.finish("r", table, True)
         assert [revoke.gone for revoke in tracker.commands().revokes] == [False, True]
 
 
