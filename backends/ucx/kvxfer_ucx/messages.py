@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_int8, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from kvxfer.geometry.plan import Ints
 
 __all__ = ["OK", "TRUNCATED", "Messages", "Posted"]
 
+_STATUS = c_int8  # a packed enum
 OK, TRUNCATED = 0, -9
 _IN_PROGRESS = 1
 _FIRST_ERROR = 2**64 - 100  # pointers from here on are negative status codes
@@ -101,14 +102,14 @@ class Messages:
         self._worker = worker
         self._send = function("ucp_tag_send_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, param)
         self._recv = function("ucp_tag_recv_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, c_uint64, param)
-        self._test = function("ucp_request_check_status", c_int, c_void_p)
-        self._test_recv = function("ucp_tag_recv_request_test", c_int, c_void_p, c_void_p)
+        self._test = function("ucp_request_check_status", _STATUS, c_void_p)
+        self._test_recv = function("ucp_tag_recv_request_test", _STATUS, c_void_p, c_void_p)
         self._free = function("ucp_request_free", None, c_void_p)
         self._cancel = function("ucp_request_cancel", None, c_void_p, c_void_p)
         self._close = function("ucp_ep_close_nbx", c_void_p, c_void_p, param)
         self._probe = function("ucp_tag_probe_nb", c_void_p, c_void_p, c_uint64, c_uint64, c_int, c_void_p)
         self._fetch = function("ucp_tag_msg_recv_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, param)
-        self._text = function("ucs_status_string", c_char_p, c_int)
+        self._text = function("ucs_status_string", c_char_p, _STATUS)
 
     def describe(self, status: int) -> str:
         return str(self._text(status).decode())

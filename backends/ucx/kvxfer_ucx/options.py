@@ -39,7 +39,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     advertise: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    connect_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     ucx: dict[str, str | int | float | bool] = {}
 
     @classmethod

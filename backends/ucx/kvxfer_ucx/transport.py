@@ -254,6 +254,8 @@ class UcxTransport(Transport):
 
     def _on_request(self, request: int) -> None:
         """Somebody connects. Called by UCX within progress."""
+        if self._closed:
+            return
         ucxx = self._library.ucxx
         try:
             endpoint = self._listener.create_endpoint_from_conn_request(request, True)
