@@ -32,7 +32,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/kvxfer bench $(ARGS)
+	$(BIN)/kvxfer bench transfer $(ARGS)
 
 dist: $(READY)
 	rm -rf dist

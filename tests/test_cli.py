@@ -33,6 +33,10 @@ def hello(name: str) -> None:
 
 def fails() -> None:
     raise KvxferError("what happened, and what to do")
+
+family = typer.Typer()
+family.command("hello")(hello)
+family.command("fails")(fails)
 """
 
 
@@ -52,6 +56,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "[kvxfer.commands]\n"
         "hello = third_party_commands:hello\n"
         "fails = third_party_commands:fails\n"
+        "family = third_party_commands:family\n"
         "lost = third_party_nowhere:command\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -71,6 +76,7 @@ def test_another_distribution_brings_commands() -> None:
     assert "Greets." in run("--help").stdout
     result = run("hello", "world")
     assert (result.exit_code, result.stdout) == (0, "hello world\n")
+    assert run("family", "hello", "world").stdout == "hello world\n"
 
 
 def test_a_command_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +95,9 @@ def test_a_command_that_cannot_be_imported_harms_no_other() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_errors_of_kvxfer_are_told_without_a_traceback() -> None:
-    result = run("fails")
+@pytest.mark.parametrize("command", [["fails"], ["family", "fails"]])
+def test_errors_of_kvxfer_are_told_without_a_traceback(command: list[str]) -> None:
+    result = run(*command)
     assert (result.exit_code, result.stderr) == (1, "kvxfer: what happened, and what to do\n")
 
 

@@ -1,18 +1,17 @@
 """The program `kvxfer`. Its commands are entry points of the group `kvxfer.commands`, so that whatever is
 installed beside the core brings its own (`demo` comes with kvxfer-vllm); the core needs to know none of them.
 
-A command is a function as `typer.Typer.command` takes it. All are imported whenever the program starts: one
-that needs something heavy imports it when it is called.
+A command is a function as `typer.Typer.command` takes it, or a `typer.Typer` with commands of its own. All are
+imported whenever the program starts: one that needs something heavy imports it when it is called.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import kvxfer
 from kvxfer.errors import KvxferError
@@ -25,10 +24,22 @@ _ELSEWHERE = {"demo": "pip install 'kvxfer[vllm]'"}
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
+class _Program(TyperGroup):
+    """Tells errors that kvxfer raises on purpose without a traceback, from whatever command they come."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvxferError as error:
+            typer.echo(f"kvxfer: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
 def build() -> typer.Typer:
     """The program with all commands that are installed. One that cannot be imported says so when called."""
     program = typer.Typer(
         name="kvxfer",
+        cls=_Program,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -52,7 +63,10 @@ def build() -> typer.Typer:
         except (ImportError, AttributeError) as error:
             _add_unavailable(program, name, f"not to be loaded from {installed[name].value}: {error}")
         else:
-            program.command(name)(_reporting(command))
+            if isinstance(command, typer.Typer):
+                program.add_typer(command, name=name)
+            else:
+                program.command(name)(command)
     return program
 
 
@@ -61,20 +75,6 @@ def _add_unavailable(program: typer.Typer, name: str, reason: str) -> None:
     def unavailable() -> None:
         typer.echo(f"kvxfer: {name} is {reason}", err=True)
         raise typer.Exit(1)
-
-
-def _reporting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command, with errors that kvxfer raises on purpose told without a traceback."""
-
-    @functools.wraps(command)
-    def reporting(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except KvxferError as error:
-            typer.echo(f"kvxfer: {error}", err=True)
-            raise typer.Exit(1) from None
-
-    return reporting
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,8 @@
+"""`kvxfer bench`: the benchmarks, one command each."""
+
+import typer
+
+from kvxfer.bench.transfer import transfer
+
+bench = typer.Typer(no_args_is_help=True, help="Measure what this machine and a back end can do.")
+bench.command("transfer")(transfer)
