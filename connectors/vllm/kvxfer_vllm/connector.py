@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -19,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvxfer_vllm import compat
 from kvxfer_vllm.metadata import Report, Step
 from kvxfer_vllm.scheduler import SchedulerHalf
 from kvxfer_vllm.settings import groups_of, settings_of
@@ -36,15 +36,13 @@ if TYPE_CHECKING:
 
 __all__ = ["KVXferConnector"]
 
-TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
-"""vLLM 0.30 and later report failed loads by request; 0.29 knows only ``get_finished``."""
-
-
 class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    _cache_hit_source = compat.HIT_SOURCE
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = settings_of(vllm_config)
-        groups_of(kv_cache_config)
+        compat.check_groups(len(groups_of(kv_cache_config)))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -134,12 +132,18 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         self._work.collect()
-        received, failed = self._work.results()
-        return TransferResults(finished_recving=received, failed_recving=failed)
+        return compat.transfer_results(*self._work.results())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return None, results.finished_recving or None
+        """vLLM 0.29's way; failed loads follow by block id."""
+        self._work.collect()
+        received, _ = self._work.results()
+        return None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Empty where failed loads are reported by request."""
+        blocks = self._work.failed_blocks()
+        return set() if compat.REPORTS_BY_REQUEST else blocks
 
     def build_connector_worker_meta(self) -> Report | None:
         return self._work.report()

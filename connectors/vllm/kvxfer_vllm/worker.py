@@ -36,6 +36,8 @@ class WorkerHalf:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._requests: dict[str, str] = {}  # fetch handle -> vLLM request
+        self._blocks: dict[str, set[int]] = {}  # fetch handle -> logical blocks that it fills
+        self._failed_blocks: set[int] = set()
         self._failing: set[str] = set()  # fetches that ended badly and are not quiet yet
         self._stats = KVXferStats()
 
@@ -76,6 +78,7 @@ class WorkerHalf:
         for want in step.commands.wants:
             request = step.loads[want.transfer]
             self._requests[str(want.transfer)] = request
+            self._blocks[str(want.transfer)] = {b for row in want.blocks for b in row if b >= 0}
             agent.fetch(
                 Fetch(
                     str(want.transfer), want.transfer, want.digest, _source(want.source), layout.tables(want.blocks),
@@ -111,16 +114,22 @@ class WorkerHalf:
                 if not event.outcome.delivered:
                     self._failing.add(event.handle)
             else:
-                request = self._requests.pop(event.handle)
+                request, blocks = self._requests.pop(event.handle), self._blocks.pop(event.handle)
                 self._received.add(request)
                 if event.handle in self._failing:
                     self._failing.discard(event.handle)
                     self._failed.add(request)
+                    self._failed_blocks |= blocks
 
     def results(self) -> tuple[set[str], set[str]]:
         """(requests whose load has ended and is quiet, those of them whose load failed), each reported once."""
         out = self._received, self._failed
         self._received, self._failed = set(), set()
+        return out
+
+    def failed_blocks(self) -> set[int]:
+        """Logical blocks of failed loads, each reported once."""
+        out, self._failed_blocks = self._failed_blocks, set()
         return out
 
     def report(self) -> Report | None:

@@ -1,0 +1,41 @@
+"""What differs between the vLLM releases that are supported, found by looking, not by version number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from kvxfer.errors import ConfigError
+
+__all__ = ["HIT_SOURCE", "REPORTS_BY_REQUEST", "check_groups", "transfer_results"]
+
+_Results: Any = getattr(base, "KVConnectorTransferResults", None)
+
+REPORTS_BY_REQUEST = _Results is not None
+"""vLLM 0.30 and later take failed loads by request. 0.29 takes them by block id, which is ambiguous with several groups."""
+
+
+def transfer_results(received: set[str], failed: set[str]) -> Any:
+    """What ``get_transfer_results`` returns (0.30 and later)."""
+    return _Results(finished_recving=received, failed_recving=failed)
+
+
+def check_groups(groups: int) -> None:
+    """Refuse what this release cannot do safely. Raises ``ConfigError``."""
+    if groups > 1 and not REPORTS_BY_REQUEST:
+        raise ConfigError(
+            f"this vLLM ends the engine when a load fails in a model with {groups} KV-cache groups; use vLLM 0.30 or later"
+        )
+
+
+def _hit_source() -> Any:
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.P2P
+
+
+HIT_SOURCE = _hit_source()
+"""How vLLM 0.32 and later label tokens that we bring."""
