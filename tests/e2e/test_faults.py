@@ -2,11 +2,11 @@
 and nothing else."""
 
 import json
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Cluster, Server, ServerError, await_ready, connector
 from tests.conftest import require
@@ -27,8 +27,7 @@ def test_the_demo_fails_if_a_block_of_one_layer_is_zeroed() -> None:
 
 
 def test_a_dead_prefill_server_costs_only_its_requests(cluster: Cluster, model: Path, tmp_path: Path) -> None:
-    seconds = 5.0
-    config = {"backend": "zmq", "transfer_timeout": seconds, "peer_timeout": 2.0}
+    config = {"backend": "zmq", "transfer_timeout": 5.0, "peer_timeout": 2.0}
     with ExitStack() as stack:
 
         def start(name: str, role: str, **policy: str) -> Server:
@@ -46,11 +45,9 @@ def test_a_dead_prefill_server_costs_only_its_requests(cluster: Cluster, model: 
         offers = [complete(prefill, f"{prompt}{n}", 1, PREFILL_PARAMS).kv_transfer_params for n in range(2)]
         prefill.stop()
 
-        start_time = time.monotonic()
-        with pytest.raises(ServerError):
+        with pytest.raises(ServerError, match="answered 500"):  # and neither hung nor went on with wrong bytes
             complete(failing, f"{prompt}0", 16, offers[0])
         recomputed = complete(recomputing, f"{prompt}1", 16, offers[1])
-        assert time.monotonic() - start_time < 60, "hung, though every wait has a deadline"
         assert recomputed.tokens == complete(cluster.plain, f"{prompt}1", 16).tokens
 
         for server in (failing, recomputing):
