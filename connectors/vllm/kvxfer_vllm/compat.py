@@ -13,7 +13,7 @@ __all__ = ["HIT_SOURCE", "REPORTS_BY_REQUEST", "check_groups", "transfer_results
 _Results: Any = getattr(base, "KVConnectorTransferResults", None)
 
 REPORTS_BY_REQUEST = _Results is not None
-"""vLLM 0.30 and later take failed loads by request. 0.29 takes them by block id, which is ambiguous with several groups."""
+"""vLLM 0.30 and later take failed loads by request; 0.29 by block id, which is ambiguous with several groups."""
 
 
 def transfer_results(received: set[str], failed: set[str]) -> Any:
@@ -25,7 +25,8 @@ def check_groups(groups: int) -> None:
     """Refuse what this release cannot do safely. Raises ``ConfigError``."""
     if groups > 1 and not REPORTS_BY_REQUEST:
         raise ConfigError(
-            f"this vLLM ends the engine when a load fails in a model with {groups} KV-cache groups; use vLLM 0.30 or later"
+            f"this vLLM ends the engine when a load fails in a model with {groups} KV-cache groups; "
+            "use vLLM 0.30 or later"
         )
 
 

@@ -56,8 +56,8 @@ class Layout:
                 for shape, offset in _planes(name, tensors[name], layer, g, kernel_tokens, config, rank, regions):
                     shapes[shape].append((name, offset))
         views = tuple(
-            View(plane, g, tuple(n for n, _ in at), tuple(o for _, o in at), blocks, stride, unit, encoding, heads, token)
-            for (plane, g, blocks, stride, unit, encoding, heads, token), at in shapes.items()
+            View(plane, g, tuple(n for n, _ in at), tuple(o for _, o in at), *rest)
+            for (plane, g, *rest), at in shapes.items()
         )
         return cls(Cache(regions.found, tuple(groups), views, rank), tuple(ratios))
 
@@ -94,7 +94,14 @@ class _Regions:
 
 
 def _planes(
-    name: str, t: torch.Tensor, spec: Any, group: int, tokens: int, config: VllmConfig, rank: Rank, regions: _Regions
+    name: str,
+    t: torch.Tensor,
+    spec: Any,
+    group: int,
+    tokens: int,
+    config: VllmConfig,
+    rank: Rank,
+    regions: _Regions,
 ) -> list[tuple[tuple[Any, ...], int]]:
     """(everything of a view that layers may share, the layer's offset) for each plane of one layer."""
     item = t.element_size()

@@ -1,8 +1,8 @@
 """``kv_transfer_params``: NIXL's schema, which routers already relay, with two keys of our own.
 
-To P a router sends ``do_remote_decode``; P's answer carries ``do_remote_prefill``, the address of its directory, and under
-our keys the transfer's base id and P's epoch; the router forwards that to D as it is. A router that dispatches to
-both at once names the transfer itself: ``transfer_id`` to both, and to D ``remote_host`` and ``remote_port`` of P.
+To P a router sends ``do_remote_decode``; P's answer carries ``do_remote_prefill``, the address of its directory, and
+under our keys the transfer's base id and P's epoch; the router forwards that to D as it is. A router that dispatches
+to both at once names the transfer itself: ``transfer_id`` to both, and to D ``remote_host`` and ``remote_port`` of P.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ def offered_id(params: Mapping[str, Any], epoch: int, external: External) -> Tra
 
 
 def answer(
-    transfer: TransferId, source: Source, engine: str, request: str, tp: int, table: Sequence[Sequence[int]], tokens: int
+    transfer: TransferId,
+    source: Source,
+    engine: str,
+    request: str,
+    tp: int,
+    table: Sequence[Sequence[int]],
+    tokens: int,
 ) -> dict[str, Any]:
     """What P returns for its router to give to D."""
     return {
@@ -63,7 +69,7 @@ def wanted(params: Mapping[str, Any], external: External) -> tuple[TransferId, S
         return TransferId.routed(str(name), external), Source(host, port, 0)
     base, epoch = params.get(TRANSFER), params.get(EPOCH)
     if not isinstance(base, str) or not isinstance(epoch, str):
-        return f"{TRANSFER} or {EPOCH} is missing: the router must forward the prefill engine's kv_transfer_params whole"
+        return f"{TRANSFER} or {EPOCH} is missing: the router must forward the prefill engine's params whole"
     try:
         return TransferId(base, external.prompt), Source(host, port, int(epoch, 16))
     except ValueError:

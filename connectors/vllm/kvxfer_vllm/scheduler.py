@@ -1,4 +1,4 @@
-"""The scheduler half: vLLM's scheduler hooks turned into calls of ``kvxfer.schedule``, and its commands into step metadata.
+"""The scheduler half: vLLM's scheduler hooks turned into calls of ``kvxfer.schedule``, its commands into step metadata.
 
 All methods run on the engine-core thread; none blocks. The directory has a thread of its own.
 """

@@ -33,18 +33,18 @@ def settings_of(vllm_config: VllmConfig) -> Config:
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise ConfigError("kvxfer does not support prefill context parallelism: set prefill_context_parallel_size to 1")
     if getattr(model, "is_encoder_decoder", False):
-        raise ConfigError("kvxfer does not support encoder-decoder models: their cross-attention cache is not transferred")
+        raise ConfigError("kvxfer does not support encoder-decoder models: it does not move cross-attention caches")
     return config
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """The engine's KV-cache groups as the schedule knows them. Raises ``ConfigError`` for a kind that is not supported."""
+    """The engine's KV-cache groups as the schedule knows them. Raises ``ConfigError`` for unsupported kinds."""
     out = []
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         names = {type(s).__name__ for s in layer_specs(spec)}
         if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
-            raise ConfigError(f"kvxfer does not support KV-cache group {i} ({', '.join(names)}): it is not to be transferred")
+            raise ConfigError(f"kvxfer does not support KV-cache group {i} ({', '.join(names)}): it must stay local")
         if names <= _FULL:
             out.append(Group("full", spec.block_size))
         elif names <= _WINDOW:
@@ -67,5 +67,5 @@ def model_identity(vllm_config: VllmConfig) -> str:
     for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_path"):
         shape.pop(key, None)
     text = json.dumps(shape, sort_keys=True, default=str)
-    facts = (hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), str(model.dtype), str(model.quantization or ""))
-    return "/".join(facts)
+    shape_hash = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return f"{shape_hash}/{model.dtype}/{model.quantization or ''}"

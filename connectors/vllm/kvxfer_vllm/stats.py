@@ -59,8 +59,9 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             buckets=BUCKETS, labelnames=labelnames,
         )  # fmt: skip
         self._loads = self._counter_cls(
-            name="kvxfer_transfers", documentation="Loads that have ended, by outcome.", labelnames=[*labelnames, "outcome"]
-        )
+            name="kvxfer_transfers", documentation="Loads that have ended, by outcome.",
+            labelnames=[*labelnames, "outcome"],
+        )  # fmt: skip
         for values in per_engine_labelvalues.values():
             self._bytes.labels(*values)
             self._seconds.labels(*values)

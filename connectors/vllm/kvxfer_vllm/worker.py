@@ -96,8 +96,9 @@ class WorkerHalf:
             self._offered[offer.transfer] = offer.generation
             agent.offer(
                 Offered(
-                    offer.transfer, offer.digest, offer.generation, offer.tokens, layout.tables(offer.blocks), offer.final
-                ),
+                    offer.transfer, offer.digest, offer.generation, offer.tokens, layout.tables(offer.blocks),
+                    offer.final,
+                ),  # fmt: skip
                 after=fence,
             )
 
