@@ -107,7 +107,7 @@ def _planes(
     item = t.element_size()
     blocks, slots, states, content = t.shape
     if t.dim() != 4 or states != tokens or t.stride(3) != 1:
-        raise ConfigError(f"layer {name!r}: a cache of shape {tuple(t.shape)} with {tokens} tokens a block is not known")
+        raise ConfigError(f"layer {name!r}: a cache of shape {tuple(t.shape)} of {tokens} tokens a block is not known")
     stride, head, token = (s * item for s in t.stride()[:3])
     offset = regions.offset(t)
     quant = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvxfer.geometry import Rank
 from kvxfer.identity import TransferId
 from kvxfer.schedule import StepCommands
 from kvxfer.session import Member
@@ -37,11 +38,11 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """Workers to scheduler: how many ranks are done with each (transfer, generation) that was offered."""
+    """Workers to scheduler: for each transfer that was offered, the ranks that are done with it, up to which generation."""
 
-    released: dict[tuple[TransferId, int], int] = field(default_factory=dict)
+    released: dict[TransferId, dict[Rank, int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Report)
         keys = self.released.keys() | other.released.keys()
-        return Report({k: self.released.get(k, 0) + other.released.get(k, 0) for k in keys})
+        return Report({k: self.released.get(k, {}) | other.released.get(k, {}) for k in keys})

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
+from kvxfer.errors import KvxferError
+from kvxfer.geometry import Rank
 from kvxfer.identity import TransferId, digest, external_id, new_epoch
 from kvxfer.schedule import NULL, Schedule, ScheduleError, Source
 from kvxfer.session import Directory, Member, Renew, Settle
@@ -58,16 +60,22 @@ class SchedulerHalf:
         self._doomed: list[str] = []
         self._computed: dict[str, int] = {}  # request -> local tokens at its last match
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
-        self._quiet: dict[tuple[TransferId, int], int] = {}  # ranks that are done
+        self._quiet: dict[TransferId, dict[Rank, int]] = {}  # ranks that are done, up to which generation
         self._renewed = 0.0
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
         """A request is new (or asked about again): learn what it offers or loads."""
-        params, name = request.kv_transfer_params, request.request_id
-        if not params or name in self._offers or name in self._loads:
+        if not request.kv_transfer_params or request.request_id in self._offers or request.request_id in self._loads:
             return
+        try:
+            self._take_up(request, request.kv_transfer_params)
+        except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
+            log.warning("request %s takes no part in KV transfer: %s", request.request_id, e)
+
+    def _take_up(self, request: Request, params: dict[str, Any]) -> None:
+        name = request.request_id
         external = external_id(name)
         if self._produces and p.is_offer(params):
             transfer = p.offered_id(params, self._source.epoch, external)
@@ -215,14 +223,16 @@ class SchedulerHalf:
         if not isinstance(report, Report):
             return
         freed = set()
-        for key, ranks in report.released.items():
-            done = self._quiet.pop(key, 0) + ranks
-            if done < self._world:
-                self._quiet[key] = done
+        for transfer, ranks in report.released.items():
+            done = self._quiet.setdefault(transfer, {})
+            done |= ranks
+            if len(done) < self._world:
                 continue
-            request = self._schedule.producer.released(*key)
+            request = self._schedule.producer.released(transfer, min(done.values()))
             if request is not None:
                 freed.add(request)
+            if request is not None or len(set(done.values())) == 1:
+                del self._quiet[transfer]  # else a rank spoke of an earlier request with this id, and will speak again
         if freed:
             output.finished_sending = (output.finished_sending or set()) | freed
 

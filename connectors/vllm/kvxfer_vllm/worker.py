@@ -31,8 +31,7 @@ class WorkerHalf:
         self._config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self._agent: Agent | None = None
         self._layout: Layout | None = None
-        self._offered: dict[TransferId, int] = {}  # generation of the last offer
-        self._released: dict[tuple[TransferId, int], int] = {}
+        self._released: dict[TransferId, dict[Rank, int]] = {}
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._requests: dict[str, str] = {}  # fetch handle -> vLLM request
@@ -61,17 +60,15 @@ class WorkerHalf:
         return None if self._agent is None else Handshake(self._agent.member)
 
     def before_forward(self, step: Step) -> None:
-        """Revocations and cancels take effect before this step can reuse a block."""
+        """Revocations take effect before this step can reuse a block."""
         agent, _ = self._on
         for revoke in step.commands.revokes:
             agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone)
-        for cancel in step.commands.cancels:
-            agent.cancel(str(cancel.transfer), cancel.reason)
         for transfer in step.renewals:
             agent.renew(transfer)
 
     def load(self, step: Step) -> None:
-        """Begin this step's loads."""
+        """Begin this step's loads, and end those that are no longer wanted."""
         agent, layout = self._on
         self._received.update(step.doomed)
         self._failed.update(step.doomed)
@@ -85,6 +82,8 @@ class WorkerHalf:
                     want.start, want.tokens, None if want.own is None else _source(want.own),
                 )  # fmt: skip
             )
+        for cancel in step.commands.cancels:
+            agent.cancel(str(cancel.transfer), cancel.reason)
 
     def after_forward(self, step: Step) -> None:
         """Offer what this step has computed, behind a fence on the device."""
@@ -93,7 +92,6 @@ class WorkerHalf:
             return
         fence = memory.fence(layout.cache.regions[0].device)
         for offer in step.commands.offers:
-            self._offered[offer.transfer] = offer.generation
             agent.offer(
                 Offered(
                     offer.transfer, offer.digest, offer.generation, offer.tokens, layout.tables(offer.blocks),
@@ -104,12 +102,11 @@ class WorkerHalf:
 
     def collect(self) -> None:
         """Take in what has ended since the last step."""
-        agent, _ = self._on
+        agent, layout = self._on
         for event in agent.events():
             if event.role == "producer":
                 if not isinstance(event, Ended):
-                    generation = self._offered.pop(event.transfer, 0)
-                    self._released[event.transfer, generation] = 1
+                    self._released[event.transfer] = {layout.cache.rank: event.generation}
             elif isinstance(event, Ended):
                 self._stats.record(event)
                 if not event.outcome.delivered:
