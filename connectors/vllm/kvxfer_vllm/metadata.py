@@ -38,7 +38,8 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """Workers to scheduler: for each transfer that was offered, the ranks that are done with it, up to which generation."""
+    """Workers to scheduler: for each transfer that was offered, the ranks that are done with it, and up to which
+    generation."""
 
     released: dict[TransferId, dict[Rank, int]] = field(default_factory=dict)
 
