@@ -50,7 +50,8 @@ class FakeTransport(Transport):
     """Options, all optional:
 
     ``network``: a ``Network``. ``verbs``: names (default: all). ``memory``: kinds. ``gathers``, ``factored``,
-    ``run_bytes``, ``abort``, ``quiet``: as in ``Capabilities``. ``delay_s``: added to every batch. ``lose``, ``corrupt``,
+    ``run_bytes``, ``abort``, ``quiet``: as in ``Capabilities``. ``delay_s``: added to every batch. ``lose``,
+    ``corrupt``,
     ``fail``: probability that a batch of this agent meets that fault, drawn from ``seed``. ``wakeup``: false takes
     ``fileno`` away.
     """

@@ -99,8 +99,9 @@ class Network:
         self._ghosts: list[Ghost] = []
 
     def disturb(self, fault: Fault, count: int = 1, agent: str | None = None, verb: Verb | None = None) -> None:
-        """The next ``count`` batches (of that agent and verb) are lost (no half ever completes by itself), corrupted (one
-        byte is flipped where it arrives), or fail. A RECV cannot be chosen: it is the SEND that moves."""
+        """The next ``count`` batches (of that agent and verb) are lost (no half ever completes by itself),
+        corrupted (one byte is flipped where it arrives), or fail. A RECV cannot be chosen: it is the SEND that
+        moves."""
         with self.lock:
             self._faults += [(fault, agent, verb)] * count
 
@@ -141,6 +142,7 @@ class Network:
         for other in self._members:
             for side in other.sides.values():
                 if side.tokens & tokens:
+                    side.other = None
                     self.cut(side, f"{member.agent!r} is gone (its process ended, or it closed)")
         for token in tokens:
             del self._owners[token]
@@ -236,7 +238,8 @@ class Network:
                 self.fail(send, "the peer aborted this stream")
                 self.fail(recv, "the peer aborted this stream")
             elif send.lengths.tolist() != recv.lengths.tolist():
-                why = f"sizes differ: {send.batch.nbytes} bytes sent, {recv.batch.nbytes} bytes expected (or cut otherwise)"
+                sizes = f"{send.batch.nbytes} bytes sent, {recv.batch.nbytes} bytes expected"
+                why = f"the halves differ: {sizes}, or cut otherwise"
                 self.fail(send, why)
                 self.fail(recv, why)
             elif send.fate == "lose" or not (send.ready(now) and recv.ready(now)):

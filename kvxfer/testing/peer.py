@@ -1,7 +1,8 @@
 """A party in a process of its own, to be killed and stopped for real.
 
-``python -m kvxfer.testing.peer`` reads commands from stdin and answers on stdout, one JSON line each; the first says which
-back end to make (``module:Class``, so it must be importable in the child). ``RemoteParty`` is the other end.
+``python -m kvxfer.testing.peer`` reads commands from stdin and answers on stdout, one JSON line each; the first
+says which back end to make (``module:Class``, so it must be importable in the child). ``RemoteParty`` is the other
+end.
 """
 
 from __future__ import annotations

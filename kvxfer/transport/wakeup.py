@@ -10,6 +10,7 @@ import os
 import select
 import time
 from collections.abc import Hashable
+from collections.abc import Set as AbstractSet
 
 __all__ = ["Wakeup"]
 
@@ -52,7 +53,7 @@ class Wakeup:
         """Wake now. From any thread."""
         os.eventfd_write(self._flag, 1)
 
-    def clear(self) -> set[Hashable]:
+    def clear(self) -> AbstractSet[Hashable]:
         """Forget ``set`` and a time that has come; returns the keys of the descriptors that are readable."""
         fired = {fd for fd, _ in self._epoll.poll(0)}
         if self._flag in fired:

@@ -1,15 +1,243 @@
-"""The zmq back end keeps the contract, over TCP and over Unix sockets."""
+"""The zmq back end keeps the contract, over TCP and over Unix sockets, and stands up to strangers and bad peers."""
 
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import numpy as np
+import pytest
+import zmq
+
+from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite
+from kvxfer.testing.conformance import Started, Suite, Way, World
+from kvxfer.testing.conformance.harness import assert_equal
+from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport
+from kvxfer_zmq.wire import VERSION, Endpoint, Header, Kind, new_token, routing_id
 
 
 class TestTcp(ConformanceSuite):
     backend = ZmqTransport
+    rounds = 1000
 
 
 class TestIpc(ConformanceSuite):
     backend = ZmqTransport
     options: ClassVar[dict[str, Any]] = {"protocol": "ipc"}
+    rounds = 1000
+
+
+class Ours(Suite):
+    backend = ZmqTransport
+    __test__ = False
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(Ours())
+    yield world
+    world.close()
+
+
+def test_sizes_that_differ_fail_both_halves(world: World) -> None:
+    a, b, link = world.pair()
+    [(_, sent), _] = link.halves(Way.SEND, a, b, Runs.of([0], [0], [1000]))
+    received = Batch(Verb.RECV, link.peers[b.name], 0, np.array([999]), np.array([0]))
+    before = b.content(0)
+    results = world.finish(Started([(a, a.submit(sent)), (b, b.submit(received))]))
+    for result in results:
+        assert result.error is not None and "1000" in result.error and "999" in result.error
+    assert_equal(b.content(0), before, "the receiver's memory")
+    world.move(link, Way.SEND, a, b, Runs.of([0], [0], [1000]))
+
+
+def test_one_stream_that_is_stuck_stops_no_other(world: World) -> None:
+    a, b, link = world.pair()
+    _, (_, stuck) = link.halves(Way.SEND, a, b, Runs.of([0], [0], [3_000_000]))
+    started = Started([(b, b.submit(stuck))])
+    world.move(link, Way.SEND, a, b, Runs.of([0], [0], [3_000_000]))
+    assert not started.over()
+
+
+def test_a_skipped_stream_fails(world: World) -> None:
+    """The sender went on to the next stream, so the one in between never comes."""
+    a, b, link = world.pair()
+    _, (_, skipped) = link.halves(Way.SEND, a, b, Runs.of([0], [0], [1000]))
+    started = Started([(b, b.submit(skipped))])
+    world.run(0.05)
+    world.succeed(link.start(Way.SEND, a, b, Runs.of([0], [0], [1000])))
+    [result] = world.finish(started)
+    assert result.error is not None and "skipped" in result.error
+
+
+class Impostor:
+    """Speaks raw ZeroMQ to a transport, as a peer that holds a valid endpoint: everything else is up to the test."""
+
+    def __init__(self, world: World, victim: LocalParty) -> None:
+        self.context = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        theirs = victim.endpoint()
+        mine = Endpoint(VERSION, "impostor", f"tcp://127.0.0.1:{port}", new_token())
+        self.peer = victim.connect(theirs, mine.encode())
+        self.victim, self.world, self.name = victim, world, "impostor"
+        self.dealer = self.context.socket(zmq.DEALER)
+        self.dealer.setsockopt(zmq.ROUTING_ID, routing_id(Endpoint.decode(theirs).token, mine.token))
+        self.dealer.connect(Endpoint.decode(theirs).address)
+        self.say(Header(Kind.HELLO), b"")
+
+    def say(self, *frames: Header | bytes) -> None:
+        self.dealer.send_multipart([f.encode() if isinstance(f, Header) else f for f in frames])
+
+    def close(self) -> None:
+        self.context.destroy(0)
+
+
+@pytest.fixture
+def impostor(world: World) -> Iterator[Impostor]:
+    victim = world.local()
+    victim.allocate([1 << 20], 1)
+    impostor = Impostor(world, victim)
+    yield impostor
+    impostor.close()
+
+
+N = 100_000
+
+VIOLATIONS: dict[str, list[Header | bytes]] = {
+    "no header": [b""],
+    "a short header": [b"\x04abc", b""],
+    "an unknown kind": [b"\xff" * 25, b""],
+    "one frame too many": [Header(Kind.DATA, 0, 0), b"x" * 100, b"y"],
+    "one frame too few": [Header(Kind.DATA, 0, 0)],
+    "bytes at the wrong place": [Header(Kind.DATA, 0, 5), b"x" * 100],
+    "bytes far outside": [Header(Kind.DATA, 0, 1 << 62), b"x" * 100],
+    "bytes beyond the end": [Header(Kind.DATA, 0, 0), b"x" * (N + 1)],
+    "bytes of a stream to come": [Header(Kind.DATA, 7, 0), b"x" * 100],
+    "no bytes": [Header(Kind.DATA, 0, 0), b""],
+}
+
+
+@pytest.mark.parametrize("what", VIOLATIONS)
+def test_a_peer_that_breaks_the_protocol_costs_its_link_only(world: World, impostor: Impostor, what: str) -> None:
+    victim = impostor.victim
+    other = world.local()
+    other.allocate([1 << 20], 2)
+    good = world.link(victim, other)
+    before = victim.content(0)
+    batch = Batch(Verb.RECV, impostor.peer, 0, np.array([N]), np.array([500]))
+    started = Started([(victim, victim.submit(batch))])
+    world.run(0.05)
+    impostor.say(*VIOLATIONS[what])
+    [result] = world.finish(started)
+    assert result.error is not None and "impostor" in result.error and "protocol" in result.error
+    assert_equal(victim.content(0), before, "the victim's memory")
+    world.move(good, Way.SEND, other, victim, Runs.of([0], [0], [1000]))
+
+
+@pytest.mark.parametrize("grant", [(1 << 40, N), (N + 1, N), (5, 4)])
+def test_a_grant_that_cannot_be_costs_the_link(world: World, impostor: Impostor, grant: tuple[int, int]) -> None:
+    victim = impostor.victim
+    batch = Batch(Verb.SEND, impostor.peer, 0, np.array([N]), np.array([500]))
+    started = Started([(victim, victim.submit(batch))])
+    impostor.say(Header(Kind.GRANT, 0, *grant), b"")
+    [result] = world.finish(started)
+    assert result.error is not None and "impostor" in result.error
+
+
+def test_bytes_in_good_order_arrive(world: World, impostor: Impostor) -> None:
+    """What the other tests break: so that they fail for the reason they name."""
+    victim = impostor.victim
+    batch = Batch(Verb.RECV, impostor.peer, 0, np.array([N]), np.array([500]))
+    started = Started([(victim, victim.submit(batch))])
+    world.run(0.05)
+    impostor.say(Header(Kind.DATA, 0, 0), b"x" * (N - 1))
+    impostor.say(Header(Kind.DATA, 0, N - 1), b"y")
+    world.succeed(started)
+    assert victim.content(0)[500 : 500 + N].tobytes() == b"x" * (N - 1) + b"y"
+
+
+def test_a_flood_of_unknown_streams_costs_the_link(world: World, impostor: Impostor) -> None:
+    victim = impostor.victim
+    started = Started([(victim, victim.submit(Batch(Verb.RECV, impostor.peer, 0, np.array([N]), np.array([500]))))])
+    for stream in range(10_000):
+        impostor.say(Header(Kind.GRANT, stream, 1, 1), b"")
+    [result] = world.finish(started)
+    assert result.error is not None and "streams" in result.error
+
+
+def test_strangers_hurt_nobody(world: World) -> None:
+    """No token, no link: whatever they send, as ZeroMQ or as plain bytes, is dropped."""
+    a, b, link = world.pair()
+    address = Endpoint.decode(b.endpoint()).address
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    context = zmq.Context()
+    try:
+        for identity in (b"k" + b"\1" * 32, b"stranger", None):
+            dealer = context.socket(zmq.DEALER)
+            if identity:
+                dealer.setsockopt(zmq.ROUTING_ID, identity)
+            dealer.connect(address)
+            for frames in ([b""], [Header(Kind.DATA, 0, 0).encode(), b"x" * 1000], [b"a"] * 50, [b"x" * (3 << 20)]):
+                dealer.send_multipart(frames)
+        for payload in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" + b"\0" * 8 + b"\x7f"):
+            with socket.create_connection((host, int(port)), timeout=5) as raw:
+                raw.sendall(payload)
+        world.run(0.2)
+        for size in (1000, 2_000_000):
+            world.move(link, Way.SEND, a, b, Runs.of([0], [0], [size]))
+    finally:
+        context.destroy(0)
+
+
+def test_a_stale_endpoint_fails_at_once(world: World) -> None:
+    """The peer has given up the link before we dial: its answer, not a deadline, ends our batches."""
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    mine, theirs = a.endpoint(), b.endpoint()
+    b.disconnect(b.connect(theirs, mine))
+    peer = a.connect(mine, theirs)
+    started = Started([(a, a.submit(Batch(Verb.RECV, peer, 0, np.array([N]), np.array([0]))))])
+    [result] = world.finish(started, seconds=3)
+    assert result.error is not None and "closed" in result.error
+
+
+@pytest.mark.parametrize("options, named", [
+    ({"protocol": "carrier pigeon"}, "protocol"),
+    ({"port": 70_000}, "port"),
+    ({"io_threads": "many"}, "io_threads"),
+    ({"prot": 1}, "did you mean 'port'|did you mean 'protocol'"),
+    ({"listen": "0.0.0.0"}, "advertise"),
+])  # fmt: skip
+def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ZmqTransport("agent", options)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=str(port)):
+            ZmqTransport("agent", {"port": port})
+
+
+def test_the_advertised_name_is_what_peers_dial() -> None:
+    transport = ZmqTransport("agent", {"listen": "0.0.0.0", "advertise": "localhost"})
+    try:
+        assert Endpoint.decode(transport.endpoint()).address.startswith("tcp://localhost:")
+    finally:
+        transport.close()
+
+
+def test_unix_sockets_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    transport = ZmqTransport("agent", {"protocol": "ipc"})
+    assert list(tmp_path.iterdir())
+    transport.close()
+    assert not list(tmp_path.iterdir())

@@ -74,10 +74,10 @@ class ByteStream:
         length = int(lengths[0])
         if len(lengths) >= FEW and offset == int(self._starts[i]) and (lengths == length).all():
             base, window = self._window(length)
-            return memoryview(window[self._at[i:j] - base].view(np.uint8))
+            return window[self._at[i:j] - base].view(np.uint8).data
         frame = np.empty(end - offset, np.uint8)
         self._copy(offset, frame, inward=False)
-        return memoryview(frame)
+        return frame.data
 
     def write(self, offset: int, data: memoryview) -> None:
         """Put received bytes where they belong. ``offset + len(data)`` must not be beyond ``nbytes``."""
@@ -123,7 +123,7 @@ class ByteStream:
         """Copy what of one run is between ``offset`` and ``end``; returns the next run."""
         start = int(self._starts[run])
         lo, hi = max(start, offset), min(int(self._ends[run]), end)
-        memory, part = view(int(self._at[run]) + lo - start, hi - lo), memoryview(data)[lo - offset : hi - offset]
+        memory, part = view(int(self._at[run]) + lo - start, hi - lo), data.data[lo - offset : hi - offset]
         if inward:
             memory[:] = part
         else:

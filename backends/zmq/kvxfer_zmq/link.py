@@ -218,19 +218,14 @@ class Link:
                 self._say(Header(Kind.WELCOME))
             if not self._ready:
                 self._ready = self._reached = True
-                for post in [p for p in self._recvs.values() if p not in self._fenced]:
-                    self._start(post)
+                for waiting in [p for p in self._recvs.values() if p not in self._fenced]:
+                    self._start(waiting)
         elif kind is Kind.GRANT:
             self._take_grant(stream, a, b)
         elif kind is Kind.DATA:
             self._take_data(stream, a, payload)
         elif kind is Kind.DONE:
-            post = self._sends.get(stream)
-            if post is not None:
-                if post.passed != post.data.nbytes:
-                    raise Violation(f"stream {stream} was called done after {post.passed} bytes")
-                # The peer has every byte, so ZeroMQ will not look at the memory again.
-                self._finish(post, None)
+            self._take_done(stream)
         else:
             verb = Verb.RECV if kind is Kind.CANCEL else Verb.SEND
             post = (self._recvs if verb is Verb.RECV else self._sends).get(stream)
@@ -256,6 +251,14 @@ class Link:
         post.granted = granted
         if post not in self._fenced:
             self._sendable[stream] = post
+
+    def _take_done(self, stream: int) -> None:
+        post = self._sends.get(stream)
+        if post is not None:
+            if post.passed != post.data.nbytes:
+                raise Violation(f"stream {stream} was called done after {post.passed} bytes")
+            # The peer has every byte, so ZeroMQ will not look at the memory again.
+            self._finish(post, None)
 
     def _take_data(self, stream: int, offset: int, payload: memoryview) -> None:
         post = self._recvs.get(stream)
@@ -306,7 +309,7 @@ class Link:
     def _send_all(self, until: float) -> bool:
         """Control messages first, then frames as far as grants, ZeroMQ's queue and time allow."""
         while True:
-            events = self._dealer.getsockopt(zmq.EVENTS)
+            events = int(self._dealer.getsockopt(zmq.EVENTS))
             if events & zmq.POLLIN:
                 self._hear()
                 if self.broken:

@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from kvxfer.errors import ConfigError, TransportError
+from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
 from kvxfer.transport.memories import Memories
@@ -28,7 +28,8 @@ TURN_S = 0.01
 
 
 class ZmqTransport(Transport):
-    """SEND and RECV of CPU memory. Options: see ``kvxfer_zmq.options.Options``. Only the thread that made it may use it."""
+    """SEND and RECV of CPU memory. Options: see ``kvxfer_zmq.options.Options``. Only the thread that made it may
+    use it."""
 
     name = "zmq"
 
@@ -121,7 +122,7 @@ class ZmqTransport(Transport):
         if batch.verb not in (Verb.SEND, Verb.RECV) or batch.plan is not None:
             raise TransportError("back end 'zmq' takes SEND and RECV of runs, nothing else")
         if link.uses(batch.verb, batch.stream):
-            raise TransportError(f"stream {batch.stream} was used on link {batch.peer} already; their numbers must rise")
+            raise TransportError(f"stream {batch.stream} comes too late on link {batch.peer}: their numbers must rise")
         addresses = self._memories.addresses(batch.local, batch.local_offsets, batch.lengths)
         number = self._number()
         self._in_use[number] = batch.local
@@ -146,7 +147,7 @@ class ZmqTransport(Transport):
             if link.mine.token not in self._by_token and not link.busy:
                 del self._links[number]
         # ZeroMQ's descriptors tell of changes only, and sending may have taken note of one.
-        if self._hot or self._inbox.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._hot or int(self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._wakeup.set()
         self._wakeup.at(min((k.due for k in self._links.values() if k.due is not None), default=None))
         done, self._completions = self._completions, []
@@ -163,7 +164,7 @@ class ZmqTransport(Transport):
         if self._closed:
             return
         if threading.current_thread() is not self._thread and self._thread.is_alive():
-            raise TransportError(f"the transport of {self.agent!r} may be closed by another thread only after its own ended")
+            raise TransportError(f"the transport of {self.agent!r} belongs to another thread, which is still alive")
         for link in self._links.values():
             link.cut("closed here", "the other side shut down")
         self._closed = True
@@ -190,7 +191,7 @@ class ZmqTransport(Transport):
             return f"ipc://{self._directory}/inbox"
         inbox.setsockopt(zmq.IPV6, ":" in o.listen)
         inbox.bind(f"tcp://{_host(o.listen)}:{o.port or '*'}")
-        port = inbox.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0").rpartition(":")[2]
+        port = inbox.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
         return f"tcp://{_host(o.advertise or o.listen)}:{port}"
 
     def _receive(self, until: float) -> None:

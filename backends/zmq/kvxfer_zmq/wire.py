@@ -16,7 +16,7 @@ import msgspec
 
 from kvxfer.errors import TransportError
 
-__all__ = ["ROUTING_ID_BYTES", "TOKEN_BYTES", "Endpoint", "Header", "Kind", "new_token", "routing_id", "split_routing_id"]
+__all__ = ["Endpoint", "Header", "Kind", "new_token", "routing_id", "split_routing_id"]
 
 VERSION = 1
 TOKEN_BYTES = 16
@@ -83,7 +83,8 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError("it does not start with 'zmq '")
             endpoint = msgspec.msgpack.decode(raw[4:], type=cls)
             if endpoint.version != VERSION:
-                raise ValueError(f"it speaks version {endpoint.version}, this side {VERSION}; install matching releases")
+                versions = f"version {endpoint.version}, this side {VERSION}"
+                raise ValueError(f"it speaks {versions}; install matching releases")
             if len(endpoint.token) != TOKEN_BYTES:
                 raise ValueError(f"its token has {len(endpoint.token)} bytes")
             if not endpoint.address.startswith(("tcp://", "ipc://")):

@@ -5,8 +5,8 @@
     class TestMine(ConformanceSuite):
         backend = MyTransport
 
-Each test is a rule of ``kvxfer.transport.contract``; its docstring says which, and what an author should look at when it
-fails. Tests that move bytes run once for every way of moving that the back end's capabilities offer.
+Each test is a rule of ``kvxfer.transport.contract``; its docstring says which, and what an author should look at
+when it fails. Tests that move bytes run once for every way of moving that the back end's capabilities offer.
 """
 
 import pytest
@@ -14,16 +14,17 @@ import pytest
 _THEMES = ("declaration", "memory", "transfers", "links", "endings", "deaths", "resources")
 pytest.register_assert_rewrite(f"{__name__}.harness", *(f"{__name__}.{theme}" for theme in _THEMES))
 
-from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402  (after the assertions are made to explain themselves)
+# Only now, so that failed assertions in them explain themselves.
+from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402
 from kvxfer.testing.conformance.declaration import Declaration  # noqa: E402
 from kvxfer.testing.conformance.endings import Endings  # noqa: E402
-from kvxfer.testing.conformance.harness import Link, Suite, Way, World  # noqa: E402
+from kvxfer.testing.conformance.harness import Link, Part, Started, Suite, Way, World  # noqa: E402
 from kvxfer.testing.conformance.links import Links  # noqa: E402
 from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.resources import Resources  # noqa: E402
 from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
 
-__all__ = ["ConformanceSuite", "Link", "Way", "World"]
+__all__ = ["ConformanceSuite", "Link", "Part", "Started", "Suite", "Way", "World"]
 
 
 class ConformanceSuite(Declaration, Memory, Transfers, Links, Endings, Deaths, Resources):

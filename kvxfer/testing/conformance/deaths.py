@@ -55,8 +55,8 @@ class Deaths(Suite):
 
     def test_the_peer_is_stopped(self, world: World, part: Part) -> None:
         """A stopped peer (SIGSTOP, a hung host) is never noticed by most libraries. So nothing blocks meanwhile; other
-        peers are served; ``abort`` ends the batch; and when the peer comes back, what it still does for that batch does not
-        touch memory that was quiet, and a new link works."""
+        peers are served; ``abort`` ends the batch; and when the peer comes back, what it still does for that batch
+        does not touch memory that was quiet, and a new link works."""
         a, b, c = world.local(), world.mortal(), world.other()
         world.allocate(a, b, c)
         link, other_link = world.link(a, b), world.link(a, c)

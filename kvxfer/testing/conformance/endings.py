@@ -18,9 +18,9 @@ LARGE = Runs.of([0], [0], [3_000_000])
 
 class Endings(Suite):
     def test_aborted_batches_end_and_stay_ended(self, world: World, way: Way) -> None:
-        """An aborted batch ends once, soon, with an error (or it was quicker, and succeeded). After it ended quiet, or after
-        what ``capabilities.quiet`` names was done, memory is neither read nor written any more for it: bytes that come
-        late must not land. If your library cannot promise that, say so in ``quiet``."""
+        """An aborted batch ends once, soon, with an error (or it was quicker, and succeeded). After it ended quiet,
+        or after what ``capabilities.quiet`` names was done, memory is neither read nor written any more for it:
+        bytes that come late must not land. If your library cannot promise that, say so in ``quiet``."""
         a, b, link = world.pair()
         source, target = (b, a) if way is Way.READ else (a, b)
         started = [link.start(way, source, target, LARGE) for _ in range(8)]
@@ -28,7 +28,8 @@ class Endings(Suite):
             for party, number in s.halves:
                 party.abort(number)
         results = world.finish(*started)
-        if all([world.make_quiet(party, link, results) for party, _ in started[0].halves]):
+        quiet = [world.make_quiet(party, link, results) for party, _ in started[0].halves]
+        if all(quiet):
             after = target.content(0)
             source.fill(0, seed=4242)
             world.run(0.3)
@@ -86,7 +87,8 @@ class Endings(Suite):
         assert all(closing.name in e for e in errors), f"errors must name the peer {closing.name!r}: {errors}"
 
     def test_after_close_everything_is_refused(self, world: World) -> None:
-        """``close`` can be called twice; any other method then raises ``TransportError``. (``capabilities`` still answers.)"""
+        """``close`` can be called twice; any other method then raises ``TransportError``. (``capabilities`` still
+        answers.)"""
         a, b, link = world.pair()
         mine, t = a.endpoint(), a.transport
         batch = Batch(Verb.SEND, link.peers[a.name], 0, LARGE.lengths, LARGE.src)

@@ -23,8 +23,8 @@ class Links(Suite):
         assert all(isinstance(e, bytes) and 0 < len(e) <= 1 << 20 for e in endpoints)
 
     def test_malformed_endpoints_are_refused(self, world: World, way: Way) -> None:
-        """What is no endpoint raises ``TransportError``; what was altered is refused or fails its batches. Neither hurts
-        the transport. An endpoint comes from the network: never unpickle it."""
+        """What is no endpoint raises ``TransportError``; what was altered is refused or fails its batches. Neither
+        hurts the transport. An endpoint comes from the network: never unpickle it."""
         a, b, link = world.pair()
         good = b.endpoint()
         for bad in (b"", b"\0" * 64, b"\xff" * 64, b"hello", good[: len(good) // 2], good[:-1]):
@@ -92,8 +92,9 @@ class Links(Suite):
 
     @pytest.mark.parametrize("closer", ["near", "far"])
     def test_disconnecting_in_flight(self, world: World, part: Part, closer: str) -> None:
-        """Closing a link ends what is in flight on it, on both sides, never silently: at once on the side that closes, on
-        the other as soon as it hears of it. A one-sided batch may have been quicker; then its bytes are right."""
+        """Closing a link ends what is in flight on it, on both sides, never silently: at once on the side that
+        closes, on the other as soon as it hears of it. A one-sided batch may have been quicker; then its bytes are
+        right."""
         a, b, link = world.pair()
         source, target = part.sides(a, b)
         expected = source.content(0)[:3_000_000]

@@ -30,8 +30,9 @@ def _resident() -> int:
 
 class Resources(Suite):
     def test_nothing_leaks(self, world: World) -> None:
-        """After ``rounds`` of connecting, moving, disconnecting and closing, the process has the descriptors and threads it
-        had after the first few, and about the memory. (Libraries keep a little for good on first use; that is fine.)"""
+        """After ``rounds`` of connecting, moving, disconnecting and closing, the process has the descriptors and
+        threads it had after the first few, and about the memory. (Libraries keep a little for good on first use;
+        that is fine.)"""
         way = self.ways()[0]
 
         def rounds(count: int) -> tuple[int, int, int]:
@@ -84,8 +85,8 @@ class Resources(Suite):
         assert grown < RSS_SLACK, f"{grown / self.rounds:.0f} bytes of memory were lost a link"
 
     def test_idle_costs_nothing(self, world: World) -> None:
-        """Connected and with nothing to do, a transport and its threads use less than 3 % of a core: no thread spins, and
-        ``fileno`` is readable only when there is something to do."""
+        """Connected and with nothing to do, a transport and its threads use less than 3 % of a core: no thread
+        spins, and ``fileno`` is readable only when there is something to do."""
         a, b, link = world.pair()
         way = self.ways()[0]
         world.move(link, way, a, b, Runs.of([0], [0], [100_000]))

@@ -47,8 +47,8 @@ class Transfers(Suite):
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_exactly_these_bytes(self, world: World, way: Way, layout: str) -> None:
         """Every byte of every run arrives at its place, and no other byte of either side's memory changes: for none,
-        one and thousands of runs, of any length (zero included) and alignment, in any order, over several regions. Offsets
-        are flat: map them with ``Memories.addresses``."""
+        one and thousands of runs, of any length (zero included) and alignment, in any order, over several regions.
+        Offsets are flat: map them with ``Memories.addresses``."""
         a, b, link = world.pair()
         world.move(link, way, a, b, LAYOUTS[layout])
 
@@ -138,7 +138,8 @@ class Transfers(Suite):
             world.succeed(started)
 
     def test_after_completion_the_source_is_free(self, world: World, way: Way) -> None:
-        """Once the source's half (of a one-sided batch: the batch) is complete, its memory may be overwritten at once."""
+        """Once the source's half (of a one-sided batch: the batch) is complete, its memory may be overwritten at
+        once."""
         a, b, link = world.pair()
         runs = Runs.of([0], [0], [2_000_000])
         for i in range(5):

@@ -1,0 +1,227 @@
+"""Faults around any back end, chosen in a configuration: loss, delay, failure, death, wrong bytes.
+
+``{"backend": "kvxfer.testing.faults:Faulty", "backend_options": {"inner": "zmq", "lose": 0.01}}``
+
+Bytes are spoilt where they arrive (READ and RECV), after the inner back end has said that all went well; so a check
+that does not notice proves nothing. ``Zeroing`` is the negative control of anything that claims to compare KV. All
+that concerns time is done with fences, so that the inner back end does the waiting, and ends it, in its own way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.transport import registry
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.memories import Memories
+
+__all__ = ["Faulty", "Options", "Zeroing"]
+
+Chance = Annotated[float, Meta(ge=0, le=1)]
+ARRIVING = (Verb.READ, Verb.RECV)
+
+
+class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Attributes:
+    inner: the back end that does the work, and ``inner_options`` for it.
+    lose: probability that a batch never begins, and so never ends by itself.
+    fail: probability that a batch ends in an error before it begins.
+    corrupt: probability that one byte of what a batch brought is flipped.
+    zero_block: the longest run of all that a batch brought is zeroed.
+    delay_s: batches begin so much later.
+    die_after: so many batches end well; then the inner back end is closed, and its user hears nothing more.
+    seed: of the probabilities.
+    """
+
+    inner: str = "zmq"
+    inner_options: dict[str, Any] = {}
+    lose: Chance = 0.0
+    fail: Chance = 0.0
+    corrupt: Chance = 0.0
+    zero_block: bool = False
+    delay_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    die_after: Annotated[int, Meta(ge=1)] | None = None
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Options:
+        for key in options:
+            if key not in cls.__struct_fields__:
+                near = get_close_matches(str(key), cls.__struct_fields__, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(cls.__struct_fields__)}"
+                raise ConfigError(f"unknown option {key!r} of back end 'faulty': {hint}")
+        try:
+            return msgspec.convert(dict(options), cls)
+        except msgspec.ValidationError as e:
+            raise ConfigError(f"bad option of back end 'faulty': {e}") from None
+
+
+class _Gate:
+    """A fence that passes after another one and not before a time (``None``: never)."""
+
+    event = None
+
+    def __init__(self, after: Fence | None, due: float | None) -> None:
+        self._after, self._due = after, due
+
+    def passed(self) -> bool:
+        if self._due is None or time.monotonic() < self._due:
+            return False
+        return self._after is None or self._after.passed()
+
+
+class Faulty(Transport):
+    """A back end that misbehaves as ``Options`` says, and is its inner back end in all else."""
+
+    name = "faulty"
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        super().__init__(agent, options)
+        self._options = Options.parse(options)
+        self._random = random.Random(self._options.seed)
+        self._memories = Memories()
+        self._running: dict[int, Batch] = {}
+        self._failing: set[int] = set()
+        self._succeeded = 0
+        self._dead = False
+        self._inner = registry.load(self._options.inner)(agent, self._options.inner_options)
+        if not self.capabilities.verbs:
+            self._inner.close()
+            raise ConfigError(
+                f"back end {self._options.inner!r} only writes, and bytes are spoilt where a batch brings them in"
+            )
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(True, "as usable as the back end inside it; for tests", frozenset({"cpu", "cuda"}))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        inner = self._inner.capabilities
+        spoils = self._options.corrupt or self._options.zero_block
+        # What arrives is found by its runs, so the inner back end gets runs as well.
+        return replace(inner, factored=False, verbs=inner.verbs - {Verb.WRITE} if spoils else inner.verbs)
+
+    def register(self, regions: Sequence[Region]) -> int:
+        memory = self._inner.register(regions)
+        self._memories.add(regions, frozenset({"cpu", "cuda"}))
+        return memory
+
+    def deregister(self, memory: int) -> None:
+        self._inner.deregister(memory)
+        self._memories.remove(memory)
+
+    def endpoint(self) -> bytes:
+        return self._inner.endpoint()
+
+    def connect(self, mine: bytes, theirs: bytes) -> int:
+        return self._inner.connect(mine, theirs)
+
+    def disconnect(self, peer: int) -> None:
+        self._inner.disconnect(peer)
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        lost, failed = (self._random.random() < chance for chance in (self._options.lose, self._options.fail))
+        if lost or failed:
+            after = _Gate(after, None)
+        elif self._options.delay_s:
+            after = _Gate(after, time.monotonic() + self._options.delay_s)
+        number = self._inner.submit(batch, after)
+        self._running[number] = batch
+        if failed:
+            self._failing.add(number)
+            self._inner.abort(number)
+        return number
+
+    def poll(self) -> list[Completion]:
+        if self._dead:
+            return []
+        done = [self._reword(completion) for completion in self._inner.poll()]
+        for completion in done:
+            batch = self._running.pop(completion.batch)
+            if completion.error is None:
+                self._succeeded += 1
+                if batch.verb in ARRIVING:
+                    self._spoil(batch)
+        if self._options.die_after is not None and self._succeeded >= self._options.die_after:
+            self._dead = True
+            self._inner.close()
+        return done
+
+    def abort(self, batch: int) -> None:
+        self._inner.abort(batch)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def fileno(self) -> int | None:
+        return None if self._dead else self._inner.fileno()
+
+    @property
+    def poll_interval_s(self) -> tuple[float, float]:
+        return self._inner.poll_interval_s
+
+    def _reword(self, done: Completion) -> Completion:
+        """Say so where an abort was ours."""
+        if done.batch not in self._failing:
+            return done
+        self._failing.remove(done.batch)
+        return replace(done, error=TransportError(f"{done.error} (this back end was told to let it fail)"))
+
+    def _spoil(self, batch: Batch) -> None:
+        if not batch.nbytes:
+            return
+        run = int(batch.lengths.argmax())
+        length = int(batch.lengths[run])
+        address = int(self._memories.addresses(batch.local, batch.local_offsets, batch.lengths)[run])
+        device = self._memories.regions(batch.local)[0].device
+        if self._options.zero_block:
+            _zero(device, address, length)
+        if self._random.random() < self._options.corrupt:
+            _flip(device, address + length // 2)
+
+
+class Zeroing(Faulty):
+    """``Faulty`` with ``zero_block``: whatever arrives lacks one block of one layer (or more, where runs are
+    longer)."""
+
+    name = "zeroing"
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        super().__init__(agent, {**options, "zero_block": True})
+
+
+def _zero(device: str, address: int, nbytes: int) -> None:
+    if device == "cpu":
+        ctypes.memset(address, 0, nbytes)
+    else:
+        _on_device(device, address, nbytes, lambda tensor: tensor.zero_())
+
+
+def _flip(device: str, address: int) -> None:
+    """Invert one byte."""
+    if device == "cpu":
+        ctypes.c_uint8.from_address(address).value ^= 0xFF
+    else:
+        _on_device(device, address, 1, lambda tensor: tensor.bitwise_not_())
+
+
+def _on_device(device: str, address: int, nbytes: int, change: Callable[[Any], Any]) -> None:
+    import torch
+
+    class Array:
+        __cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    change(torch.as_tensor(Array(), device=device))
+    torch.cuda.synchronize(device)

@@ -1,0 +1,141 @@
+"""Injected faults do what they say, and nothing else: a wrapper without faults is its inner back end."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import ConfigError
+from kvxfer.testing import ConformanceSuite, Network
+from kvxfer.testing.conformance import Link, Suite, Way, World
+from kvxfer.testing.conformance.harness import overlay
+from kvxfer.testing.faults import Faulty, Zeroing
+from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.transport import registry
+
+FAKE = "kvxfer.testing.fake:FakeTransport"
+RUNS = Runs.of([0, 5000, 9000], [100, 2000, 60_000], [1000, 3000, 2000])
+
+
+class TestWithoutFaults(ConformanceSuite):
+    backend = Faulty
+    options: ClassVar[dict[str, Any]] = {"inner": "zmq"}
+    rounds = 50
+
+
+class TestLate(ConformanceSuite):
+    """A delay reorders nothing and hides nothing."""
+
+    backend = Faulty
+    options: ClassVar[dict[str, Any]] = {"inner": "zmq", "delay_s": 0.01}
+    rounds = 20
+
+
+Meet = Callable[..., tuple[World, LocalParty, LocalParty, Link]]
+
+
+@pytest.fixture
+def meet() -> Iterator[Meet]:
+    """Makes two connected parties on a faulty fake with the given options."""
+    worlds = []
+
+    def make(cls: type[Faulty] = Faulty, verbs: tuple[str, ...] = ("send", "recv"), **options: Any) -> Any:
+        inner = {"network": Network(), "verbs": list(verbs)}
+
+        class Here(Suite):
+            backend = cls
+            __test__ = False
+
+        Here.options = {"inner": FAKE, "inner_options": inner, **options}
+        world = World(Here())
+        worlds.append(world)
+        a, b, link = world.pair()
+        return world, a, b, link
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.mark.parametrize("way, verbs", [(Way.SEND, ("send", "recv")), (Way.READ, ("read",))])
+def test_zeroing_blanks_the_longest_run_of_each_arrival(meet: Meet, way: Way, verbs: tuple[str, ...]) -> None:
+    world, a, b, link = meet(Zeroing, verbs)
+    for _ in range(2):
+        expected = overlay(b.content(0), a.content(0), RUNS)
+        expected[2000:5000] = 0
+        world.succeed(link.start(way, a, b, RUNS))
+        assert (b.content(0) == expected).all()
+
+
+def test_zeroing_can_be_named_in_a_configuration() -> None:
+    assert registry.load("kvxfer.testing.faults:Zeroing") is Zeroing
+
+
+def test_corruption_flips_one_byte(meet: Meet) -> None:
+    world, a, b, link = meet(corrupt=1.0)
+    expected = overlay(b.content(0), a.content(0), RUNS)
+    source = a.content(0)
+    world.succeed(link.start(Way.SEND, a, b, RUNS))
+    wrong = np.flatnonzero(b.content(0) != expected)
+    assert len(wrong) == 1 and 2000 <= wrong[0] < 5000
+    assert (a.content(0) == source).all()
+
+
+def test_corruption_happens_about_as_often_as_asked(meet: Meet) -> None:
+    world, a, b, link = meet(corrupt=0.3, seed=1)
+    spoilt = 0
+    for _ in range(60):
+        expected = overlay(b.content(0), a.content(0), RUNS)
+        world.succeed(link.start(Way.SEND, a, b, RUNS))
+        spoilt += not (b.content(0) == expected).all()
+    assert 5 <= spoilt <= 35
+
+
+def test_a_lost_batch_ends_by_abort_only(meet: Meet) -> None:
+    world, a, b, link = meet(lose=1.0)
+    started = link.start(Way.SEND, a, b, RUNS)
+    world.run(0.2)
+    assert not started.begun_to_end()
+    for party, number in started.halves:
+        party.abort(number)
+    assert all(r.error is not None and "aborted" in r.error for r in world.finish(started))
+
+
+def test_a_lost_batch_ends_with_its_link(meet: Meet) -> None:
+    world, a, b, link = meet(lose=1.0)
+    started = link.start(Way.SEND, a, b, RUNS)
+    a.disconnect(link.peers[a.name])
+    b.disconnect(link.peers[b.name])
+    assert all(r.error is not None for r in world.finish(started))
+
+
+def test_failure_is_reported(meet: Meet) -> None:
+    world, a, b, link = meet(fail=1.0)
+    before = b.content(0)
+    assert all(r.error is not None and "told" in r.error for r in world.finish(link.start(Way.SEND, a, b, RUNS)))
+    assert (b.content(0) == before).all()
+
+
+def test_death_is_silent_here_and_noticed_there(meet: Meet) -> None:
+    world, a, b, link = meet(verbs=("read",), die_after=3)
+    for i in range(3):
+        world.move(link, Way.READ, a, b, Runs.of([i], [i], [100]))
+    world.run(0.05)
+    [result] = world.finish(link.start(Way.READ, b, a, RUNS))
+    assert result.error is not None and b.name in result.error
+
+
+def test_a_back_end_that_only_writes_cannot_be_spoilt(meet: Meet) -> None:
+    with pytest.raises(ConfigError, match="only writes"):
+        meet(Zeroing, ("write",))
+
+
+def test_write_is_not_offered_where_bytes_are_to_be_spoilt(meet: Meet) -> None:
+    _, a, _, _ = meet(Zeroing, ("read", "write"))
+    assert {v.value for v in a.transport.capabilities.verbs} == {"read"}
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ConfigError, match="corrupt"):
+        Faulty("agent", {"inner": FAKE, "corupt": 1.0})
