@@ -120,7 +120,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
             str(request["external_kv_tokens"]),
             f"{size / 1e6:.2f} MB",
             f"{seconds * 1e3:.1f} ms",
-            f"{size / seconds / 1e9:.3f}" if seconds else "-",
+            f"{size / seconds / 1e9:.2g}" if seconds else "-",
             output,
         )
     console.print(table)

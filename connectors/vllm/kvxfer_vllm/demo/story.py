@@ -20,7 +20,7 @@ PROMPTS = {
     "two whole blocks": _CUBES[: 2 * BLOCK],
     "several chunks": _SQUARES[: 3 * CHUNK + 100],
     "the same again": _SQUARES[: 3 * CHUNK + 100],
-    "same start, other end": _SQUARES[: 2 * CHUNK] + _CUBES[:200],
+    "another ending": _SQUARES[: 2 * CHUNK] + _CUBES[:200],
 }
 
 
