@@ -40,7 +40,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     advertise: NonEmpty | None = None
     transfer_timeout: Seconds = 30.0
     lease: Seconds = 60.0
-    peer_timeout: Seconds = 5.0
+    peer_timeout: Seconds = 10.0
     staging_bytes: Bytes = 64 << 20
     integrity: Literal["off", "sample", "full"] = "off"
 
