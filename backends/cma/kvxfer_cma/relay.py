@@ -1,0 +1,124 @@
+"""The sockets of one transport: those through which peers ask it, and those through which it asks peers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+
+from kvxfer.errors import TransportError
+from kvxfer.transport.memories import Memories
+from kvxfer.transport.wakeup import Wakeup
+from kvxfer_cma.endpoint import Endpoint
+from kvxfer_cma.ring import Asker, Server
+
+__all__ = ["Relay"]
+
+AT_ONCE = 8
+"""Requests of one peer that are answered before the others get their turn."""
+
+
+class Relay:
+    """Serves runs of ``memories`` to whoever knows a link that was offered and opened; ``name`` is where.
+
+    ``wakeup`` wakes when ``handle`` has something to do. An asker counts from when it names its link; what it
+    asks before the link is opened stays in its socket until then.
+    """
+
+    def __init__(self, wakeup: Wakeup, memories: Memories) -> None:
+        self.name = f"kvxfer-cma-{os.urandom(16).hex()}"
+        self._wakeup, self._memories = wakeup, memories
+        self._open: dict[bytes, bool] = {}
+        self._servers: dict[Server, bytes] = {}  # with the link they serve; empty until they are told
+        self._askers: set[Asker] = set()
+        # The abstract namespace belongs to the network namespace, and leaves no file behind.
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(128)
+        wakeup.add(self._listener.fileno(), self._listener)
+
+    def offer(self, link: bytes) -> None:
+        self._open[link] = False
+
+    def open(self, link: bytes) -> None:
+        self._open[link] = True
+        for server in self._of(link):
+            self._wakeup.add(server.fileno(), server)
+
+    def withdraw(self, link: bytes) -> None:
+        """Stop serving whoever came by this link."""
+        for server in self._of(link):
+            self._drop(server)
+        del self._open[link]
+
+    def dial(self, peer: Endpoint) -> Asker:
+        """Raises ``TransportError`` when the peer cannot be reached."""
+        if not peer.socket:
+            raise TransportError(
+                f"{peer.agent} runs with `mode: vm`, and this side cannot or shall not copy from its memory "
+                "directly; set `mode: auto` there"
+            )
+        asker = Asker(peer.socket, peer.link, peer.agent)
+        self._askers.add(asker)
+        self._wakeup.add(asker.fileno(), asker)
+        return asker
+
+    def hang_up(self, asker: Asker) -> None:
+        """Idempotent; its batches fail at their next step."""
+        if asker in self._askers:
+            self._askers.remove(asker)
+            self._wakeup.remove(asker.fileno())
+            asker.close()
+
+    def handle(self, readable: Iterable[object]) -> bool:
+        """Answer and take answers, without waiting. ``readable``: what ``wakeup`` named. True if some were ours."""
+        did = False
+        for source in readable:
+            did = True
+            if source is self._listener:
+                self._accept()
+            elif isinstance(source, Asker) and source in self._askers:
+                if not source.receive():
+                    self.hang_up(source)
+            elif isinstance(source, Server) and source in self._servers:
+                self._serve(source)
+        return did
+
+    def close(self) -> None:
+        for asker in list(self._askers):
+            self.hang_up(asker)
+        for server in list(self._servers):
+            self._drop(server)
+        self._wakeup.remove(self._listener.fileno())
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            server = Server(self._listener.accept()[0], self._memories)
+        except (BlockingIOError, ConnectionError):
+            return  # gone before we came
+        self._servers[server] = b""
+        self._wakeup.add(server.fileno(), server)
+
+    def _serve(self, server: Server) -> None:
+        try:
+            if self._servers[server]:
+                server.serve(AT_ONCE)
+                return
+            link = server.open()
+            if link not in self._open:
+                raise ConnectionRefusedError("this link was not offered, or is closed")
+            self._servers[server] = link
+            if not self._open[link]:
+                self._wakeup.remove(server.fileno())
+        except OSError:  # gone, or not one of ours; it sees the socket close, and that is its answer
+            self._drop(server)
+
+    def _of(self, link: bytes) -> list[Server]:
+        return [s for s, served in self._servers.items() if served == link]
+
+    def _drop(self, server: Server) -> None:
+        link = self._servers.pop(server)
+        if not link or self._open[link]:
+            self._wakeup.remove(server.fileno())
+        server.close()

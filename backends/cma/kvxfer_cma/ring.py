@@ -1,0 +1,242 @@
+"""Copies through shared memory, for two processes that may not touch each other's memory.
+
+The side that has batches (the *asker*) owns a few slots of anonymous shared memory, connects to the Unix socket of
+the other side (the *server*) and hands the memory over with its first message. Each further message names one slot:
+to read, the server gathers the runs listed in the slot into it and answers, and the asker scatters them; to write,
+the asker gathers first and the server scatters. Slots keep both sides busy at once and bound the memory; when either
+process ends, the other sees the socket close.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import struct
+
+import numpy as np
+
+from kvxfer.errors import PeerError, TransportError
+from kvxfer.geometry.plan import Ints
+from kvxfer.transport.memories import Memories
+from kvxfer_cma.copy import Step, split_long
+from kvxfer_cma.endpoint import LINK_BYTES
+from kvxfer_cma.vm import IOV_MAX, Pieces, copy_own
+
+__all__ = ["Asker", "Relayed", "Server"]
+
+SLOTS = 8
+TABLE_BYTES = IOV_MAX * 16
+DATA_BYTES = 512 << 10
+PIECE_BYTES = 64 << 10
+SLOT_BYTES = TABLE_BYTES + DATA_BYTES
+
+REQUEST = struct.Struct("<IIII")  # slot, 1 to write and 0 to read, memory, runs
+ANSWER = struct.Struct("<II")  # slot, one of the below
+OK, UNKNOWN_MEMORY, OUTSIDE, UNMAPPED = range(4)
+REASONS = {
+    UNKNOWN_MEMORY: "has no such memory registered",
+    OUTSIDE: "was asked for bytes outside its registered memory",
+    UNMAPPED: "cannot reach its registered memory any more",
+}
+
+
+class Slots:
+    """The shared memory as one side sees it: in each slot a table of runs (int64 ``[runs, 2]``: flat offset and
+    length in the server's memory) and room for their bytes."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, SLOTS * SLOT_BYTES)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._address = self._bytes.ctypes.data
+
+    def table(self, slot: int, runs: int) -> Ints:
+        at = slot * SLOT_BYTES
+        return self._bytes[at : at + runs * 16].view(np.int64).reshape(runs, 2)
+
+    def fill(self, slot: int, pieces: Pieces, lo: int, hi: int) -> None:
+        """Copy pieces of this process into the slot. Raises ``OSError``, as does ``empty``."""
+        copy_own(True, pieces, lo, hi, self._address + slot * SLOT_BYTES + TABLE_BYTES)
+
+    def empty(self, slot: int, pieces: Pieces, lo: int, hi: int) -> None:
+        """Copy the slot into pieces of this process."""
+        copy_own(False, pieces, lo, hi, self._address + slot * SLOT_BYTES + TABLE_BYTES)
+
+
+class Asker:
+    """This side's end of the slots. ``Relayed`` batches share it."""
+
+    def __init__(self, name: str, link: bytes, peer: str) -> None:
+        self.peer = peer
+        self.free = list(range(SLOTS))
+        self._lent: dict[int, Relayed] = {}
+        self._broken = False
+        fd = os.memfd_create("kvxfer-cma", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, SLOTS * SLOT_BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # the server relies on its size
+            self.slots = Slots(fd)
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            try:
+                self._socket.connect(f"\0{name}")
+                socket.send_fds(self._socket, [link], [fd])
+            except OSError as e:
+                self._socket.close()
+                raise TransportError(
+                    f"cannot reach {peer} for copies through shared memory ({e}): it has ended, or the two run in "
+                    "containers that share no network namespace; choose a back end that works between hosts"
+                ) from e
+        finally:
+            os.close(fd)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def check(self) -> None:
+        if self._broken:
+            raise PeerError(f"{self.peer} is gone, or has closed this link; connect again")
+
+    def ask(self, slot: int, copy: Relayed, write: bool, memory: int, runs: int) -> None:
+        self._lent[slot] = copy
+        try:
+            self._socket.send(REQUEST.pack(slot, write, memory, runs))
+        except OSError:
+            self._broken = True
+        self.check()
+
+    def receive(self) -> bool:
+        """Hand all answers that have come to their batches, and take the slots back. False when the server is gone."""
+        while True:
+            try:
+                message = self._socket.recv(ANSWER.size)
+            except BlockingIOError:
+                return True
+            except ConnectionError:
+                return False
+            slot, status = ANSWER.unpack(message) if len(message) == ANSWER.size else (-1, 0)
+            copy = self._lent.pop(slot, None)
+            if copy is None:
+                return False  # closed, or not what was agreed
+            copy.answered(slot, status)
+            self.free.append(slot)
+
+    def close(self) -> None:
+        self._broken = True
+        self._socket.close()
+
+
+class Relayed:
+    """A batch that goes through the slots of an asker."""
+
+    def __init__(
+        self, asker: Asker, write: bool, local: Ints, memory: int, remote_offsets: Ints, lengths: Ints
+    ) -> None:
+        lengths, local, remote_offsets = split_long(PIECE_BYTES, lengths, local, remote_offsets)
+        self._asker, self._write, self._memory = asker, write, memory
+        self._local, self._table = Pieces(local, lengths), np.stack([remote_offsets, lengths], axis=1)
+        self._at, self._end = 0, len(lengths)
+        self._runs_a_slot = min(DATA_BYTES // int(lengths.max(initial=1)), IOV_MAX)
+        self._asked: dict[int, tuple[int, int]] = {}  # slot -> runs [lo, hi)
+        self._error: Exception | None = None
+
+    def step(self) -> Step:
+        if self._error is not None:
+            raise self._error
+        self._asker.check()
+        free = self._asker.free
+        if self._at < self._end and free:
+            slot, lo, hi = free.pop(), self._at, min(self._at + self._runs_a_slot, self._end)
+            self._at, self._asked[slot] = hi, (lo, hi)
+            self._asker.slots.table(slot, hi - lo)[:] = self._table[lo:hi]
+            if self._write:
+                self._asker.slots.fill(slot, self._local, lo, hi)
+            self._asker.ask(slot, self, self._write, self._memory, hi - lo)
+        if self._at < self._end:
+            return Step.MORE if free else Step.WAIT
+        return Step.WAIT if self._asked else Step.DONE
+
+    def answered(self, slot: int, status: int) -> None:
+        runs = self._asked.pop(slot, None)
+        if runs is None:
+            return  # dropped meanwhile
+        if status != OK:
+            self._error = PeerError(f"{self._asker.peer} {REASONS.get(status, f'answered {status}')}")
+        elif not self._write:
+            try:
+                self._asker.slots.empty(slot, self._local, *runs)
+            except OSError as e:
+                self._error = e
+
+    def drop(self) -> None:
+        self._at = self._end
+        self._asked.clear()
+
+
+class Server:
+    """The other end: answers what one asker asks for, within the registered memory."""
+
+    def __init__(self, accepted: socket.socket, memories: Memories) -> None:
+        accepted.setblocking(False)
+        self._socket, self._memories = accepted, memories
+        self._slots: Slots | None = None
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def open(self) -> bytes:
+        """Take the first message, which brings the shared memory; returns the link that it names. Raises
+        ``OSError`` when the asker is gone or broke the protocol, as does ``serve``."""
+        link, fds, _, _ = socket.recv_fds(self._socket, LINK_BYTES, 1)
+        try:
+            if len(fds) != 1:
+                raise OSError("no shared memory came")
+            sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(fds[0]).st_size != SLOTS * SLOT_BYTES:
+                raise OSError("not the shared memory that was expected")
+            self._slots = Slots(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return link
+
+    def serve(self, most: int) -> None:
+        """Answer up to ``most`` requests, without waiting for any."""
+        if self._slots is None:
+            raise OSError("a request before the shared memory")
+        for _ in range(most):
+            try:
+                message = self._socket.recv(REQUEST.size)
+            except BlockingIOError:
+                return
+            if len(message) != REQUEST.size:
+                raise OSError("the asker has closed")
+            slot, write, memory, runs = REQUEST.unpack(message)
+            if slot >= SLOTS or runs > IOV_MAX:
+                raise OSError("a request outside the shared memory")
+            status = self._copy(self._slots, slot, bool(write), memory, runs)
+            self._socket.send(ANSWER.pack(slot, status))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _copy(self, slots: Slots, slot: int, write: bool, memory: int, runs: int) -> int:
+        if memory not in self._memories:
+            return UNKNOWN_MEMORY
+        # Taken out first: the asker could change the table after it was checked.
+        offsets, lengths = slots.table(slot, runs).T.copy()
+        try:
+            addresses = self._memories.addresses(memory, offsets, lengths)
+        except TransportError:
+            return OUTSIDE
+        if int(lengths.sum()) > DATA_BYTES:
+            return OUTSIDE
+        pieces = Pieces(addresses, lengths)
+        try:
+            if write:
+                slots.empty(slot, pieces, 0, runs)
+            else:
+                slots.fill(slot, pieces, 0, runs)
+        except OSError:
+            return UNMAPPED
+        return OK

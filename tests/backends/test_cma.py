@@ -1,0 +1,415 @@
+"""The cma back end keeps the contract, straight and through shared memory, and knows whom it copies from."""
+
+import ctypes
+import fcntl
+import mmap
+import multiprocessing
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.testing import ConformanceSuite
+from kvxfer.testing.conformance import Suite, Way, World
+from kvxfer.testing.conformance.harness import Started, assert_equal
+from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.transport import Batch, Verb
+from kvxfer_cma import CmaTransport, ptrace, ring
+from kvxfer_cma.endpoint import Endpoint
+
+VM = {"mode": "vm"}
+SHM = {"mode": "shm"}
+
+
+class TestDirect(ConformanceSuite):
+    backend = CmaTransport
+    options: ClassVar[dict[str, Any]] = VM
+
+
+class TestSharedMemory(ConformanceSuite):
+    backend = CmaTransport
+    options: ClassVar[dict[str, Any]] = SHM
+
+
+class Direct(Suite):
+    backend = CmaTransport
+    options: ClassVar[dict[str, Any]] = VM
+    __test__ = False
+
+
+class Shared(Suite):
+    backend = CmaTransport
+    options: ClassVar[dict[str, Any]] = SHM
+    __test__ = False
+
+
+@pytest.fixture(params=[Direct, Shared], ids=["vm", "shm"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(request.param())
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def direct() -> Iterator[World]:
+    world = World(Direct())
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def shared() -> Iterator[World]:
+    world = World(Shared())
+    yield world
+    world.close()
+
+
+def altered(endpoint: bytes, **changes: Any) -> bytes:
+    return msgspec.structs.replace(Endpoint.decode(endpoint), **changes).encode()
+
+
+def error_of(world: World, party: LocalParty, batch: Batch) -> str:
+    [result] = world.finish(Started([(party, party.submit(batch))]), seconds=5)
+    assert result.error is not None, "a batch that cannot succeed did"
+    assert result.quiet
+    return result.error
+
+
+N = 1 << 16
+ALL = np.array([N]), np.array([0])
+
+
+def read(peer: int, remote: int = 0) -> Batch:
+    return Batch(Verb.READ, peer, 0, *ALL, remote, np.array([0]))
+
+
+def write(peer: int, remote: int = 0) -> Batch:
+    return Batch(Verb.WRITE, peer, 0, *ALL, remote, np.array([0]))
+
+
+@pytest.mark.parametrize("batch", [read, write])
+def test_a_process_that_took_over_the_number_is_not_touched(direct: World, batch: Any) -> None:
+    """The number in the endpoint leads to a living process that is not the peer."""
+    a, b = direct.local(), direct.process("peer")
+    stranger = direct.process("stranger")
+    for party in (a, b, stranger):
+        party.allocate([N], 1)
+    mine, theirs = a.endpoint(), b.endpoint()
+    other = Endpoint.decode(stranger.endpoint())
+    peer = a.connect(mine, altered(theirs, pid=other.pid))
+    before = stranger.content(0)
+    error = error_of(direct, a, batch(peer))
+    assert "peer" in error and str(other.pid) in error
+    assert_equal(stranger.content(0), before, "the stranger's memory")
+
+
+@pytest.mark.parametrize("batch", [read, write])
+def test_what_a_peer_has_taken_back_is_not_touched(world: World, batch: Any) -> None:
+    """Deregistered memory may be anything by now, though the process lives and still maps it."""
+    a, b = world.local(), world.local()
+    a.allocate([N], 1)
+    b.allocate([N], 2)
+    b.allocate([N], 3)
+    link = world.link(a, b)
+    memory = b._memories[0]
+    b.transport.deregister(0)
+    before = memory[0].get()
+    error = error_of(world, a, batch(link.peers[a.name]))
+    assert b.name in error
+    assert_equal(memory[0].get(), before, "memory that was taken back")
+    world.move(link, Way.READ, b, a, Runs.of([0], [0], [N]), memory=1)
+
+
+@pytest.mark.parametrize("batch", [read, write])
+def test_a_peer_that_has_hung_up_is_not_touched(world: World, batch: Any) -> None:
+    a, b = world.local(), world.local()
+    a.allocate([N], 1)
+    b.allocate([N], 2)
+    link = world.link(a, b)
+    b.disconnect(link.peers[b.name])
+    before = a.content(0), b.content(0)
+    assert b.name in error_of(world, a, batch(link.peers[a.name]))
+    assert_equal(a.content(0), before[0], "our memory")
+    assert_equal(b.content(0), before[1], "the peer's memory")
+
+
+@pytest.mark.parametrize("batch", [read, write])
+def test_unmapped_memory_is_an_error(world: World, batch: Any) -> None:
+    """The peer unmapped a part without telling anyone: an error, and neither a crash nor a hang."""
+    a, b = world.local(), world.local()
+    a.allocate([N], 1)
+    area = mmap.mmap(-1, N)
+    address = np.frombuffer(area, np.uint8).ctypes.data
+    b.transport.register([Region(address, N)])
+    link = world.link(a, b)
+    libc = ctypes.CDLL(None)
+    assert libc.munmap(ctypes.c_void_p(address + N // 2), N // 2) == 0
+    try:
+        assert b.name in error_of(world, a, batch(link.peers[a.name]))
+        half = Batch(Verb.READ, link.peers[a.name], 0, ALL[0] // 2, ALL[1], 0, np.array([0]))
+        world.succeed(Started([(a, a.submit(half))]))
+    finally:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED: what `area` will unmap is there again
+        libc.mmap(ctypes.c_void_p(address + N // 2), N // 2, 3, flags, -1, 0)
+
+
+@pytest.mark.parametrize("batch", [read, write])
+def test_a_peer_that_became_another_program_is_not_touched(direct: World, batch: Any) -> None:
+    """After exec the process has its number and age, but not its memory."""
+    a = direct.local()
+    a.allocate([N], 1)
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=_become_another_program, args=(theirs,))
+    child.start()
+    try:
+        mine = a.endpoint()
+        peer = a.connect(mine, ours.recv_bytes())
+        ours.send_bytes(mine)
+        direct.succeed(Started([(a, a.submit(read(peer)))]))
+        ours.send_bytes(b"go")
+        exe = Path(f"/proc/{child.pid}/cmdline")
+        direct.wait_for(lambda: b"time.sleep" in exe.read_bytes(), "exec")
+        assert "changeling" in error_of(direct, a, batch(peer))
+    finally:
+        child.kill()
+        child.join(10)
+
+
+def _become_another_program(pipe: Connection) -> None:
+    memory = np.zeros(N, np.uint8)
+    transport = CmaTransport("changeling", VM)
+    transport.register([Region(memory.ctypes.data, N)])
+    mine = transport.endpoint()
+    pipe.send_bytes(mine)
+    transport.connect(mine, pipe.recv_bytes())
+    pipe.recv_bytes()
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def test_death_in_the_middle_of_a_copy(world: World) -> None:
+    """Batches that are too large for one poll, and a peer that is killed while they run."""
+    a, b = world.local(), world.mortal()
+    for party in (a, b):
+        party.allocate([96 << 20], 1)
+    link = world.link(a, b)
+    runs = Runs.of([0], [0], [96 << 20])
+    started = [link.start(Way.READ, b, a, runs) for _ in range(4)]
+    world.turn()
+    assert not started[0].over()
+    b.kill()
+    errors = [r.error for r in world.finish(*started, seconds=5)]
+    assert all(e is not None and b.name in e for e in errors), errors
+
+
+def test_a_poll_stays_short(world: World) -> None:
+    """However large the batch, a poll returns within `may_block_s` and many are needed. (No timing: counted.)"""
+    a, b = world.local(), world.other()
+    for party in (a, b):
+        party.allocate([96 << 20], 1)
+    link = world.link(a, b)
+    started = link.start(Way.READ, b, a, Runs.of([0], [0], [96 << 20]))
+    turns = 0
+    while not started.over():
+        world.turn()
+        turns += 1
+    assert turns > 3
+
+
+def _refused(pipe: Connection, mode: str) -> None:
+    """Connect to the parent as a user who may not look into its memory, read, and tell how it went."""
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    memory = np.zeros(N, np.uint8)
+    try:
+        transport = CmaTransport("reader", {"mode": mode})
+        transport.register([Region(memory.ctypes.data, N)])
+        mine = transport.endpoint()
+        pipe.send_bytes(mine)
+        peer = transport.connect(mine, pipe.recv_bytes())
+        transport.submit(read(peer))
+        until = time.monotonic() + 10
+        while not (ended := transport.poll()) and time.monotonic() < until:
+            time.sleep(0.001)
+        pipe.send((str(ended[0].error), memory.tobytes()))
+    except Exception as e:
+        pipe.send((str(e), b""))
+
+
+@pytest.mark.parametrize("mode", ["vm", "auto"])
+def test_where_the_kernel_refuses(mode: str) -> None:
+    """`vm` says what to do about it; `auto` goes through shared memory."""
+
+    class Auto(Suite):
+        backend = CmaTransport
+        __test__ = False
+
+    libc = ctypes.CDLL(None)
+    world = World(Auto())
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    a = world.local()
+    a.allocate([N], 1)
+    child = fork.Process(target=_refused, args=(theirs, mode))
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody without privilege may look into this process
+    try:
+        child.start()
+        mine = a.endpoint()
+        other = ours.recv_bytes()
+        ours.send_bytes(mine)
+        a.connect(mine, other)
+        world.wait_for(lambda: ours.poll(0), "the child's verdict")
+        error, found = ours.recv()
+        if mode == "vm":
+            assert "allow_ptrace" in error and a.name in error
+        else:
+            assert error == "None"
+            assert found == a.content(0).tobytes()
+    finally:
+        libc.prctl(4, 1, 0, 0, 0)
+        child.kill()
+        child.join(10)
+        world.close()
+
+
+def test_other_hosts_and_containers_are_refused(direct: World) -> None:
+    a, b = direct.local(), direct.local()
+    with pytest.raises(TransportError, match=f"{b.name} runs on another host"):
+        a.connect(a.endpoint(), altered(b.endpoint(), host="elsewhere"))
+    with pytest.raises(TransportError, match=f"{b.name} runs in another pid namespace.*mode: shm"):
+        a.connect(a.endpoint(), altered(b.endpoint(), pid_namespace=1))
+    with pytest.raises(TransportError, match="release"):
+        a.connect(a.endpoint(), altered(b.endpoint(), format=99))
+
+
+def test_a_peer_without_shared_memory_is_named() -> None:
+    """One side only knows `vm`, the other only `shm`."""
+    vm, shm = CmaTransport("one", VM), CmaTransport("two", SHM)
+    try:
+        with pytest.raises(TransportError, match="one runs with `mode: vm`"):
+            shm.connect(shm.endpoint(), vm.endpoint())
+        with pytest.raises(TransportError, match="cannot reach gone"):
+            shm.connect(shm.endpoint(), altered(shm.endpoint(), agent="gone", socket="nobody-listens"))
+    finally:
+        vm.close()
+        shm.close()
+
+
+@pytest.mark.parametrize("options, named", [
+    ({"mode": "fast"}, "mode"),
+    ({"allow_ptrace": "yes"}, "allow_ptrace"),
+    ({"modes": "vm"}, "did you mean 'mode'"),
+])  # fmt: skip
+def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        CmaTransport("agent", options)
+
+
+@pytest.mark.parametrize("scope, privileged, said", [
+    (None, False, "may read the memory of processes of user"),
+    (0, False, "may read the memory of processes of user"),
+    (1, False, "allow_ptrace: true"),
+    (1, True, "every process"),
+    (2, False, "CAP_SYS_PTRACE"),
+    (3, True, "forbids"),
+])  # fmt: skip
+def test_probe_explains_the_rules(
+    monkeypatch: pytest.MonkeyPatch, scope: int | None, privileged: bool, said: str
+) -> None:
+    monkeypatch.setattr(ptrace, "yama_scope", lambda: scope)
+    monkeypatch.setattr(ptrace, "privileged", lambda: privileged)
+    probe = CmaTransport.probe()
+    assert probe.usable and said in probe.reason
+    assert probe.facts["yama ptrace_scope"] == ("absent" if scope is None else str(scope))
+
+
+class Stranger:
+    """Speaks to a transport's socket, knowing or not knowing a link; everything else is up to the test."""
+
+    def __init__(self, victim: LocalParty, link: bytes, sealed: bool = True, size: int | None = None) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(5)
+        self.socket.connect(f"\0{Endpoint.decode(victim.endpoint()).socket}")
+        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        whole = ring.SLOTS * ring.SLOT_BYTES
+        os.ftruncate(fd, whole if size is None else size)
+        self.memory = mmap.mmap(fd, whole if size is None else size)
+        if sealed:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        socket.send_fds(self.socket, [link], [fd])
+        os.close(fd)
+
+    def ask(self, world: World, runs: list[tuple[int, int]], request: tuple[int, int, int, int]) -> bytes:
+        """What comes back; nothing when the other side hangs up."""
+        table = b"".join(struct.pack("<qq", *run) for run in runs)
+        self.memory[: len(table)] = table
+        try:
+            self.socket.send(struct.pack("<IIII", *request))
+        except BrokenPipeError:
+            return b""
+        world.run(0.05)
+        try:
+            return self.socket.recv(64)
+        except ConnectionResetError:
+            return b""
+
+
+@pytest.fixture
+def victim(shared: World) -> tuple[LocalParty, bytes]:
+    """A party, and a link that it has offered and opened."""
+    a, b = shared.local(), shared.local()
+    a.allocate([N], 1)
+    mine, theirs = a.endpoint(), b.endpoint()
+    a.connect(mine, theirs)
+    return a, Endpoint.decode(mine).link
+
+
+@pytest.mark.parametrize("runs, asked", [
+    ([(0, N + 1)], (0, 0, 0, 1)),
+    ([(-8, 8)], (0, 0, 0, 1)),
+    ([(8, -8)], (0, 1, 0, 1)),
+    ([(1 << 62, 8)], (0, 1, 0, 1)),
+    ([(0, 8)], (0, 0, 7, 1)),
+    ([(0, N)] * 100, (0, 0, 0, 100)),
+    ([(0, 8)], (99, 0, 0, 1)),
+    ([(0, 8)], (0, 0, 0, 1 << 30)),
+])  # fmt: skip
+def test_requests_outside_are_refused(
+    shared: World, victim: tuple[LocalParty, bytes], runs: list[tuple[int, int]], asked: tuple[int, int, int, int]
+) -> None:
+    """Too long, before the beginning, of negative length, far off, of unknown memory, more than a slot holds, for a
+    slot that is not there, too many."""
+    party, link = victim
+    before = party.content(0)
+    answer = Stranger(party, link).ask(shared, runs, asked)
+    assert answer == b"" or struct.unpack("<II", answer)[1] != 0
+    assert_equal(party.content(0), before, "the victim's memory")
+
+
+def test_requests_inside_are_answered(shared: World, victim: tuple[LocalParty, bytes]) -> None:
+    """What the tests around break: so that they fail for the reason they name."""
+    party, link = victim
+    stranger = Stranger(party, link)
+    assert struct.unpack("<II", stranger.ask(shared, [(16, 8)], (0, 0, 0, 1))) == (0, 0)
+    assert party.content(0)[16:24].tobytes() in bytes(stranger.memory)
+
+
+def test_strangers_are_hung_up_on(shared: World, victim: tuple[LocalParty, bytes]) -> None:
+    party, link = victim
+    for stranger in (
+        Stranger(party, b"x" * 16), Stranger(party, b""), Stranger(party, link, sealed=False),
+        Stranger(party, link, size=4096),
+    ):  # fmt: skip
+        assert stranger.ask(shared, [(0, 8)], (0, 0, 0, 1)) == b""
