@@ -1,0 +1,196 @@
+"""A NIXL agent with one plugin. Every method raises ``TransportError`` in place of NIXL's own errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer_nixl import ucx
+from kvxfer_nixl.library import Library, load
+from kvxfer_nixl.options import Options, advice, text
+
+__all__ = ["Agent", "Rows", "Side"]
+
+Rows = NDArray[np.uint64]
+"""Descriptors, C-contiguous ``[n, 3]``: address, bytes, device."""
+
+Side = tuple[bool, Rows]
+"""Descriptors, and whether they lie in GPU memory."""
+
+PROGRESS_US = 100_000
+"""The progress thread sleeps on UCX's descriptor, and wakes by itself after so long in case an event was lost. It then
+spins for the lock that a running copy holds: with 10 ms, CMA copies are half as fast. With 0, the default, it spins."""
+
+# What UCX's plugin reads beside what it lists; and what it lists but never reads, or must not be told.
+_UCX_UNLISTED = ("device_list", "split_batch_size", "ucx_num_device_channels")
+_REFUSED = {
+    ("UCX", "ucx_devices"): "NIXL lists it and never reads it; use 'device_list'",
+    ("UCX", "num_threads"): "use the option 'num_threads'",
+    ("UCX", "engine_config"): "use the option 'ucx'",
+}
+_THREADS = {"UCX": "num_threads", "LIBFABRIC": "num_threads", "UCCL": "num_cpus"}
+
+
+class Agent:
+    """``name``: what peers call it. It has one progress thread of NIXL's, which sleeps. One thread at a time."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        """Raises ``ConfigError`` for a plugin or parameter that this NIXL lacks, ``TransportError`` if it cannot start."""
+        self._library = library = load(options.log_level)
+        self._nixl = nixl = library.bindings
+        self._errors = library.errors
+        config = nixl.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, PROGRESS_US
+        config.useListenThread = False
+        config.syncMode = getattr(nixl, f"NIXL_THREAD_SYNC_{options.sync_mode.upper()}")
+        ucx.check(options.ucx_settings, library.ucp)
+        try:
+            agent = nixl.nixlAgent(name, config)
+        except self._errors as e:
+            raise TransportError(f"NIXL cannot make an agent: {library.explain(e)}") from e
+        self.plugins = tuple(agent.getAvailPlugins())
+        parameters = _parameters(agent, library, options)
+        try:
+            with ucx.applied(options.ucx_settings) as settings:
+                handle = agent.createBackend(options.plugin, parameters | settings)
+            self.kinds = frozenset(agent.getBackendParams(handle)[1]) & {"DRAM_SEG", "VRAM_SEG"}
+        except self._errors as e:
+            raise TransportError(
+                f"NIXL's plugin {options.plugin} cannot start with parameters {parameters} and UCX settings "
+                f"{options.ucx_settings}: {library.explain(e)}"
+            ) from e
+        self._agent: Any = agent
+        self._segments = (nixl.DRAM_SEG, nixl.VRAM_SEG)
+        self._operations = {"read": nixl.NIXL_READ, "write": nixl.NIXL_WRITE}
+        try:
+            self.metadata()
+        except TransportError as e:
+            raise ConfigError(
+                f"NIXL's plugin {options.plugin} moves bytes between memory and storage, not between agents; use UCX"
+            ) from e
+
+    def register(self, regions: Sequence[Region], cuda: bool, device: int) -> Any:
+        """Returns what ``deregister`` takes. Regions lie on one device."""
+        pieces = [(r.address, r.nbytes, device, "") for r in regions]
+        try:
+            token = self._nixl.nixlRegDList(self._segments[cuda], pieces)
+            self._agent.registerMem(token, [])
+        except self._errors as e:
+            where = f"cuda:{device}" if cuda else "cpu"
+            raise TransportError(
+                f"NIXL cannot register {len(pieces)} regions on {where}: {self._library.explain(e)}"
+            ) from e
+        return token
+
+    def deregister(self, token: Any) -> None:
+        try:
+            self._agent.deregisterMem(token, [])
+        except self._errors as e:
+            raise TransportError(f"NIXL cannot deregister memory: {self._library.explain(e)}") from e
+
+    def metadata(self) -> bytes:
+        """What a peer has to ``add``: how to reach this agent, and all memory registered so far."""
+        try:
+            return bytes(self._agent.getLocalMD())
+        except self._errors as e:
+            raise TransportError(f"NIXL cannot describe this agent: {self._library.explain(e)}") from e
+
+    def add(self, metadata: bytes) -> str:
+        """Make a peer known; returns its name."""
+        try:
+            name = self._agent.loadRemoteMD(metadata)
+        except self._errors as e:
+            raise TransportError(self._library.explain(e)) from e
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove(self, name: str) -> None:
+        """Forget a peer. No fence: what is in flight goes on."""
+        with suppress(*self._errors):  # NIXL forgets it by itself when a connection fails
+            self._agent.invalidateRemoteMD(name)
+
+    def tell(self, name: str, message: str) -> None:
+        """Send a short message to a peer. Returns at once; raises if the connection is known to have failed."""
+        try:
+            self._agent.genNotif(name, message)
+        except self._errors as e:
+            raise TransportError(self._library.explain(e)) from e
+
+    def heard(self) -> Iterator[bytes]:
+        """Messages that have come, from anybody."""
+        try:
+            found = self._agent.getNotifs({}, [])
+        except self._errors as e:
+            raise TransportError(f"NIXL cannot receive: {self._library.explain(e)}") from e
+        for messages in found.values():
+            yield from messages
+
+    def prepare(self, operation: Literal["read", "write"], local: Side, remote: Side, name: str) -> int:
+        """Make a transfer; returns a handle to ``post`` and to ``release``."""
+        nixl = self._nixl
+        try:
+            here, there = (nixl.nixlXferDList(self._segments[cuda], rows) for cuda, rows in (local, remote))
+            return int(self._agent.createXferReq(self._operations[operation], here, there, name, "", []))
+        except self._errors as e:
+            raise TransportError(self._library.explain(e)) from e
+
+    def post(self, handle: int) -> bool:
+        """Start it, once; says whether it is done. Over CMA it always is: the call copies."""
+        try:
+            return bool(self._agent.postXferReq(handle, "") == self._nixl.NIXL_SUCCESS)
+        except self._errors as e:
+            raise TransportError(self._library.explain(e)) from e
+
+    def done(self, handle: int) -> bool:
+        """Whether the bytes are visible at the target. Raises when they will not be."""
+        try:
+            return bool(self._agent.getXferStatus(handle) == self._nixl.NIXL_SUCCESS)
+        except self._errors as e:
+            raise TransportError(self._library.explain(e)) from e
+
+    def release(self, handle: int) -> None:
+        """Forget a handle. No fence: if it is not done, bytes may go on landing until ``close``."""
+        with suppress(*self._errors):  # what it cannot cancel it keeps until the agent goes
+            self._agent.releaseXferReq(handle)
+
+    def close(self) -> None:
+        """End the agent, its thread and its connections. Nothing lands in this process's memory afterwards."""
+        self._agent = None
+
+
+def _parameters(agent: Any, library: Library, options: Options) -> dict[str, str]:
+    """What to give the plugin, checked: NIXL ignores parameters it does not know."""
+    plugin, plugins = options.plugin, list(agent.getAvailPlugins())
+    build = f"NIXL {library.version} ({library.package})"
+    if plugin not in plugins:
+        raise ConfigError(
+            f"{build} has no plugin {plugin!r}: {advice(plugin, plugins)}. Others need a NIXL built from source with them"
+        )
+    try:
+        listed = agent.getPluginParams(plugin)[0]
+    except library.errors as e:
+        raise ConfigError(
+            f"plugin {plugin!r} of {build} cannot be loaded here: {library.why_unloadable(plugin)}"
+        ) from e
+    known = {*listed, *(_UCX_UNLISTED if plugin == "UCX" else ())}
+    for key in options.plugin_params:
+        if (plugin, key) in _REFUSED:
+            raise ConfigError(f"plugin parameter {key!r} of back end 'nixl': {_REFUSED[plugin, key]}")
+        if key not in known:
+            shown = known - {k for p, k in _REFUSED if p == plugin}
+            raise ConfigError(f"NIXL's plugin {plugin} has no parameter {key!r}: {advice(key, shown)}")
+    given = {key: text(value) for key, value in options.plugin_params.items()}
+    if given.get("ucx_error_handling_mode", "peer") != "peer":
+        raise ConfigError(
+            "plugin parameter 'ucx_error_handling_mode' must be 'peer': without it UCX never tells that a peer has died"
+        )
+    if options.num_threads:
+        if plugin not in _THREADS:
+            raise ConfigError(f"option 'num_threads' of back end 'nixl' does nothing for plugin {plugin!r}")
+        given[_THREADS[plugin]] = str(options.num_threads)
+    return given

@@ -1,0 +1,82 @@
+"""What a peer gets to know of us for one link: our NIXL agent, this end of the link, and where our memory lies."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvxfer.errors import TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.transport.memories import Memories
+
+__all__ = ["Endpoint", "Piece", "device_of"]
+
+FORMAT = 1
+MOST_BYTES = 1 << 20
+
+
+class Piece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A memory: its device, and (address, bytes) of its regions."""
+
+    device: str
+    regions: tuple[tuple[int, int], ...]
+
+
+class Endpoint(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``agent``: for messages to humans. ``name``: of the NIXL agent; another process never has it. ``end``: names this
+    end of this link. ``memories``: by number, ``None`` for one that is gone. ``metadata``: the agent's, for NIXL."""
+
+    format: int
+    plugin: Annotated[str, Meta(max_length=64)]
+    agent: Annotated[str, Meta(max_length=256)]
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    end: Annotated[str, Meta(min_length=1, max_length=64)]
+    memories: tuple[Piece | None, ...]
+    metadata: bytes
+
+    def encode(self) -> bytes:
+        """With a checksum: NIXL hands parts of the metadata to UCX, which takes them on trust."""
+        body = msgspec.msgpack.encode(self)
+        if len(body) + 4 > MOST_BYTES:
+            count = sum(len(m.regions) for m in self.memories if m is not None)
+            raise TransportError(
+                f"an endpoint with {count} regions takes {len(body)} bytes, more than {MOST_BYTES}; "
+                "register fewer, longer regions"
+            )
+        return zlib.crc32(body).to_bytes(4, "big") + body
+
+    @classmethod
+    def decode(cls, data: bytes) -> Endpoint:
+        """Raises ``TransportError`` for anything but what ``encode`` made."""
+        if len(data) > MOST_BYTES or zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
+            raise TransportError("these bytes are no endpoint of back end 'nixl', or were altered")
+        try:
+            endpoint = msgspec.msgpack.decode(data[4:], type=cls)
+        except msgspec.DecodeError as e:
+            raise TransportError(f"these bytes are no endpoint of back end 'nixl': {e}") from None
+        if endpoint.format != FORMAT:
+            raise TransportError(
+                f"peer {endpoint.agent!r} makes endpoints of format {endpoint.format}, this side of {FORMAT}"
+            )
+        return endpoint
+
+    def table(self) -> Memories:
+        """The peer's memories, to find addresses in."""
+        table = Memories()
+        for piece in self.memories:
+            regions = [] if piece is None else [Region(a, n, piece.device) for a, n in piece.regions]
+            table.add(regions, frozenset({"cpu", "cuda"}))
+        return table
+
+
+def device_of(device: str) -> tuple[bool, int]:
+    """Whether it is a GPU, and NIXL's number for it. Raises ``TransportError`` for a name that is neither."""
+    kind, _, number = device.partition(":")
+    if device == "cpu":
+        return False, 0
+    if kind == "cuda" and number.isascii() and number.isdecimal():
+        return True, int(number)
+    raise TransportError(f"back end 'nixl' moves memory on 'cpu' or 'cuda:N', not on {device!r}")

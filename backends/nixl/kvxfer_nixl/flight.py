@@ -1,0 +1,189 @@
+"""A batch on its way: posted to NIXL piece by piece, and watched until NIXL is done with every piece.
+
+Pieces, because posting may be copying (CMA), at 10 GB/s, or cost microseconds a descriptor (GPUs): a call must end in
+bounded time. A handle is released only when NIXL says that it is over: a released handle goes on moving bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Literal
+
+import numpy as np
+
+from kvxfer.errors import TransportError
+from kvxfer.geometry.plan import Ints
+from kvxfer.transport.contract import Completion, Fence
+from kvxfer_nixl.agent import Agent, Rows, Side
+from kvxfer_nixl.link import Link
+
+__all__ = ["Flight", "rows"]
+
+PIECE_BYTES = 64 << 20
+"""Host memory in one piece: at most some 20 ms of copying."""
+PIECE_RUNS = 4096
+"""Descriptors in one piece: at most some 20 ms of posting."""
+WINDOW = 4
+"""Pieces posted and not done: enough for the fastest link, little enough to wait for when a batch is given up."""
+GIVE_UP_S = 0.5
+"""How long a batch that has failed on our side waits for NIXL to be done with it, before it ends without being quiet."""
+SETTLE_S = 0.02
+"""After an error of NIXL's: time for it to flush what else is queued on the broken connection."""
+POLL_S = (0.00005, 0.0005)
+"""Least and greatest time between two looks at a batch; in between, a thirty-second of the time since its last post."""
+FENCE_S = 0.0002
+LINK_S = (0.005, 0.05)
+"""How often to look for the peer's greeting: in the first second, and later."""
+
+
+def rows(addresses: Ints, lengths: Ints, device: int) -> Rows:
+    """Descriptors of runs, ``[n, 3]``."""
+    table = np.empty((len(lengths), 3), np.uint64)
+    table[:, 0], table[:, 1], table[:, 2] = addresses, lengths, device
+    return table
+
+
+class Flight:
+    """``number``: of the batch. ``memory``: the local one."""
+
+    def __init__(
+        self, number: int, operation: Literal["read", "write"], link: Link, memory: int, local: Side, remote: Side,
+        fence: Fence | None,
+    ) -> None:  # fmt: skip
+        self.number, self.link, self.memory = number, link, memory
+        self._operation, self._fence = operation, fence
+        on_host = not (local[0] or remote[0])
+        self._local, self._remote = _shorten(local, remote) if on_host else (local, remote)
+        self._cuts = deque(_cuts(self._local[1], on_host))
+        self._start = 0
+        self._handles: list[int] = []
+        self._posted = 0.0
+        self._error: TransportError | None = None
+        self._earliest, self._latest = 0.0, 0.0
+
+    def advance(self, agent: Agent, now: float, until: float) -> Completion | None:
+        """Look what is done, post more until the time ``until``, and say whether this is the end."""
+        self._look(agent)
+        if (error := self.link.error) is not None:
+            self.give_up(str(error), now, error)
+        if self._error is None and self._ready(now):
+            self._post(agent, until)
+        if self._error is not None:
+            if now >= (self._latest if self._handles else self._earliest):
+                return Completion(self.number, self._error, quiet=not self._handles)
+        elif not self._handles and not self._cuts:
+            return Completion(self.number)
+        return None
+
+    def give_up(self, why: str, now: float, cause: Exception | None = None) -> None:
+        """Post no more, and end with an error as soon as NIXL is done with what was posted, or waited for long enough."""
+        if self._error is None:
+            self._fail(why, cause)
+            self._latest = now + GIVE_UP_S
+
+    def linger(self, agent: Agent) -> bool:
+        """After the end: whether NIXL is still not done."""
+        self._look(agent)
+        return bool(self._handles)
+
+    def drop(self, agent: Agent) -> None:
+        """Release all handles, whatever they are doing: when the connection or the agent is no more."""
+        for handle in self._handles:
+            agent.release(handle)
+        self._handles.clear()
+
+    def due(self, now: float) -> float:
+        """When to look again."""
+        if self._handles:
+            return now + min(max(POLL_S[0], (now - self._posted) / 32), POLL_S[1])
+        if self._error is not None:
+            return self._earliest
+        if not self.link.up:
+            return now + LINK_S[now > self.link.began + 1]
+        return now if self._fence is None else now + FENCE_S
+
+    def _ready(self, now: float) -> bool:
+        if not self.link.up:
+            self.link.greet(now)
+            return False
+        if self._fence is not None and self._fence.passed():
+            self._fence = None
+        return self._fence is None
+
+    def _post(self, agent: Agent, until: float) -> None:
+        while self._cuts and len(self._handles) < WINDOW and time.monotonic() < until:
+            piece = slice(self._start, self._cuts[0])
+            local, remote = ((cuda, table[piece]) for cuda, table in (self._local, self._remote))
+            try:
+                handle = agent.prepare(self._operation, local, remote, self.link.peer.name)
+            except TransportError as e:
+                self.give_up(str(e), time.monotonic(), e)
+                return
+            self._start = self._cuts.popleft()
+            self._handles.append(handle)
+            try:
+                done = agent.post(handle)
+            except TransportError as e:
+                self._break(agent, e)
+                return
+            self._posted = time.monotonic()
+            if done:
+                agent.release(self._handles.pop())
+
+    def _look(self, agent: Agent) -> None:
+        for handle in list(self._handles):
+            try:
+                if agent.done(handle):
+                    self._handles.remove(handle)
+                    agent.release(handle)
+            except TransportError as e:
+                self._break(agent, e)
+                return
+
+    def _break(self, agent: Agent, error: TransportError) -> None:
+        """The connection has failed, and NIXL has closed it: nothing of this batch moves any more."""
+        self.drop(agent)
+        self.link.peer.fail(error)
+        self._fail(str(error), error)
+        self._earliest = time.monotonic() + SETTLE_S
+
+    def _fail(self, why: str, cause: Exception | None) -> None:
+        if self._error is None:
+            lengths = self._local[1][:, 1]
+            what = f"{self._operation.upper()} of {int(lengths.sum())} bytes in {len(lengths)} runs with {self.link}"
+            self._error = TransportError(f"{what} failed: {why}")
+            self._error.__cause__ = cause
+
+
+def _shorten(local: Side, remote: Side) -> tuple[Side, Side]:
+    """The same bytes in runs of at most ``PIECE_BYTES``."""
+    lengths = local[1][:, 1]
+    if len(lengths) == 0 or int(lengths.max()) <= PIECE_BYTES:
+        return local, remote
+    counts = (lengths + np.uint64(PIECE_BYTES - 1)) // np.uint64(PIECE_BYTES)
+    index = np.repeat(np.arange(len(lengths)), counts)
+    nth = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    skip = nth.astype(np.uint64) * np.uint64(PIECE_BYTES)
+
+    def cut(side: Side) -> Side:
+        cuda, table = side[0], side[1][index]
+        table[:, 0] += skip
+        table[:, 1] = np.minimum(table[:, 1] - skip, np.uint64(PIECE_BYTES))
+        return cuda, table
+
+    return cut(local), cut(remote)
+
+
+def _cuts(table: Rows, by_bytes: bool) -> list[int]:
+    """Where pieces end: indices into the rows, the last one their number."""
+    n, cuts, start = len(table), list[int](), 0
+    ends = np.cumsum(table[:, 1]) if by_bytes else None
+    while start < n:
+        end = min(start + PIECE_RUNS, n)
+        if ends is not None:
+            before = int(ends[start - 1]) if start else 0
+            end = min(end, max(start + 1, int(np.searchsorted(ends, before + PIECE_BYTES, side="right"))))
+        cuts.append(end)
+        start = end
+    return cuts

@@ -1,0 +1,126 @@
+"""NIXL's compiled module: found, loaded without a trace, its plugins, and its errors in words.
+
+The compiled module is used, and not the Python class around it (``nixl._api.nixl_agent``), for two reasons. That class
+fixes the progress thread's delay at zero, so that the thread spins; and importing it the usual way reconfigures
+``logging`` for the whole process, which closes the host application's log files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import logging.config
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kvxfer.errors import TransportError
+
+__all__ = ["Library", "load"]
+
+PIP_LINE = "pip install 'kvxfer[nixl]' (install torch first: NIXL asks for it, and for any build of it)"
+
+_MEANINGS = {
+    "nixlRemoteDisconnectError": "the peer died or closed its end, or the connection to it broke",
+    "nixlNotFoundError": "NIXL does not know the peer or the memory any more: the connection has failed before",
+    "nixlBackendError": "the plugin failed; NIXL wrote the reason to stderr",
+    "nixlMismatchError": "these are not the metadata of a NIXL agent, or of one of another version",
+    "nixlNotAllowedError": "an agent of that name is connected already, with other metadata",
+    "nixlInvalidParamError": "NIXL refused the arguments; it wrote the reason to stderr",
+    "nixlNotSupportedError": "the plugin cannot do that",
+    "nixlRepostActiveError": "the transfer is still active",
+    "nixlNotPostedError": "the transfer was not posted",
+    "nixlCancelledError": "the transfer was cancelled",
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """``bindings``: NIXL's compiled module. ``errors``: everything it raises; its classes have no common base."""
+
+    bindings: Any
+    errors: tuple[type[Exception], ...]
+
+    @property
+    def package(self) -> str:
+        """The wheel's package, which says for what it was built: ``nixl_cu12``, ``nixl_cu13``."""
+        return str(self.bindings.__name__).partition(".")[0]
+
+    @cached_property
+    def version(self) -> str:
+        for name in (self.package.replace("_", "-"), "nixl"):
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                continue
+        return "of unknown version"
+
+    @property
+    def ucp(self) -> Path | None:
+        """The UCX library that came in the wheel."""
+        return next((self._site / f"{self.package}.libs").glob("libucp-*"), None)
+
+    @property
+    def ucx_version(self) -> str:
+        if self.ucp is None:
+            return "not from the wheel"
+        get = ctypes.CDLL(str(self.ucp)).ucp_get_version_string
+        get.restype = ctypes.c_char_p
+        return str(get().decode())
+
+    def explain(self, error: Exception) -> str:
+        meaning = _MEANINGS.get(type(error).__name__)
+        return f"{meaning} ({error})" if meaning else f"NIXL raised {type(error).__name__}: {error}"
+
+    def why_unloadable(self, plugin: str) -> str:
+        """What the dynamic linker says of a plugin that is there but cannot be loaded."""
+        path = self._site / f".{self.package}.mesonpy.libs" / "plugins" / f"libplugin_{plugin}.so"
+        try:
+            ctypes.CDLL(str(path))
+        except OSError as e:
+            return str(e)
+        return "NIXL wrote the reason to stderr"
+
+    @property
+    def _site(self) -> Path:
+        return Path(self.bindings.__file__).parents[1]
+
+
+def load(log_level: str | None = None) -> Library:
+    """Raises ``TransportError`` with the pip line when NIXL is missing. ``log_level`` counts at the first load only."""
+    loaded = sys.modules.get("nixl._bindings")
+    if loaded is not None and log_level is not None:
+        logging.getLogger("kvxfer.nixl").info("NIXL is loaded already; its log level stays as it is")
+    with _unnoticed(log_level):
+        try:
+            import nixl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+            bindings = nixl._bindings
+        except (ImportError, AttributeError) as e:
+            raise TransportError(f"back end 'nixl' needs NIXL 1.5, which cannot be imported ({e}); {PIP_LINE}") from e
+    own = [c for n, c in vars(bindings).items() if n.startswith("nixl") and n.endswith("Error")]
+    return Library(bindings, (*own, RuntimeError, ValueError))
+
+
+@contextmanager
+def _unnoticed(log_level: str | None) -> Iterator[None]:
+    """Undo what importing NIXL does to the process, and let it read a log level meanwhile."""
+    configure, raising, level = logging.config.dictConfig, logging.raiseExceptions, os.environ.get("NIXL_LOG_LEVEL")
+    # It would close every handler there is: a file opened with mode "w" then gets nothing more.
+    logging.config.dictConfig = lambda config: None
+    if log_level is not None:
+        os.environ["NIXL_LOG_LEVEL"] = log_level
+    try:
+        yield
+    finally:
+        logging.config.dictConfig, logging.raiseExceptions = configure, raising
+        if level is not None:
+            os.environ["NIXL_LOG_LEVEL"] = level
+        elif log_level is not None:
+            os.environ.pop("NIXL_LOG_LEVEL", None)

@@ -1,0 +1,129 @@
+"""Peers and links. A peer is a NIXL agent that ours has a connection to; any number of links share it.
+
+The connection stays when the last link goes: each one that UCX makes anew costs both sides a socket until one of
+the processes ends. A link is up once the other side has greeted us, and down once it has said goodbye or the
+connection has failed. Greeting and goodbye are NIXL notifications that name the receiver's end of the link.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from kvxfer.errors import TransportError
+from kvxfer_nixl.agent import Agent
+from kvxfer_nixl.endpoint import Endpoint, device_of
+
+__all__ = ["Link", "Peer", "Peers"]
+
+GREETING, GOODBYE, NOTHING = "+", "-", "."
+GREET_AGAIN_S = 0.25
+"""A peer that dies before it has greeted us is noticed by greeting it again."""
+
+
+class Peer:
+    """``error``: why the connection has failed; it never comes back."""
+
+    def __init__(self, name: str, agent: Agent) -> None:
+        self.name = name
+        self.error: TransportError | None = None
+        self._agent = agent
+        self._metadata = b""
+
+    def learn(self, metadata: bytes) -> None:
+        """Connect, or take in what is new. Raises ``TransportError`` when NIXL does not take it."""
+        if metadata == self._metadata:
+            return
+        found = self._agent.add(metadata)
+        if found != self.name:
+            self._agent.remove(found)
+            raise TransportError(f"the endpoint names agent {self.name!r}, its metadata {found!r}")
+        self._metadata = metadata
+
+    def tell(self, message: str) -> None:
+        """Returns at once. Raises ``TransportError`` when the connection is known to have failed."""
+        if self.error is None:
+            try:
+                self._agent.tell(self.name, message)
+            except TransportError as e:
+                self.fail(e)
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: TransportError) -> None:
+        if self.error is None:
+            self.error = error
+
+
+class Peers:
+    """The peers of one agent, by name."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._known: dict[str, Peer] = {}
+
+    def get(self, name: str) -> Peer:
+        """The peer of that name; a new one if its connection has failed. Forgets the others whose connection has."""
+        for other in list(self._known.values()):
+            # Nobody says when an idle connection has failed; the next message does.
+            with suppress(TransportError):
+                other.tell(NOTHING)
+            if other.error is not None:
+                del self._known[other.name]
+                self._agent.remove(other.name)
+        return self._known.setdefault(name, Peer(name, self._agent))
+
+
+class Link:
+    """``end``: our end. ``error``: why nothing can move any more."""
+
+    def __init__(self, number: int, end: str, theirs: Endpoint, peers: Peers) -> None:
+        """Raises ``TransportError`` when the peer's description or metadata are wrong."""
+        self.number, self.end, self.their_end, self.agent = number, end, theirs.end, theirs.agent
+        self.memories = theirs.table()
+        self._devices = [(False, 0) if m is None else device_of(m.device) for m in theirs.memories]
+        self.peer = peers.get(theirs.name)
+        self.peer.learn(theirs.metadata)
+        self.up = False
+        self._error: TransportError | None = None
+        self.began = time.monotonic()
+        self._greeted = 0.0
+        self.greet(self.began)
+
+    def __str__(self) -> str:
+        return f"peer {self.agent!r} (link {self.number})"
+
+    @property
+    def error(self) -> TransportError | None:
+        if self._error is None and self.peer.error is not None:
+            self._fail(f"the connection to {self} has failed: {self.peer.error}", self.peer.error)
+        return self._error
+
+    def device(self, memory: int) -> tuple[bool, int]:
+        """Of a memory of the peer's: whether it is on a GPU, and on which."""
+        return self._devices[memory]
+
+    def greet(self, now: float) -> None:
+        """Tell the peer that this end is there, if it is time to. The first greeting also makes the connection, so that
+        no transfer has to wait for it."""
+        if not self.up and self.error is None and now >= self._greeted + GREET_AGAIN_S:
+            self._greeted = now
+            with suppress(TransportError):  # it is in ``error`` now
+                self.peer.tell(GREETING + self.their_end)
+
+    def hear(self, message: str) -> None:
+        if message == GREETING:
+            self.up = True
+        elif message == GOODBYE:
+            self._fail(f"{self} has closed the link")
+
+    def close(self, why: str) -> None:
+        """No more batches; the peer is told."""
+        if self.error is None:
+            with suppress(TransportError):  # then there is nobody to tell
+                self.peer.tell(GOODBYE + self.their_end)
+            self._fail(why)
+
+    def _fail(self, what: str, cause: Exception | None = None) -> None:
+        self._error = TransportError(what)
+        self._error.__cause__ = cause

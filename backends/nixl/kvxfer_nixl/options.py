@@ -1,0 +1,70 @@
+"""The options a user may give this back end, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvxfer.errors import ConfigError
+
+__all__ = ["Options", "advice"]
+
+Setting = str | int | float | bool
+
+
+class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``backend_options`` of back end ``nixl``.
+
+    Attributes:
+        plugin: the NIXL plugin that moves the bytes; one that reaches other agents (``UCX``, ``LIBFABRIC``, ``MOONCAKE``).
+        plugin_params: the plugin's own parameters, as in ``{"num_workers": "2"}``.
+        ucx: settings of UCX, with or without the prefix ``UCX_``, as in ``{"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}``.
+        num_threads: extra threads with which the plugin posts long batches; 0 for none. They spin while they work.
+        sync_mode: locking inside the NIXL agent. kvxfer calls it from one thread, so ``none`` is right unless the
+            plugin asks for more.
+        log_level: what NIXL's library writes to stderr. Read once a process, when NIXL is loaded; ``None`` leaves it to
+            ``NIXL_LOG_LEVEL``.
+    """
+
+    plugin: Annotated[str, Meta(min_length=1)] = "UCX"
+    plugin_params: dict[str, Setting] = {}
+    ucx: dict[str, Setting] = {}
+    num_threads: Annotated[int, Meta(ge=0, le=256)] = 0
+    sync_mode: Literal["none", "rw", "strict"] = "none"
+    log_level: Literal["TRACE", "DEBUG", "INFO", "WARN", "ERROR", "FATAL"] | None = None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Options:
+        """Raises ``ConfigError`` for an unknown option (naming the nearest) or a bad value."""
+        for key in options:
+            if key not in cls.__struct_fields__:
+                raise ConfigError(f"unknown option {key!r} of back end 'nixl': {advice(key, cls.__struct_fields__)}")
+        try:
+            parsed = msgspec.convert(dict(options), cls)
+        except msgspec.ValidationError as e:
+            raise ConfigError(f"bad option of back end 'nixl': {e}") from None
+        parsed = msgspec.structs.replace(parsed, plugin=parsed.plugin.upper())
+        if parsed.ucx and parsed.plugin != "UCX":
+            raise ConfigError(f"option 'ucx' of back end 'nixl' is for plugin 'UCX', and the plugin is {parsed.plugin!r}")
+        return parsed
+
+    @property
+    def ucx_settings(self) -> dict[str, str]:
+        """Without the prefix, as text."""
+        return {key.removeprefix("UCX_"): text(value) for key, value in self.ucx.items()}
+
+
+def text(value: Setting) -> str:
+    """A setting as UCX and NIXL read it."""
+    return {True: "y", False: "n"}[value] if isinstance(value, bool) else str(value)
+
+
+def advice(key: str, known: Iterable[str]) -> str:
+    """What to say of a name that is not known: the nearest, or all."""
+    names = sorted(known)
+    near = get_close_matches(key, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"

@@ -1,0 +1,279 @@
+"""The NIXL back end: links and batches by number, one agent below them.
+
+Nothing here spins. NIXL's progress thread sleeps on UCX's descriptor and does what peers ask for; it cannot tell us of
+what has come, so this side looks at batches in flight in short intervals, and at nothing when there are none.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvxfer.errors import KvxferError, TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.memories import Memories
+from kvxfer.transport.wakeup import Wakeup
+from kvxfer_nixl.agent import Agent
+from kvxfer_nixl.endpoint import FORMAT, Endpoint, Piece, device_of
+from kvxfer_nixl.flight import Flight, rows
+from kvxfer_nixl.library import load
+from kvxfer_nixl.link import Link, Peers
+from kvxfer_nixl.options import Options
+
+__all__ = ["NixlTransport"]
+
+BUDGET_S = 0.02
+"""A call starts no more pieces after so long."""
+DRAIN_S = 1.0
+"""How long ``close`` waits for NIXL to be done: ended in the middle of a READ over TCP, UCX 1.23 can abort the *peer*."""
+LINGER_S = 0.05
+MOST_ISSUED = 10_000
+"""Endpoints handed out and not connected that are remembered."""
+
+
+class NixlTransport(Transport):
+    """One-sided reads and writes by NIXL. See ``docs/backends/nixl.md`` for what its plugins need and promise."""
+
+    name = "nixl"
+    contract = 1
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        super().__init__(agent, options)
+        self._options = Options.parse(options)
+        # So that NIXL's log tells who it is, and no other process ever has the name.
+        self._name = f"{re.sub(r'[^0-9A-Za-z_.-]', '_', agent)[:64]}~{secrets.token_hex(8)}"
+        self._nixl = Agent(self._name, self._options)
+        self._peers = Peers(self._nixl)
+        memory = _memory_kinds(self._nixl)
+        self._capabilities = Capabilities(
+            verbs=frozenset({Verb.READ, Verb.WRITE}),
+            memory=memory,
+            # A descriptor costs 5 us on a GPU, whose link moves a megabyte meanwhile; on a CPU, a system call.
+            run_bytes=4 << 20 if "cuda" in memory else 2048,
+            may_block_s=0.05,
+            abort="batch",
+            quiet="backend_reset",
+        )
+        self._owner = threading.get_ident()
+        self._closed = False
+        self._memories = Memories()
+        self._devices: dict[int, tuple[bool, int]] = {}
+        self._tokens: dict[int, Any] = {}
+        self._issued: OrderedDict[str, str] = OrderedDict()
+        self._links: dict[int, Link] = {}
+        self._ends: dict[str, Link] = {}
+        self._flights: dict[int, Flight] = {}
+        self._lingering: list[Flight] = []
+        self._ended: list[Completion] = []
+        self._next_link, self._next_batch = 0, 0
+        self._wakeup = Wakeup()
+
+    @classmethod
+    def probe(cls) -> Probe:
+        try:
+            library = load()
+            facts = {"nixl": f"{library.version} ({library.package})"}
+            agent = Agent("probe", Options())
+            try:
+                facts["plugins"] = ", ".join(agent.plugins)
+                facts["ucx"] = library.ucx_version
+                memory = _memory_kinds(agent)
+            finally:
+                agent.close()
+        except KvxferError as e:
+            return Probe(False, str(e))
+        return Probe(True, f"NIXL {facts['nixl']} works with its plugin UCX on {' and '.join(sorted(memory))} memory", memory, facts)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def register(self, regions: Sequence[Region]) -> int:
+        self._check()
+        Memories().add(regions, self._capabilities.memory)  # refuses what is impossible before NIXL sees it
+        devices = {r.device for r in regions}
+        if len(devices) > 1:
+            raise TransportError(f"the regions of one memory must lie on one device, not on {', '.join(sorted(devices))}")
+        cuda, device = device_of(devices.pop() if devices else "cpu")
+        token = self._nixl.register(regions, cuda, device) if regions else None
+        memory = self._memories.add(regions, self._capabilities.memory)
+        self._devices[memory], self._tokens[memory] = (cuda, device), token
+        return memory
+
+    def deregister(self, memory: int) -> None:
+        self._check()
+        for flight in [*self._flights.values(), *self._lingering]:
+            if flight.memory == memory:
+                raise TransportError(
+                    f"memory {memory} is in use by batch {flight.number} with {flight.link}; abort it first, and if that "
+                    "does not make the memory quiet, close the back end"
+                )
+        self._memories.remove(memory)
+        token = self._tokens.pop(memory)
+        if token is not None:
+            self._nixl.deregister(token)
+
+    def endpoint(self) -> bytes:
+        self._check()
+        end = secrets.token_hex(8)
+        last = max(self._memories, default=-1)
+        pieces = tuple(self._piece(m) if m in self._memories else None for m in range(last + 1))
+        data = Endpoint(
+            FORMAT, self._options.plugin, self.agent[:256], self._name, end, pieces, self._nixl.metadata()
+        ).encode()
+        self._issued[end] = ""
+        if len(self._issued) > MOST_ISSUED:
+            self._issued.popitem(last=False)
+        return data
+
+    def connect(self, mine: bytes, theirs: bytes) -> int:
+        self._check()
+        here, there = Endpoint.decode(mine), Endpoint.decode(theirs)
+        if here.end not in self._issued:
+            raise TransportError("the first endpoint is not one of ours, or is in use; call endpoint() for every link")
+        if there.plugin != self._options.plugin:
+            raise TransportError(
+                f"peer {there.agent!r} uses NIXL's plugin {there.plugin}, this side {self._options.plugin}; they must agree"
+            )
+        if any(link.their_end == there.end for link in self._links.values()):
+            raise TransportError(f"the endpoint of peer {there.agent!r} is in use; it must call endpoint() for every link")
+        try:
+            link = Link(self._next_link, here.end, there, self._peers)
+        except TransportError as e:
+            raise TransportError(f"cannot connect to peer {there.agent!r}: {e}") from e
+        self._next_link += 1
+        self._links[link.number] = self._ends[link.end] = link
+        for message in self._issued.pop(link.end):
+            link.hear(message)
+        return link.number
+
+    def disconnect(self, peer: int) -> None:
+        self._check()
+        link = self._link(peer)
+        del self._links[peer], self._ends[link.end]
+        link.close(f"this side has closed the link to {link}")
+        self._wakeup.set()
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        self._check()
+        link = self._link(batch.peer)
+        if batch.verb not in self._capabilities.verbs:
+            raise TransportError(f"back end 'nixl' does not {batch.verb.upper()}, only READ and WRITE")
+        if batch.remote_offsets is None:
+            raise TransportError(f"a {batch.verb.upper()} needs remote_offsets")
+        lengths = np.asarray(batch.lengths, np.int64)
+        here = self._memories.addresses(batch.local, batch.local_offsets, lengths)
+        try:
+            there = link.memories.addresses(batch.remote, batch.remote_offsets, lengths)
+        except TransportError as e:
+            raise TransportError(f"on the side of {link}: {e}") from None
+        if len(lengths) and not lengths.all():
+            some = lengths > 0
+            here, there, lengths = here[some], there[some], lengths[some]
+        (cuda, device), (their_cuda, their_device) = self._devices[batch.local], link.device(batch.remote)
+        number, self._next_batch = self._next_batch, self._next_batch + 1
+        flight = Flight(
+            number, "read" if batch.verb is Verb.READ else "write", link, batch.local,
+            (cuda, rows(here, lengths, device)), (their_cuda, rows(there, lengths, their_device)), after,
+        )  # fmt: skip
+        self._flights[number] = flight
+        self._listen()
+        now = time.monotonic()
+        self._advance(flight, now)
+        self._schedule(now)
+        return number
+
+    def poll(self) -> list[Completion]:
+        self._check()
+        self._wakeup.clear()
+        self._listen()
+        now = time.monotonic()
+        for flight in list(self._flights.values()):
+            self._advance(flight, now)
+        self._lingering = [f for f in self._lingering if f.linger(self._nixl)]
+        ended, self._ended = self._ended, []
+        self._schedule(now)
+        return ended
+
+    def abort(self, batch: int) -> None:
+        self._check()
+        flight = self._flights.get(batch)
+        if flight is not None:
+            flight.give_up("it was aborted", time.monotonic())
+            self._wakeup.set()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for link in self._links.values():
+            link.close(f"this side has closed its back end, and with it the link to {link}")
+        going = [*self._flights.values(), *self._lingering]
+        until = time.monotonic() + DRAIN_S
+        while time.monotonic() < until and (going := [f for f in going if f.linger(self._nixl)]):
+            time.sleep(0.0005)
+        for flight in going:
+            flight.drop(self._nixl)
+        self._nixl.close()
+        self._wakeup.close()
+
+    def fileno(self) -> int:
+        return self._wakeup.fileno()
+
+    def _advance(self, flight: Flight, now: float) -> None:
+        end = flight.advance(self._nixl, now, now + BUDGET_S)
+        if end is None:
+            return
+        del self._flights[flight.number]
+        self._ended.append(end)
+        if not end.quiet:
+            self._lingering.append(flight)
+
+    def _listen(self) -> None:
+        """Take in greetings and goodbyes. A peer may send them before we have connected to it."""
+        for message in self._nixl.heard():
+            kind, name = message[:1].decode("ascii", "replace"), message[1:].decode("ascii", "replace")
+            if name in self._ends:
+                self._ends[name].hear(kind)
+            elif name in self._issued and kind not in self._issued[name]:
+                self._issued[name] += kind
+
+    def _schedule(self, now: float) -> None:
+        """Have ``fileno`` polled readable when there is something to look at."""
+        if self._ended:
+            self._wakeup.set()
+        due = [f.due(now) for f in self._flights.values()]
+        if self._lingering:
+            due.append(now + LINGER_S)
+        self._wakeup.at(min(due, default=None))
+
+    def _piece(self, memory: int) -> Piece:
+        regions = self._memories.regions(memory)
+        return Piece(regions[0].device if regions else "cpu", tuple((r.address, r.nbytes) for r in regions))
+
+    def _link(self, peer: int) -> Link:
+        if peer not in self._links:
+            raise TransportError(f"there is no link {peer}; it was closed, or never made")
+        return self._links[peer]
+
+    def _check(self) -> None:
+        if self._closed:
+            raise TransportError(f"the back end of {self.agent!r} is closed")
+        if threading.get_ident() != self._owner:
+            raise TransportError("back end 'nixl' serves the thread that made it, and no other")
+
+
+def _memory_kinds(agent: Agent) -> frozenset[str]:
+    """``cuda`` where there is a GPU: NIXL's plugins say that they move its memory whether there is one or not."""
+    gpu = glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg") or glob.glob("/dev/kfd")
+    found = {"cpu"} if "DRAM_SEG" in agent.kinds else set[str]()
+    return frozenset(found | {"cuda"} if gpu and "VRAM_SEG" in agent.kinds else found)

@@ -1,0 +1,65 @@
+"""Settings of UCX: checked by UCX itself, and handed to it through NIXL.
+
+NIXL takes them in one plugin parameter, ``engine_config``, which has three traps: it drops a setting that UCX refuses
+without a word, it prefers the environment's value, and it cuts the text at commas, although UCX's lists are written
+with commas. So UCX is asked first, a contradicting environment is an error, and a setting with a comma goes through
+the environment for the moment in which NIXL makes its UCX context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvxfer.errors import ConfigError
+
+__all__ = ["applied", "check"]
+
+
+def check(settings: Mapping[str, str], library: Path | None) -> None:
+    """Raise ``ConfigError`` for a setting that UCX does not take, or that the environment contradicts.
+
+    ``library``: NIXL's libucp; without one (a NIXL built from source) names and values go unchecked."""
+    for key, value in settings.items():
+        found = os.environ.get(f"UCX_{key}")
+        if found is not None and found != value:
+            raise ConfigError(
+                f"option 'ucx' of back end 'nixl' sets {key} to {value!r}, but UCX_{key} is {found!r} in the environment, "
+                "which NIXL prefers; unset one of them"
+            )
+    if not settings or library is None:
+        return
+    ucp = ctypes.CDLL(str(library))
+    config = ctypes.c_void_p()
+    if ucp.ucp_config_read(None, None, ctypes.byref(config)) != 0:
+        return  # NIXL will meet the same and say so
+    try:
+        for key, value in settings.items():
+            if ucp.ucp_config_modify(config, key.encode(), value.encode()) != 0:
+                raise ConfigError(
+                    f"UCX does not take {value!r} for {key!r} (option 'ucx' of back end 'nixl'): there is no such "
+                    "setting, its value is wrong, or it is read once a process, when UCX is loaded (UCX_LOG_LEVEL and "
+                    "the like), and belongs in the environment"
+                )
+    finally:
+        ucp.ucp_config_release(config)
+
+
+@contextmanager
+def applied(settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """The plugin parameters that carry the settings, for as long as the backend is being created."""
+    lists = {f"UCX_{k}": v for k, v in settings.items() if "," in v}
+    plain = [f"{k}={v}" for k, v in settings.items() if "," not in v]
+    before = {k: os.environ.get(k) for k in lists}
+    os.environ.update(lists)
+    try:
+        yield {"engine_config": ",".join(plain)} if plain else {}
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
