@@ -1,0 +1,90 @@
+"""The seam between the back end and NCCL: all that the rest of the package knows of either.
+
+``nccl.py`` fulfils it with nccl4py, ``twin.py`` with a stated fake for CPU memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvxfer.geometry.cache import Region
+from kvxfer.geometry.plan import Ints
+from kvxfer_nccl.options import Options
+
+__all__ = ["ID_BYTES", "Binding", "Mark", "Pipe", "Way"]
+
+ID_BYTES = 128
+"""Size of a unique id."""
+
+
+class Mark(Protocol):
+    """A place in a pipe's stream."""
+
+    def passed(self) -> bool:
+        """Whether all that was enqueued before it has run. Never blocks."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What makes a pipe: who takes part (``sends``: this side), where, and with what memory."""
+
+    unique_id: bytes
+    sends: bool
+    device: str
+    regions: Sequence[Region]
+    options: Options
+
+
+class Pipe(Protocol):
+    """A communicator of two ranks, the sender and the receiver, and the stream on which its operations run in order.
+
+    There are no tags and no sizes on the way: the n-th run sent is the n-th received. ``open`` and ``abort`` block and
+    are for threads of their own; the others return at once, are called by one thread, and only between the
+    two."""
+
+    def open(self) -> None:
+        """Join the other side, and connect so far that no later operation has to wait for it on the host. Waits for the
+        other side without an end. Raises ``TransportError``, also when aborted meanwhile."""
+
+    def send(self, addresses: Ints, lengths: Ints) -> None:
+        """Enqueue runs, none of them empty. Raises ``TransportError`` when the communicator is broken."""
+
+    def recv(self, addresses: Ints, lengths: Ints) -> None:
+        """The same for the receiver."""
+
+    def wait(self, event: Any) -> None:
+        """Let what is enqueued later wait for a device event (``Fence.event``)."""
+
+    def mark(self) -> Mark:
+        """Mark the end of what is enqueued."""
+
+    def error(self) -> str | None:
+        """What the library reports to be wrong, in its words."""
+
+    def abort(self) -> None:
+        """End the communicator with all that is enqueued, and free what it has. From any thread, at any time (an ``open``
+        that is under way then ends as soon as it can), again and again. When it returns, nothing enqueued touches
+        memory any more. Never raises."""
+
+
+class Binding(Protocol):
+    """A library that makes pipes. ``versions``: for ``doctor``. ``release``: both sides must have the same."""
+
+    memory: frozenset[str]
+    versions: Mapping[str, str]
+    release: str
+
+    def default_device(self) -> str:
+        """Of an agent that has registered no memory."""
+
+    def identity(self, device: str) -> str:
+        """A name of the device which no other device anywhere has."""
+
+    def unique_id(self) -> bytes:
+        """``ID_BYTES`` bytes for one new pair of pipes. Blocks, and costs a thread and a socket until both have opened:
+        call it only when both are about to."""
+
+    def pipe(self, way: Way) -> Pipe:
+        """Does nothing yet."""

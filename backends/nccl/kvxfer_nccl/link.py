@@ -1,0 +1,244 @@
+"""One link: a connection on which both sides talk, and a lane for each direction."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvxfer.errors import KvxferError, PeerError, TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.transport.contract import Completion, Verb
+from kvxfer.transport.wakeup import Wakeup
+from kvxfer_nccl.binding import Binding, Pipe, Way
+from kvxfer_nccl.channel import Channel, dial
+from kvxfer_nccl.lane import Broken, Lane, Post, Receiver, Sender, Tools
+from kvxfer_nccl.options import Options
+from kvxfer_nccl.tasks import Task
+from kvxfer_nccl.wire import Bye, Done, Endpoint, Hello, Id, Keep, Message, Ready, Retire, Retired, Sent
+
+__all__ = ["Link"]
+
+T = TypeVar("T")
+
+CLOGGED_S = 0.005
+"""How often a connection that takes nothing at the moment is tried again."""
+
+
+class Link:
+    """A link from this side, ``mine``, to ``theirs``. All methods on the data thread.
+
+    Its end is final: once ``cause`` is set, every batch ends with that error, and a new link has to be made. ``wake``
+    is called from any thread when ``step`` should be. ``complete`` gets each batch's one end.
+    """
+
+    def __init__(
+        self, number: int, mine: Endpoint, theirs: Endpoint, binding: Binding, options: Options, device: str,
+        regions: Sequence[Region], wakeup: Wakeup, wake: Callable[[], None], complete: Callable[[Completion], None],
+    ) -> None:  # fmt: skip
+        self.mine, self.theirs = mine, theirs
+        self.cause: KvxferError | None = None
+        self._number, self._options = number, options
+        self._wakeup, self._wake, self._complete = wakeup, wake, complete
+        self._channel: Channel | None = None
+        self._heard = False  # the peer's Hello, so that it has connected too
+        self._reach_by = time.monotonic() + options.connect_timeout_s
+        self._dialling: Task[socket.socket] | None = None
+        self._burials: list[Task[None]] = []
+        self._touched: list[tuple[Post, Task[None] | None]] = []  # ended, but their abort is not over
+        self._stuck: list[tuple[Post, Task[None]]] = []  # told to be over, though their abort is not
+
+        def way(unique_id: bytes, sends: bool) -> Way:
+            return Way(unique_id, sends, device, regions, options)
+
+        tools: Tools = Tools(binding, options, device, way, self._say, complete, self._start, self._bury)
+        self._sender, self._receiver = Sender(tools), Receiver(tools)
+        if self.dials:
+            self._dialling = self._start("dial", lambda: dial(theirs.host, theirs.port, options.connect_timeout_s))
+
+    @property
+    def dials(self) -> bool:
+        """Whether this side makes the connection: both know without asking."""
+        return self.mine.token < self.theirs.token
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended and nothing of it is left."""
+        if self.cause is None:
+            return False
+        return not self._touched and not self._burials and all(b.well for _, b in self._stuck)
+
+    def lane(self, verb: Verb) -> Lane:
+        return self._sender if verb is Verb.SEND else self._receiver
+
+    def post(self, post: Post) -> None:
+        if self.cause is not None:
+            self._complete(Completion(post.number, self._error(post)))
+        else:
+            self.lane(post.verb).post(post, time.monotonic())
+
+    def posts(self) -> list[Post]:
+        """Batches whose memory is, or may be, in use."""
+        ended = [p for p, _ in self._touched] + [p for p, b in self._stuck if not b.well]
+        return [*self._sender.posts(), *self._receiver.posts(), *ended]
+
+    def has(self, number: int) -> bool:
+        return any(p.number == number for p in self.posts())
+
+    def accept(self, channel: Channel) -> None:
+        """Take a connection whose Hello named this link."""
+        if self._channel is not None or self.dials or self.cause is not None:
+            channel.close()
+            return
+        self._heard = True
+        self._use(channel)
+
+    def step(self, now: float) -> float | None:
+        """Go on as far as may be; returns when to be called again, at the latest."""
+        due: list[float | None] = []
+        if self.cause is None:
+            try:
+                self._talk()
+                if self._heard:
+                    due += [self._sender.step(now), self._receiver.step(now)]
+                elif now > self._reach_by:
+                    self._fail(PeerError("it has not answered in time; is it alive, and is its port reachable?"))
+            except Broken as e:
+                self._fail(PeerError(str(e)), e.says)
+            except ValueError as e:
+                self._fail(PeerError(f"it broke the protocol: {e}"), f"this side broke the protocol: {e}")
+            except Exception as e:  # a call of the binding's: never the end of more than its link
+                self._fail(TransportError(f"NCCL failed on this side: {e}"), f"its NCCL failed: {e}")
+        self._burials = [b for b in self._burials if not b.well]
+        if self.cause is not None:
+            due.append(self._settle())
+        elif not self._heard:
+            due.append(self._reach_by + 0.001)
+        elif self._channel is not None and self._channel.clogged:
+            due.append(now + CLOGGED_S)
+        return min((d for d in due if d is not None), default=None)
+
+    def end(self, cause: KvxferError, says: str) -> None:
+        """End the link from this side: batches end with ``cause``, the other side hears ``says``."""
+        if self.cause is None:
+            self._fail(cause, says)
+
+    def wait(self, until: float) -> bool:
+        """Block until nothing of an ended link is left; whether that was so in time."""
+        tasks = [*self._burials, *(b for _, b in self._touched if b is not None), *(b for _, b in self._stuck)]
+        return all([task.wait(until) for task in tasks])
+
+    # The connection
+
+    def _talk(self) -> None:
+        if self._dialling is not None and self._dialling.done:
+            dialling, self._dialling = self._dialling, None
+            if dialling.error is not None:
+                self._fail(PeerError(f"it cannot be reached ({dialling.error})"))
+                return
+            self._use(Channel(dialling.value))
+            self._say(Hello(self.theirs.token, self.mine.token))
+        if self._channel is None:
+            return
+        self._channel.flush()
+        for message in self._channel.hear():
+            self._take(message)
+            if self.cause is not None:
+                return
+        if self._channel.lost is not None:
+            self._fail(PeerError(self._channel.lost))
+
+    def _use(self, channel: Channel) -> None:
+        self._channel = channel
+        self._wakeup.add(channel.fileno(), self._number)
+        if not self.dials:
+            self._say(Hello(self.theirs.token, self.mine.token))
+
+    def _say(self, message: Message) -> None:
+        if self._channel is not None:
+            self._channel.say(message)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Hello(yours, mine):
+                if self._heard or (yours, mine) != (self.mine.token, self.theirs.token):
+                    raise ValueError("a Hello that does not belong here")
+                self._heard = True
+            case Ready(n):
+                self._sender.take_ready(n)
+            case Id(n, unique_id):
+                self._receiver.take_id(n, unique_id)
+            case Sent():
+                self._receiver.take_sent(message)
+            case Done(stream):
+                self._sender.take_done(stream)
+            case Retire(n):
+                self._sender.take_retire(n)
+            case Retired(n):
+                self._receiver.take_answer(n, keep=False)
+            case Keep(n):
+                self._receiver.take_answer(n, keep=True)
+            case Bye(reason):
+                self._fail(PeerError(_printable(reason)))
+
+    # Threads
+
+    def _start(self, name: str, call: Callable[[], T]) -> Task[T]:
+        return Task(name, call, self._wake)
+
+    def _bury(self, pipe: Pipe) -> Task[None]:
+        burial: Task[None] = Task("abort", pipe.abort, self._wake)
+        self._burials.append(burial)
+        return burial
+
+    # The end
+
+    def _fail(self, cause: KvxferError, says: str | None = None) -> None:
+        """End everything. What NCCL has been given ends when its abort is over."""
+        if self.cause is not None:
+            return
+        self.cause = cause
+        if says is not None:
+            self._say(Bye(says[:500]))
+        if self._channel is not None:
+            self._wakeup.remove(self._channel.fileno())
+            self._channel.close()
+            self._channel = None
+        if self._dialling is not None:
+            self._dialling.abandon(lambda sock: sock.close())
+            self._dialling = None
+        self._sender.finish(time.monotonic())
+        for lane in (self._sender, self._receiver):
+            untouched, touched, burial = lane.give_up()
+            for post in untouched:
+                self._complete(Completion(post.number, self._error(post)))
+            self._touched += [(post, burial) for post in touched]
+        self._wake()
+
+    def _settle(self) -> float | None:
+        """End batches whose abort is over, or takes too long; returns when the next one does."""
+        waiting, self._touched = self._touched, []
+        due = []
+        for post, burial in waiting:
+            if burial is None or burial.well:
+                self._complete(Completion(post.number, self._error(post)))
+                continue
+            left = self._options.abort_timeout_s - burial.age
+            if left > 0 and not burial.done:
+                self._touched.append((post, burial))
+                due.append(time.monotonic() + left + 0.001)
+                continue
+            self._complete(Completion(post.number, self._error(post), quiet=False))
+            self._stuck.append((post, burial))
+        return min(due, default=None)
+
+    def _error(self, post: Post) -> KvxferError:
+        assert self.cause is not None
+        what = f"{post.verb} of {post.nbytes} bytes (stream {post.stream}) with {self.theirs}"
+        return type(self.cause)(f"{what} failed: {self.cause}")
+
+
+def _printable(text: str) -> str:
+    """A reason from the peer, fit for a message and a log."""
+    return "".join(c if c.isprintable() else "?" for c in text[:300]) or "the peer gave no reason"

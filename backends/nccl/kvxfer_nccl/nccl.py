@@ -1,0 +1,211 @@
+"""The binding to NCCL itself, by nccl4py, with streams and events of torch (fences are torch's, too)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from functools import cache
+from typing import Any
+
+from kvxfer.errors import TransportError
+from kvxfer.geometry.plan import Ints
+from kvxfer_nccl.binding import Binding, Mark, Pipe, Way
+
+__all__ = ["NcclBinding", "NcclPipe", "load"]
+
+PIP_LINE = "pip install 'kvxfer-nccl'"
+
+GROUPED = 256
+"""Runs that go into one launch."""
+
+TICK_S = 0.0005
+"""How often a thread that waits for the device asks."""
+
+# ncclResult_t
+_FINE = (0, 7)  # success, in progress
+
+
+class _Cuda:
+    """Presents a piece of device memory to torch."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+class NcclMark:
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def passed(self) -> bool:
+        return bool(self._event.query())
+
+
+class NcclPipe:
+    """Fulfils ``Pipe``. The communicator blocks (in NCCL's sense), for then an operation costs a tenth of what it costs on one
+    that does not; what can block for long, init and the first operation, is done in ``open``."""
+
+    def __init__(self, nccl: Any, torch: Any, way: Way) -> None:
+        self._nccl, self._torch, self._way = nccl, torch, way
+        self._device = torch.device(way.device)
+        self._peer = 1 if way.sends else 0
+        self._comm: Any = None
+        self._aborted = False
+        self._lock = threading.Lock()
+        self._fences: deque[Any] = deque()
+        self._owned: Any = None  # the stream, and torch's view of it
+        self._stream: Any = None
+        self._views: list[tuple[int, int, Any]] = []
+
+    def open(self) -> None:
+        nccl, torch = self._nccl, self._torch
+        torch.cuda.set_device(self._device)  # of this thread
+        self._make_stream()
+        self._views = [(r.address, r.nbytes, self._view(r.address, r.nbytes)) for r in self._way.regions]
+        unique_id = nccl.UniqueId.from_bytes(self._way.unique_id)
+        config = nccl.NCCLConfig(blocking=True, max_ctas=self._way.options.channels)
+        try:
+            comm = nccl.Communicator.init(2, 1 - self._peer, unique_id, config)
+        except Exception as e:
+            raise TransportError(f"NCCL's init failed: {e}") from e
+        with self._lock:
+            if not self._aborted:
+                self._comm = comm
+        if self._aborted:
+            # While nobody could reach it, so that it falls to us.
+            comm.abort()
+            raise TransportError("the communicator was aborted")
+        # The first operation connects the two, and waits for that on the host.
+        with torch.cuda.stream(self._stream):
+            word = torch.zeros(128, dtype=torch.uint8, device=self._device)
+        try:
+            (comm.send if self._way.sends else comm.recv)(word, self._peer, stream=self._stream.cuda_stream)
+            mark = self.mark()
+            while not mark.passed():
+                if self._aborted:
+                    raise TransportError("the communicator was aborted")
+                time.sleep(TICK_S)
+        except TransportError:
+            raise
+        except Exception as e:
+            raise TransportError(f"NCCL could not connect the two GPUs: {e}") from e
+
+    def send(self, addresses: Ints, lengths: Ints) -> None:
+        self._move(self._comm.send, addresses, lengths)
+
+    def recv(self, addresses: Ints, lengths: Ints) -> None:
+        self._move(self._comm.recv, addresses, lengths)
+
+    def wait(self, event: Any) -> None:
+        while self._fences and self._fences[0].query():
+            self._fences.popleft()
+        self._fences.append(event)
+        self._stream.wait_event(event)
+
+    def mark(self) -> Mark:
+        return NcclMark(self._stream.record_event())
+
+    def error(self) -> str | None:
+        code = int(self._comm.get_async_error())
+        if code in _FINE:
+            return None
+        return f"{self._nccl.get_error_string(code)} ({self._comm.get_last_error() or 'no details'})"
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted, comm = True, self._comm
+            self._comm = None
+        if comm is None:
+            return
+        try:
+            # What waits for a fence is not launched yet, and must not be once NCCL has freed its memory.
+            while self._fences:
+                if self._fences[0].query():
+                    self._fences.popleft()
+                else:
+                    time.sleep(TICK_S)
+            comm.abort()
+            self._stream.synchronize()
+            self._owned.close()
+        except Exception as e:
+            raise TransportError(f"NCCL did not abort a communicator cleanly: {e}") from e
+
+    def _make_stream(self) -> None:
+        """A stream that nobody else has: torch hands out 32 in turn, and what NCCL runs on one may wait for long."""
+        from cuda.core import Device, StreamOptions  # type: ignore[import-not-found]
+
+        device = Device(self._device.index)
+        device.set_current()
+        priority = -1 if self._way.options.priority == "high" else 0
+        self._owned = device.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
+        self._stream = self._torch.cuda.ExternalStream(int(self._owned.handle), device=self._device)
+
+    def _move(self, act: Any, addresses: Ints, lengths: Ints) -> None:
+        stream, peer = self._stream.cuda_stream, self._peer
+        pieces = [self._piece(a, n) for a, n in zip(addresses.tolist(), lengths.tolist(), strict=True)]
+        try:
+            if len(pieces) == 1:
+                act(pieces[0], peer, stream=stream)
+                return
+            for i in range(0, len(pieces), GROUPED):
+                with self._nccl.group():
+                    for piece in pieces[i : i + GROUPED]:
+                        act(piece, peer, stream=stream)
+        except Exception as e:
+            raise TransportError(f"NCCL did not take {len(pieces)} runs of {int(lengths.sum())} bytes: {e}") from e
+
+    def _piece(self, address: int, nbytes: int) -> Any:
+        for start, size, view in self._views:
+            if 0 <= address - start <= size - nbytes:
+                return view[address - start : address - start + nbytes]
+        return self._view(address, nbytes)  # memory registered since
+
+    def _view(self, address: int, nbytes: int) -> Any:
+        return self._torch.as_tensor(_Cuda(address, nbytes), device=self._device)
+
+
+class NcclBinding:
+    """Fulfils ``Binding``."""
+
+    memory = frozenset({"cuda"})
+
+    def __init__(self, nccl: Any, torch: Any) -> None:
+        self._nccl, self._torch = nccl, torch
+        found = nccl.get_version()
+        if found.libnccl is None:
+            raise TransportError("back end 'nccl' found no libnccl; it comes with torch for CUDA, or nvidia-nccl-cu13")
+        self.release = str(found.libnccl.version)
+        self.versions = {
+            "nccl": str(found.libnccl), "nccl4py": str(found.nccl4py), "torch": str(torch.__version__),
+            "cuda devices": str(torch.cuda.device_count()),
+        }  # fmt: skip
+
+    def default_device(self) -> str:
+        return f"cuda:{self._torch.cuda.current_device()}"
+
+    def identity(self, device: str) -> str:
+        return str(self._torch.cuda.get_device_properties(self._torch.device(device)).uuid)
+
+    def unique_id(self) -> bytes:
+        return bytes(self._nccl.get_unique_id())
+
+    def pipe(self, way: Way) -> Pipe:
+        return NcclPipe(self._nccl, self._torch, way)
+
+
+@cache
+def load() -> Binding:
+    """Raises ``TransportError`` when nccl4py, torch, libnccl or a GPU is missing."""
+    try:
+        import torch
+    except ImportError as e:
+        raise TransportError(f"back end 'nccl' needs torch built for CUDA, which cannot be imported ({e})") from e
+    if not torch.cuda.is_available():
+        raise TransportError("back end 'nccl' moves memory of CUDA devices, and torch finds none here")
+    try:
+        import nccl.core as nccl  # type: ignore[import-not-found]
+    except ImportError as e:
+        raise TransportError(f"back end 'nccl' needs nccl4py, which cannot be imported ({e}); {PIP_LINE}") from e
+    return NcclBinding(nccl, torch)

@@ -1,0 +1,154 @@
+"""What travels besides the bytes: endpoints, in the session's hello, and the talk of a link, over its TCP connection.
+
+The talk is needed because NCCL tells little: not that a peer died, not that sizes differ, not that what was sent has
+arrived. Each message is a length (four bytes, big endian) and MessagePack.
+"""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvxfer.errors import TransportError
+
+__all__ = ["Bye", "Done", "Endpoint", "Hello", "Id", "Keep", "Message", "Ready", "Retire", "Retired", "Sent",
+           "TOKEN_BYTES", "VERSION", "decode", "encode", "new_token"]  # fmt: skip
+
+VERSION = 1
+"""Of everything in this file."""
+
+TOKEN_BYTES = 16
+MOST_BYTES = 4096
+"""Of one message."""
+
+Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+Stream = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=0)]
+
+
+class Endpoint(Struct, frozen=True, array_like=True):
+    """One side of a link to be. ``token``: secret name of the link on this side. ``device``: which GPU. ``release``: of
+    the library, for two releases do not understand each other."""
+
+    version: int
+    agent: str
+    host: str
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: Token
+    device: str
+    release: str
+
+    def __str__(self) -> str:
+        return f"{self.agent!r} at {self.host}:{self.port}"
+
+    def encode(self) -> bytes:
+        packed = msgspec.msgpack.encode(self)
+        return packed + zlib.crc32(packed).to_bytes(4)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Endpoint:
+        """Raises ``TransportError`` for what is none, or was altered, or comes of another version."""
+        if len(raw) > MOST_BYTES or zlib.crc32(raw[:-4]).to_bytes(4) != raw[-4:]:
+            raise TransportError("this is no endpoint of back end 'nccl', or it was altered on its way")
+        try:
+            found = msgspec.msgpack.decode(raw[:-4], type=cls)
+        except (msgspec.DecodeError, msgspec.ValidationError) as e:
+            raise TransportError(f"this is no endpoint of back end 'nccl': {e}") from None
+        if found.version != VERSION:
+            raise TransportError(
+                f"{found} speaks version {found.version} of back end 'nccl', this side {VERSION}; update one of them"
+            )
+        return found
+
+
+class Hello(Struct, frozen=True, tag=0, array_like=True):
+    """First on a connection, from both sides: the link meant, by the receiver's token and the sender's."""
+
+    yours: Token
+    mine: Token
+
+
+class Ready(Struct, frozen=True, tag=1, array_like=True):
+    """Receiver: I have something to receive and no communicator; make the ``n``-th."""
+
+    n: int
+
+
+class Id(Struct, frozen=True, tag=2, array_like=True):
+    """Sender: open the ``n``-th communicator with this unique id, as I do now."""
+
+    n: int
+    unique_id: Annotated[bytes, Meta(max_length=256)]
+
+
+class Sent(Struct, frozen=True, tag=3, array_like=True):
+    """Sender: the next that I have enqueued is this stream, with so many bytes."""
+
+    stream: Stream
+    nbytes: Size
+
+
+class Done(Struct, frozen=True, tag=4, array_like=True):
+    """Receiver: all streams up to this one lie in my memory."""
+
+    stream: Stream
+
+
+class Retire(Struct, frozen=True, tag=5, array_like=True):
+    """Receiver: nothing moves any more; let us close the ``n``-th communicator. I use it no more until you answer."""
+
+    n: int
+
+
+class Retired(Struct, frozen=True, tag=6, array_like=True):
+    """Sender: it is closed."""
+
+    n: int
+
+
+class Keep(Struct, frozen=True, tag=7, array_like=True):
+    """Sender: no, I have just begun to send."""
+
+    n: int
+
+
+class Bye(Struct, frozen=True, tag=8, array_like=True):
+    """The link is over, and why."""
+
+    reason: Annotated[str, Meta(max_length=500)]
+
+
+Message = Hello | Ready | Id | Sent | Done | Retire | Retired | Keep | Bye
+
+_decoder = msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def new_token() -> bytes:
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def encode(message: Message) -> bytes:
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4) + body
+
+
+def decode(raw: bytearray) -> Message | None:
+    """Take the first message out of what has arrived, if all of it has. Raises ``ValueError`` for what is none."""
+    if len(raw) < 4:
+        return None
+    size = int.from_bytes(raw[:4])
+    if size > MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    if len(raw) < 4 + size:
+        return None
+    body = bytes(raw[4 : 4 + size])
+    del raw[: 4 + size]
+    try:
+        return _decoder.decode(body)
+    except msgspec.DecodeError as e:  # includes ValidationError
+        raise ValueError(str(e)) from None
