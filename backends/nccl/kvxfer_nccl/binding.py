@@ -64,17 +64,22 @@ class Pipe(Protocol):
         """What the library reports to be wrong, in its words."""
 
     def abort(self) -> None:
-        """End the communicator with all that is enqueued, and free what it has. From any thread, at any time (an ``open``
-        that is under way then ends as soon as it can), again and again. When it returns, nothing enqueued touches
-        memory any more. Never raises."""
+        """End the communicator with all that is enqueued, and free what it has. From any thread, at any time (an
+        ``open`` that is under way then ends as soon as it can), again and again. When it returns, nothing
+        enqueued touches memory any more. Raises ``TransportError`` when that cannot be had."""
 
 
 class Binding(Protocol):
     """A library that makes pipes. ``versions``: for ``doctor``. ``release``: both sides must have the same."""
 
-    memory: frozenset[str]
-    versions: Mapping[str, str]
-    release: str
+    @property
+    def memory(self) -> frozenset[str]: ...
+
+    @property
+    def versions(self) -> Mapping[str, str]: ...
+
+    @property
+    def release(self) -> str: ...
 
     def default_device(self) -> str:
         """Of an agent that has registered no memory."""

@@ -69,7 +69,7 @@ class Channel:
             if not more:
                 self.lost = "the connection with it ended: its process has died, or dropped the link"
             self._in += more
-        found = []
+        found: list[Message] = []
         while len(found) < most and (message := decode(self._in)) is not None:
             found.append(message)
         return found

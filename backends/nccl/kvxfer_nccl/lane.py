@@ -157,9 +157,7 @@ class Lane:
             error, self.opening = self.opening.error, None
             self.moved = time.monotonic()
             if error is not None:
-                raise Broken(
-                    f"a communicator could not be made: {error}", f"its side of a communicator failed: {error}"
-                )
+                raise Broken(f"a communicator could not be made: {error}", f"it could not make one: {error}")
         elif self.opening.age > self.tools.options.init_timeout_s:
             raise Broken(
                 f"a communicator was not made within {self.tools.options.init_timeout_s:g} s",

@@ -127,7 +127,7 @@ class Link:
     def wait(self, until: float) -> bool:
         """Block until nothing of an ended link is left; whether that was so in time."""
         tasks = [*self._burials, *(b for _, b in self._touched if b is not None), *(b for _, b in self._stuck)]
-        return all([task.wait(until) for task in tasks])
+        return sum(not task.wait(until) for task in tasks) == 0
 
     # The connection
 

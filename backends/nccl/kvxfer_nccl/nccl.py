@@ -44,8 +44,8 @@ class NcclMark:
 
 
 class NcclPipe:
-    """Fulfils ``Pipe``. The communicator blocks (in NCCL's sense), for then an operation costs a tenth of what it costs on one
-    that does not; what can block for long, init and the first operation, is done in ``open``."""
+    """Fulfils ``Pipe``. The communicator blocks (in NCCL's sense), for then an operation costs a tenth of what it costs
+    on one that does not; what can block for long, init and the first operation, is done in ``open``."""
 
     def __init__(self, nccl: Any, torch: Any, way: Way) -> None:
         self._nccl, self._torch, self._way = nccl, torch, way
@@ -134,7 +134,7 @@ class NcclPipe:
 
     def _make_stream(self) -> None:
         """A stream that nobody else has: torch hands out 32 in turn, and what NCCL runs on one may wait for long."""
-        from cuda.core import Device, StreamOptions  # type: ignore[import-not-found]
+        from cuda.core import Device, StreamOptions
 
         device = Device(self._device.index)
         device.set_current()
@@ -205,7 +205,7 @@ def load() -> Binding:
     if not torch.cuda.is_available():
         raise TransportError("back end 'nccl' moves memory of CUDA devices, and torch finds none here")
     try:
-        import nccl.core as nccl  # type: ignore[import-not-found]
+        import nccl.core as nccl
     except ImportError as e:
         raise TransportError(f"back end 'nccl' needs nccl4py, which cannot be imported ({e}); {PIP_LINE}") from e
     return NcclBinding(nccl, torch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -36,8 +35,10 @@ _log = logging.getLogger("kvxfer.nccl")
 
 
 class NcclTransport(Transport):
-    """SEND and RECV of CUDA memory between GPUs, each link and direction over a communicator of its own. ``Options`` says
-    what ``options`` may hold. Only the thread that made it may use it."""
+    """SEND and RECV of CUDA memory between GPUs, each link and direction over a communicator of its own.
+
+    ``Options`` says what ``options`` may hold. Only the thread that made it may use it.
+    """
 
     name = "nccl"
 

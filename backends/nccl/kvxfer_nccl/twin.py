@@ -3,8 +3,8 @@
 As with NCCL: a pair of ranks, one that sends and one that receives, in one process or two; runs match in the order in
 which they are enqueued and nothing else; there are no sizes on the way, so halves that differ mix up all that
 follows; ``open`` waits for the other side without an end; a send is over when its bytes have left; a peer that is gone
-is never noticed, what waits for it hangs until ``abort``; and ``abort`` ends everything and takes a while. Kinder than NCCL
-in one respect: ``abort`` ends an ``open`` that waits, where NCCL would leave a thread behind.
+is never noticed, what waits for it hangs until ``abort``; and ``abort`` ends everything and takes a while. Kinder than
+NCCL in one respect: ``abort`` ends an ``open`` that waits, where NCCL would leave a thread behind.
 """
 
 from __future__ import annotations

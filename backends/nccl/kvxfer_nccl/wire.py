@@ -149,6 +149,7 @@ def decode(raw: bytearray) -> Message | None:
     body = bytes(raw[4 : 4 + size])
     del raw[: 4 + size]
     try:
-        return _decoder.decode(body)
+        message: Message = _decoder.decode(body)
     except msgspec.DecodeError as e:  # includes ValidationError
         raise ValueError(str(e)) from None
+    return message
