@@ -1,67 +1,52 @@
-"""numpy, torch and CUDA behind one small face (first version, CPU only)."""
+"""Memory of any kind behind one small face: allocate, pack, unpack, checksum, fence. Loads torch only for CUDA.
+
+``space(regions)`` is a worker's own registered cache, ``allocate`` makes more memory; both are a ``Space``, flat
+offsets over regions of one device. A packed plan is the concatenation of its sheets' streams (``Sheet.stream``), the
+same on both sides of a transfer: what one side packs the other can unpack, whatever their layouts and devices.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
+from kvxfer.geometry import Region
+from kvxfer.memory.fence import Done, Fence, fence
+from kvxfer.memory.space import Checksum, Side, Space
 
-from kvxfer.geometry import CopyPlan, Region
-from kvxfer.geometry.cache import flat_starts
-
-
-class Done:
-    event = None
-
-    def passed(self) -> bool:
-        return True
+__all__ = ["Checksum", "Done", "Fence", "Side", "Space", "allocate", "fence", "space"]
 
 
-@dataclass
-class Buffer:
-    region: Region
-    storage: object
+def space(regions: Sequence[Region]) -> Space:
+    """Memory that this process owns already. The caller keeps it alive. Raises ``ValueError`` for regions of more than
+    one device, or of a kind of device that is not known."""
+    kinds = {r.device for r in regions}
+    if len(kinds) != 1:
+        raise ValueError(f"one space holds regions of one device, not of {sorted(kinds) or 'none'}")
+    (device,) = kinds
+    if device == "cpu":
+        from kvxfer.memory.cpu import CpuSpace
+
+        return CpuSpace(tuple(regions))
+    if device.partition(":")[0] == "cuda":
+        from kvxfer.memory.cuda import CudaSpace
+
+        return CudaSpace(tuple(regions), device)
+    raise ValueError(f"memory of device {device!r} is not known; known are 'cpu' and 'cuda:N'")
 
 
-def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Buffer:
-    a = np.zeros(nbytes, np.uint8)
-    return Buffer(Region(a.ctypes.data, nbytes), a)
+def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Space:
+    """New memory of one region, which lives as long as the space. ``pinned`` host memory can be packed into from CUDA.
 
+    Raises ``ValueError`` for an unknown device, ``KvxferError`` when pinned or CUDA memory cannot be had.
+    """
+    if nbytes <= 0:
+        raise ValueError(f"cannot allocate {nbytes} bytes")
+    if device == "cpu" and not pinned:
+        from kvxfer.memory.cpu import allocate as on_cpu
 
-class Space:
-    def __init__(self, regions: tuple[Region, ...]) -> None:
-        self._starts = flat_starts(regions)
-        self._regions = regions
+        return on_cpu(nbytes)
+    if device == "cpu" or device.partition(":")[0] == "cuda":
+        from kvxfer.memory.cuda import allocate as with_cuda
 
-    def _addr(self, off: int) -> int:
-        i = int(np.searchsorted(self._starts, off, side="right")) - 1
-        return self._regions[i].address + off - self._starts[i]
-
-    def _each(self, plan: CopyPlan):
-        at = 0
-        for s in plan.sheets:
-            base, pitch = s.stream()
-            for k in range(len(s.counts)):
-                for r in range(len(s.template)):
-                    yield (int(s.src_rows[r] + s.src_at[k]), int(s.dst_rows[r] + s.dst_at[k]),
-                           int(at + base[k] + r * pitch[k]), int(pitch[k]))
-            at += s.nbytes
-
-    def pack(self, plan: CopyPlan, buffer: Buffer, offset: int) -> Done:
-        for s, _, o, n in self._each(plan):
-            ctypes.memmove(buffer.region.address + offset + o, self._addr(s), n)
-        return Done()
-
-    def unpack(self, plan: CopyPlan, buffer: Buffer, offset: int) -> Done:
-        for _, d, o, n in self._each(plan):
-            ctypes.memmove(self._addr(d), buffer.region.address + offset + o, n)
-        return Done()
-
-
-def space(regions: tuple[Region, ...]) -> Space:
-    return Space(regions)
-
-
-def fence(device: str) -> Done:
-    return Done()
+        return with_cuda(nbytes, device)
+    raise ValueError(f"memory of device {device!r} is not known; known are 'cpu' and 'cuda:N'")

@@ -1,0 +1,166 @@
+"""A position-keyed 64-bit checksum of KV cache content.
+
+**What it is.** The content of a plan is a set of *units*: the contiguous bytes of one layer and plane, one head and one
+token (where heads or tokens are opaque, of all that one page holds together). A unit has a *position*, (layer name,
+plane, model's head, token of the request), which no layout, block size, block id, tensor-parallel or pipeline split
+changes. Its bytes, as little-endian 64-bit words ``w[0], w[1], …`` (the last filled up with zeros), give
+
+    digest = sum over i of  fold(w[i]) * k[i]                         fold(w) = w ^ (w >> 32),  k[i] odd, fixed
+    value  = mix(digest + length * K ^ key(position))                 mix: the finaliser of splitmix64
+
+and the checksum is the sum of all values, everything modulo 2**64. Both sides read their own memory by their own
+strides; only which units were moved is taken from the plan, never where the other side keeps them.
+
+**It adds up.** The checksum of a whole is the sum of those of its parts however it is cut: by token spans, layers,
+heads, ranks or increments; and it does not depend on the order in which they are read.
+
+**What it detects.** A difference in one unit always changes that unit's digest where it lies within one word, since
+``fold`` is a bijection and ``k[i]`` is odd; where it touches several words, all but about one in 2**32 of differences
+do. ``mix`` is a bijection too, so a single damaged unit is always noticed once its digest differs. Several damaged
+units cancel with a chance of about 2**-64. Units that are exchanged, moved to another token, head, layer or plane,
+missing, or there twice are damaged units in this sense, all-zero content included: the value of a unit depends on where
+it stands. So it catches stale blocks, half-written blocks, wrong block ids, wrong strides, bytes lost or reordered by
+a transport, and plans that the two sides derived differently.
+
+**What it does not.** It is no defence against somebody who wants to be believed: the keys are public and sums can be
+steered; authenticate the peer for that. It says nothing of bytes outside the units (padding, tokens not moved), of two
+sides that both hold the same wrong content, or of anything that happens after it was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.geometry import Bundle, CopyPlan, Part, Template
+from kvxfer.geometry.template import Ints
+from kvxfer.memory.fence import Done
+from kvxfer.memory.pool import in_parallel
+from kvxfer.memory.space import Checksum, Side, grids
+
+if TYPE_CHECKING:
+    from kvxfer.memory.cpu import CpuSpace
+
+__all__ = ["LENGTH", "Sum", "fine", "parts_of", "row_keys", "spans", "sum_of", "word_keys"]
+
+Words = NDArray[np.uint64]
+
+HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
+"""Odd constants: a position's key is its cell's plus its head times one plus its token times another."""
+
+_CHUNK = 1 << 20
+"""Bytes digested at a time: what stays in a core's own cache."""
+
+
+class Sum(Checksum):
+    """A checksum that is known."""
+
+    fence = Done()
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> int:
+        return self._value
+
+
+def mix(x: Words) -> Words:
+    """splitmix64's finaliser, a bijection on 64 bits."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@cache
+def word_keys(words: int) -> Words:
+    """``k[0]`` to ``k[words - 1]``. Ask for powers of two, so that few tables are made."""
+    return mix(np.arange(1, words + 1, dtype=np.uint64) * np.uint64(HEAD)) | np.uint64(1)
+
+
+def cell_keys(bundle: Bundle) -> Words:
+    """Key of every (plane, layer) of a bundle, at head 0 and token 0."""
+    out = np.empty(len(bundle.names), np.uint64)
+    for i, (plane, layer) in enumerate(bundle.names):
+        name = f"{len(plane)}:{plane}{layer}".encode()
+        out[i] = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    return out
+
+
+def fine(bundle: Bundle, tokens: int) -> Template:
+    """The bundle with nothing merged: a row is a unit. Axes: heads, then tokens."""
+    axes = (bundle.heads, (tokens, bundle.src_token, bundle.dst_token))
+    return Template(bundle.src_cells, bundle.dst_cells, axes, bundle.unit)
+
+
+def parts_of(plan: CopyPlan) -> tuple[Part, ...]:
+    """A plan's parts. Raises ``ValueError`` when it came without."""
+    if plan.sheets and not plan.parts:
+        raise ValueError("a piece of a plan, or a plan from the wire, does not know the positions of its content")
+    return plan.parts
+
+
+def row_keys(bundle: Bundle, tokens: int) -> Words:
+    """Key of every row of ``fine(bundle, tokens)`` in a segment that begins at token 0, uint64 ``[rows]``."""
+    heads = np.arange(bundle.heads[0], dtype=np.uint64) + np.uint64(bundle.first_head)
+    inner = heads[:, None] * np.uint64(HEAD) + np.arange(tokens, dtype=np.uint64) * np.uint64(TOKEN)
+    return (cell_keys(bundle)[:, None] + inner.ravel()).ravel()
+
+
+def spans(part: Part, side: Side) -> Iterator[tuple[int, Ints, Words]]:
+    """A part by the length of its segments: tokens in each, their places on one side, the key to add to their rows'."""
+    at = part.src_at if side == "source" else part.dst_at
+    first = part.token.astype(np.uint64) * np.uint64(TOKEN)
+    counts = np.flatnonzero(np.bincount(part.count)).tolist()
+    for n in counts:
+        here = slice(None) if len(counts) == 1 else part.count == n
+        yield n, at[here], first[here]
+
+
+def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
+    """The checksum of what the plan moves, read in host memory on one side."""
+    work = [(part.bundle, *span) for part in parts_of(plan) for span in spans(part, side)]
+
+    def share(i: int, n: int) -> int:
+        return sum(_sum(space, bundle, tokens, at[i::n], first[i::n], side) for bundle, tokens, at, first in work)
+
+    return sum(in_parallel(plan.nbytes, share)) % (1 << 64)
+
+
+def _sum(space: CpuSpace, bundle: Bundle, tokens: int, at: Ints, first: Words, side: Side) -> int:
+    words = -(-bundle.unit // 8)
+    factors = word_keys(1 << (words - 1).bit_length())[:words]
+    length = np.uint64(bundle.unit * LENGTH % (1 << 64))
+    keys = row_keys(bundle, tokens)
+    found = grids(space, fine(bundle, tokens), side)
+    room = max(_CHUNK // (8 * words), *(prod(g.shape[1:]) for g in found))
+    pieces = []
+    for g in found:
+        each = prod(g.shape[1:])
+        pieces += [(g, lo, min(room // each, g.shape[0] - lo)) for lo in range(0, g.shape[0], room // each)]
+    folded, positions = np.empty((room, words), np.uint64), np.empty(room, np.uint64)
+    used = total = 0
+
+    def flush() -> int:
+        digests = np.einsum("ij,j->i", folded[:used], factors)
+        return int(mix((digests + length) ^ positions[:used]).sum())
+
+    for place, key in zip(at.tolist(), first, strict=True):
+        for g, lo, count in pieces:
+            each = prod(g.shape[1:])
+            rows, row = count * each, g.first + lo * each
+            if used + rows > room:
+                total, used = total + flush(), 0
+            content = space.words(g, lo, count, place, bundle.unit)
+            out = folded[used : used + rows].reshape(content.shape)
+            np.right_shift(content, np.uint64(32), out=out)
+            np.bitwise_xor(out, content, out=out)
+            np.add(keys[row : row + rows], key, out=positions[used : used + rows])
+            used += rows
+    return total + flush()

@@ -1,0 +1,171 @@
+"""Host memory, with numpy: strided copies of a segment at a time, or of many where blocks follow each other."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from math import prod
+from operator import or_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.geometry import CopyPlan, Region, Sheet, Template
+from kvxfer.memory.checksum import Sum, sum_of
+from kvxfer.memory.fence import Done, Fence
+from kvxfer.memory.pool import in_parallel
+from kvxfer.memory.space import Checksum, Grid, Side, Space, grids
+
+__all__ = ["CpuSpace", "allocate"]
+
+Bytes = NDArray[np.uint8]
+
+_ALIGNMENT = 4096
+_SHORT = 1024
+_MANY = 500
+"""Many rows below so many bytes are copied as items of their size, others as rows of bytes: numpy moves an item faster
+than it starts a row, but lets other threads run only while it moves more than 500 items."""
+
+
+class CpuSpace(Space):
+    """Host memory. Everything is done when a method returns. ``owner`` is kept alive with the space."""
+
+    def __init__(self, regions: tuple[Region, ...], owner: object = None) -> None:
+        super().__init__(regions, "cpu")
+        self.owner = owner
+        self._bytes = [_view(r) for r in regions]
+        self._grids: WeakKeyDictionary[Template, dict[Side, list[Grid]]] = WeakKeyDictionary()
+
+    def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
+        _require(after)
+        self._move(plan, "source", out, at)
+        return Done()
+
+    def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
+        _require(after)
+        self._move(plan, "destination", staged, at)
+        return Done()
+
+    def checksum(self, plan: CopyPlan, side: Side, after: Fence | None = None) -> Checksum:
+        _require(after)
+        return Sum(sum_of(self, plan, side))
+
+    def bytes(self, at: int, nbytes: int) -> Bytes:
+        """These bytes, writable, without a copy. Raises ``ValueError`` when they lie in no region."""
+        region, offset = self.locate(at, nbytes)
+        return self._bytes[region][offset : offset + nbytes]
+
+    def grids(self, template: Template, side: Side) -> list[Grid]:
+        """``grids`` of this space, remembered as long as the template lives."""
+        sides = self._grids.setdefault(template, {})
+        if side not in sides:
+            sides[side] = grids(self, template, side)
+        return sides[side]
+
+    def words(self, g: Grid, first: int, count: int, place: int, unit: int) -> NDArray[np.uint64]:
+        """Part of a grid (``count`` of its outermost axis) of rows of ``unit`` bytes, in a segment at ``place``: uint64
+        ``[count, …, words]``, little-endian, filled up with zeros."""
+        shape, offset = (count, *g.shape[1:]), g.offset + place + first * g.strides[0]
+        memory = self._bytes[g.region]
+        if not (unit | memory.ctypes.data + offset | reduce(or_, g.strides)) % 8:
+            return np.ndarray((*shape, unit // 8), np.dtype("<u8"), memory, offset, (*g.strides, 8))
+        whole = np.zeros((*shape, -(-unit // 8) * 8), np.uint8)
+        whole[..., :unit] = np.ndarray((*shape, unit), np.uint8, memory, offset, (*g.strides, 1))
+        return whole.view("<u8")
+
+    def _move(self, plan: CopyPlan, side: Side, packed: Space, at: int) -> None:
+        if not isinstance(packed, CpuSpace):
+            raise ValueError("host memory is packed into host memory only")
+        stream = packed.bytes(at, plan.nbytes)
+        for sheet in plan.sheets:
+            self.grids(sheet.template, side)  # made here: the threads that share the copying only look them up
+        in_parallel(plan.nbytes, lambda i, n: self._share(_shares(plan.sheets, i, n), side, stream))
+
+    def _share(self, sheets: Iterator[tuple[Sheet, int]], side: Side, stream: Bytes) -> None:
+        """Copy sheets whose streams begin at the given offsets."""
+        for sheet, begin in sheets:
+            base, pitch = (x.tolist() for x in sheet.stream())
+            places = (sheet.src_at if side == "source" else sheet.dst_at).tolist()
+            forms: dict[int, list[_Form]] = {}
+            for lo, hi, step in even(places, pitch):
+                size = pitch[lo]
+                if size not in forms:
+                    forms[size] = [_form(g, sheet.template, size) for g in self.grids(sheet.template, side)]
+                for f in forms[size]:
+                    shape = (hi - lo, *f.shape)
+                    here = np.ndarray(shape, f.item, self._bytes[f.region], f.offset + places[lo], (step, *f.strides))
+                    there = np.ndarray(shape, f.item, stream, begin + base[lo] + f.first, (f.segment, *f.packed))
+                    if side == "source":
+                        there[...] = here
+                    else:
+                        here[...] = there
+
+
+def _shares(sheets: Sequence[Sheet], i: int, n: int) -> Iterator[tuple[Sheet, int]]:
+    """The ``i``-th of ``n`` shares of what is to be copied, by segments; with the offset of each in the stream."""
+    done = 0
+    for k, s in enumerate(sheets):
+        if len(s.counts) >= n:
+            lo, hi = (len(s.counts) * j // n for j in (i, i + 1))
+            before = int(s.counts[:lo].sum()) * s.template.unit * len(s.template)
+            yield Sheet(s.template, s.src_at[lo:hi], s.dst_at[lo:hi], s.counts[lo:hi]), done + before
+        elif k % n == i:
+            yield s, done
+        done += s.nbytes
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A grid with rows of a certain size: what both arrays of a copy are made of, but for the segment."""
+
+    item: np.dtype[Any]
+    region: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    segment: int
+    packed: tuple[int, ...]
+
+
+def _form(g: Grid, template: Template, size: int) -> _Form:
+    packed = tuple(size * prod(g.shape[i + 1 :]) for i in range(len(g.shape)))
+    segment, first = size * len(template), size * g.first
+    if size < _SHORT and prod(g.shape) > _MANY:
+        return _Form(np.dtype(f"V{size}"), g.region, g.offset, g.shape, g.strides, first, segment, packed)
+    shape, strides, packed = (*g.shape, size), (*g.strides, 1), (*packed, 1)
+    return _Form(np.dtype(np.uint8), g.region, g.offset, shape, strides, first, segment, packed)
+
+
+def even(places: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Ranges ``[lo, hi)`` of segments of one count at one distance, which comes third: the smallest there is, as
+    between blocks that follow each other. Other segments come alone."""
+    steps = [b - a for a, b in pairwise(places)]
+    step = min((s for s in steps if s > 0), default=0)
+    lo = 0
+    for hi in range(1, len(places) + 1):
+        if hi == len(places) or steps[hi - 1] != step or counts[hi] != counts[lo]:
+            yield lo, hi, step
+            lo = hi
+
+
+def allocate(nbytes: int) -> CpuSpace:
+    """Zeroed pages, so that the first transfer does not meet page faults."""
+    raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+    raw.fill(0)
+    skip = -raw.ctypes.data % _ALIGNMENT
+    return CpuSpace((Region(raw.ctypes.data + skip, nbytes),), raw)
+
+
+def _view(r: Region) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * r.nbytes).from_address(r.address))
+
+
+def _require(after: Fence | None) -> None:
+    if after is not None and not after.passed():
+        raise ValueError("host memory cannot wait for a fence; call again once it has passed")

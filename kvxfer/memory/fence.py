@@ -1,0 +1,44 @@
+"""Fences: whether work on a device has happened. They fulfil ``kvxfer.transport.Fence``."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+__all__ = ["CudaEvent", "Done", "Fence", "fence"]
+
+
+class Fence(Protocol):
+    """``passed`` never blocks. ``event`` is the device event for stream-ordered users, ``None`` if there is none."""
+
+    def passed(self) -> bool: ...
+
+    @property
+    def event(self) -> Any: ...
+
+
+class Done:
+    """Work that has happened already, as on a CPU."""
+
+    event = None
+
+    def passed(self) -> bool:
+        return True
+
+
+class CudaEvent:
+    """Passed when everything recorded before the event on its stream has run."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def passed(self) -> bool:
+        return bool(self.event.query())
+
+
+def fence(device: str) -> Fence:
+    """What the calling thread has started on a device so far: on CUDA an event on its current stream, else nothing."""
+    if device.partition(":")[0] != "cuda":
+        return Done()
+    import torch
+
+    return CudaEvent(torch.cuda.current_stream(torch.device(device)).record_event())
