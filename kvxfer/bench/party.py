@@ -83,13 +83,13 @@ class Party:
             stager(cache, self._config.staging_bytes), self._results.put, grace=5.0, quarantine_limit=1 << 62,
         )  # fmt: skip
         self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
-        self._mover.endpoint("link")
+        self._mover.endpoint("link", 1)
         self._mine: bytes = self._take(mv.Endpoint).endpoint
         return self._mine
 
     def connect(self, theirs: bytes) -> str:
         assert self._mover is not None
-        self._mover.connect("link", self._mine, theirs)
+        self._mover.connect("link", 1, self._mine, theirs)
         self._take(mv.Connected)
         return self._terms.mode
 
