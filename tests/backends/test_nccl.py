@@ -1,8 +1,159 @@
 """The NCCL back end over its CPU twin: the contract, and how it stands up to what NCCL cannot do by itself."""
 
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
-from kvxfer_nccl.twin import TwinTransport
+from kvxfer.testing.conformance import Link, Started, Suite, Way, World
+from kvxfer_nccl import NcclTransport
+from kvxfer_nccl.binding import Binding
+from kvxfer_nccl.twin import TwinBinding, TwinPipe, TwinTransport
+from kvxfer_nccl.wire import Endpoint
+from tests.backends.nccl_faults import LARGE, SMALL, Faults
 
 
 class TestTwin(ConformanceSuite):
     backend = TwinTransport
+
+
+class TestFaults(Faults):
+    backend = TwinTransport
+    pipe = TwinPipe
+
+
+class Ours(Suite):
+    backend = TwinTransport
+    __test__ = False
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(Ours())
+    yield world
+    world.close()
+
+
+class DeviceFence:
+    """A fence that a stream can wait for, so that nobody has to ask it."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def passed(self) -> bool:
+        raise AssertionError("the host asked a fence that has an event")
+
+
+def test_the_stream_waits_for_a_fence_with_an_event(world: World) -> None:
+    a, b, link = world.pair()
+    world.move(link, Way.SEND, a, b, SMALL)
+    fence, before = DeviceFence(), b.content(0)
+    started = link.start(Way.SEND, a, b, LARGE, fences={a.name: fence})
+    world.run(0.1)
+    assert not started.begun_to_end() and (b.content(0) == before).all()
+    fence.event.set()
+    world.succeed(started)
+
+
+class OneGpu(TwinTransport):
+    """All share a GPU."""
+
+    @classmethod
+    def load(cls) -> Binding:
+        binding = TwinBinding()
+        binding._identity = "GPU-1"
+        return binding
+
+
+def test_two_ranks_on_one_gpu_are_refused_with_advice() -> None:
+    a, b = OneGpu("a", {}), OneGpu("b", {})
+    try:
+        with pytest.raises(TransportError, match="GPU-1.*cuda_ipc"):
+            a.connect(a.endpoint(), b.endpoint())
+    finally:
+        a.close()
+        b.close()
+
+
+def test_two_releases_are_refused() -> None:
+    a, b = TwinTransport("a", {}), TwinTransport("b", {})
+    try:
+        mine, theirs = a.endpoint(), Endpoint.decode(b.endpoint())
+        other = Endpoint(*[*(getattr(theirs, f) for f in theirs.__struct_fields__[:-1]), "1.2.3"])
+        with pytest.raises(TransportError, match=r"1\.2\.3"):
+            a.connect(mine, other.encode())
+    finally:
+        a.close()
+        b.close()
+
+
+def test_a_stale_endpoint_fails_at_once(world: World) -> None:
+    """The peer has closed the link before our connection came: its word, not a deadline, ends our batches."""
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    while True:  # until it is a that dials
+        mine, theirs = a.endpoint(), b.endpoint()
+        if Endpoint.decode(mine).token < Endpoint.decode(theirs).token:
+            break
+    b.disconnect(b.connect(theirs, mine))
+    world.run(0.05)
+    link = Link({a.name: a.connect(mine, theirs), b.name: -1})
+    [(_, batch), _] = link.halves(Way.SEND, a, b, SMALL)
+    [result] = world.finish(Started([(a, a.submit(batch))]), seconds=5)
+    assert result.error is not None and "closed" in result.error
+
+
+@pytest.mark.parametrize("options, named", [
+    ({"channels": 0}, "channels"),
+    ({"priority": "low"}, "priority"),
+    ({"idle_close": 1}, "did you mean 'idle_close_s'"),
+    ({"nccl_num_channels": 8}, "channels"),
+    ({"listen": "0.0.0.0"}, "advertise"),
+])  # fmt: skip
+def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        TwinTransport("agent", options)
+
+
+def test_memory_of_two_gpus_is_refused() -> None:
+    """One NCCL rank drives one GPU."""
+    class TwoKinds(TwinBinding):
+        memory: ClassVar[frozenset[str]] = frozenset({"cuda"})
+
+    class Cuda(TwinTransport):
+        @classmethod
+        def load(cls) -> Binding:
+            return TwoKinds()
+
+    transport = Cuda("a", {})
+    try:
+        with pytest.raises(TransportError, match="cuda:0.*cuda:1"):
+            transport.register([Region(4096, 4096, "cuda:0"), Region(65536, 4096, "cuda:1")])
+    finally:
+        transport.close()
+
+
+def test_importing_it_loads_neither_nccl_nor_torch() -> None:
+    code = (
+        "import sys; before = set(sys.modules)\n"  # a .pth file of another distribution may load anything
+        "import kvxfer_nccl; print(*({'torch', 'nccl', 'cuda'} & (set(sys.modules) - before)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert out.stdout.strip() == ""
+
+
+def test_without_a_gpu_it_says_what_is_missing() -> None:
+    probe = NcclTransport.probe()
+    if probe.usable:
+        pytest.skip("there is a GPU here")
+    assert "nccl" in probe.reason and not probe.memory
+    with pytest.raises(TransportError, match="nccl"):
+        NcclTransport("agent", {})

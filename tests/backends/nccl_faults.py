@@ -1,0 +1,338 @@
+"""What NCCL leaves to the back end: faults that the conformance suite cannot know, for the twin and for NCCL itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import TransportError
+from kvxfer.testing.conformance import Link, Started, Suite, Way, World
+from kvxfer.testing.conformance.harness import assert_equal
+from kvxfer.testing.party import LocalParty, Party, Runs
+from kvxfer.transport import Batch, Verb
+from kvxfer_nccl.channel import Channel
+from kvxfer_nccl.wire import VERSION, Bye, Done, Endpoint, Hello, Id, Message, Ready, Retire, Sent, new_token
+
+SMALL = Runs.of([0], [0], [1000])
+LARGE = Runs.of([0], [0], [3_000_000])
+
+
+class Impostor:
+    """Speaks a link's talk to a transport, and opens no communicator: a peer that does what the test says."""
+
+    name = "impostor"
+
+    def __init__(self, world: World, victim: LocalParty, sends: bool) -> None:
+        self._world = world
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)
+        self._taken: list[socket.socket] = []
+        theirs = Endpoint.decode(victim.endpoint())
+        mine = Endpoint(
+            VERSION, self.name, "127.0.0.1", self._listener.getsockname()[1], new_token(), "elsewhere", theirs.release
+        )
+        self.peer = victim.connect(theirs.encode(), mine.encode())
+        if theirs.token < mine.token:
+            world.wait_for(self._knocked, "a connection")
+            self.channel = Channel(self._taken[0])
+        else:
+            self.channel = Channel(socket.create_connection((theirs.host, theirs.port), 5))
+        self.channel.say(Hello(theirs.token, mine.token))
+        self.expect(Hello)
+        self.verb = Verb.RECV if sends else Verb.SEND  # of the victim
+
+    def _knocked(self) -> bool:
+        try:
+            self._taken.append(self._listener.accept()[0])
+        except BlockingIOError:
+            pass
+        return bool(self._taken)
+
+    def expect(self, kind: type[Message]) -> Any:
+        """The victim's next message, which must be of this kind."""
+        found: list[Message] = []
+
+        def heard() -> bool:
+            found.extend(self.channel.hear(1))
+            return bool(found)
+
+        self._world.wait_for(heard, f"a {kind.__name__}")
+        assert isinstance(found[0], kind), found
+        return found[0]
+
+    def close(self) -> None:
+        self.channel.close()
+        self._listener.close()
+
+
+class Faults(Suite):
+    """``pipe``: the class that fulfils ``Pipe``. ``peers``: how many join and leave, ``loops``: how often."""
+
+    __test__ = False
+
+    options: ClassVar[Mapping[str, Any]] = {"init_timeout_s": 3.0, "abort_timeout_s": 10.0}
+    pipe: ClassVar[type[Any]]
+    peers: ClassVar[int] = 20
+    loops: ClassVar[int] = 5
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__test__ = hasattr(cls, "pipe")
+
+    def party(self, world: World, **options: Any) -> LocalParty:
+        """One with options of its own."""
+        party = LocalParty(self.backend, {**self.options, **options}, f"special-{options}", world._device())
+        world.adopt(party)
+        party.allocate([4 << 20], 3)
+        return party
+
+    @pytest.fixture
+    def impostor(self, world: World) -> Iterator[Any]:
+        made: list[Impostor] = []
+
+        def make(victim: LocalParty, sends: bool) -> Impostor:
+            made.append(Impostor(world, victim, sends))
+            return made[-1]
+
+        yield make
+        for impostor in made:
+            impostor.close()
+
+    def test_sizes_that_differ_end_the_link_and_name_both(self, world: World) -> None:
+        a, b, link = world.pair()
+        [(_, sent), (_, received)] = link.halves(Way.SEND, a, b, LARGE)
+        received = replace(received, lengths=np.array([2_000_000]))
+        for result in world.finish(Started([(a, a.submit(sent)), (b, b.submit(received))])):
+            assert result.error is not None and "3000000" in result.error and "2000000" in result.error
+        world.move(world.link(a, b), Way.SEND, a, b, LARGE)
+
+    def test_streams_that_differ_end_the_link(self, world: World) -> None:
+        """The sender skipped one: its next would end in the memory of another batch."""
+        a, b, link = world.pair()
+        [_, (_, received)] = link.halves(Way.SEND, a, b, SMALL)
+        [(_, sent), _] = link.halves(Way.SEND, a, b, SMALL)
+        for result in world.finish(Started([(a, a.submit(sent)), (b, b.submit(received))])):
+            assert result.error is not None and "stream" in result.error
+
+    @pytest.mark.parametrize("sends", [True, False])
+    def test_a_peer_that_dies_in_init(self, world: World, impostor: Any, sends: bool) -> None:
+        """It agreed to make a communicator, and is gone. Others are served meanwhile, and afterwards."""
+        a, c = world.local(), world.local()
+        world.allocate(a, c)
+        other = world.link(a, c)
+        peer = impostor(a, sends)
+        started = self._begin(a, peer)
+        peer.close()
+        world.move(other, Way.SEND, a, c, LARGE)
+        [result] = world.finish(started)
+        assert result.error is not None and "impostor" in result.error and result.quiet
+        world.move(other, Way.SEND, c, a, LARGE)
+
+    @pytest.mark.parametrize("sends", [True, False])
+    def test_a_peer_that_stops_in_init(self, world: World, impostor: Any, sends: bool) -> None:
+        """It lives, and never joins: there is a deadline."""
+        a, c = world.local(), world.local()
+        world.allocate(a, c)
+        other = world.link(a, c)
+        started = self._begin(a, impostor(a, sends))
+        world.move(other, Way.SEND, a, c, LARGE)
+        [result] = world.finish(started)
+        assert result.error is not None and "impostor" in result.error
+        world.move(other, Way.SEND, c, a, LARGE)
+
+    def _begin(self, victim: LocalParty, peer: Impostor) -> Started:
+        """Bring the victim into NCCL's init, from which it does not come back by itself."""
+        batch = Batch(peer.verb, peer.peer, 0, LARGE.lengths, LARGE.src)
+        started = Started([(victim, victim.submit(batch))])
+        if peer.verb is Verb.SEND:
+            peer.channel.say(Ready(0))
+            peer.expect(Id)
+        else:
+            peer.expect(Ready)
+            peer.channel.say(Id(0, victim.transport._binding.unique_id()))  # type: ignore[attr-defined]
+        return started
+
+    @pytest.mark.parametrize("verb", [Verb.SEND, Verb.RECV])
+    def test_a_peer_that_dies_while_bytes_move(self, world: World, verb: Verb) -> None:
+        """NCCL itself would wait for it without an end."""
+        a, b = world.local(), world.mortal()
+        world.allocate(a, b)
+        link = world.link(a, b)
+        source, target = (a, b) if verb is Verb.SEND else (b, a)
+        world.move(link, Way.SEND, source, target, SMALL)
+        mine = [next(h for h in link.halves(Way.SEND, source, target, LARGE) if h[0] is a) for _ in range(4)]
+        started = Started([(a, a.submit(batch)) for _, batch in mine])
+        world.run(0.1)  # so that NCCL has them
+        assert not started.begun_to_end()
+        b.kill()
+        results = world.finish(started, seconds=self.notice_s)
+        assert all(r.error is not None and b.name in r.error and r.quiet for r in results)
+        after = a.content(0)
+        world.run(0.2)
+        assert_equal(a.content(0), after, "memory that was quiet")
+
+    def test_a_communicator_in_error(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        a, b, link = world.pair()
+        world.move(link, Way.SEND, a, b, SMALL)
+        [(_, sent), (_, received)] = link.halves(Way.SEND, a, b, LARGE)
+        started = Started([(a, a.submit(sent))])
+        monkeypatch.setattr(self.pipe, "error", lambda pipe: "unhandled cuda error")
+        [result] = world.finish(started)
+        assert result.error is not None and "unhandled cuda error" in result.error and result.quiet
+        [result] = world.finish(Started([(b, b.submit(received))]))
+        assert result.error is not None and a.name in result.error
+        monkeypatch.undo()
+        world.move(world.link(a, b), Way.SEND, a, b, LARGE)
+
+    def test_an_operation_that_is_refused(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        a, b, link = world.pair()
+        world.move(link, Way.SEND, a, b, SMALL)
+
+        def refuse(*_: Any) -> None:
+            raise TransportError("invalid usage")
+
+        monkeypatch.setattr(self.pipe, "send", refuse)
+        for result in world.finish(link.start(Way.SEND, a, b, LARGE)):
+            assert result.error is not None
+        monkeypatch.undo()
+        world.move(world.link(a, b), Way.SEND, a, b, LARGE)
+
+    def test_an_abort_that_takes_long_stops_nobody(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        a, b, link = world.pair()
+        c = world.local()
+        world.allocate(c)
+        other = world.link(a, c)
+        world.move(link, Way.SEND, a, b, SMALL)
+        world.move(other, Way.SEND, a, c, SMALL)
+        go_on, abort = threading.Event(), self.pipe.abort
+        monkeypatch.setattr(self.pipe, "abort", lambda pipe: (go_on.wait(30), abort(pipe)))
+        [(_, sent), _] = link.halves(Way.SEND, a, b, LARGE)
+        started = Started([(a, a.submit(sent))])
+        world.run(0.1)
+        a.abort(started.halves[0][1])
+        world.move(other, Way.SEND, a, c, LARGE)
+        assert not started.over(), "it ended before its memory was quiet"
+        go_on.set()
+        [result] = world.finish(started)
+        assert result.error is not None and result.quiet
+
+    def test_an_abort_without_end_leaves_memory_in_use(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The batch ends in time all the same, and says that it is not quiet."""
+        b = world.local()
+        a = self.party(world, abort_timeout_s=0.3)
+        world.allocate(b)
+        link = world.link(a, b)
+        world.move(link, Way.SEND, a, b, SMALL)
+        go_on, abort = threading.Event(), self.pipe.abort
+        monkeypatch.setattr(self.pipe, "abort", lambda pipe: (go_on.wait(30), abort(pipe)))
+        [(_, sent), _] = link.halves(Way.SEND, a, b, LARGE)
+        started = Started([(a, a.submit(sent))])
+        world.run(0.1)
+        a.abort(started.halves[0][1])
+        [result] = world.finish(started)
+        assert result.error is not None and not result.quiet
+        with pytest.raises(TransportError):
+            a.transport.deregister(0)
+        go_on.set()
+
+    def test_both_sides_start_at_once(self, world: World) -> None:
+        """Two communicators are made at the same time, one a direction, and neither waits for the other."""
+        a, b = world.local(), world.other()
+        world.allocate(a, b)
+        mine, theirs = a.endpoint(), b.endpoint()
+        link = Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+        there, back = Runs.of([0], [0], [1_500_000]), Runs.of([1_500_000], [1_500_000], [1_500_000])
+        started = []
+        for _ in range(4):
+            started += [link.start(Way.SEND, a, b, there), link.start(Way.SEND, b, a, back)]
+        world.succeed(*started)
+
+    def test_idle_communicators_are_closed_and_made_anew(self, world: World) -> None:
+        a, b = self.party(world, idle_close_s=0.2), self.party(world, idle_close_s=0.2, channels=16)
+        link = world.link(a, b)
+        for _ in range(3):
+            world.move(link, Way.SEND, a, b, LARGE)
+            world.move(link, Way.SEND, b, a, SMALL)
+            assert open_pipes(a) == open_pipes(b) == 2
+            world.wait_for(lambda: open_pipes(a) == open_pipes(b) == 0, "the closing of idle communicators")
+
+    def test_a_transfer_may_come_while_an_idle_communicator_closes(self, world: World) -> None:
+        a, b = self.party(world, idle_close_s=0.001), self.party(world, idle_close_s=0.001, channels=16)
+        link = world.link(a, b)
+        for i in range(20 if self.memory == "cpu" else 5):
+            world.move(link, Way.SEND, a, b, Runs.of([i], [i], [1000 + i]))
+
+    @pytest.mark.parametrize("word", [
+        Id(0, b"x" * 128), Done(0), Retire(0), Hello(b"\0" * 16, b"\1" * 16), Ready(5), Bye("enough"),
+    ], ids=lambda word: type(word).__name__)  # fmt: skip
+    def test_a_peer_that_says_what_it_must_not_costs_its_link_only(
+        self, world: World, impostor: Any, word: Message
+    ) -> None:
+        a, b, link = world.pair()
+        peer = impostor(a, sends=False)
+        started = Started([(a, a.submit(Batch(Verb.SEND, peer.peer, 0, LARGE.lengths, LARGE.src)))])
+        peer.channel.say(word)
+        [result] = world.finish(started)
+        assert result.error is not None and "impostor" in result.error
+        world.move(link, Way.SEND, a, b, SMALL)
+
+    def test_a_flood_of_announcements_costs_the_link(self, world: World, impostor: Any) -> None:
+        a = world.local()
+        world.allocate(a)
+        peer = impostor(a, sends=True)
+        started = Started([(a, a.submit(Batch(Verb.RECV, peer.peer, 0, LARGE.lengths, LARGE.src)))])
+        peer.expect(Ready)
+        for stream in range(5000):
+            peer.channel.say(Sent(stream, 1))
+            if stream % 100 == 0:
+                world.turn(0)
+        [result] = world.finish(started)
+        assert result.error is not None and "streams" in result.error
+
+    def test_peers_join_and_leave_without_a_trace(self, world: World) -> None:
+        """Device memory, descriptors and threads are what they were."""
+        hub = world.local()
+        world.allocate(hub)
+
+        def loop() -> None:
+            peers: list[Party] = [self.peer(world) for _ in range(self.peers)]
+            links = [world.link(hub, peer) for peer in peers]
+            world.succeed(*(k.start(Way.SEND, hub, p, SMALL) for k, p in zip(links, peers, strict=True)))
+            for i, (link, peer) in enumerate(zip(links, peers, strict=True)):
+                if i % 2:
+                    hub.disconnect(link.peers[hub.name])
+                peer.close()
+                world.turn(0)
+                if not i % 2:
+                    hub.disconnect(link.peers[hub.name])
+            world.run(0.05)
+
+        loop()
+        world.run(1.0)
+        before = self.used()
+        for _ in range(self.loops):
+            loop()
+        world.wait_for(lambda: all(now <= then for now, then in zip(self.used(), before, strict=True)), "the release")
+
+    def peer(self, world: World) -> LocalParty:
+        party = world.local()
+        party.allocate([10_000], 1)
+        return party
+
+    def used(self) -> tuple[int, ...]:
+        """What must not grow."""
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def open_pipes(party: LocalParty) -> int:
+    """How many communicators a party has."""
+    links = party.transport._links.values()  # type: ignore[attr-defined]
+    return sum(lane.pipe is not None for link in links for lane in (link.lane(Verb.SEND), link.lane(Verb.RECV)))
+
