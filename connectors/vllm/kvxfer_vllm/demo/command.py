@@ -17,7 +17,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.transport import registry
 
 
 def demo(
@@ -38,7 +40,7 @@ def demo(
         with _ended_by_sigterm(), _log_folder(keep_logs) as logs:
             report = _run(settings, logs, progress)
     except ServerError as error:
-        progress.print(f"FAILED: {error}", style="red", markup=False)
+        progress.print(f"FAILED: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         progress.print("interrupted; all servers have been ended")
@@ -49,7 +51,7 @@ def demo(
         _show(report, Console())
     if report["objections"]:
         for objection in report["objections"]:
-            progress.print(f"FAILED: {objection}", style="red", markup=False)
+            progress.print(f"FAILED: {objection}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -60,7 +62,12 @@ def _settings(backend: str, config: str) -> dict[str, Any]:
         raise ConfigError(f"--config is not JSON: {error}") from None
     if not isinstance(further, dict):
         raise ConfigError(f"--config must be a JSON object, not {config}")
-    return {"backend": backend, **further}
+    settings = {"backend": backend, **further}
+    # The servers check all of this again, but a minute later.
+    probe = registry.load(Config.from_mapping(settings).backend).probe()
+    if not probe.usable:
+        raise ConfigError(f"back end {settings['backend']!r} does not work here: {probe.reason}")
+    return settings
 
 
 def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -37,6 +38,9 @@ _ENVIRONMENT = {
 _FLAGS = f"""--enforce-eager --dtype float32 --block-size {BLOCK} --max-model-len 2048 --max-num-seqs 8
     --max-num-batched-tokens {CHUNK} --kv-cache-memory-bytes {128 << 20} --gpu-memory-utilization 0.2
     --api-server-count 1 --disable-uvicorn-access-log""".split()
+
+_RAISED = re.compile(r"^(?:\(.*?\) )?(?:ERROR \S+ \S+ \[\S+\] )?([\w.]*(?:Error|Exception): .*)$", re.MULTILINE)
+"""The last line of a traceback, as Python or vLLM's logger writes it."""
 
 
 class ServerError(Exception):
@@ -111,8 +115,11 @@ class Server:
             return str(answer.read().decode())
 
     def error(self, what: str) -> ServerError:
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
-        return ServerError(f"the {self.name} server {what}\n--- end of its log, {self.log.name}:\n{tail}")
+        log = self.log.read_text(errors="replace")
+        first = _RAISED.search(log)  # what vLLM calls the root cause stands pages above the end
+        cause = f"\n--- the first error in its log, {self.log.name}: {first[1]}" if first else ""
+        tail = "\n".join(log.splitlines()[-20:])
+        return ServerError(f"the {self.name} server {what}{cause}\n--- the end of its log:\n{tail}")
 
     def stop(self) -> None:
         """End all its processes, with a few seconds to do it by themselves. Idempotent."""
