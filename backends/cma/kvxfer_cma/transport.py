@@ -29,11 +29,11 @@ CAPABILITIES = Capabilities(
     verbs=frozenset({Verb.READ, Verb.WRITE}),
     same_host=True,
     run_bytes=1024,  # a piece costs the kernel about as much as copying these
-    may_block_s=0.02,
+    may_block_s=0.05,
 )
 
 BUDGET_S = 0.004
-"""A poll starts no further step after this time; one step takes a few milliseconds at most."""
+"""A poll starts no further step after this time."""
 
 RETRY_S = 0.001
 """How soon to look again for what no descriptor tells: a fence that passes, a peer that opens its link."""
