@@ -157,7 +157,7 @@ class Consumer:
             case m.Have():
                 return self._have(f, lane, msg, now)
             case m.Verdict():
-                return self._verdict(f, lane, msg, now)
+                return self._verdict(f, lane, now)
             case m.Gone():
                 return self._gone(f, lane, msg, now)
 
@@ -300,12 +300,8 @@ class Consumer:
         lane.asked = 0
         return self._ask(f, lane, now)
 
-    def _verdict(self, f: Load, lane: Way, msg: m.Verdict, now: float) -> list[Action]:
-        if not msg.ok:
-            if lane.on(E.VERDICT_NO):
-                return self._fail(f, f"{link_name(lane.spec.link)} cannot vouch for the bytes: {msg.reason}", now)
-            return []
-        if not lane.on(E.VERDICT_OK):
+    def _verdict(self, f: Load, lane: Way, now: float) -> list[Action]:
+        if not lane.on(E.VERDICT):
             return []
         self._questions.cancel(lane.attempt)
         lane.owed = False

@@ -51,8 +51,7 @@ class LaneEvent(enum.StrEnum):
     LINK_DOWN = "link lost for good"
     HAVE = "have"
     COMPLETE = "all parts complete"
-    VERDICT_OK = "verdict: held"
-    VERDICT_NO = "verdict: not held"
+    VERDICT = "verdict"
     GONE = "gone"
     GONE_AGAIN = "gone, may come again"
     QUIET = "attempt quiet"
@@ -70,18 +69,18 @@ LANE: Life[LaneState, LaneEvent] = Life(
         (_L.WANTING, _e.HAVE): _L.MOVING,
         (_L.MOVING, _e.HAVE): _L.MOVING,
         (_L.MOVING, _e.COMPLETE): _L.CHECKING,
-        (_L.CHECKING, _e.VERDICT_OK): _L.DELIVERED,
+        (_L.CHECKING, _e.VERDICT): _L.DELIVERED,
         **{(s, e): _L.PAUSED for s in _TRIED for e in (_e.LINK_RESET, _e.GONE_AGAIN)},
         (_L.PAUSED, _e.QUIET): _L.LINKING,
         **{(s, e): _L.FAILED for s in _OPEN for e in (_e.LINK_DOWN, _e.FAIL)},
-        **{(s, e): _L.FAILED for s in _TRIED for e in (_e.VERDICT_NO, _e.GONE)},
+        **{(s, _e.GONE): _L.FAILED for s in _TRIED},
     },
     ignored={
         "the attempt that it speaks of is over": _pairs(
-            (_L.LINKING, _L.PAUSED), (_e.HAVE, _e.VERDICT_OK, _e.VERDICT_NO, _e.GONE, _e.GONE_AGAIN)
+            (_L.LINKING, _L.PAUSED), (_e.HAVE, _e.VERDICT, _e.GONE, _e.GONE_AGAIN)
         ),
         "the outcome stands": _pairs(_OVER, set(_e) - {_e.COMPLETE, _e.QUIET, _e.LINK_UP}),
-        "the verdict is asked for once all parts are here": _pairs((_L.WANTING, _L.MOVING), (_e.VERDICT_OK,)),
+        "the verdict is asked for once all parts are here": _pairs((_L.WANTING, _L.MOVING), (_e.VERDICT,)),
         "the parts cover all that is wanted": frozenset({(_L.CHECKING, _e.HAVE)}),
         "there is no attempt that could be void": _pairs((_L.LINKING, _L.PAUSED), (_e.LINK_RESET,)),
     },
@@ -105,8 +104,7 @@ class ServeState(enum.StrEnum):
 
 class ServeEvent(enum.StrEnum):
     ANNOUNCE = "part announced"
-    VERDICT_OK = "check: held"
-    VERDICT_NO = "check: not held"
+    VERDICT = "check: it held"
     STOP = "drop, revoke, expiry or error"
     QUIET = "own parts ended"
     LINK_DOWN = "link lost"
@@ -118,20 +116,19 @@ SERVE: Life[ServeState, ServeEvent] = Life(
     moves={
         (_V.WAITING, _v.ANNOUNCE): _V.SERVING,
         (_V.SERVING, _v.ANNOUNCE): _V.SERVING,
-        (_V.SERVING, _v.VERDICT_OK): _V.SETTLED,
-        (_V.SERVING, _v.VERDICT_NO): _V.ENDING,
+        (_V.SERVING, _v.VERDICT): _V.SETTLED,
         (_V.WAITING, _v.STOP): _V.ENDING,
         (_V.SERVING, _v.STOP): _V.ENDING,
         (_V.ENDING, _v.QUIET): _V.ENDED,
         **{(s, _v.LINK_DOWN): _V.ENDED for s in (_V.WAITING, _V.SERVING, _V.ENDING)},
     },
     ignored={
-        "nothing has been announced that could be checked": _pairs((_V.WAITING,), (_v.VERDICT_OK, _v.VERDICT_NO)),
-        "gone is on its way": _pairs((_V.ENDING,), (_v.VERDICT_OK, _v.VERDICT_NO, _v.STOP)),
-        "the last word has been said": _pairs((_V.SETTLED, _V.ENDED), set(_v) - {_v.ANNOUNCE, _v.QUIET}),
+        "gone is on its way": _pairs((_V.ENDING,), (_v.STOP, _v.VERDICT)),
+        "the last word has been said": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN)),
     },
     never={
         "nothing is announced to whom has been given up": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),
+        "only what is being served can have held": _pairs(set(_V) - {_V.SERVING, _V.ENDING}, (_v.VERDICT,)),
         "only an ending serve waits for quiet": _pairs(set(_V) - {_V.ENDING}, (_v.QUIET,)),
     },
 )

@@ -168,15 +168,10 @@ class Check(_Base, frozen=True, tag="check"):
 
 
 class Verdict(_Base, frozen=True, tag="verdict"):
-    """Producer: it held (the consumer may trust the bytes, the producer counts this reader), or why not."""
+    """Producer: it held. The consumer may trust the bytes, the producer counts this reader. (If not, ``Gone``.)"""
 
     transfer: TransferId
     attempt: Number
-    ok: bool
-    reason: str
-
-    def __post_init__(self) -> None:
-        _shorten(self)
 
 
 class Drop(_Base, frozen=True, tag="drop"):
@@ -266,7 +261,7 @@ Message = (
 )  # fmt: skip
 
 
-def _shorten(message: Refused | Verdict | Drop | Gone) -> None:
+def _shorten(message: Refused | Drop | Gone) -> None:
     """Words for people are cut where they get too long to be read."""
     if len(message.reason) > MAX_WORDS:
         msgspec.structs.force_setattr(message, "reason", message.reason[:MAX_WORDS] + " [...]")

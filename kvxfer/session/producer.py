@@ -145,7 +145,8 @@ class Producer:
                 return self._check(serve, msg, now)
             case m.Drop() if serve is not None:
                 return self._drop(serve, msg, now)
-        return [Send(link, m.Gone(msg.transfer, msg.attempt, "nothing of it is being served", False))]
+        # Also the answer to its Want, should that come later.
+        return [self._last_word(link, m.Gone(msg.transfer, msg.attempt, "nothing of it is being served", False), now)]
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """One of our own part batches has ended."""
@@ -285,16 +286,12 @@ class Producer:
     def _check(self, serve: Serve, msg: m.Check, now: float) -> list[Action]:
         offer = serve.holding.offer
         held = offer is not None and offer.generation == msg.generation == serve.generation and serve.final
-        if held and serve.on(E.VERDICT_OK):
-            out = [self._last_word(serve.link, m.Verdict(msg.transfer, msg.attempt, True, ""), now)]
-            self._budgets.set(serve.key, now + self._lease)
-            serve.holding.settled.add(serve.reader)
-            return out + self._drop_if_over(serve, now) + self._count(serve.holding, now)
-        if not held and serve.on(E.VERDICT_NO):
-            serve.reason = "the producer's blocks changed meanwhile"
-            verdict = m.Verdict(msg.transfer, msg.attempt, False, serve.reason)
-            return [Send(serve.link, verdict), *self._wind_down(serve, now)]
-        return []
+        if not held or not serve.on(E.VERDICT):
+            return self._stop(serve, "the producer's blocks are not those that were announced", False, now)
+        out: list[Action] = [self._last_word(serve.link, m.Verdict(msg.transfer, msg.attempt), now)]
+        self._budgets.set(serve.key, now + self._lease)
+        serve.holding.settled.add(serve.reader)
+        return out + self._drop_if_over(serve, now) + self._count(serve.holding, now)
 
     def _drop(self, serve: Serve, msg: m.Drop, now: float) -> list[Action]:
         if not serve.live:
@@ -325,9 +322,6 @@ class Producer:
         if not serve.on(E.STOP):
             return []
         serve.reason, serve.again = reason, again
-        return self._wind_down(serve, now)
-
-    def _wind_down(self, serve: Serve, now: float) -> list[Action]:
         serve.unsent.clear()
         self._budgets.set(serve.key, now + self._lease)
         aborts: list[Action] = [Abort(ref) for ref in serve.flight]

@@ -17,7 +17,8 @@ from kvxfer.transport import Verb
 
 __all__ = [
     "Abort", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Kind", "Lane", "LinkId", "LinkInfo", "Move",
-    "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role", "Send", "Source", "link_name",
+    "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role", "Send", "Source",
+    "link_name",
 ]  # fmt: skip
 
 LinkId = Hashable

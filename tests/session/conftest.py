@@ -72,7 +72,9 @@ def engine() -> Iterator[Callable[..., Engine]]:
     """Makes engines; closes them at the end."""
     made: list[Engine] = []
 
-    def make(options: dict[str, Any], *, tp: int = 1, blocks: int = 16, seed: int | None = None, **config: Any) -> Engine:
+    def make(
+        options: dict[str, Any], *, tp: int = 1, blocks: int = 16, seed: int | None = None, **config: Any
+    ) -> Engine:
         config = {"transfer_timeout": 5.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
         settings = Config.from_mapping({"backend": backend, "backend_options": options, **config})

@@ -1,0 +1,135 @@
+"""The two machines against each other in a hostile world (``tests/session/world``), which checks every promise as it
+goes: one outcome a side, by its deadline; never wrong bytes delivered; leases end; memory given back once and only when
+quiet; nothing left behind; and the next transfer succeeds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from kvxfer.session.life import LANE, SERVE, Life
+from tests.session.world import Script, Setting, World
+from tests.session.world.base import RANKS, TRANSFERS
+
+SETTINGS = {
+    "read": Setting("read"),
+    "staged read": Setting("read", staged=True),
+    "write": Setting("write"),
+    "sendrecv": Setting("sendrecv"),
+    "read, abort by peer": Setting("read", scope="peer"),
+    "write, abort by peer": Setting("write", scope="peer"),
+    "sendrecv, abort by peer": Setting("sendrecv", scope="peer"),
+}
+STEPS = 100_000
+NOISE = st.binary(min_size=500, max_size=2000)
+
+each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
+
+
+@each_setting
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(script=NOISE)
+def test_promises_hold_whatever_happens(setting: Setting, script: bytes) -> None:
+    World(setting, Script(script)).run()
+
+
+def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[Any] = set()
+    after = Life.after
+
+    def record(self: Life[Any, Any], state: Any, stimulus: Any) -> Any:
+        taken.add((state, stimulus))
+        return after(self, state, stimulus)
+
+    monkeypatch.setattr(Life, "after", record)
+    delivered, seed, begin = 0, 0, World.steps
+    while World.steps < begin + STEPS:
+        for name, setting in SETTINGS.items():
+            world = World(setting, Script(random.Random(f"{name} {seed}").randbytes(3000)))
+            try:
+                world.run()
+            except AssertionError as e:
+                raise AssertionError(f"{name}, seed {seed}: {e}") from e
+            delivered += world.decodes.outcomes["delivered"]
+        seed += 1
+    for life in (LANE, SERVE):
+        missed = sorted(map(str, set(life.moves) - taken))
+        assert not missed, "transitions that nothing brings about"
+        impossible = sorted(map(str, frozenset().union(*life.never.values()) & taken))
+        assert not impossible, "what should never happen did"
+    assert delivered > STEPS / 100
+
+
+@each_setting
+def test_all_is_delivered_when_nothing_goes_wrong(setting: Setting) -> None:
+    world = World(Setting(setting.mode, setting.staged, setting.scope, faults=False), Script(b""))
+    for transfer, total in TRANSFERS[:6]:
+        world.prefills.prefill(transfer, total)
+        world.decodes.fetch(transfer, total, world.source)
+        world.elapse(0.1)
+        for rank in range(RANKS):
+            for _ in range(4):
+                world.prefills.work(rank)
+    world.end()
+    assert world.decodes.outcomes == {"delivered": 7 * RANKS}  # the last is the world's own
+
+
+class Hostile(RuleBasedStateMachine):
+    """The same world, each step chosen by hypothesis."""
+
+    @initialize(name=st.sampled_from(sorted(SETTINGS)), noise=st.binary(min_size=100, max_size=400))
+    def begin(self, name: str, noise: bytes) -> None:
+        self.world = World(SETTINGS[name], Script(noise))
+
+    @rule(i=st.integers(0, 3))
+    def prefill(self, i: int) -> None:
+        self.world.prefills.prefill(*TRANSFERS[i])
+
+    @rule(rank=st.integers(0, RANKS - 1), orders=st.integers(1, 6))
+    def work(self, rank: int, orders: int) -> None:
+        for _ in range(orders):
+            self.world.prefills.work(rank)
+
+    @rule(i=st.integers(0, 3))
+    def fetch(self, i: int) -> None:
+        self.world.decodes.fetch(*TRANSFERS[i], self.world.source)
+
+    @rule()
+    def cancel(self) -> None:
+        self.world.decodes.cancel()
+
+    @rule(times=st.integers(1, 20))
+    def happen(self, times: int) -> None:
+        for _ in range(times):
+            self.world.happen()
+
+    @rule(seconds=st.floats(0.01, 6.0))
+    def elapse(self, seconds: float) -> None:
+        self.world.elapse(seconds)
+
+    @rule(rank=st.integers(0, RANKS - 1), again=st.booleans())
+    def cut(self, rank: int, again: bool) -> None:
+        for link in list(self.world.consumers[rank].links.values()):
+            self.world.network.cut(link, again)
+
+    @rule(role=st.sampled_from(["producer", "consumer"]))
+    def crash(self, role: str) -> None:
+        self.world.crash(role)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.end()
+
+
+def test_promises_hold_in_any_order_of_events() -> None:
+    run_state_machine_as_test(
+        Hostile,
+        settings=settings(
+            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

@@ -1,0 +1,134 @@
+"""The back end: parts on their way, their bytes, and the many ways in which they end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvxfer.identity import TransferId
+from kvxfer.session.values import Move, Moved, PartRef
+from kvxfer.transport import Verb
+from tests.session.world.base import BLOCKS, D_TOKENS, LATEST, QUIET, UNIT, Agent, Link, Op, check
+
+if TYPE_CHECKING:
+    from tests.session.world.world import World
+
+
+class Backend:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.ops: list[Op] = []
+
+    def move(self, agent: Agent, move: Move) -> None:
+        link = agent.links.get(move.ref.link)
+        if link is None or not link.works:
+            self._tell(agent, Moved(move.ref, "not connected", True, 0, collateral=True))
+            return
+        op = Op(agent, move.ref, move.verb, link, move.plan, move.stream)
+        if agent.role == "producer":
+            op.generation = self.world.prefills.lives[agent.rank][move.ref.transfer].generation
+        self.ops = [o for o in self.ops if not o.done or not o.quiet or o.link.works] + [op]
+        self.world.later(LATEST, None, lambda: self._advance(op, half=True))
+
+    def abort(self, agent: Agent, ref: PartRef) -> None:
+        for op in [o for o in self.ops if o.agent is agent and o.ref == ref and not o.done]:
+            op.aborted = True
+            self.world.later(1.0, None, lambda op=op: self._finish(op, "aborted", self._quiet()))
+            if self.world.setting.scope == "peer":
+                self._break(agent, op.link)
+
+    def fail(self, agent: Agent, link: Link, why: str) -> None:
+        """A link was closed here: what was moving on it ends."""
+        for op in self.ops:
+            if op.agent is agent and op.link is link:
+                self._finish(op, why, quiet=True, collateral=True)
+
+    def check_quiet(self, agent: Agent, transfer: TransferId, generation: int) -> None:
+        """The producer's memory of a transfer was given back: nothing of it may move."""
+        for op in self.ops:
+            mine = op.agent is agent and op.ref.transfer == transfer and op.generation <= generation
+            check(not mine or (op.done and op.quiet), f"{transfer} was released while {op.ref} moves")
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _advance(self, op: Op, half: bool = False) -> None:
+        """Some of the bytes pass, or all."""
+        if op.done:
+            return
+        if not op.link.works:
+            self._finish(op, "the connection is gone", self._quiet(), collateral=op.link.closed)
+            return
+        if not self.world.calm and self.world.script.chance(4):
+            self._finish(op, "the back end failed", self._quiet())
+            return
+        other = None
+        if op.verb in (Verb.SEND, Verb.RECV):
+            verb = Verb.RECV if op.verb is Verb.SEND else Verb.SEND
+            same = (o for o in self.ops if o.link is op.link and o.verb is verb and o.stream == op.stream)
+            other = next(same, None)
+            if other is None:
+                return  # goes on with its other half, or is aborted
+            if other.aborted or other.done:
+                self._finish(op, "the peer gave it up", self._quiet())
+                return
+        if op.verb is Verb.READ and op.agent is op.link.producer:
+            self._serve(op)
+            return
+        self._copy(op, half)
+        if half:
+            self.world.later(LATEST / 2, None, lambda: self._advance(op))
+            return
+        self._finish(op, None)
+        if other is not None:
+            self._finish(other, None)
+
+    def _serve(self, op: Op) -> None:
+        """The producer's half of a staged read ends when the consumer has taken all, or by an abort."""
+        same = (o.ref for o in self.ops if o.link is op.link and o.agent is not op.agent and o.done)
+        if any((r.attempt, r.part) == (op.ref.attempt, op.ref.part) for r in same):
+            self._finish(op, None)
+        else:
+            self.world.later(LATEST, None, lambda: self._advance(op))
+
+    def _copy(self, op: Op, half: bool = False) -> None:
+        consumer, producer = op.link.consumer, op.link.producer
+        runs = op.plan.runs()
+        pairs = list(zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True))
+        for s, d, n in pairs[: len(pairs) // 2] if half else pairs:
+            for byte in range(d, d + n, D_TOKENS * UNIT):
+                block = byte // (D_TOKENS * UNIT) % BLOCKS
+                theirs = consumer.owner.get(block, "nobody") is consumer.tries.get(op.ref.attempt, "no attempt")
+                check(theirs, f"{op.ref} writes into block {block}, which was given to somebody else")
+            consumer.memory[d : d + n] = producer.memory[s : s + n]
+
+    def _quiet(self) -> bool:
+        return self.world.calm or not self.world.script.chance(64)
+
+    def _finish(self, op: Op, error: str | None, quiet: bool = True, collateral: bool = False) -> None:
+        if op.done:
+            return
+        op.done, op.quiet = True, quiet
+        self._tell(op.agent, Moved(op.ref, error, quiet, 0 if error else op.plan.nbytes, collateral))
+        if not quiet:
+            self.world.later(QUIET, None, lambda: self._calm(op))
+
+    def _calm(self, op: Op) -> None:
+        """The last bytes of something that failed pass, and then no more."""
+        incoming = op.verb in (Verb.WRITE, Verb.RECV) or op.agent is op.link.consumer
+        if incoming and op.link.consumer.alive and not op.link.closed:
+            self._copy(op)
+        op.quiet = True
+        self._tell(op.agent, Moved(op.ref, "ended earlier", True, 0))
+
+    def _tell(self, agent: Agent, moved: Moved) -> None:
+        def tell() -> None:
+            if agent.alive:
+                self.world.perform(agent, agent.machine.moved(moved, self.world.now))
+
+        self.world.later(0.2, ("moved", agent.epoch), tell)
+
+    def _break(self, agent: Agent, link: Link) -> None:
+        """An abort took all of its link along."""
+        for o in [o for o in self.ops if o.link is link and not o.done and not o.aborted]:
+            own = o.agent is agent
+            self.world.later(1.0, None, lambda o=o, own=own: self._finish(o, "broken", self._quiet(), collateral=own))
+        self.world.network.cut(link, again=True)

@@ -1,0 +1,212 @@
+"""The engines above the machines: what they ask for, and what they may rely on."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvxfer.identity import TransferId
+from kvxfer.session.values import Ended, Fetch, Offered, Released, Source
+from tests.session.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, TIMEOUT, UNIT, Agent, check, content
+
+if TYPE_CHECKING:
+    from tests.session.world.world import World
+
+
+@dataclass
+class Life:
+    """A transfer as one producer rank's engine sees it, from the first chunk until it has its blocks back."""
+
+    transfer: TransferId
+    total: int
+    generation: int
+    blocks: list[int]
+    tokens: int = 0
+    told: int = -1  # the generation that was offered or revoked last
+    over: bool = False  # the engine wants no more of it
+    ended: set[int] = field(default_factory=set)  # generations whose outcome it has been told, and whose release
+    released: set[int] = field(default_factory=set)
+
+
+class ProducerEngine:
+    """Prefills requests. Each rank works through the same orders at its own pace."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.generations = count(1)
+        self.lives: list[dict[TransferId, Life]] = [{} for _ in range(RANKS)]
+        self.orders: list[deque[Callable[[], None]]] = [deque() for _ in range(RANKS)]
+        self.busy: Counter[TransferId] = Counter()  # ranks that have orders for it
+
+    @property
+    def known(self) -> set[TransferId]:
+        """Transfers that are being prefilled or held."""
+        return set(self.busy).union(*self.lives)
+
+    def work(self, rank: int) -> None:
+        if self.orders[rank]:
+            self.orders[rank].popleft()()
+
+    def prefill(self, transfer: TransferId, total: int) -> None:
+        """A request arrives."""
+        script, calm = self.world.script, self.world.calm
+        if transfer in self.known:
+            return
+        chunks = sorted({1 + script.pick(total), total})
+        generation = next(self.generations)
+        again = next(self.generations)
+        plot = 4 if calm else script.pick(12)  # 0: abort, 1 to 3: preempt and again, else well
+        self.busy[transfer] = RANKS
+        for r, line in enumerate(self.orders):
+            line.append(lambda r=r: self._start(r, transfer, total, generation))
+            line += [lambda r=r, n=n: self._chunk(r, transfer, n) for n in chunks]
+            if plot == 0:
+                line.append(lambda r=r: self._abort(r, transfer))
+            if 1 <= plot <= 3:
+                line.append(lambda r=r: self._preempt(r, transfer, again))
+                line += [lambda r=r, n=n: self._chunk(r, transfer, n) for n in chunks]
+            line.append(lambda: self._planned(transfer))
+
+    def _planned(self, transfer: TransferId) -> None:
+        self.busy[transfer] -= 1
+        if not self.busy[transfer]:
+            del self.busy[transfer]
+
+    def _start(self, r: int, transfer: TransferId, total: int, generation: int) -> None:
+        if transfer not in self.lives[r]:
+            blocks = self.world.producers[r].take(-(-total // P_TOKENS), transfer)
+            if blocks is not None:
+                self.lives[r][transfer] = Life(transfer, total, generation, blocks)
+
+    def _chunk(self, r: int, transfer: TransferId, tokens: int) -> None:
+        """Some more tokens are computed and offered, with the blocks of all of them so far."""
+        life, agent = self.lives[r].get(transfer), self.world.producers[r]
+        if life is None or life.over:
+            return
+        for t in range(life.tokens, tokens):
+            cell = agent.view()[0, life.blocks[t // P_TOKENS], t % P_TOKENS]
+            cell[:] = np.frombuffer(content(transfer, r, t).to_bytes(UNIT, "little"), np.uint8)
+        life.tokens, life.told = max(life.tokens, tokens), life.generation
+        table = np.array(life.blocks[: -(-tokens // P_TOKENS)], np.int64)
+        offer = Offered(transfer, b"digest", life.generation, tokens, (table,), tokens == life.total)
+        self.world.perform(agent, agent.machine.offer(offer, self.world.now))
+
+    def _revoke(self, r: int, life: Life, reason: str, gone: bool) -> None:
+        agent = self.world.producers[r]
+        life.told, life.over = life.generation, life.over or gone
+        call = agent.machine.revoke(life.transfer, life.generation, reason, gone, self.world.now)
+        self.world.perform(agent, call)
+
+    def _preempt(self, r: int, transfer: TransferId, again: int) -> None:
+        """The blocks are taken away at once, and the request is computed anew in others."""
+        life, agent = self.lives[r].get(transfer), self.world.producers[r]
+        if life is None or life.over:
+            return
+        self._revoke(r, life, "preempted", gone=False)
+        agent.give(life.blocks)
+        life.generation, life.tokens = again, 0
+        life.blocks = agent.take(-(-life.total // P_TOKENS), transfer) or []
+        if not life.blocks:
+            self._revoke(r, life, "aborted for want of blocks", gone=True)
+
+    def _abort(self, r: int, transfer: TransferId) -> None:
+        life = self.lives[r].get(transfer)
+        if life is not None and not life.over:
+            self._revoke(r, life, "aborted", gone=True)
+
+    def report(self, agent: Agent, event: Ended | Released) -> None:
+        life = self.lives[agent.rank].get(event.transfer)
+        check(life is not None, f"{event} of a transfer that is over or was never offered")
+        assert life is not None
+        generation = event.generation
+        check(generation <= life.told, f"{event} while the engine last spoke of generation {life.told}")
+        if isinstance(event, Ended):
+            check(generation not in life.ended, f"second outcome {event}")
+            life.ended.add(generation)
+            return
+        check(generation in life.ended - life.released, f"{event} without an outcome, or again")
+        life.released.add(generation)
+        self.world.backend.check_quiet(agent, event.transfer, generation)
+        self.world.later(1.0, None, lambda: self._heard(agent, life, generation))
+
+    def _heard(self, agent: Agent, life: Life, generation: int) -> None:
+        """The engine learns that a transfer is over, which it may have offered more of, or anew, meanwhile."""
+        r = agent.rank
+        if not agent.alive or self.lives[r].get(life.transfer) is not life:
+            return
+        self._revoke(r, life, "all is read", gone=True)
+        if generation == life.generation:
+            agent.give(life.blocks)
+            del self.lives[r][life.transfer]
+
+
+@dataclass
+class Wish:
+    """A fetch as a consumer rank's engine sees it."""
+
+    spec: Fetch
+    blocks: list[int]
+    due: float
+    ended: Ended | None = None
+
+
+class ConsumerEngine:
+    """Fetches requests, all ranks at once."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.names = count(1)
+        self.wishes: dict[tuple[int, str], Wish] = {}
+        self.outcomes: Counter[str] = Counter()
+
+    def fetch(self, transfer: TransferId, total: int, source: Source) -> None:
+        world = self.world
+        if any(w.spec.transfer == transfer for w in self.wishes.values()):
+            return
+        start = world.script.pick(total) if world.script.chance(64) else 0
+        name = f"request {next(self.names)}"
+        for r, agent in enumerate(world.consumers):
+            blocks = agent.take(-(-total // D_TOKENS), object())
+            if blocks is None:
+                continue
+            agent.view()[:, blocks] = FREE
+            spec = Fetch(name, transfer, b"digest", source, (np.array(blocks, np.int64),), start, total)
+            self.wishes[r, name] = Wish(spec, blocks, world.now + TIMEOUT)
+            world.perform(agent, agent.machine.fetch(spec, world.now))
+
+    def cancel(self) -> None:
+        live = [key for key, w in self.wishes.items() if w.ended is None]
+        if live:
+            r, name = live[self.world.script.pick(len(live))]
+            agent = self.world.consumers[r]
+            self.world.perform(agent, agent.machine.cancel(name, "client left", self.world.now))
+
+    def report(self, agent: Agent, event: Ended | Released) -> None:
+        wish = self.wishes.get((agent.rank, event.handle))
+        check(wish is not None, f"{event} of a fetch that is over or was never made")
+        assert wish is not None
+        if isinstance(event, Ended):
+            check(wish.ended is None, f"second outcome {event} after {wish.ended}")
+            check(self.world.now <= wish.due + 1.0, f"{event} came after its deadline, which was {wish.due}")
+            wish.ended = event
+            self.outcomes[event.outcome.kind] += 1
+        else:
+            check(wish.ended is not None, f"{event} before its outcome")
+            del self.wishes[agent.rank, event.handle]
+        if wish.ended and wish.ended.outcome.delivered:
+            self._compare(agent, wish)
+        if isinstance(event, Released):
+            agent.give(wish.blocks)
+
+    def _compare(self, agent: Agent, wish: Wish) -> None:
+        spec = wish.spec
+        words = agent.view()[:, wish.blocks].reshape(RANKS, -1, UNIT).copy().view("<u4")[..., 0]
+        for layer in range(RANKS):
+            for t in range(words.shape[1]):
+                want = content(spec.transfer, layer, t) if spec.start <= t < spec.tokens else FREE
+                check(words[layer, t] == want, f"{spec.transfer} token {t} layer {layer}: wrong bytes were delivered")
