@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,3 +39,13 @@ def test_stimuli_that_mean_nothing_change_nothing(life: Life[Any, Any], states: 
     for pairs in (*life.ignored.values(), *life.never.values()):
         for state, stimulus in pairs:
             assert life.after(state, stimulus) is None
+
+
+def test_the_page_shows_the_tables_as_they_are() -> None:
+    path = Path(__file__).parents[2] / "docs" / "diagrams.py"
+    spec = importlib.util.spec_from_file_location("diagrams", path)
+    assert spec is not None and spec.loader is not None
+    diagrams = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(diagrams)
+    page = path.with_name("session.md").read_text()
+    assert diagrams.drawn(page) == page, "run: python docs/diagrams.py"

@@ -1,0 +1,59 @@
+"""Draw the tables of ``kvxfer.session.life`` into ``docs/session.md``: ``python docs/diagrams.py``.
+
+Replaces what stands between ``<!-- lane -->`` and ``<!-- end lane -->`` (and the same for ``serve``) by a diagram of
+all moves and a table of what is ignored, and why.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from kvxfer.session.life import LANE, SERVE, LaneEvent, LaneState, Life, ServeEvent, ServeState
+
+PAGE = Path(__file__).with_name("session.md")
+TABLES = {"lane": (LANE, LaneState, LaneEvent), "serve": (SERVE, ServeState, ServeEvent)}
+
+
+def diagram(life: Life[Any, Any], states: Any) -> str:
+    """Mermaid; stimuli that lead from one state to the same other share an arrow."""
+    arrows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (before, stimulus), after in life.moves.items():
+        arrows[before.name, after.name].append(stimulus)
+    lines = ["```mermaid", "stateDiagram-v2"]
+    lines += [f"    {s.name} : {s}" for s in states]
+    lines += [f"    [*] --> {next(iter(states)).name}"]
+    lines += [f"    {a} --> {b} : {'<br/>'.join(stimuli)}" for (a, b), stimuli in arrows.items()]
+    left = {before for before, _ in life.moves}
+    lines += [f"    {s.name} --> [*]" for s in states if s not in left]
+    return "\n".join([*lines, "```"])
+
+
+def ignored(life: Life[Any, Any], states: Any, events: Any) -> str:
+    """A table of the pairs that change nothing."""
+    lines = ["| What changes nothing | in state | because |", "| --- | --- | --- |"]
+    for reason, pairs in life.ignored.items():
+        by_states: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+        for stimulus in events:
+            where = tuple(s for s in states if (s, stimulus) in pairs)
+            if where:
+                by_states[where].append(stimulus)
+        for where, stimuli in by_states.items():
+            lines.append(f"| {'; '.join(stimuli)} | {', '.join(where)} | {reason} |")
+    return "\n".join(lines)
+
+
+def drawn(page: str) -> str:
+    """The page with its diagrams as the tables are now."""
+    for name, (life, states, events) in TABLES.items():
+        body = f"<!-- {name} -->\n{diagram(life, states)}\n\n{ignored(life, states, events)}\n<!-- end {name} -->"
+        page, found = re.subn(f"<!-- {name} -->.*?<!-- end {name} -->", lambda _, b=body: b, page, flags=re.DOTALL)
+        if found != 1:
+            raise SystemExit(f"{PAGE} has no place for the diagram {name!r}")
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(drawn(PAGE.read_text()))
