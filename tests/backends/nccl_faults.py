@@ -335,4 +335,3 @@ def open_pipes(party: LocalParty) -> int:
     """How many communicators a party has."""
     links = party.transport._links.values()  # type: ignore[attr-defined]
     return sum(lane.pipe is not None for link in links for lane in (link.lane(Verb.SEND), link.lane(Verb.RECV)))
-

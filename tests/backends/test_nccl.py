@@ -125,6 +125,7 @@ def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
 
 def test_memory_of_two_gpus_is_refused() -> None:
     """One NCCL rank drives one GPU."""
+
     class TwoKinds(TwinBinding):
         memory: ClassVar[frozenset[str]] = frozenset({"cuda"})
 

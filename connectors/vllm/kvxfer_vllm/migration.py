@@ -1,0 +1,129 @@
+"""What the configuration and the request ids of vLLM's former P2pNcclConnector mean to kvxfer. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvxfer.errors import ConfigError
+from kvxfer.identity import Address, External, IdentityError, allowed, legacy
+
+__all__ = ["OLD_KEYS", "check_hosts", "params_of", "translate"]
+
+OLD_KEYS = ("send_type", "nccl_num_channels", "mem_pool_size_gb", "proxy_ip", "proxy_port", "http_ip", "http_port")
+"""Keys of its ``kv_connector_extra_config``; any of them makes a configuration one of the predecessor's."""
+
+_WITHOUT_MEANING = {
+    "send_type": "no longer matters: every transfer is asynchronous and begins when both sides are ready, which "
+    "PUT, PUT_ASYNC and GET each did in part",
+    "mem_pool_size_gb": "no longer matters: KV goes into the engine's own blocks, nothing overflows to host memory",
+    "proxy_ip": "no longer matters: engines register nowhere; name them to the router",
+    "proxy_port": "no longer matters: engines register nowhere; name them to the router",
+    "http_ip": "no longer matters: it was sent to the proxy, where engines registered",
+    "http_port": "no longer matters: it was sent to the proxy, where engines registered",
+}
+_BUFFER = (
+    "kv_buffer_size no longer matters: KV goes into the engine's own blocks through staging memory of a fixed size "
+    "('staging_bytes')"
+)
+_SEND_TYPES = ("PUT", "PUT_ASYNC", "GET")
+_MOST_CHANNELS = 32
+
+
+def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """kvxfer settings from ``kv_connector_extra_config`` and the ``KVTransferConfig`` that holds it (``kv_port`` and
+    ``kv_buffer_size`` are read), and a note for the log on each old key: where it went, or why it no longer matters.
+
+    A configuration without old keys is returned as it is, with no notes. kvxfer's own keys beside old ones win.
+
+    Raises:
+        ConfigError: an old key has a value that its connector would not have taken either.
+    """
+    settings = {key: value for key, value in extra.items() if key not in OLD_KEYS}
+    old = {key: extra[key] for key in OLD_KEYS if key in extra}
+    if not old:
+        return settings, ()
+    notes = [f"{key} {_WITHOUT_MEANING[key]}" for key in old if key in _WITHOUT_MEANING]
+    if "send_type" in old and old["send_type"] not in _SEND_TYPES:
+        raise ConfigError(f"send_type cannot be {old['send_type']!r}: it was one of {', '.join(_SEND_TYPES)}; drop it")
+    if settings.setdefault("backend", "nccl") == "nccl" and "backend" not in extra:
+        notes.append("backend is 'nccl', as that of the old connector was")
+    if "nccl_num_channels" in old:
+        channels = _number("nccl_num_channels", old["nccl_num_channels"], 1, _MOST_CHANNELS)
+        if settings["backend"] == "nccl":
+            settings["backend_options"] = {"channels": channels, **settings.get("backend_options", {})}
+            notes.append("nccl_num_channels is now 'channels' in 'backend_options'")
+        else:
+            notes.append(f"nccl_num_channels no longer matters: back end {settings['backend']!r} has no such thing")
+    if "port" not in settings:
+        settings["port"] = _number("kv_port", transfer_config.kv_port, 1, 65535)
+        notes.append(
+            "kv_port is now 'port', of the engine's directory; workers take free ports, no longer kv_port + rank"
+        )
+    notes.append(_BUFFER)
+    if "listen" not in settings:
+        notes.append(
+            "the old connector listened on the host's address, kvxfer listens on 127.0.0.1 unless 'listen' (and, for "
+            "back end 'nccl', 'listen' in 'backend_options') says otherwise; set both where engines are on several hosts"
+        )
+    return settings, tuple(notes)
+
+
+def check_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
+    """The setting ``legacy_hosts``: networks, addresses or names of prefill engines that an id may name. Raises
+    ``ConfigError`` for an entry that is none."""
+    entries = tuple(hosts)
+    try:
+        allowed(Address("127.0.0.1", 1), entries)
+    except IdentityError as e:
+        raise ConfigError(f"setting 'legacy_hosts': {e}") from None
+    return entries
+
+
+def params_of(
+    external: External, *, produces: bool, consumes: bool, own: Address, hosts: Iterable[str]
+) -> dict[str, Any] | None:
+    """``kv_transfer_params`` for a request that has none, from an id ``___prefill_addr_H:P___decode_addr_H:P_UUID``.
+
+    ``produces``, ``consumes``: the engine's role; one that has both goes by which of the addresses is its ``own`` (that of
+    its directory). ``None``: the id names no addresses, or ``hosts`` is empty: the scheme is off. Whoever sends a
+    request can write an id, so only an address that ``hosts`` allows is dialled.
+
+    Raises:
+        IdentityError: the id is malformed, names an address that is not allowed, or two that are not this engine's.
+    """
+    entries = tuple(hosts)
+    if not entries:
+        return None
+    found = legacy(external)
+    if found is None:
+        return None
+    if produces and consumes:
+        produces, consumes = found.prefill == own, found.decode == own
+        if produces == consumes:
+            raise IdentityError(
+                f"request id {external.base!r} names {found.prefill} and {found.decode}; this engine, which takes both "
+                f"roles, is {own} and cannot tell which is meant"
+            )
+    # The whole id names the transfer, the same on both sides.
+    if produces:
+        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": external.base}
+    if not allowed(found.prefill, entries):
+        raise IdentityError(
+            f"request id {external.base!r} names prefill engine {found.prefill}, which 'legacy_hosts' does not allow"
+        )
+    return {
+        "do_remote_decode": False, "do_remote_prefill": True, "transfer_id": external.base,
+        "remote_host": found.prefill.host, "remote_port": found.prefill.port,
+    }  # fmt: skip
+
+
+def _number(key: str, value: Any, low: int, high: int) -> int:
+    """The old connector took numbers as text, too."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = low - 1
+    if not low <= number <= high or isinstance(value, bool):
+        raise ConfigError(f"{key} cannot be {value!r}: expected a number from {low} to {high}")
+    return number
