@@ -12,7 +12,7 @@ from kvxfer_vllm.migration import OLD_KEYS, check_hosts, params_of, translate
 
 P, D = Address("10.0.1.2", 21001), Address("10.0.1.3", 22001)
 ID = f"___prefill_addr_{P}___decode_addr_{D}_0f1e2d3c4b5a69788796a5b4c3d2e1f0"
-TRANSFER = SimpleNamespace(kv_port="21001", kv_buffer_size="1e1")
+TRANSFER = SimpleNamespace(kv_port="21001")
 
 
 def old(**more: Any) -> dict[str, Any]:
@@ -21,11 +21,11 @@ def old(**more: Any) -> dict[str, Any]:
 
 
 def test_its_documented_configuration_becomes_one_of_ours() -> None:
-    extra = old(send_type="PUT_ASYNC", nccl_num_channels="16", mem_pool_size_gb="32")
+    extra = old(send_type="PUT_ASYNC", nccl_num_channels="16", mem_pool_size_gb="32", kv_buffer_size="1e1")
     settings, notes = translate(extra, TRANSFER)
     config = Config.from_mapping(settings)
     assert config.backend == "nccl" and config.port == 21001 and config.backend_options == {"channels": 16}
-    for key in (*extra, "kv_port", "kv_buffer_size"):
+    for key in (*extra, "kv_port"):
         assert any(key in note for note in notes), f"nothing is said about {key}"
 
 
@@ -71,7 +71,7 @@ def test_an_unknown_key_is_still_an_error() -> None:
 ])  # fmt: skip
 def test_values_that_cannot_be_are_named(extra: dict[str, Any], port: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        translate(extra, SimpleNamespace(kv_port=port, kv_buffer_size=1))
+        translate(extra, SimpleNamespace(kv_port=port))
 
 
 def params(request: str, *, role: str = "consumer", own: Address = D, hosts: tuple[str, ...] = ("10.0.0.0/8",)) -> Any:

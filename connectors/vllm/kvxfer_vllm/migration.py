@@ -10,29 +10,31 @@ from kvxfer.identity import Address, External, IdentityError, allowed, legacy
 
 __all__ = ["OLD_KEYS", "check_hosts", "params_of", "translate"]
 
-OLD_KEYS = ("send_type", "nccl_num_channels", "mem_pool_size_gb", "proxy_ip", "proxy_port", "http_ip", "http_port")
-"""Keys of its ``kv_connector_extra_config``; any of them makes a configuration one of the predecessor's."""
+OLD_KEYS = (
+    "send_type", "nccl_num_channels", "kv_buffer_size", "mem_pool_size_gb", "proxy_ip", "proxy_port", "http_ip",
+    "http_port",
+)  # fmt: skip
+"""What it read and we do not; any of them makes a configuration one of the predecessor's. (``kv_buffer_size`` stood
+beside ``kv_connector_extra_config``, where vLLM refuses it by now.)"""
 
 _WITHOUT_MEANING = {
     "send_type": "no longer matters: every transfer is asynchronous and begins when both sides are ready, which "
     "PUT, PUT_ASYNC and GET each did in part",
+    "kv_buffer_size": "no longer matters: KV goes into the engine's own blocks, through staging memory of a fixed size "
+    "('staging_bytes')",
     "mem_pool_size_gb": "no longer matters: KV goes into the engine's own blocks, nothing overflows to host memory",
     "proxy_ip": "no longer matters: engines register nowhere; name them to the router",
     "proxy_port": "no longer matters: engines register nowhere; name them to the router",
     "http_ip": "no longer matters: it was sent to the proxy, where engines registered",
     "http_port": "no longer matters: it was sent to the proxy, where engines registered",
 }
-_BUFFER = (
-    "kv_buffer_size no longer matters: KV goes into the engine's own blocks through staging memory of a fixed size "
-    "('staging_bytes')"
-)
 _SEND_TYPES = ("PUT", "PUT_ASYNC", "GET")
 _MOST_CHANNELS = 32
 
 
 def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """kvxfer settings from ``kv_connector_extra_config`` and the ``KVTransferConfig`` that holds it (``kv_port`` and
-    ``kv_buffer_size`` are read), and a note for the log on each old key: where it went, or why it no longer matters.
+    """kvxfer settings from ``kv_connector_extra_config`` and the ``KVTransferConfig`` that holds it (``kv_port`` is read),
+    and a note for the log on each old key: where it went, or why it no longer matters.
 
     A configuration without old keys is returned as it is, with no notes. kvxfer's own keys beside old ones win.
 
@@ -57,14 +59,11 @@ def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str,
             notes.append(f"nccl_num_channels no longer matters: back end {settings['backend']!r} has no such thing")
     if "port" not in settings:
         settings["port"] = _number("kv_port", transfer_config.kv_port, 1, 65535)
-        notes.append(
-            "kv_port is now 'port', of the engine's directory; workers take free ports, no longer kv_port + rank"
-        )
-    notes.append(_BUFFER)
+        notes.append("kv_port is now 'port', of the engine's directory; workers take free ports, not kv_port + rank")
     if "listen" not in settings:
         notes.append(
             "the old connector listened on the host's address, kvxfer listens on 127.0.0.1 unless 'listen' (and, for "
-            "back end 'nccl', 'listen' in 'backend_options') says otherwise; set both where engines are on several hosts"
+            "back end 'nccl', 'listen' in 'backend_options') says otherwise; set both if there are several hosts"
         )
     return settings, tuple(notes)
 
@@ -85,8 +84,8 @@ def params_of(
 ) -> dict[str, Any] | None:
     """``kv_transfer_params`` for a request that has none, from an id ``___prefill_addr_H:P___decode_addr_H:P_UUID``.
 
-    ``produces``, ``consumes``: the engine's role; one that has both goes by which of the addresses is its ``own`` (that of
-    its directory). ``None``: the id names no addresses, or ``hosts`` is empty: the scheme is off. Whoever sends a
+    ``produces``, ``consumes``: the engine's role; one that has both goes by which of the addresses is its ``own`` (that
+    of its directory). ``None``: the id names no addresses, or ``hosts`` is empty: the scheme is off. Whoever sends a
     request can write an id, so only an address that ``hosts`` allows is dialled.
 
     Raises:
