@@ -51,8 +51,8 @@ class Job:
         self.quiet = True
         self.collateral = False
         self.nbytes = action.plan.nbytes
-        # Two-sided batches of a link and direction go in the order of their parts, whole parts one after the other: the
-        # order in which the peer expects them. A job submits when it is the first in line.
+        # What is sent, received or served on a link goes in the order of its parts, whole parts one after the other:
+        # the order in which the peer expects it. A job submits when it is the first in line.
         self.line: deque[Job] | None = None
 
     @property
@@ -75,6 +75,11 @@ class Job:
     @property
     def waiting_on_device(self) -> bool:
         return False
+
+    @property
+    def restless(self) -> bool:
+        """Whether it should be advanced without an event of its own: when the device is done, or a slot is free."""
+        return self.waiting_on_device
 
     def advance(self) -> None:
         """Do what can be done now."""
@@ -160,10 +165,15 @@ class Staged(Job):
         self.held: dict[int, _Piece] = {}  # batch or piece number -> the piece that holds a slot
         self.unpacking: list[_Piece] = []
         self.stranded: list[_Piece] = []  # their slots may still be touched
+        self.starving = False  # wants a slot, and there was none
 
     @property
     def submitting(self) -> bool:
         return bool(self.pieces) and self.error is None
+
+    @property
+    def restless(self) -> bool:
+        return self.starving or self.waiting_on_device
 
     @property
     def complete(self) -> bool:
@@ -185,11 +195,16 @@ class Staged(Job):
         """The next piece with a slot for it, or nothing now."""
         if not self.submitting or not self.my_turn:
             return None
-        slot = self.staging.take(self.ref.link, self.ref.role)
+        slot = self.take()
         if slot is None:
             return None
         number, plan = self.pieces.popleft()
         return _Piece(number, plan, slot)
+
+    def take(self) -> Slot | None:
+        slot = self.staging.take(self.ref.link, self.ref.role)
+        self.starving = slot is None
+        return slot
 
     def one_run(self, verb: Verb, piece: _Piece, remote: int | None = None, after: Fence | None = None) -> None:
         one = np.array([piece.plan.nbytes], dtype=np.int64)
@@ -203,9 +218,20 @@ class Staged(Job):
             self.staging.give(piece.slot)
             raise
 
+    def pack(self, piece: _Piece) -> Fence:
+        try:
+            return self.staging.pack(piece.plan, piece.slot)
+        except Exception:
+            self.staging.give(piece.slot)
+            raise
+
     def land(self, piece: _Piece) -> None:
         """A piece has arrived in its slot: begin to unpack it."""
-        piece.fence = self.staging.unpack(piece.plan, piece.slot)
+        try:
+            piece.fence = self.staging.unpack(piece.plan, piece.slot)
+        except Exception:
+            self.staging.give(piece.slot)
+            raise
         self.unpacking.append(piece)
 
     def settle(self) -> list[_Piece]:
@@ -235,7 +261,7 @@ class StagedSend(Staged):
 
     def advance(self) -> None:
         while (piece := self.begin()) is not None:
-            self.one_run(Verb.SEND, piece, after=self.staging.pack(piece.plan, piece.slot))
+            self.one_run(Verb.SEND, piece, after=self.pack(piece))
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
@@ -277,7 +303,7 @@ class StagedServe(Staged):
 
     def advance(self) -> None:
         while (piece := self.begin()) is not None:
-            piece.fence = self.staging.pack(piece.plan, piece.slot)
+            piece.fence = self.pack(piece)
             self._packing.append(piece)
         for piece in [p for p in self._packing if p.fence is None or p.fence.passed()]:
             self._packing.remove(piece)
@@ -325,7 +351,7 @@ class StagedRead(Staged):
         for piece in self.settle():
             self._sink(self.ref, piece.number, -1, 0)
         while self.error is None and self._announced:
-            slot = self.staging.take(self.ref.link, self.ref.role)
+            slot = self.take()
             if slot is None:
                 return
             number, offset = self._announced.popleft()

@@ -127,9 +127,10 @@ class Mover:
         self._wake_lock = threading.Lock()
         self._transport: Transport | None = None
         self._reopen, self._wait = 0.0, REOPEN_S
+        self._asked: list[tuple[LinkId, int]] = []  # for endpoints, while the back end is down
         self._peers: dict[LinkId, _Peer] = {}
         self._jobs: dict[PartRef, Job] = {}
-        self._waiting: dict[PartRef, Job] = {}  # those that may go on without an event of their own
+        self._restless: dict[PartRef, Job] = {}  # those that may go on without an event of their own
         self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
         self._batches: dict[int, Job] = {}
         self._aborted: dict[PartRef, float] = {}
@@ -243,14 +244,14 @@ class Mover:
             return
         for done in self._transport.poll():
             self._completed(done)
-        for job in list(self._waiting.values()):
+        for job in list(self._restless.values()):
             self._advance(job)
         self._overdue()
 
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
         if transport is None:
             return min(max(self._reopen - time.monotonic(), 0.0), 1.0)
-        if any(job.waiting_on_device for job in self._waiting.values()):
+        if any(job.waiting_on_device for job in self._restless.values()):
             return 0.0002
         active, idle = transport.poll_interval_s
         wait = 1.0 if fd is not None else (active if self._batches else idle)
@@ -263,8 +264,11 @@ class Mover:
         return self._transport
 
     def _endpoint(self, link: LinkId, number: int) -> None:
+        if self._transport is None:
+            self._asked.append((link, number))
+            return
         try:
-            self._post(Endpoint(link, number, self._backend.endpoint()))
+            self._post(Endpoint(link, number, self._transport.endpoint()))
         except Exception as e:
             self._post(Endpoint(link, number, b"", _words(e)))
 
@@ -321,9 +325,7 @@ class Mover:
         wire = Wire(self._transport, known.peer, self._regions, self._staging, self._batches)
         job = make_job(action, wire, self._post_slot)
         self._jobs[ref] = job
-        if action.piece_bytes:
-            self._waiting[ref] = job
-        if action.verb in (Verb.SEND, Verb.RECV):
+        if action.verb is not Verb.WRITE and (action.verb is not Verb.READ or ref.role == "producer"):
             job.line = self._lines.setdefault((ref.link, action.verb), deque())
             job.line.append(job)
         self._advance(job)
@@ -379,9 +381,13 @@ class Mover:
             for batch in list(job.batches):
                 self._backend.abort(batch)
         if not job.ended:
+            if job.restless:
+                self._restless[job.ref] = job
+            else:
+                self._restless.pop(job.ref, None)
             return
         del self._jobs[job.ref]
-        self._waiting.pop(job.ref, None)
+        self._restless.pop(job.ref, None)
         self._aborted.pop(job.ref, None)
         known = self._peers.get(job.ref.link)
         closing = self._backend.capabilities.quiet == "peer_close"
@@ -420,7 +426,7 @@ class Mover:
         for job in list(self._jobs.values()):
             job.stop(f"the back end was reset: {reason}")
             self._post(Moved(job.ref, job.error, not never, 0, collateral=True))
-        for known in (self._jobs, self._waiting, self._lines, self._batches, self._aborted, self._peers):
+        for known in (self._jobs, self._restless, self._lines, self._batches, self._aborted, self._peers):
             known.clear()
         if not never:
             for ref in list(self._quarantine):
@@ -431,17 +437,23 @@ class Mover:
         self._try_open()
 
     def _try_open(self) -> None:
-        """Open the back end, unless that was tried a moment ago."""
+        """Open the back end, unless that was tried a moment ago. Then links that have been asked for can be made, or
+        fail."""
         now = time.monotonic()
         if now < self._reopen:
             return
         self._reopen, self._wait = now + self._wait, min(2 * self._wait, REOPEN_MOST_S)
+        asked, self._asked = self._asked, []
         try:
             self._open()
             self._wait = REOPEN_S
-        except Exception:
+            for link, number in asked:
+                self._endpoint(link, number)
+        except Exception as e:
             log.exception("the back end cannot be opened; trying again in %g s", self._reopen - now)
             self._shut()
+            for link, number in asked:
+                self._post(Endpoint(link, number, b"", f"it cannot be opened: {_words(e)}"))
 
     def _stop(self) -> None:
         self._stopping = True

@@ -1,0 +1,57 @@
+"""Parts that pass through staging memory: bounded slots, order, and what becomes of slots when things fail."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvxfer.identity import TransferId
+from kvxfer.testing.fake import Network
+from tests.session.conftest import Ended, Released, fetch, offered
+
+SLOTS = {"staging_bytes": 8 * 4096}
+
+
+def transfers(n: int) -> list[TransferId]:
+    return [TransferId("own/1/staged", i) for i in range(n)]
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["send", "recv"]], ids=str)
+def test_staged_and_direct_parts_keep_their_order_on_one_link(engine, verbs):
+    """Rows of whole blocks go direct here, those of a partial last block do not; a part has more pieces than slots."""
+    options = {"verbs": verbs, "run_bytes": 256}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    names = transfers(12)
+    for i, t in enumerate(names):
+        blocks = list(range(32 * i, 32 * i + 32))
+        tokens = 128 - i % 2
+        d.agents[0].fetch(fetch(p.source, blocks[::-1], tokens, transfer=t, handle=str(i)))
+        p.agents[0].offer(offered(blocks, tokens, transfer=t))
+    ends = d.wait(Ended, count=len(names))
+    assert all(e.outcome.delivered for e in ends), ends
+    for i in range(len(names)):
+        first = 32 * i
+        assert np.array_equal(d.block(first + 31), p.block(first))
+        assert np.array_equal(d.block(first)[:, :, :3], p.block(first + 31)[:, :, :3])
+
+
+@pytest.mark.parametrize(("quiet", "failures"), [("batch", 9), ("peer_close", 9), ("backend_reset", 2)])
+@pytest.mark.parametrize("verbs", [["read"], ["send", "recv"]], ids=str)
+def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
+    net = Network()
+    options = {"verbs": verbs, "gathers": False, "quiet": quiet, "network": net}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    for i, t in enumerate(transfers(failures)):
+        net.disturb("fail", 1)
+        p.agents[0].offer(offered(list(range(32)), 128, transfer=t))
+        d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=t, handle=str(i)))
+        d.wait(Ended, count=i + 1)  # failed, or tried again on a new link where the old one had to be closed
+        d.wait(Released, count=i + 1)
+    good = TransferId("own/1/good", 0)
+    p.agents[0].offer(offered(list(range(32)), 128, transfer=good))
+    d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=good))
+    assert d.wait(Ended, count=failures + 1)[failures].outcome.delivered
+    assert np.array_equal(d.block(31), p.block(31))
+    d.wait(Released, count=failures + 1)
+    p.wait(Released, count=failures + 1)
+    assert d.agents[0].quarantined_bytes == p.agents[0].quarantined_bytes == 0
