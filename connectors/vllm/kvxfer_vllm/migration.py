@@ -33,8 +33,8 @@ _MOST_CHANNELS = 32
 
 
 def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """kvxfer settings from ``kv_connector_extra_config`` and the ``KVTransferConfig`` that holds it (``kv_port`` is read),
-    and a note for the log on each old key: where it went, or why it no longer matters.
+    """kvxfer settings from ``kv_connector_extra_config`` and the ``KVTransferConfig`` that holds it (``kv_port`` is
+    read), and a note for the log on each old key: where it went, or why it no longer matters.
 
     A configuration without old keys is returned as it is, with no notes. kvxfer's own keys beside old ones win.
 
