@@ -99,7 +99,7 @@ def _transport(p: Remote, d: Remote, src: Any, dst: Any, repeat: int) -> dict[st
         one, two = mp.get_context("spawn").Pipe()
         p.send("move", src, dst, caches[1], one)
         d.send("move", src, dst, caches[0], two)
-        ours, theirs = p.get(), d.get()
+        ours, theirs = _both(p, d)
         one.close()
         two.close()
         if i >= 2:
@@ -133,6 +133,19 @@ def _session(p: Remote, d: Remote, src: Any, dst: Any, repeat: int) -> dict[str,
         "session_GB_per_s": round(warm[0]["bytes"] / seconds / 1e9, 3),
         "engine_thread_us": round(1e6 * statistics.median(r["call_s"] for r in warm), 1),
     }
+
+
+def _both(p: Remote, d: Remote) -> tuple[Any, Any]:
+    """Both answers; when both fail, both reasons."""
+    try:
+        ours = p.get()
+    except KvxferError as first:
+        try:
+            d.get()
+        except KvxferError as second:
+            raise KvxferError(f"{first}; {second}") from None
+        raise
+    return ours, d.get()
 
 
 def _expect(right: bool, what: str) -> None:
