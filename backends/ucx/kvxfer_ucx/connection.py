@@ -23,11 +23,13 @@ class Connection:
         self._endpoint = endpoint
         self._greeting: tuple[Any, bytearray] | None = None
         self._closing: Posted | None = None
-        self._broken = False
+        # Told by UCX within progress, where nothing else is allowed. The callback must not hold on to us, or the
+        # endpoint, and all that it belongs to, would live until the next garbage collection.
+        self._broken: list[bool] = []
         try:
-            endpoint.set_close_callback(self._on_close)
+            endpoint.set_close_callback(self._broken.append, (True,))
         except RuntimeError:  # it is closed already
-            self._broken = True
+            self._broken.append(True)
 
     @property
     def handle(self) -> int:
@@ -80,7 +82,3 @@ class Connection:
         """Whether nothing of it is in flight any more, after ``close``."""
         quiet = self._greeting is None or self._greeting[0].completed
         return quiet and self._closing is not None and self._closing.done()
-
-    def _on_close(self) -> None:
-        # Called by UCX within progress, where no other call is allowed.
-        self._broken = True

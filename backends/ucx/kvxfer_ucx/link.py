@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from kvxfer.errors import KvxferError, PeerError
-from kvxfer.geometry.plan import Ints
 from kvxfer.transport import Completion, Fence, Verb
 from kvxfer_ucx.connection import Connection
-from kvxfer_ucx.messages import OK, TRUNCATED, Messages, Posted
+from kvxfer_ucx.messages import OK, TRUNCATED, Messages, Pieces, Posted
 
 __all__ = ["STREAMS", "TAGS", "TOKEN_BYTES", "Half", "Link", "Offer"]
 
@@ -57,7 +55,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class Half:
-    """This side's half of a batch: ``pieces`` is int64 ``[n, 2]``, address and length.
+    """This side's half of a batch.
 
     It waits, with ``data`` unset, until the link is made and the fence has passed. A SEND is over when its peer has
     acknowledged it: UCX calls a send complete that lies in a buffer somewhere.
@@ -67,15 +65,11 @@ class Half:
     verb: Verb
     memory: int
     stream: int
-    pieces: Ints
+    pieces: Pieces
+    nbytes: int
     after: Fence | None
     data: Posted | None = None
     ack: Posted | None = None
-    verdict: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.pieces[:, 1].sum())
 
     @property
     def posted(self) -> list[Posted]:
@@ -86,7 +80,7 @@ class Half:
         failed = next((p.status for p in self.posted if p.status != OK), OK)
         if failed == OK and self.verb is Verb.RECV and self.data is not None and self.data.nbytes != self.nbytes:
             return TRUNCATED
-        return failed or int(self.verdict[0])
+        return failed
 
 
 class Link:
@@ -106,8 +100,7 @@ class Link:
         self._waiting: deque[Half] = deque()
         self._going: list[Half] = []
         self._stuck: list[Half] = []
-        self._words: list[tuple[Ints, Posted]] = []
-        self._word = np.zeros(1, np.int64)
+        self._said: list[Posted] = []
 
     @property
     def dials(self) -> bool:
@@ -123,15 +116,20 @@ class Link:
         """Whether the peer's connection is still to come."""
         return not self.dials and self._connection is None and self.cause is None
 
+    @property
+    def busy(self) -> bool:
+        """Whether messages of batches are under way."""
+        return bool(self._going)
+
     def dial(self, connection: Connection) -> None:
         self._connection = connection
-        self._welcome = self._messages.receive(_piece(self._word), self._tag(self.mine, _WELCOME, 0), True)
+        self._welcome = self._messages.hear(self._tag(self.mine, _WELCOME, 0))
         connection.greet(self.theirs.token + self.mine.token)
 
     def accept(self, connection: Connection) -> None:
         """Take a connection whose greeting named this link."""
         self._connection, self._open = connection, True
-        self._tell(_WELCOME, 0, OK)
+        self._say(_WELCOME, 0, True)
 
     def submit(self, half: Half) -> None:
         self._waiting.append(half)
@@ -152,17 +150,14 @@ class Link:
         if self.cause is None:
             if self._welcome is not None and self._welcome.done():
                 self._open, self._welcome = self._welcome.status == OK, None
-            if self._open:
+            if self._open and self._waiting:
                 ended += self._start()
-        ended += self._finish(now)
-        self._words = [w for w in self._words if not w[1].done()]
+        if self._going:
+            ended += self._finish(now)
+        if self._said:
+            self._said = [p for p in self._said if not p.done()]
         if self.cause is None:
-            trouble = self._connection.trouble() if self._connection else None
-            if trouble is not None:
-                self.fail(PeerError(f"the connection with {self.theirs} broke: {trouble}; connect again"), now)
-            elif not self._open and now >= self._due:
-                how = "does not answer" if self.dials else "has not dialled"
-                self.fail(PeerError(f"{self.theirs} {how}; is it alive, and is its port reachable?"), now)
+            self._look_for_trouble(now)
         if self.cause is not None:
             ended += self._end(now)
         return ended
@@ -180,17 +175,25 @@ class Link:
         if self._connection is not None:
             self._connection.close()
 
-    def drained(self) -> bool:
+    def gone(self) -> bool:
         """Whether nothing of a link that has ended is in flight. Then drops what UCX keeps for it."""
-        if self.cause is None or self._waiting or self._going or any(not _done(h) for h in self._stuck):
+        if self.cause is None or self._waiting or self._going or self._said or not all(map(_done, self._stuck)):
             return False
         if self._connection is not None:
             if not self._connection.closed() or not (self._welcome is None or self._welcome.done()):
                 return False
             self._messages.discard(self.mine.tag, 2**64 - TAGS)
             self._connection = self._welcome = None
-            self._stuck, self._words = [], []
+            self._stuck = []
         return True
+
+    def _look_for_trouble(self, now: float) -> None:
+        trouble = self._connection.trouble() if self._connection else None
+        if trouble is not None:
+            self.fail(PeerError(f"the connection with {self.theirs} broke: {trouble}; connect again"), now)
+        elif not self._open and now >= self._due:
+            how = "does not answer" if self.dials else "has not dialled"
+            self.fail(PeerError(f"{self.theirs} {how}; is it alive, and is its port reachable?"), now)
 
     def _start(self) -> list[Completion]:
         """Post what may go now."""
@@ -211,7 +214,7 @@ class Link:
         if half.verb is Verb.RECV:
             half.data = self._messages.receive(half.pieces, self._tag(self.mine, _DATA, half.stream), self.plain)
             return
-        half.ack = self._messages.receive(_piece(half.verdict), self._tag(self.mine, _ACK, half.stream), True)
+        half.ack = self._messages.hear(self._tag(self.mine, _ACK, half.stream))
         tag = self._tag(self.theirs, _DATA, half.stream)
         half.data = self._messages.send(self._connection.handle, half.pieces, tag, self.plain)
 
@@ -221,7 +224,7 @@ class Link:
         for half in [h for h in self._going if _done(h)]:
             status = half.status()
             if half.verb is Verb.RECV and status in (OK, TRUNCATED) and self.cause is None:
-                self._tell(_ACK, half.stream, status)
+                self._say(_ACK, half.stream, status == OK)
             if status == OK:
                 ended.append(Completion(half.number))
             elif status == TRUNCATED:
@@ -247,11 +250,9 @@ class Link:
             self._stuck, self._going = self._stuck + self._going, []
         return ended
 
-    def _tell(self, kind: int, stream: int, status: int) -> None:
+    def _say(self, kind: int, stream: int, yes: bool) -> None:
         assert self._connection is not None  # it is open
-        word = np.array([status], np.int64)
-        tag = self._tag(self.theirs, kind, stream)
-        self._words.append((word, self._messages.send(self._connection.handle, _piece(word), tag, True)))
+        self._said.append(self._messages.say(self._connection.handle, self._tag(self.theirs, kind, stream), yes))
 
     def _what(self, half: Half) -> str:
         return f"{half.verb} of {half.nbytes} bytes with {self.theirs}"
@@ -263,11 +264,6 @@ class Link:
     @staticmethod
     def _tag(receiver: Offer, kind: int, stream: int) -> int:
         return receiver.tag ^ (stream << 2 | kind)
-
-
-def _piece(word: Ints) -> Ints:
-    """Where a word lies, as one piece. Whoever calls keeps the word."""
-    return np.array([[word.ctypes.data, word.nbytes]], np.int64)
 
 
 def _done(half: Half) -> bool:

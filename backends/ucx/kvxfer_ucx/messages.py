@@ -16,7 +16,10 @@ import numpy as np
 
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["OK", "TRUNCATED", "Messages", "Posted"]
+__all__ = ["OK", "TRUNCATED", "Messages", "Pieces", "Posted"]
+
+Pieces = Ints | list[tuple[int, int]]
+"""Address and length of each piece: int64 ``[n, 2]``, or a plain list, which is quicker where there is only one."""
 
 _STATUS = c_int8  # a packed enum
 OK, TRUNCATED = 0, -9
@@ -32,6 +35,8 @@ _FIELD_MEMORY_TYPE = 1 << 6
 _FIELD_RECV_INFO = 1 << 7
 _CLOSE_FORCE = 1
 _HOST_MEMORY = 0
+
+_ANY_BYTE = ctypes.c_char(0)
 
 
 class _RecvInfo(ctypes.Structure):
@@ -64,18 +69,15 @@ class Posted:
 
     def done(self) -> bool:
         """Whether UCX has ended all of them: it touches the memory no more."""
-        info = _RecvInfo()
+        m = self._messages
         while self._requests:
             request = self._requests[0]
-            if self._receives:
-                status = self._messages._test_recv(request, byref(info))
-            else:
-                status = self._messages._test(request)
+            status = m._test_recv(request, m._info_ref) if self._receives else m._test(request)
             if status == _IN_PROGRESS:
                 return False
             self._requests.popleft()
-            self._messages._free(request)
-            self._add(status, info.length)
+            m._free(request)
+            self._add(status)
         self._keep = None
         return True
 
@@ -84,9 +86,19 @@ class Posted:
         for request in self._requests if self._receives else ():
             self._messages._cancel(self._messages._worker, request)
 
-    def _add(self, status: int, nbytes: int) -> None:
+    def _take(self, request: int | None) -> None:
+        """What a function of UCX returned: nothing when all is done already, a status, or a request."""
+        if request is None:
+            self._add(OK)
+        elif request >= _FIRST_ERROR:
+            self._add(request - 2**64)
+        else:
+            self._requests.append(request)
+
+    def _add(self, status: int) -> None:
         self.status = self.status or status
-        self.nbytes += nbytes
+        if self._receives and status == OK:
+            self.nbytes += self._messages._info.length
 
 
 class Messages:
@@ -110,60 +122,68 @@ class Messages:
         self._probe = function("ucp_tag_probe_nb", c_void_p, c_void_p, c_uint64, c_uint64, c_int, c_void_p)
         self._fetch = function("ucp_tag_msg_recv_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, param)
         self._text = function("ucs_status_string", c_char_p, _STATUS)
+        # UCX reads parameters and writes information during a call only, so one of each will do.
+        self._info = _RecvInfo()
+        self._info_ref = byref(self._info)
+        self._list = self._parameters(_IOV, _FIELD_MEMORY_TYPE)
+        self._host = self._parameters(_CONTIGUOUS_BYTES, _FIELD_MEMORY_TYPE)
+        # The kind of other memory is found out by UCX, and with it the device it lies on.
+        self._device = self._parameters(_CONTIGUOUS_BYTES, 0)
 
     def describe(self, status: int) -> str:
         return str(self._text(status).decode())
 
-    def send(self, endpoint: int, pieces: Ints, tag: int, host: bool) -> Posted:
-        """Send ``pieces`` (int64 ``[n, 2]``: address, length) to the peer of an endpoint (a handle). ``host``, the same
-        on both sides, says that both have it in host memory; it decides how many messages there are."""
+    def send(self, endpoint: int, pieces: Pieces, tag: int, host: bool) -> Posted:
+        """Send ``pieces`` to the peer of an endpoint (a handle). ``host``, the same on both sides, says that both have
+        them in host memory; it decides how many messages there are."""
         posted = Posted(self, pieces)
-        for buffer, count, param in _layout(pieces, host):
-            self._take(posted, self._send(endpoint, buffer, count, tag, byref(param)), 0)
+        for buffer, count, param in self._layout(pieces, host):
+            posted._take(self._send(endpoint, buffer, count, tag, param))
         return posted
 
-    def receive(self, pieces: Ints, tag: int, host: bool) -> Posted:
+    def receive(self, pieces: Pieces, tag: int, host: bool) -> Posted:
         """Receive into ``pieces`` what is sent, or was sent, with this tag."""
-        posted, info = Posted(self, pieces, receives=True), _RecvInfo()
-        for buffer, count, param in _layout(pieces, host):
-            param.fields |= _FIELD_RECV_INFO
-            param.recv_info = ctypes.addressof(info)
-            self._take(posted, self._recv(self._worker, buffer, count, tag, 2**64 - 1, byref(param)), info.length)
+        posted = Posted(self, pieces, receives=True)
+        for buffer, count, param in self._layout(pieces, host):
+            posted._take(self._recv(self._worker, buffer, count, tag, 2**64 - 1, param))
+        return posted
+
+    def say(self, endpoint: int, tag: int, yes: bool) -> Posted:
+        """Send an answer: an empty message for yes, one that does not fit into it for no."""
+        posted = Posted(self)
+        posted._take(self._send(endpoint, ctypes.addressof(_ANY_BYTE), 0 if yes else 1, tag, self._host))
+        return posted
+
+    def hear(self, tag: int) -> Posted:
+        """Receive an answer: ``status`` will be ``OK`` for yes, ``TRUNCATED`` for no."""
+        posted = Posted(self, receives=True)
+        posted._take(self._recv(self._worker, None, 0, tag, 2**64 - 1, self._host))
         return posted
 
     def close(self, endpoint: int) -> Posted:
         """Close an endpoint (a handle) that UCX has reported as failed."""
         posted = Posted(self)
-        self._take(posted, self._close(endpoint, byref(_Param(fields=_FIELD_FLAGS, flags=_CLOSE_FORCE))), 0)
+        posted._take(self._close(endpoint, byref(_Param(fields=_FIELD_FLAGS, flags=_CLOSE_FORCE))))
         return posted
 
     def discard(self, tag: int, mask: int) -> None:
         """Throw away what arrived for these tags and nobody received."""
-        info = _RecvInfo()
-        while message := self._probe(self._worker, tag, mask, 1, byref(info)):
-            request = self._fetch(self._worker, None, 0, message, byref(_Param()))
+        while message := self._probe(self._worker, tag, mask, 1, self._info_ref):
+            request = self._fetch(self._worker, None, 0, message, self._host)
             if request and request < _FIRST_ERROR:
                 self._free(request)
 
-    @staticmethod
-    def _take(posted: Posted, request: int | None, nbytes: int) -> None:
-        if request is None:
-            posted._add(OK, nbytes)
-        elif request >= _FIRST_ERROR:
-            posted._add(request - 2**64, 0)
-        else:
-            posted._requests.append(request)
+    def _parameters(self, datatype: int, fields: int) -> Any:
+        fields |= _FIELD_DATATYPE | _FIELD_RECV_INFO
+        info = ctypes.addressof(self._info)
+        return byref(_Param(fields=fields, datatype=datatype, memory_type=_HOST_MEMORY, recv_info=info))
 
-
-def _layout(pieces: Ints, host: bool) -> list[tuple[int, int, _Param]]:
-    """(buffer, count, parameters) of each message."""
-    if host and len(pieces) > 1:
+    def _layout(self, pieces: Pieces, host: bool) -> list[tuple[int, int, Any]]:
+        """(buffer, count, parameters) of each message."""
+        if isinstance(pieces, list):
+            param = self._host if host else self._device
+            return [(address, length, param) for address, length in pieces]
+        if not host or len(pieces) == 1:
+            return self._layout(pieces.tolist(), host)
         assert pieces.dtype == np.int64 and pieces.flags.c_contiguous  # it is read as an array of ucp_dt_iov_t
-        param = _Param(fields=_FIELD_DATATYPE | _FIELD_MEMORY_TYPE, datatype=_IOV, memory_type=_HOST_MEMORY)
-        return [(pieces.ctypes.data, len(pieces), param)]
-    # The kind of other memory is found out by UCX, and with it the device it lies on.
-    fields = _FIELD_DATATYPE | (_FIELD_MEMORY_TYPE if host else 0)
-    return [
-        (address, length, _Param(fields=fields, datatype=_CONTIGUOUS_BYTES, memory_type=_HOST_MEMORY))
-        for address, length in pieces.tolist()
-    ]
+        return [(pieces.ctypes.data, len(pieces), self._list)]

@@ -16,7 +16,6 @@ import numpy as np
 
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.geometry.cache import Region
-from kvxfer.geometry.plan import Ints
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
@@ -24,7 +23,7 @@ from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.library import load
 from kvxfer_ucx.link import STREAMS, TAGS, TOKEN_BYTES, Half, Link, Offer
-from kvxfer_ucx.messages import Messages
+from kvxfer_ucx.messages import Messages, Pieces
 from kvxfer_ucx.options import Options, make_context
 
 __all__ = ["UcxTransport"]
@@ -34,6 +33,9 @@ VERSION = 1
 
 SLICE_S = 0.002
 """``poll`` returns after this time even if UCX has more to do."""
+
+SPIN_S = 0.0001
+"""With bytes in flight, how long ``poll`` looks for more before it sleeps: about what waking up costs."""
 
 CLOSE_S = 2.0
 """How long ``close`` waits for UCX to let go of everything."""
@@ -60,7 +62,8 @@ class UcxTransport(Transport):
         self._numbers = 0
         self._sealed = self._closed = False
         self._inbound: list[tuple[Connection, float]] = []
-        self._ending: list[Link | Connection] = []
+        self._closing: list[Connection] = []
+        self._ending: list[Link] = []
         self._ended: list[Completion] = []
         self._capabilities = Capabilities(
             verbs=frozenset({Verb.SEND, Verb.RECV}),
@@ -116,7 +119,7 @@ class UcxTransport(Transport):
 
     def deregister(self, memory: int) -> None:
         self._check()
-        for link in self._all_links():
+        for link in [*self._links.values(), *self._ending]:
             if any(h.memory == memory for h in link.halves()):
                 raise TransportError(f"memory {memory} is in use by a batch with {link.theirs}; abort that first")
         self._memories.remove(memory)
@@ -168,10 +171,9 @@ class UcxTransport(Transport):
             raise TransportError(f"stream number {batch.stream} is not in [0, {STREAMS})")
         if any((h.verb, h.stream) == (batch.verb, batch.stream) for h in link.halves()):
             raise TransportError(f"{batch.verb} {batch.stream} is in flight on link {batch.peer} already")
-        addresses = self._memories.addresses(batch.local, batch.local_offsets, batch.lengths)
-        pieces = _pieces(addresses, batch.lengths, merge=link.plain)
+        pieces = self._pieces(batch, merge=link.plain)
         self._numbers += 1
-        link.submit(Half(self._numbers, batch.verb, batch.local, batch.stream, pieces, after))
+        link.submit(Half(self._numbers, batch.verb, batch.local, batch.stream, pieces, batch.nbytes, after))
         self._wakeup.set()
         return self._numbers
 
@@ -179,13 +181,18 @@ class UcxTransport(Transport):
         self._check()
         self._wakeup.clear()
         start = time.monotonic()
-        idle = False
-        while not idle and not self._ended and time.monotonic() < start + SLICE_S:
-            self._progress(start + SLICE_S)
-            self._step(time.monotonic())
-            # From here on the descriptor reports; false if something came in meanwhile.
-            idle = self._worker.arm()
-        if not idle:
+        self._step(start)
+        now = moved = time.monotonic()
+        armed = False
+        while not armed and not self._ended and now < start + SLICE_S:
+            if self._progress(start + SLICE_S):
+                moved = time.monotonic()
+                self._step(moved)
+            now = time.monotonic()
+            if now >= moved + SPIN_S or not any(link.busy for link in self._links.values()):
+                # From here on the descriptor reports; not armed if something came in meanwhile.
+                armed = self._worker.arm()
+        if not armed:
             self._wakeup.set()
         self._wakeup.at(self._due(time.monotonic()))
         ended, self._ended = self._ended, []
@@ -208,17 +215,18 @@ class UcxTransport(Transport):
             link.fail(TransportError("the transport was closed on this side"), now)
         for connection, _ in self._inbound:
             connection.close()
-        self._ending += [*self._links.values(), *(c for c, _ in self._inbound)]
-        while self._ending and time.monotonic() < now + CLOSE_S:
+        self._ending += self._links.values()
+        self._closing += [c for c, _ in self._inbound]
+        self._links, self._inbound = {}, []
+        while (self._ending or self._closing) and time.monotonic() < now + CLOSE_S:
             self._progress(time.monotonic() + SLICE_S)
             self._step(time.monotonic())
-        if self._ending:
-            _log.warning("%s: UCX did not let go of %d connections in %g s", self.agent, len(self._ending), CLOSE_S)
-        self._links.clear()
+        if left := len(self._ending) + len(self._closing):
+            _log.warning("%s: UCX did not let go of %d connections in %g s", self.agent, left, CLOSE_S)
         self._wakeup.close()
         # Destroyed in this order: what is above stands on what is below.
+        self._ending, self._closing = [], []
         self._listener = None
-        self._ending.clear()
         self._worker = self._context = None
 
     def fileno(self) -> int | None:
@@ -230,19 +238,33 @@ class UcxTransport(Transport):
         if threading.get_ident() != self._thread:
             raise TransportError(f"the transport of {self.agent!r} belongs to the thread that made it")
 
+    def _pieces(self, batch: Batch, merge: bool) -> Pieces:
+        """Where the runs lie that are not empty; with ``merge``, neighbours together."""
+        addresses, lengths = self._memories.addresses(batch.local, batch.local_offsets, batch.lengths), batch.lengths
+        if not lengths.all():
+            full = lengths > 0
+            addresses, lengths = addresses[full], lengths[full]
+        if merge and len(lengths) > 1:
+            apart = addresses[1:] != addresses[:-1] + lengths[:-1]
+            if not apart.all():
+                first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+                addresses, lengths = addresses[first], np.add.reduceat(lengths, first)
+        if len(lengths) == 1:
+            return [(int(addresses[0]), int(lengths[0]))]
+        pieces = np.empty((len(lengths), 2), np.int64)
+        pieces[:, 0], pieces[:, 1] = addresses, lengths
+        return pieces
+
     def _plain(self) -> bool:
         return all(r.device == "cpu" for m in self._memories for r in self._memories.regions(m))
 
     def _new_tag(self) -> int:
         """Random bits for the tags of a link, apart from those of all others here."""
-        others = [*self._offers.values(), *(link.mine for link in self._all_links())]
+        others = [*self._offers.values(), *(link.mine for link in [*self._links.values(), *self._ending])]
         while True:
             tag = secrets.randbits(64)
             if all((tag ^ other.tag) >= TAGS for other in others):
                 return tag
-
-    def _all_links(self) -> list[Link]:
-        return [*self._links.values(), *(e for e in self._ending if isinstance(e, Link))]
 
     def _dial(self, link: Link, now: float) -> None:
         ucxx, offer = self._library.ucxx, link.theirs
@@ -266,16 +288,27 @@ class UcxTransport(Transport):
             return
         self._inbound.append((connection, time.monotonic() + self._options.connect_timeout_s))
 
-    def _progress(self, until: float) -> None:
-        while self._worker.progress_once() and time.monotonic() < until:
-            pass
+    def _progress(self, until: float) -> bool:
+        """Let UCX work until it has nothing more to do, or until then; whether it had anything to do."""
+        moved = False
+        while self._worker.progress_once():
+            moved = True
+            if time.monotonic() > until:
+                break
+        return moved
 
     def _step(self, now: float) -> None:
-        self._inbound = [(c, due) for c, due in self._inbound if not self._place(c, due, now)]
-        for link in self._all_links():
+        if self._inbound:
+            self._inbound = [(c, due) for c, due in self._inbound if not self._place(c, due, now)]
+        for link in self._links.values():
             self._ended += link.step(now)
-            link.drained()
-        self._ending = [e for e in self._ending if not (e.drained() if isinstance(e, Link) else e.closed())]
+            link.gone()
+        if self._ending:
+            for link in self._ending:
+                self._ended += link.step(now)
+            self._ending = [link for link in self._ending if not link.gone()]
+        if self._closing:
+            self._closing = [c for c in self._closing if not c.closed()]
 
     def _place(self, connection: Connection, due: float, now: float) -> bool:
         """Give a connection that dialled us to its link; true when it is dealt with. Not before both sides have called
@@ -293,12 +326,12 @@ class UcxTransport(Transport):
         elif now < due and connection.trouble() is None:
             return False
         connection.close()
-        self._ending.append(connection)
+        self._closing.append(connection)
         return True
 
     def _due(self, now: float) -> float | None:
         dues = [due for _, due in self._inbound]
-        dues += [link.due(now) for link in self._all_links()]
+        dues += [link.due(now) for link in [*self._links.values(), *self._ending]]
         due = min(dues, default=math.inf)
         return None if due == math.inf else due
 
@@ -320,16 +353,3 @@ def _parse(endpoint: bytes) -> Offer:
             f"{offer} speaks version {offer.version} of back end 'ucx', we speak {VERSION}; install the same kvxfer-ucx"
         )
     return offer
-
-
-def _pieces(addresses: Ints, lengths: Ints, merge: bool) -> Ints:
-    """int64 ``[n, 2]``: address and length of each run that is not empty; with ``merge``, of neighbours together."""
-    full = lengths > 0
-    if not full.all():
-        addresses, lengths = addresses[full], lengths[full]
-    if merge and len(lengths) > 1:
-        first = np.concatenate(([True], addresses[1:] != addresses[:-1] + lengths[:-1]))
-        if not first.all():
-            at = np.flatnonzero(first)
-            addresses, lengths = addresses[at], np.add.reduceat(lengths, at)
-    return np.stack((addresses, lengths), axis=1)
