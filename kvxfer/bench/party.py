@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.bench.shapes import MODELS, Pool
+from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
 from kvxfer.geometry import Claim, Planner
 from kvxfer.geometry.plan import Ints
@@ -37,7 +37,7 @@ class Setup:
     role: str  # "producer" or "consumer"
     backend: str
     options: dict[str, Any]
-    model: str
+    model: Model
     blocks: int
     device: str
     staging_bytes: int
@@ -59,7 +59,7 @@ def run(setup: Setup, pipe: Connection) -> None:
 class Party:
     def __init__(self, setup: Setup, pipe: Connection) -> None:
         self._setup = setup
-        self._pool = Pool(MODELS[setup.model], setup.blocks, setup.device)
+        self._pool = Pool(setup.model, setup.blocks, setup.device)
         if setup.role == "producer":
             self._pool.fill()
         self._config = Config(

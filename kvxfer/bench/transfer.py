@@ -6,13 +6,15 @@ import json
 import multiprocessing as mp
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from kvxfer.bench.party import Setup, run
-from kvxfer.bench.shapes import MODELS
+from kvxfer.bench.shapes import MODELS, Model
 from kvxfer.errors import ConfigError, KvxferError
 
 __all__ = ["measure", "transfer"]
@@ -70,21 +72,31 @@ def measure(
         "kv_bytes": need * shape.page * shape.layers, "blocks": need, "repeat": repeat,
         "raw_copy_GB_per_s": _raw_copy(devices, need * shape.page * shape.layers),
     }  # fmt: skip
-    parties = [
-        Remote(Setup(role, backend, options, model, blocks, where, staging_bytes))
-        for role, where in zip(("producer", "consumer"), devices, strict=True)
-    ]
-    p, d = parties
-    try:
+    with _parties(backend, options, shape, blocks, devices, staging_bytes) as (p, d):
         out |= _transport(p, d, src, dst, repeat)
         out |= _session(p, d, src, dst, repeat)
-    finally:
-        for party in parties:
-            party.close()
-    best = out["raw_copy_GB_per_s"]
-    out["transport_to_raw_copy"] = round(out["transport_GB_per_s"] / best, 3)
-    out["session_to_raw_copy"] = round(out["session_GB_per_s"] / best, 3)
+    # The same bytes as one run in one block: what the library does when nothing is scattered.
+    whole = Model(1, 1, out["kv_bytes"], 1)
+    with _parties(backend, options, whole, 1, devices, staging_bytes) as (p, d):
+        one = _transport(p, d, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)
+    out["one_message_GB_per_s"] = one["transport_GB_per_s"]
+    for figure in ("transport", "session"):
+        for ceiling in ("raw_copy", "one_message"):
+            ratio = out[f"{figure}_GB_per_s"] / out[f"{ceiling}_GB_per_s"]
+            out[f"{figure}_to_{ceiling}"] = round(ratio, 3)
     return out
+
+
+@contextmanager
+def _parties(
+    backend: str, options: dict[str, Any], model: Model, blocks: int, devices: tuple[str, str], staging_bytes: int
+) -> Iterator[tuple[Remote, Remote]]:
+    with ExitStack() as stack:
+        made = []
+        for role, where in zip(("producer", "consumer"), devices, strict=True):
+            made.append(Remote(Setup(role, backend, options, model, blocks, where, staging_bytes)))
+            stack.callback(made[-1].close)
+        yield made[0], made[1]
 
 
 def _transport(p: Remote, d: Remote, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
