@@ -37,7 +37,7 @@ bench: $(READY)
 dist: $(READY)
 	rm -rf dist
 	for folder in . $(patsubst %/pyproject.toml,%,$(SIBLINGS)); do \
-	    (cd $$folder && KVXFER_RELEASE=1 $(abspath $(BIN))/python -m hatchling -q build -d $(abspath dist)) || exit 1; \
+	    (cd $$folder && KVXFER_RELEASE=1 $(abspath $(BIN))/python -m hatchling build -d $(abspath dist)) || exit 1; \
 	done
 
 clean:
