@@ -95,7 +95,7 @@ class ByteStream:
         if i >= j:
             return
         lengths = self._lengths[i:j]
-        kinds = np.unique(lengths)
+        kinds = np.unique(lengths) if len(lengths) >= FEW else lengths
         if len(lengths) < FEW * len(kinds):
             for run in range(i, j):
                 self._part(run, offset, end, data, inward)

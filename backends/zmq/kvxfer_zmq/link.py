@@ -38,6 +38,9 @@ RETRY_S = 0.0005
 EARLY_STREAMS = 4096
 """Streams that the peer may name before this side has posted them."""
 
+# Plain numbers: arithmetic on zmq's flag types costs microseconds.
+NOBLOCK, SNDMORE, POLLIN, POLLOUT = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN), int(zmq.POLLOUT)
+
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
@@ -65,6 +68,11 @@ class Post:
         while self.frames and self.frames[0].done:
             self.frames.popleft()
         return bool(self.frames)
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits. Asking is what makes the socket's descriptor tell of the next one."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
 
 
 class Violation(Exception):
@@ -136,7 +144,7 @@ class Link:
     def post(self, post: Post) -> None:
         """Take over one half of a stream."""
         self._last[post.verb] = post.stream
-        for stream in [s for s in self._early_grants if s < self._last[Verb.SEND]]:
+        for stream in [s for s in self._early_grants if s < self._last[Verb.SEND] and s not in self._sends]:
             del self._early_grants[stream]
             self._say(Header(Kind.CANCEL, stream), b"the other side skipped this stream")
         self._early_ends = {k: v for k, v in self._early_ends.items() if k[1] >= self._last[k[0]]}
@@ -310,12 +318,12 @@ class Link:
         """Control messages first, then frames as far as grants, ZeroMQ's queue and time allow."""
         while True:
             events = int(self._dealer.getsockopt(zmq.EVENTS))
-            if events & zmq.POLLIN:
+            if events & POLLIN:
                 self._hear()
                 if self.broken:
                     return False
                 continue
-            if not events & zmq.POLLOUT:
+            if not events & POLLOUT:
                 return False
             if self._control:
                 self._send_control(*self._control.popleft())
@@ -326,7 +334,7 @@ class Link:
 
     def _send_control(self, header: Header, payload: bytes) -> None:
         try:
-            self._dealer.send_multipart([header.encode(), payload], zmq.NOBLOCK)
+            self._dealer.send_multipart([header.encode(), payload], NOBLOCK)
         except zmq.Again:
             pass  # the connection has just been lost; the monitor will say so
 
@@ -343,8 +351,8 @@ class Link:
                 del self._sendable[stream]
             payload = post.data.read(post.passed, end) if nbytes else memoryview(b"")
             try:
-                self._dealer.send(Header(Kind.DATA, stream, post.passed).encode(), zmq.NOBLOCK | zmq.SNDMORE)
-                tracker = self._dealer.send(payload, zmq.NOBLOCK, copy=False, track=True)
+                self._dealer.send(Header(Kind.DATA, stream, post.passed).encode(), NOBLOCK | SNDMORE)
+                tracker = self._dealer.send(payload, NOBLOCK, copy=False, track=True)
             except zmq.Again:
                 return False  # the connection has just been lost; the monitor will say so
             post.held()
@@ -399,11 +407,8 @@ class Link:
 
     def _watch(self, now: float) -> None:
         """See what became of the connection."""
-        while not self.broken:
-            try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-            except zmq.Again:
-                break
+        while not self.broken and readable(self._monitor):
+            event = recv_monitor_message(self._monitor, NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._reached = True
             elif event == zmq.EVENT_DISCONNECTED:
@@ -420,7 +425,7 @@ class Link:
 
     def _hear(self) -> None:
         """The peer's ROUTER answers only to say that the link is over."""
-        raw = self._dealer.recv_multipart(zmq.NOBLOCK)
+        raw = self._dealer.recv_multipart(NOBLOCK)
         reason = raw[1][:200] if len(raw) == 2 else b"the link is over"
         self.cut(_text(memoryview(reason)), None)
 

@@ -17,7 +17,7 @@ from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Pr
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_zmq.bytestream import FRAME, ByteStream
-from kvxfer_zmq.link import Link, Post
+from kvxfer_zmq.link import NOBLOCK, Link, Post, readable
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import VERSION, Endpoint, Header, Kind, new_token, routing_id, split_routing_id
 
@@ -147,7 +147,7 @@ class ZmqTransport(Transport):
             if link.mine.token not in self._by_token and not link.busy:
                 del self._links[number]
         # ZeroMQ's descriptors tell of changes only, and sending may have taken note of one.
-        if self._hot or int(self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._hot or readable(self._inbox):
             self._wakeup.set()
         self._wakeup.at(min((k.due for k in self._links.values() if k.due is not None), default=None))
         done, self._completions = self._completions, []
@@ -196,11 +196,8 @@ class ZmqTransport(Transport):
 
     def _receive(self, until: float) -> None:
         """Hand what has arrived to its links. Strangers are told that nobody knows them, and forgotten."""
-        while time.monotonic() < until:
-            try:
-                frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        while time.monotonic() < until and readable(self._inbox):
+            frames = self._inbox.recv_multipart(NOBLOCK, copy=False)
             tokens = split_routing_id(frames[0].bytes)
             if tokens is None or tokens[0] in self._pending:
                 continue  # a stranger, or a peer whose HELLO our own will answer once connect is called
@@ -224,7 +221,7 @@ class ZmqTransport(Transport):
 
     def _bye(self, to: bytes, why: str) -> None:
         try:
-            self._inbox.send_multipart([to, Header(Kind.BYE).encode(), why.encode()], zmq.NOBLOCK)
+            self._inbox.send_multipart([to, Header(Kind.BYE).encode(), why.encode()], NOBLOCK)
         except zmq.ZMQError:
             pass  # it is gone, or does not read; it will notice by itself
 

@@ -45,6 +45,9 @@ class Kind(enum.IntEnum):
     BYE = 8
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 class Header(NamedTuple):
     kind: Kind
     stream: int = 0
@@ -61,7 +64,9 @@ class Header(NamedTuple):
             kind, stream, a, b = _HEADER.unpack(raw)
         except struct.error as e:
             raise ValueError(f"not a header: {e}") from None
-        return cls(Kind(kind), stream, a, b)
+        if kind not in _KINDS:
+            raise ValueError(f"unknown kind of message {kind}")
+        return cls(_KINDS[kind], stream, a, b)
 
 
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
