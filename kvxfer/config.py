@@ -29,7 +29,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         transfer_timeout: seconds from a consumer's *want* to the transfer's outcome.
         lease: seconds for which a producer keeps blocks that it offered and nobody fetched or renewed.
         peer_timeout: seconds of silence after which a peer counts as dead.
-        staging_bytes: size of the staging area, for transfers that cannot or should not go direct.
+        staging_bytes: size of the staging area, for transfers that cannot or should not go direct; None takes
+            64 MiB of host memory, or 512 MiB of a CUDA device where the back end moves such memory.
         integrity: how much of what arrives is compared with a hash of what was sent.
     """
 
@@ -41,7 +42,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer_timeout: Seconds = 30.0
     lease: Seconds = 60.0
     peer_timeout: Seconds = 10.0
-    staging_bytes: Bytes = 64 << 20
+    staging_bytes: Bytes | None = None
     integrity: Literal["off", "sample", "full"] = "off"
 
     @classmethod

@@ -98,10 +98,10 @@ class Party:
         assert self._mover is not None
         producer = self._setup.role == "producer"
         cache, mode = self._pool.cache, self._terms.mode
-        caches = (cache, other) if producer else (other, cache)
+        source, sink = (cache, other) if producer else (other, cache)
         view = cache.views[0]
         claims = [Claim(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
-        plan = Planner(*caches, claims).plan((src,), (dst,), 0, len(src) * cache.groups[0].block_tokens)
+        plan = Planner(source, sink, claims).plan((src,), (dst,), 0, len(src) * cache.groups[0].block_tokens)
         info = _Info(self._terms.piece_bytes, self._terms.stage_below)
         piece = piece_bytes(plan, info)  # type: ignore[arg-type]
         incoming = {"read": Verb.READ, "write": None, "sendrecv": Verb.RECV}[mode]
@@ -139,7 +139,7 @@ class Party:
         raise TimeoutError("the part did not end")
 
     def _take(self, kind: type) -> Any:
-        result = self._results.get(timeout=WAIT_S)
+        result: Any = self._results.get(timeout=WAIT_S)
         if not isinstance(result, kind) or result.error:
             raise RuntimeError(f"expected {kind.__name__}, got {result}")
         return result

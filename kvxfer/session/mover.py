@@ -232,7 +232,11 @@ class Mover:
         fd = None if transport is None else transport.fileno()
         if fd is not None:
             poller.register(fd, select.POLLIN)
-        poller.poll(self._timeout(transport, fd) * 1000)
+        wait = self._timeout(transport, fd)
+        if wait >= 0.001:
+            poller.poll(wait * 1000)
+        elif not poller.poll(0):  # poll knows whole milliseconds only
+            time.sleep(wait)
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while self._inbox:
@@ -252,7 +256,7 @@ class Mover:
         if transport is None:
             return min(max(self._reopen - time.monotonic(), 0.0), 1.0)
         if any(job.waiting_on_device for job in self._restless.values()):
-            return 0.0002
+            return 0.00003
         active, idle = transport.poll_interval_s
         wait = 1.0 if fd is not None else (active if self._batches else idle)
         return min(wait, 0.05) if self._aborted or self._quarantine else wait

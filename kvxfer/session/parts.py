@@ -15,6 +15,12 @@ Table = tuple[Ints, ...]
 """Block tables, one int64 array per group."""
 
 
+PIECE_LEAST = 8 << 20
+"""Bytes of a piece below which its fixed costs show."""
+DEPTH = 8
+"""Pieces that a small part is cut into, so that packing, moving and unpacking overlap."""
+
+
 def plan_part(
     planner: Planner, src: Table, dst: Table, start: int, tokens: int, lo: int, hi: int, final: bool
 ) -> CopyPlan:
@@ -55,4 +61,7 @@ def aligned(cache: Cache, tokens: int) -> int:
 
 def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
     """Size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
-    return info.piece_bytes if plan.rows and plan.nbytes < info.stage_below * plan.rows else 0
+    if not plan.rows or plan.nbytes >= info.stage_below * plan.rows:
+        return 0
+    longest = max(int(s.counts.max()) * s.template.unit for s in plan.sheets)
+    return min(info.piece_bytes, max(PIECE_LEAST, plan.nbytes // DEPTH, longest))

@@ -15,6 +15,10 @@ from kvxfer.transport import Capabilities, Verb
 __all__ = ["Terms"]
 
 ALWAYS = 1 << 62
+HOST_STAGING, CUDA_STAGING = 64 << 20, 512 << 20
+"""Staging memory by default: pieces must be long enough for a GPU's link, some ten times faster than a host's."""
+CUDA_RUN = 2 << 20
+"""Bytes that a GPU's link moves in the 5 us and more that a message or descriptor costs: shorter rows are packed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,13 @@ class Terms:
             mode = "write"
         else:
             mode = "sendrecv"
-        below = ALWAYS if _foreign(caps, cache) or not caps.gathers else 0 if caps.factored else caps.run_bytes
+        if _foreign(caps, cache) or not caps.gathers:
+            below = ALWAYS
+        elif caps.factored:
+            below = 0
+        else:
+            on_host = all(r.device == "cpu" for r in cache.regions)
+            below = caps.run_bytes if on_host else max(caps.run_bytes, CUDA_RUN)
         if mode == "write":
             if below == ALWAYS:
                 raise ConfigError(
@@ -72,7 +82,7 @@ class Terms:
         return LinkInfo(self.mode, planner, min(self.piece_bytes, hello.piece_bytes), self.stage_below)
 
 
-def stager(cache: Cache, nbytes: int) -> Callable[[Capabilities], Staging]:
+def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
     """How staging memory is made once the back end's capabilities are known."""
 
     def make(caps: Capabilities) -> Staging:
@@ -83,7 +93,7 @@ def stager(cache: Cache, nbytes: int) -> Callable[[Capabilities], Staging]:
             device = "cpu"
         else:
             raise ConfigError(f"the back end moves {sorted(caps.memory)} memory, the cache is in {sorted(kinds)}")
-        return Staging(cache.regions, nbytes, device)
+        return Staging(cache.regions, nbytes or (HOST_STAGING if device == "cpu" else CUDA_STAGING), device)
 
     return make
 
