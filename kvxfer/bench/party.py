@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -84,7 +85,7 @@ class Party:
         )  # fmt: skip
         self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
         self._mover.endpoint("link", 1)
-        self._mine: bytes = self._take(mv.Endpoint).endpoint
+        self._mine = bytes(self._take(mv.Endpoint).endpoint)
         return self._mine
 
     def connect(self, theirs: bytes) -> str:
@@ -121,10 +122,9 @@ class Party:
         assert self._mover is not None
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end:
-            try:
+            result: Any = None
+            with suppress(queue.Empty):
                 result = self._results.get(timeout=0.0001)
-            except queue.Empty:
-                result = None
             match result:
                 case Moved(error=None):
                     return

@@ -84,11 +84,13 @@ class Pool:
         xp: Any = self._torch if self._torch is not None else np
         per_page = self.model.page // 8
         pages = self.words.reshape(self.model.layers, self.blocks, per_page)
-        put = (lambda a: self._torch.as_tensor(a, device=self.device)) if self._torch is not None else (lambda a: a)
         word = xp.arange(per_page) if self._torch is None else xp.arange(per_page, device=self.device)
-        at_mine, first = put(mine), put(theirs * per_page)[:, None]
+        at_mine, first = self._put(mine), self._put(theirs * per_page)[:, None]
         for layer in range(self.model.layers):
             want = (first + word[None, :] + layer * self.blocks * per_page) * _GOLDEN
             if not bool((pages[layer][at_mine] == want).all()):
                 return False
         return True
+
+    def _put(self, values: Ints) -> Any:
+        return values if self._torch is None else self._torch.as_tensor(values, device=self.device)
