@@ -128,8 +128,8 @@ class Party:
             match result:
                 case Moved(error=None):
                     return
-                case Moved(error=error):
-                    raise RuntimeError(f"the part ended with: {error}")
+                case Moved():
+                    raise RuntimeError(f"the part ended with: {result.error}")
                 case mv.SlotReady():
                     slots.send((result.piece, result.offset, result.nbytes))
                 case mv.SlotTaken():
