@@ -1,7 +1,7 @@
 """kvxfer: move the KV cache of a request from the engine that prefilled it to the engine that decodes it.
 
-What an engine needs is here; what a back end's author needs is in ``kvxfer.transport`` and ``kvxfer.testing``. Importing
-this loads no engine, no CUDA and no back end.
+What an engine needs is here; what a back end's author needs is in ``kvxfer.transport`` and ``kvxfer.testing``.
+Importing this loads no engine, no CUDA and no back end.
 """
 
 from kvxfer.config import Config
@@ -12,6 +12,6 @@ from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered,
 __version__ = "0.1.0"
 
 __all__ = [
-    "Agent", "Config", "ConfigError", "Directory", "Ended", "Event", "Fetch", "Kind", "KvxferError", "Offered", "Outcome",
-    "PeerError", "Released", "Source", "TransferError", "TransferId", "TransportError",
+    "Agent", "Config", "ConfigError", "Directory", "Ended", "Event", "Fetch", "Kind", "KvxferError", "Offered",
+    "Outcome", "PeerError", "Released", "Source", "TransferError", "TransferId", "TransportError",
 ]  # fmt: skip

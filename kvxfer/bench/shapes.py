@@ -80,7 +80,7 @@ class Pool:
             self._torch.cuda.synchronize()
 
     def matches(self, mine: Ints, theirs: Ints) -> bool:
-        """Whether our blocks ``mine`` hold what ``fill`` put into blocks ``theirs`` of a pool of this shape, bit by bit."""
+        """Whether our blocks ``mine`` hold, bit by bit, what ``fill`` put into blocks ``theirs`` of such a pool."""
         xp: Any = self._torch if self._torch is not None else np
         per_page = self.model.page // 8
         pages = self.words.reshape(self.model.layers, self.blocks, per_page)

@@ -1,8 +1,8 @@
 """One Triton kernel: move every row of a sheet between places in memory and the packed stream, in either direction.
 
 A row is at ``cells[c] + places[s] + i * stride1 + j * stride2`` in the cache; in the stream it is at
-``stream + base[s] + row * size[s]`` where ``size[s]`` is the bytes of each row in segment s. All layers and blocks go in
-one launch. Imported only where CUDA and Triton are.
+``stream + base[s] + row * size[s]`` where ``size[s]`` is the bytes of each row in segment s. All layers and blocks go
+in one launch. Imported only where CUDA and Triton are.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ class Batch:
     """Bytes to move on one link.
 
     ``local``, ``remote`` are memory numbers. ``local_offsets``, ``remote_offsets``, ``lengths`` are int64 arrays of one
-    length, flat offsets in bytes. For ``SEND`` and ``RECV`` the remote side is the peer's business (``remote`` is ignored,
-    ``remote_offsets`` is ``None``). ``plan`` may be set for back ends whose ``Capabilities.factored`` is true, in
+    length, flat offsets in bytes. For ``SEND`` and ``RECV`` the remote side is the peer's business (``remote`` is
+    ignored, ``remote_offsets`` is ``None``). ``plan`` may be set for back ends whose ``Capabilities.factored`` is true, in
     place of the three arrays: then the source side is local for ``WRITE``/``SEND`` and remote for ``READ``.
     """
 
@@ -190,8 +190,8 @@ class Transport(ABC):
 
     @abstractmethod
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        """Start a batch and return its number, unique in this object. With ``after``, nothing is touched before the fence
-        has passed. Raises ``TransportError`` for an unknown peer, offsets outside registered memory, or a verb or
+        """Start a batch and return its number, unique in this object. With ``after``, nothing is touched before the
+        fence has passed. Raises ``TransportError`` for an unknown peer, offsets outside registered memory, or a verb or
         memory kind that ``capabilities`` lacks; then nothing was started."""
 
     @abstractmethod
@@ -200,8 +200,8 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, batch: int) -> None:
-        """End a batch (or all of its peer's, see ``Capabilities.abort``) soon; its completion still comes from ``poll``.
-        Unknown or finished numbers are ignored."""
+        """End a batch (or all of its peer's, see ``Capabilities.abort``) soon; its completion still comes from
+        ``poll``. Unknown or finished numbers are ignored."""
 
     @abstractmethod
     def close(self) -> None:
@@ -209,7 +209,7 @@ class Transport(ABC):
         Idempotent."""
 
     def fileno(self) -> int | None:
-        """A descriptor that polls readable when ``poll`` should be called, or ``None``: then ``poll_interval_s`` counts."""
+        """A descriptor that polls readable when ``poll`` should be called. ``None``: ``poll_interval_s`` counts."""
         return None
 
     @property

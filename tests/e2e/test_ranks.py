@@ -14,7 +14,11 @@ from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
-PROMPTS = ["short", "exactly a few blocks: " + "ab" * 117, "many chunks: " + "".join(chr(97 + n * n % 26) for n in range(700))]
+PROMPTS = [
+    "short",
+    "exactly a few blocks: " + "ab" * 117,
+    "many chunks: " + "".join(chr(97 + n * n % 26) for n in range(700)),
+]
 
 
 @contextmanager
