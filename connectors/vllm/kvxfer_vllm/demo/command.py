@@ -114,7 +114,7 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
 
 def _show(report: dict[str, Any], console: Console) -> None:
     table = Table(title=f"KV moved from prefill to decode by {report['backend']}", title_justify="left")
-    table.add_column("prompt")
+    table.add_column("prompt", no_wrap=True)
     for column in ("tokens", "fetched", "KV", "time", "GB/s"):
         table.add_column(column, justify="right")
     table.add_column("output")
@@ -127,7 +127,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
             str(request["external_kv_tokens"]),
             f"{size / 1e6:.2f} MB",
             f"{seconds * 1e3:.1f} ms",
-            f"{size / seconds / 1e9:.2g}" if seconds else "-",
+            f"{size / seconds / 1e9:.3f}" if seconds else "-",
             output,
         )
     console.print(table)
