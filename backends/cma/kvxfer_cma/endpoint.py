@@ -24,7 +24,7 @@ Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 class Exported(msgspec.Struct, frozen=True, array_like=True):
     """One memory: its number, where its key stands and what it is, address and size of each region."""
 
-    number: Annotated[int, Meta(ge=0, lt=1 << 20)]
+    number: Annotated[int, Meta(ge=0, lt=4096)]
     key_address: Address
     key: Key
     pieces: tuple[tuple[Address, Address], ...]

@@ -1,0 +1,201 @@
+"""A GPU at work for one transport: a stream of its own, and launches under way on it."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvxfer.errors import TransportError
+from kvxfer.geometry.plan import Ints
+from kvxfer_cuda_ipc.driver import NOT_READY, Context, CudaError, check
+from kvxfer_cuda_ipc.options import Options
+from kvxfer_cuda_ipc.tables import HELD, LANES, MOST_ROWS, MOST_SEGMENTS, Launch, Rows, divisor
+
+__all__ = ["THREADS", "WORK", "Gpu", "blocks_for", "describe"]
+
+SLOTS = 8
+"""Launches that may be under way: enough to keep the GPU busy while the host does something else."""
+
+SEGMENT_BYTES = 3 * 8
+ARENA_BYTES = 16 * MOST_ROWS * 16
+THREADS = 512
+"""Of a block; the kernels are compiled for it."""
+
+CLOSE_S = 10.0
+
+NON_BLOCKING, DISABLE_TIMING = 1, 2
+WORK = struct.Struct("<QQIIIIIIQQII")
+"""``Work`` of the kernel."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Where the segments of one launch stand, on the host and on the device, and the event that ends it."""
+
+    host: Ints
+    host_address: int
+    device: int
+    event: Any
+
+
+class Gpu:
+    """Starts launches and tells when they are over; they run one after the other. Any one thread at a time."""
+
+    def __init__(self, context: Context, options: Options) -> None:
+        self.context, self._api = context, context.api
+        self._copies = CopyEngines() if options.engine == "copy" else None
+        self._ctas = options.ctas
+        self._started = self._finished = 0
+        self._under_way: deque[_Slot] = deque()
+        self._resident: dict[Rows, int] = {}
+        self._arena_used = 0
+        self._work = ctypes.create_string_buffer(WORK.size)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
+        self._arguments_at = ctypes.addressof(self._arguments)
+        api = self._api
+        with context:
+            context.kernel(16, HELD)  # compiled now, not in front of the first copy
+            lowest, _ = check("asking for stream priorities", api.cuCtxGetStreamPriorityRange())
+            self._stream = check("making a stream", api.cuStreamCreateWithPriority(NON_BLOCKING, lowest))
+            size = SLOTS * MOST_SEGMENTS * SEGMENT_BYTES
+            self._host = int(check("allocating pinned memory", api.cuMemHostAlloc(size, 0)))
+            self._device = int(check("allocating GPU memory", api.cuMemAlloc(size + ARENA_BYTES)))
+            self._arena = self._device + size
+            words = np.ctypeslib.as_array((ctypes.c_int64 * (size // 8)).from_address(self._host)).reshape(SLOTS, -1)
+            self._free = [
+                _Slot(
+                    words[i], self._host + i * size // SLOTS, self._device + i * size // SLOTS,
+                    check("making an event", api.cuEventCreate(DISABLE_TIMING)),
+                )
+                for i in range(SLOTS)
+            ]  # fmt: skip
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``start`` may be called; if not, then after ``finished`` has told of some launch."""
+        return bool(self._free)
+
+    def start(self, launch: Launch, after: int | None) -> int:
+        """Queue a launch behind a CUDA event, if one is given; returns its number (1, 2 ...). Raises ``CudaError``."""
+        slot = self._free.pop()
+        with self.context:
+            if after is not None:
+                check("waiting for the engine's event", self._api.cuStreamWaitEvent(self._stream, after, 0))
+            if self._copies is not None:
+                self._copies.start(launch, int(self._stream))
+            else:
+                self._launch(launch, slot)
+            check("recording an event", self._api.cuEventRecord(slot.event, self._stream))
+        self._under_way.append(slot)
+        self._started += 1
+        return self._started
+
+    def finished(self) -> int:
+        """Number of the last launch that is over; all before it are too. Raises ``CudaError``, after which nothing
+        can be done on this GPU any more."""
+        if self._under_way:
+            with self.context:
+                while self._under_way:
+                    (error,) = self._api.cuEventQuery(self._under_way[0].event)
+                    if error == NOT_READY:
+                        break
+                    check("a copy on the GPU", (error,))
+                    self._free.append(self._under_way.popleft())
+                    self._finished += 1
+        return self._finished
+
+    def close(self) -> None:
+        """Wait for what is under way and give everything back. Raises ``TransportError`` when it does not end."""
+        until = time.monotonic() + CLOSE_S
+        while self.finished() < self._started:
+            if time.monotonic() > until:
+                raise TransportError(f"copies on GPU {self.context.ordinal} have not ended {CLOSE_S:g} s after closing")
+            time.sleep(0.0005)
+        api = self._api
+        with self.context:
+            for slot in self._free:
+                check("ending an event", api.cuEventDestroy(slot.event))
+            check("ending the stream", api.cuStreamDestroy(self._stream))
+            check("freeing pinned memory", api.cuMemFreeHost(self._host))
+            check("freeing GPU memory", api.cuMemFree(self._device))
+
+    def _launch(self, launch: Launch, slot: _Slot) -> None:
+        n = len(launch.counts)
+        table = slot.host[: 3 * n].reshape(3, n)
+        table[0], table[1], table[2] = launch.src_at, launch.dst_at, launch.counts
+        self._upload(slot.device, slot.host_address, n * SEGMENT_BYTES)
+        describe(launch, self._rows_at(launch.rows), slot.device, self._work)
+        kernel = self.context.kernel(launch.word, launch.tile.steps)
+        blocks = min(self._ctas, blocks_for(launch))
+        check(
+            "starting the copy kernel",
+            self._api.cuLaunchKernel(kernel, blocks, 1, 1, THREADS, 1, 1, 0, self._stream, self._arguments_at, 0),
+        )
+
+    def _rows_at(self, rows: Rows) -> int:
+        """Where the rows stand on the device. They stay until the arena is full; what overwrites them then is queued
+        behind the launches that use them."""
+        at = self._resident.get(rows)
+        if at is None:
+            nbytes = rows.table.nbytes
+            if self._arena_used + nbytes > ARENA_BYTES:
+                self._resident.clear()
+                self._arena_used = 0
+            at = self._resident[rows] = self._arena + self._arena_used
+            self._arena_used += nbytes
+            self._upload(at, rows.table.ctypes.data, nbytes)
+        return at
+
+    def _upload(self, device: int, host: int, nbytes: int) -> None:
+        check("uploading tables", self._api.cuMemcpyHtoDAsync(device, host, nbytes, self._stream))
+
+
+def describe(launch: Launch, rows_at: int, segments_at: int, work: ctypes.Array[ctypes.c_char]) -> None:
+    """Write the kernel's ``Work`` for tables that stand at these addresses."""
+    rows, tile = len(launch.rows), launch.tile
+    by_chunks, shift_chunks = divisor(launch.chunks)
+    by_rows, shift_rows = divisor(rows)
+    WORK.pack_into(
+        work, 0, rows_at, segments_at, rows, len(launch.counts), launch.unit, tile.lanes.bit_length() - 1,
+        launch.chunks, launch.total, by_chunks, by_rows, shift_chunks, shift_rows,
+    )  # fmt: skip
+
+
+def blocks_for(launch: Launch) -> int:
+    """With how many blocks no thread has more than one turn."""
+    at_once = LANES // launch.tile.lanes * (HELD // launch.tile.steps) * (THREADS // LANES)
+    return -(-launch.total // at_once)
+
+
+class CopyEngines:
+    """``cuMemcpyBatchAsync``, called by its own name: cuda-bindings would make three Python objects of every run."""
+
+    class _Attributes(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_int) for name in ("order", "from_type", "from_id", "to_type", "to_id", "flags")]
+
+    def __init__(self) -> None:
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+            newer = hasattr(library, "cuMemcpyBatchAsync_v2")
+            self._call = library.cuMemcpyBatchAsync_v2 if newer else library.cuMemcpyBatchAsync
+        except (OSError, AttributeError) as e:
+            raise TransportError(f"`engine: copy` needs a driver of CUDA 12.8 or later ({e})") from e
+        self._failed = [] if newer else [ctypes.byref(ctypes.c_size_t())]
+        self._attributes = self._Attributes(order=1)  # sources are read in the order of the stream
+        self._first = ctypes.c_size_t(0)
+
+    def start(self, launch: Launch, stream: int) -> None:
+        src, dst, length = (np.ascontiguousarray(a) for a in launch.runs())
+        at = [ctypes.c_void_p(a.ctypes.data) for a in (dst, src, length)]
+        error = self._call(
+            *at, ctypes.c_size_t(len(src)), ctypes.byref(self._attributes), ctypes.byref(self._first),
+            ctypes.c_size_t(1), *self._failed, ctypes.c_void_p(stream),
+        )  # fmt: skip
+        if error:
+            raise CudaError("starting the copy engines", f"error {error}")

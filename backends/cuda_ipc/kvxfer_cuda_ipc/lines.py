@@ -1,0 +1,159 @@
+"""Lines: how the two ends of a link know that the other is there.
+
+GPU memory that another process shares stays readable after that process has closed the link or died, so something
+else must tell. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it
+means; it then stays silent. A line is up once both ends have done so, and down as soon as either socket closes, which
+the kernel sees to when a process dies.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+
+from kvxfer.transport.wakeup import Wakeup
+from kvxfer_cuda_ipc.endpoint import LINK_BYTES, Endpoint
+
+__all__ = ["Line", "Lines"]
+
+
+class Line:
+    """One end of a link. ``up``: the peer has connected too. ``down``: why it cannot be used any more, or ``None``."""
+
+    def __init__(self, mine: bytes, peer: Endpoint) -> None:
+        self.mine, self.theirs, self.peer = mine, peer.link, peer.agent
+        self.up = False
+        self.down: str | None = None
+        self._sockets: list[socket.socket] = []
+
+    def check(self) -> None:
+        """Look whether the peer is still there, without waiting."""
+        if self.down is None and any(_closed(s) for s in self._sockets):
+            self.down = f"{self.peer} is gone, or has closed this link; connect again"
+
+
+class Lines:
+    """All lines of a transport; ``name`` is where peers announce themselves."""
+
+    def __init__(self, wakeup: Wakeup) -> None:
+        self.name = f"kvxfer-cuda-ipc-{os.urandom(16).hex()}"
+        self._wakeup = wakeup
+        self._offered: dict[bytes, Line | None] = {}
+        self._strangers: set[socket.socket] = set()
+        self._early: dict[bytes, tuple[bytes, socket.socket]] = {}  # by our link: who was there before we connected
+        # The abstract namespace belongs to the network namespace, and leaves no file behind.
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(128)
+        wakeup.add(self._listener.fileno(), self._listener)
+
+    def offer(self, link: bytes) -> None:
+        self._offered[link] = None
+
+    def unused(self, link: bytes) -> bool:
+        """Whether this end was offered and has not been connected."""
+        return self._offered.get(link, self) is None
+
+    def connect(self, mine: bytes, peer: Endpoint) -> Line:
+        """Announce ourselves to the peer. A peer that cannot be reached gives a line that is down."""
+        line = self._offered[mine] = Line(mine, peer)
+        dialled = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            dialled.connect(f"\0{peer.socket}")
+            dialled.send(peer.link + mine)
+        except OSError as e:
+            dialled.close()
+            line.down = (
+                f"cannot reach {peer.agent} ({e}): it has ended, or the two run in containers that share no network "
+                "namespace"
+            )
+            return line
+        self._attach(line, dialled)
+        if mine in self._early:
+            self._announced(line, *self._early.pop(mine))
+        return line
+
+    def hang_up(self, line: Line) -> None:
+        """Tell the peer that the link is closed. Idempotent."""
+        self._offered.pop(line.mine, None)
+        line.down = line.down or f"the link to {line.peer} was closed on this side"
+        self._detach(line)
+
+    def handle(self, readable: Iterable[object]) -> None:
+        """Take what ``wakeup`` named: announcements, and sockets that were closed."""
+        for source in readable:
+            if source is self._listener:
+                self._accept()
+            elif isinstance(source, socket.socket) and source in self._strangers:
+                self._hear(source)
+            elif isinstance(source, Line):
+                source.check()
+                if source.down is not None:
+                    self._detach(source)
+
+    def close(self) -> None:
+        for line in list(self._offered.values()):
+            if line is not None:
+                self.hang_up(line)
+        for stranger in self._strangers:
+            self._wakeup.remove(stranger.fileno())
+            stranger.close()
+        for _, early in self._early.values():
+            early.close()
+        self._wakeup.remove(self._listener.fileno())
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            stranger = self._listener.accept()[0]
+        except (BlockingIOError, ConnectionError):
+            return  # gone before we came
+        stranger.setblocking(False)
+        self._strangers.add(stranger)
+        self._wakeup.add(stranger.fileno(), stranger)
+
+    def _hear(self, stranger: socket.socket) -> None:
+        try:
+            said = stranger.recv(2 * LINK_BYTES + 1)
+        except OSError:
+            said = b""
+        self._strangers.remove(stranger)
+        self._wakeup.remove(stranger.fileno())
+        mine, theirs = said[:LINK_BYTES], said[LINK_BYTES:]
+        if len(said) != 2 * LINK_BYTES or mine not in self._offered or mine in self._early:
+            stranger.close()  # not one of ours; it sees the socket close, and that is its answer
+            return
+        line = self._offered[mine]
+        if line is None:
+            self._early[mine] = theirs, stranger
+        else:
+            self._announced(line, theirs, stranger)
+
+    def _announced(self, line: Line, theirs: bytes, heard: socket.socket) -> None:
+        if theirs != line.theirs or line.up or line.down is not None:
+            heard.close()
+            return
+        self._attach(line, heard)
+        line.up = True
+
+    def _attach(self, line: Line, held: socket.socket) -> None:
+        line._sockets.append(held)
+        self._wakeup.add(held.fileno(), line)
+
+    def _detach(self, line: Line) -> None:
+        for held in line._sockets:
+            self._wakeup.remove(held.fileno())
+            held.close()
+        line._sockets.clear()
+
+
+def _closed(held: socket.socket) -> bool:
+    """The peer never sends anything on an announced socket, so whatever can be read is its end."""
+    try:
+        held.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,325 @@
+"""The cuda_ipc back end as far as it goes without a GPU: all but driver calls and what only a GPU can compute."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry import Planner, Rank, Region, Template, route
+from kvxfer.geometry.cache import Cache, Group, Heads, View, flat_starts
+from kvxfer.geometry.sheet import Sheet
+from kvxfer.testing import ConformanceSuite
+from kvxfer.testing.conformance import Suite, World
+from kvxfer.testing.conformance.harness import Started, assert_equal
+from kvxfer.transport import Batch, Verb
+from kvxfer_cuda_ipc.endpoint import Endpoint
+from kvxfer_cuda_ipc.gpu import THREADS, WORK, blocks_for, describe
+from kvxfer_cuda_ipc.options import Options
+from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_sheet
+from tests.backends.cuda_on_host import OnHost
+
+Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+
+class TestOnHost(ConformanceSuite):
+    backend = OnHost
+
+
+class Ours(Suite):
+    backend = OnHost
+    __test__ = False
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(Ours())
+    yield world
+    world.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plans
+
+
+LAYERS, HEADS, CONTENT = 3, 4, 32
+
+
+def cache(layout: str, tokens: int, blocks: int, lo: int = 0, hi: int = HEADS, split: bool = False) -> Cache:
+    """K and V of three layers. ``layout``: NHD or HND. ``split``: a region for each layer."""
+    heads, names = hi - lo, tuple(f"layer.{i}" for i in range(LAYERS))
+    page = tokens * heads * CONTENT
+    size = 2 * blocks * page + 64
+    regions = (
+        tuple(Region(1 + i * (1 << 30), size) for i in range(LAYERS)) if split else (Region(1, LAYERS * size),)
+    )
+    starts = flat_starts(regions) if split else tuple(i * size for i in range(LAYERS))
+    token, head = (heads * CONTENT, CONTENT) if layout == "NHD" else (CONTENT, tokens * CONTENT)
+    views = tuple(
+        View(
+            plane, 0, names, tuple(at + 16 + v * page for at in starts), blocks, 2 * page, CONTENT, "test",
+            Heads(lo, heads, HEADS, head), token,
+        )  # fmt: skip
+        for v, plane in enumerate("kv")
+    )
+    found = Cache(regions, (Group(tokens),), views)
+    found.check()
+    return found
+
+
+PAIRS = {
+    "same": (cache("NHD", 4, 20), cache("NHD", 4, 24)),
+    "layout": (cache("NHD", 4, 20), cache("HND", 4, 24)),
+    "block size": (cache("NHD", 4, 20), cache("NHD", 8, 12)),
+    "layout and block size": (cache("HND", 8, 10), cache("NHD", 4, 24)),
+    "half the heads": (cache("NHD", 4, 20), cache("NHD", 4, 24, 2, 4)),
+    "into half the heads": (cache("HND", 4, 20, 0, 2), cache("NHD", 4, 24)),
+    "a region a layer": (cache("NHD", 4, 20, split=True), cache("HND", 4, 24, split=True)),
+}
+
+
+def planner(src: Cache, dst: Cache) -> Planner:
+    """For what the consumer takes from this producer; heads that it lacks come from another."""
+    views = tuple(msgspec.structs.replace(v, heads=Heads(2, 2, HEADS, v.heads.stride)) for v in src.views if v.heads)
+    other = msgspec.structs.replace(src, views=views, rank=Rank(tp=1))
+    return Planner(src, dst, route([src, other], [dst])[Rank()].claims[Rank()])
+
+
+@pytest.mark.parametrize("verb", [Verb.READ, Verb.WRITE])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_plan_moves_what_its_runs_say(world: World, pair: str, verb: Verb) -> None:
+    src, dst = PAIRS[pair]
+    sender, receiver = world.local(), world.local()
+    sender.allocate([r.nbytes for r in src.regions], 1)
+    receiver.allocate([r.nbytes for r in dst.regions], 2)
+    link = world.link(sender, receiver)
+    me = receiver if verb is Verb.READ else sender
+    planned, random, none = planner(src, dst), np.random.default_rng(3), np.empty(0, np.int64)
+    for start, tokens in ((0, 32), (0, 31), (5, 17), (8, 9), (0, 32)):
+        src_blocks = random.permutation(src.views[0].blocks)[: -(-32 // src.groups[0].block_tokens)]
+        dst_blocks = random.permutation(dst.views[0].blocks)[: -(-32 // dst.groups[0].block_tokens)]
+        plan = planned.plan([src_blocks], [dst_blocks], start, tokens)
+        expected, content, runs = receiver.content(0), sender.content(0), plan.runs()
+        for a, b, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
+            expected[b : b + n] = content[a : a + n]
+        batch = Batch(verb, link.peers[me.name], 0, none, none, 0, none, 0, plan)
+        world.succeed(Started([(me, me.submit(batch))]))
+        assert_equal(receiver.content(0), expected, "the target's memory")
+
+
+@pytest.mark.parametrize("shift", [-(1 << 20), 1 << 20])
+@pytest.mark.parametrize("side", ["src_at", "dst_at"])
+def test_a_plan_that_leaves_the_memory_is_refused(world: World, side: str, shift: int) -> None:
+    src, dst = PAIRS["layout"]
+    a, b = world.local(), world.local()
+    for party, of in ((a, src), (b, dst)):
+        party.allocate([r.nbytes for r in of.regions], 1)
+    link = world.link(a, b)
+    plan = planner(src, dst).plan([np.arange(8)], [np.arange(8)], 0, 32)
+    sheet = plan.sheets[0]
+    places = {"src_at": sheet.src_at, "dst_at": sheet.dst_at}
+    places[side] = places[side] + np.where(np.arange(len(sheet.counts)) == 2, shift, 0)
+    moved = type(plan)((Sheet(sheet.template, places["src_at"], places["dst_at"], sheet.counts),))
+    none = np.empty(0, np.int64)
+    before = b.content(0)
+    with pytest.raises(TransportError, match="outside"):
+        b.submit(Batch(Verb.READ, link.peers[b.name], 0, none, none, 0, none, 0, moved))
+    world.run(0.05)
+    assert_equal(b.content(0), before, "the target's memory")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernel, compiled for the CPU
+
+
+HARNESS = """
+#include <cstdint>
+struct uint4 { uint32_t x, y, z, w; }; struct uint2 { uint32_t x, y; };
+struct Index { unsigned x; };
+static Index threadIdx, blockIdx, blockDim, gridDim;
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(n)
+template <typename T> T __ldcs(const T* p) { return *p; }
+template <typename T> void __stcs(T* p, T v) { *p = v; }
+#include "%s"
+#define CASE(WORD, STEPS) if (word == WORD && steps == STEPS) copy##WORD##x##STEPS(*work);
+#define CASES(WORD) CASE(WORD, 1) CASE(WORD, 2) CASE(WORD, 4) CASE(WORD, 8)
+extern "C" int work_bytes() { return sizeof(Work); }
+extern "C" void run(const Work* work, int word, int steps, unsigned blocks, unsigned threads) {
+    gridDim.x = blocks; blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) { CASES(16) CASES(8) CASES(4) CASES(2) CASES(1) }
+}
+"""
+
+Kernel = Callable[[Launch, int], None]
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    """The kernel itself, one thread after the other."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    import kvxfer_cuda_ipc
+
+    folder = tmp_path_factory.mktemp("kernel")
+    source, library = folder / "harness.cpp", folder / "harness.so"
+    source.write_text(HARNESS % (Path(kvxfer_cuda_ipc.__file__).parent / "copy.cu"))
+    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
+    subprocess.run(["g++", *flags, "-o", library, source], check=True, timeout=100)
+    compiled = ctypes.CDLL(str(library))
+    assert compiled.work_bytes() == WORK.size
+
+    def run(launch: Launch, blocks: int) -> None:
+        segments = np.stack([launch.src_at, launch.dst_at, launch.counts])
+        rows, work = np.ascontiguousarray(launch.rows.table), ctypes.create_string_buffer(WORK.size)
+        describe(launch, rows.ctypes.data, segments.ctypes.data, work)
+        compiled.run(work, launch.word, launch.tile.steps, blocks, THREADS)
+
+    return run
+
+
+def _placed(nbytes: int, skew: int) -> tuple[Bytes, int]:
+    """Memory whose address is ``skew`` modulo 64."""
+    raw = np.zeros(nbytes + 128, np.uint8)
+    at = -raw.ctypes.data % 64 + skew
+    return raw[at : at + nbytes], raw.ctypes.data + at
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_the_kernel_copies_a_sheet(kernel: Kernel, data: st.DataObject) -> None:
+    """Any rows and segments, at any alignment, on any number of blocks."""
+    align = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
+    unit = data.draw(st.integers(1, 96)) * data.draw(st.sampled_from([1, align]))
+    rows, segments, most = (data.draw(st.integers(1, n)) for n in (7, 9, 5))
+    random = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    row = -(-unit * most // align) * align
+    src_rows, dst_rows = (random.permutation(rows + 2)[:rows] * row for _ in range(2))
+    pitch = (rows + 2) * row
+    src_at, dst_at = (random.permutation(segments + 2)[:segments] * pitch for _ in range(2))
+    counts = random.integers(1, most + 1, segments)
+    skews = [data.draw(st.sampled_from([0, align])) for _ in range(2)]
+    (src, src_address), (dst, dst_address) = (_placed((segments + 2) * pitch, skew) for skew in skews)
+    src[:] = random.integers(0, 256, len(src), dtype=np.uint8)
+    sheet = Sheet(Template(src_rows, dst_rows, (), unit), src_at, dst_at, counts)
+    placement = Placement.of(
+        sheet.template, [Region(src_address, len(src))], [Region(dst_address, len(dst))], int(src_at.min()),
+        int(dst_at.min()),
+    )  # fmt: skip
+    assert placement is not None and placement.holds(sheet, unit * int(counts.max()))
+    expected = dst.copy()
+    for s in range(segments):
+        for r in range(rows):
+            n, a, b = unit * counts[s], src_at[s] + src_rows[r], dst_at[s] + dst_rows[r]
+            expected[b : b + n] = src[a : a + n]
+    launches = list(of_sheet(sheet, placement))
+    for launch in launches:
+        kernel(launch, data.draw(st.integers(1, 3)))
+    assert_equal(dst, expected, "the target")
+    assert sum(launch.nbytes for launch in launches) == sheet.nbytes
+    if not (unit % align or any(skews) and align < 16):
+        assert all(launch.word >= align for launch in launches)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 400), max_size=40), st.integers(0, 3), st.sampled_from([1, 3, 4, 16, 70_000]), st.data())
+def test_the_kernel_copies_runs(kernel: Kernel, sizes: list[int], long: int, align: int, data: st.DataObject) -> None:
+    lengths = np.array([n * align for n in sizes if n * align < 1 << 20] + [100_000 * align % 999_983] * long, np.int64)
+    lengths = lengths[lengths < 1 << 20]
+    src_at = np.cumsum(lengths) - lengths
+    order = np.random.default_rng(len(sizes)).permutation(len(lengths))
+    dst_at = np.empty_like(src_at)
+    dst_at[order] = np.cumsum(lengths[order]) - lengths[order]
+    total = int(lengths.sum())
+    (src, src_address), (dst, dst_address) = _placed(total + 64, 0), _placed(total + 64, data.draw(st.integers(0, 1)))
+    src[:] = np.random.default_rng(1).integers(0, 256, len(src), dtype=np.uint8)
+    expected = dst.copy()
+    for a, b, n in zip(src_at, dst_at, lengths, strict=True):
+        expected[b : b + n] = src[a : a + n]
+    for launch in of_runs(src_at + src_address, dst_at + dst_address, lengths):
+        kernel(launch, min(2, blocks_for(launch)))
+    assert_equal(dst, expected, "the target")
+
+
+@given(st.integers(1, (1 << 31) - 1), st.lists(st.integers(0, (1 << 31) - 1)))
+def test_divisors_are_exact(d: int, values: list[int]) -> None:
+    multiplier, shift = divisor(d)
+    assert multiplier < 1 << 33 and shift < 64
+    for x in [*values, 0, d - 1, d, (1 << 31) - 1, ((1 << 31) - 1) // d * d]:
+        if x < 1 << 31:
+            assert x * multiplier < 1 << 64
+            assert x * multiplier >> shift == x // d
+
+
+@pytest.mark.parametrize("row, word, tile", [
+    (65536, 16, Tile(32, 8)), (2048, 16, Tile(16, 8)), (1024, 16, Tile(8, 8)), (512, 16, Tile(8, 4)),
+    (256, 16, Tile(8, 2)), (128, 16, Tile(8, 1)), (16, 16, Tile(1, 1)), (333, 1, Tile(32, 8)), (12, 4, Tile(2, 1)),
+])  # fmt: skip
+def test_lanes_take_whole_lines(row: int, word: int, tile: Tile) -> None:
+    """Neighbouring lanes share 128 bytes where the row has them, and a lookup serves as many words as there are."""
+    assert Tile.of(row // word, word) == tile
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def altered(endpoint: bytes, **changes: Any) -> bytes:
+    return msgspec.structs.replace(Endpoint.decode(endpoint), **changes).encode()
+
+
+def test_what_cannot_work_is_refused_when_connecting(world: World) -> None:
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    with pytest.raises(TransportError, match=f"{b.name} runs on another host"):
+        a.connect(a.endpoint(), altered(b.endpoint(), host="elsewhere"))
+    with pytest.raises(TransportError, match="release"):
+        a.connect(a.endpoint(), altered(b.endpoint(), format=99))
+    with pytest.raises(TransportError, match=f"memory of {b.name} cannot be opened.*--ipc=host"):
+        memory = Endpoint.decode(b.endpoint()).memories[0]
+        allocations = tuple(msgspec.structs.replace(x, handle=b"\xff" * 64) for x in memory.allocations)
+        unknown = msgspec.structs.replace(memory, allocations=allocations)
+        a.connect(a.endpoint(), altered(b.endpoint(), process=b"x" * 16, memories=(unknown,)))
+
+
+def test_gpus_without_peer_access_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    monkeypatch.setattr("tests.backends.cuda_on_host.HostContext.reaches", lambda self, uuid: False)
+    with pytest.raises(TransportError, match=f"no peer access to the GPU of {b.name}"):
+        a.connect(a.endpoint(), b.endpoint())
+
+
+def test_a_stale_endpoint_fails_at_once(world: World) -> None:
+    """The peer has given up the link before we connect."""
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    mine, theirs = a.endpoint(), b.endpoint()
+    b.disconnect(b.connect(theirs, mine))
+    peer = a.connect(mine, theirs)
+    one = np.array([1]), np.array([0])
+    [result] = world.finish(Started([(a, a.submit(Batch(Verb.READ, peer, 0, *one, 0, np.array([0]))))]), seconds=3)
+    assert result.error is not None and b.name in result.error
+
+
+@pytest.mark.parametrize("options, named", [
+    ({"engine": "steam"}, "engine"),
+    ({"ctas": 0}, "ctas"),
+    ({"cta": 8}, "did you mean 'ctas'"),
+])  # fmt: skip
+def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Options.of(options)
