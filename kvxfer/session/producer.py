@@ -144,7 +144,7 @@ class Producer:
             case m.Check() if serve is not None:
                 return self._check(serve, msg, now)
             case m.Drop() if serve is not None:
-                return self._drop(serve, msg, now)
+                return self._give_up(serve, Outcome(Kind.CANCELLED, f"the consumer dropped it: {msg.reason}"), now)
         # Also the answer to its Want, should that come later.
         return [self._last_word(link, m.Gone(msg.transfer, msg.attempt, "nothing of it is being served", False), now)]
 
@@ -161,8 +161,10 @@ class Producer:
             serve.holding.nbytes += done.nbytes
             if have is not None and serve.state is S.SERVING:
                 out.append(Send(serve.link, have))
+        elif done.collateral:
+            out += self._stop(serve, f"the link broke: {done.error}", True, now)
         else:
-            out += self._stop(serve, f"sending failed: {done.error}", done.collateral, now)
+            out += self._give_up(serve, Outcome(Kind.FAILED, f"sending failed: {done.error}"), now)
         return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
 
     def tick(self, now: float) -> list[Action]:
@@ -291,22 +293,22 @@ class Producer:
         out: list[Action] = [self._last_word(serve.link, m.Verdict(msg.transfer, msg.attempt), now)]
         self._budgets.set(serve.key, now + self._lease)
         serve.holding.settled.add(serve.reader)
-        return out + self._drop_if_over(serve, now) + self._count(serve.holding, now)
+        return out + self._drop_if_over(serve, now) + self._count(serve.holding, Outcome(Kind.DELIVERED), now)
 
-    def _drop(self, serve: Serve, msg: m.Drop, now: float) -> list[Action]:
+    def _give_up(self, serve: Serve, outcome: Outcome, now: float) -> list[Action]:
+        """This reader will not come again."""
         if not serve.live:
             return []
-        reason = f"the consumer dropped it: {msg.reason}"
         serve.holding.dropped.add(serve.reader)
-        return self._count(serve.holding, now, reason) + self._stop(serve, reason, False, now)
+        return self._count(serve.holding, outcome, now) + self._stop(serve, outcome.reason, False, now)
 
-    def _count(self, h: Holding, now: float, reason: str = "") -> list[Action]:
-        """All readers are done with it, one way or the other: that is the transfer's end here."""
+    def _count(self, h: Holding, last: Outcome, now: float) -> list[Action]:
+        """If all readers are done with it, one way or the other: that is the transfer's end here."""
         if len(h.settled | h.dropped) < h.readers:
             return []
-        if h.dropped - h.settled:
-            return self._end(h, Outcome(Kind.CANCELLED, reason or "a consumer dropped it"), now)
-        return self._end(h, Outcome(Kind.DELIVERED), now)
+        if h.dropped - h.settled and last.delivered:
+            last = Outcome(Kind.CANCELLED, "one of its readers dropped it")
+        return self._end(h, last, now)
 
     def _void(self, h: Holding, reason: str, *, again: bool, now: float) -> list[Action]:
         """The offer is void: stop what serves it. Those that only wait may go on if something is still to come."""

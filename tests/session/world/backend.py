@@ -42,10 +42,10 @@ class Backend:
             if op.agent is agent and op.link is link:
                 self._finish(op, why, quiet=True, collateral=True)
 
-    def check_quiet(self, agent: Agent, transfer: TransferId, generation: int) -> None:
+    def check_quiet(self, agent: Agent, transfer: TransferId, generations: range) -> None:
         """The producer's memory of a transfer was given back: nothing of it may move."""
         for op in self.ops:
-            mine = op.agent is agent and op.ref.transfer == transfer and op.generation <= generation
+            mine = op.agent is agent and op.ref.transfer == transfer and op.generation in generations
             check(not mine or (op.done and op.quiet), f"{transfer} was released while {op.ref} moves")
 
     # --- inside ----------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,6 @@ class Life:
     tokens: int = 0
     told: int = -1  # the generation that was offered or revoked last
     over: bool = False  # the engine wants no more of it
-    ended: set[int] = field(default_factory=set)  # generations whose outcome it has been told, and whose release
-    released: set[int] = field(default_factory=set)
 
 
 class ProducerEngine:
@@ -41,6 +39,9 @@ class ProducerEngine:
         self.generations = count(1)
         self.lives: list[dict[TransferId, Life]] = [{} for _ in range(RANKS)]
         self.orders: list[deque[Callable[[], None]]] = [deque() for _ in range(RANKS)]
+        # Generations of which each rank has been told the outcome, and the release.
+        self.ended: dict[tuple[int, TransferId], set[int]] = defaultdict(set)
+        self.released: dict[tuple[int, TransferId], set[int]] = defaultdict(set)
         self.busy: Counter[TransferId] = Counter()  # ranks that have orders for it
 
     @property
@@ -120,19 +121,19 @@ class ProducerEngine:
             self._revoke(r, life, "aborted", gone=True)
 
     def report(self, agent: Agent, event: Ended | Released) -> None:
-        life = self.lives[agent.rank].get(event.transfer)
-        check(life is not None, f"{event} of a transfer that is over or was never offered")
-        assert life is not None
-        generation = event.generation
-        check(generation <= life.told, f"{event} while the engine last spoke of generation {life.told}")
+        life, generation = self.lives[agent.rank].get(event.transfer), event.generation
+        ended, released = self.ended[agent.rank, event.transfer], self.released[agent.rank, event.transfer]
         if isinstance(event, Ended):
-            check(generation not in life.ended, f"second outcome {event}")
-            life.ended.add(generation)
+            check(life is not None and generation <= life.told, f"{event} of what was never offered")
+            check(generation not in ended, f"second outcome {event}")
+            ended.add(generation)
             return
-        check(generation in life.ended - life.released, f"{event} without an outcome, or again")
-        life.released.add(generation)
-        self.world.backend.check_quiet(agent, event.transfer, generation)
-        self.world.later(1.0, None, lambda: self._heard(agent, life, generation))
+        check(generation in ended - released, f"{event} without an outcome, or again")
+        before = max((g for g in ended if g < generation), default=-1)
+        self.world.backend.check_quiet(agent, event.transfer, range(before + 1, generation + 1))
+        released.add(generation)
+        if life is not None:
+            self.world.later(1.0, None, lambda: self._heard(agent, life, generation))
 
     def _heard(self, agent: Agent, life: Life, generation: int) -> None:
         """The engine learns that a transfer is over, which it may have offered more of, or anew, meanwhile."""

@@ -209,6 +209,7 @@ class World:
     def _settle(self) -> None:
         for _ in range(8):
             self.elapse(TIMEOUT + LEASE)
+        check(self.prefills.ended == self.prefills.released, "outcomes without a release")
         check(not self.decodes.wishes, f"fetches that never ended: {list(self.decodes.wishes)}")
         for a in self.agents:
             check(len(a.machine) == 0, f"{a.role} {a.rank} still holds {len(a.machine)} transfers")
