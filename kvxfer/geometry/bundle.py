@@ -78,7 +78,7 @@ class Bundle:
         if found is None:
             t = self._merged[i]
             found = merge(t.src_cells, t.dst_cells, t.unit, [*t.axes, (count, self.src_token, self.dst_token)])
-            if self._follows(t) and len(found) == 1 and found[0].unit == t.unit * count:
+            if len(found) == 1 and found[0].unit == t.unit * count:
                 found = [t]  # nothing but the tokens merged: one template serves all counts
             self._made[i, count] = found
         return found

@@ -35,7 +35,8 @@ class Strided:
 def first_overlap(views: Sequence[Strided]) -> tuple[int, int] | None:
     """Two views that share bytes (or one, twice, that overlaps itself); ``None`` if there are none.
 
-    Views of different block strides count as overlapping as soon as the stretches that they span do.
+    Two things that no engine does count as overlapping though they need not: views of different block strides whose
+    stretches interleave, and a single block longer than the stride that it shares with views of several blocks.
     """
     by_stride: dict[int, list[int]] = defaultdict(list)
     for i, v in enumerate(views):

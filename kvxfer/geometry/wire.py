@@ -46,8 +46,8 @@ def encode(plan: CopyPlan) -> bytes:
 
 
 def decode(data: bytes) -> CopyPlan:
-    """The plan that ``encode`` was given. Raises ``ValueError`` for anything that no plan encodes to; whether the offsets
-    lie inside anybody's memory is for the back end to check, as with any batch."""
+    """The plan that ``encode`` was given. Raises ``ValueError`` for anything that no plan encodes to; whether the
+    offsets lie inside anybody's memory is for the back end to check, as with any batch."""
     try:
         return CopyPlan(tuple(_sheet(s) for s in _decoder.decode(data)))
     except msgspec.MsgspecError as e:

@@ -19,9 +19,9 @@ __all__ = ["Checksum", "Done", "Fence", "Side", "Space", "allocate", "fence", "s
 def space(regions: Sequence[Region]) -> Space:
     """Memory that this process owns already. The caller keeps it alive. Raises ``ValueError`` for regions of more than
     one device, or of a kind of device that is not known."""
-    kinds = {r.device for r in regions}
-    if len(kinds) != 1:
-        raise ValueError(f"one space holds regions of one device, not of {sorted(kinds) or 'none'}")
+    kinds = {r.device for r in regions} or {"cpu"}  # a rank may hold nothing
+    if len(kinds) > 1:
+        raise ValueError(f"one space holds regions of one device, not of {sorted(kinds)}")
     (device,) = kinds
     if device == "cpu":
         from kvxfer.memory.cpu import CpuSpace

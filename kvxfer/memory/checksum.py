@@ -5,8 +5,8 @@ token (where heads or tokens are opaque, of all that one page holds together). A
 plane, model's head, token of the request), which no layout, block size, block id, tensor-parallel or pipeline split
 changes. Its bytes, as little-endian 64-bit words ``w[0], w[1], …`` (the last filled up with zeros), give
 
-    digest = sum over i of  fold(w[i]) * k[i]                         fold(w) = w ^ (w >> 32),  k[i] odd, fixed
-    value  = mix(digest + length * K ^ key(position))                 mix: the finaliser of splitmix64
+    digest = sum over i of  fold(w[i]) * k[i]                     fold(w) = w ^ (w >> 32);  k[i] fixed and odd
+    value  = mix((digest + length * LENGTH) ^ key(position))      mix: the finaliser of splitmix64
 
 and the checksum is the sum of all values, everything modulo 2**64. Both sides read their own memory by their own
 strides; only which units were moved is taken from the plan, never where the other side keeps them.
@@ -14,13 +14,13 @@ strides; only which units were moved is taken from the plan, never where the oth
 **It adds up.** The checksum of a whole is the sum of those of its parts however it is cut: by token spans, layers,
 heads, ranks or increments; and it does not depend on the order in which they are read.
 
-**What it detects.** A difference in one unit always changes that unit's digest where it lies within one word, since
-``fold`` is a bijection and ``k[i]`` is odd; where it touches several words, all but about one in 2**32 of differences
-do. ``mix`` is a bijection too, so a single damaged unit is always noticed once its digest differs. Several damaged
-units cancel with a chance of about 2**-64. Units that are exchanged, moved to another token, head, layer or plane,
-missing, or there twice are damaged units in this sense, all-zero content included: the value of a unit depends on where
-it stands. So it catches stale blocks, half-written blocks, wrong block ids, wrong strides, bytes lost or reordered by
-a transport, and plans that the two sides derived differently.
+**What it detects.** A difference within one word of a unit always changes the digest, since ``fold`` is a bijection
+and ``k[i]`` is odd; of those that touch several words, all but about one in 2**32 do (without ``fold``, two flipped top
+bits would cancel). ``mix`` is a bijection too, so that a single damaged unit whose digest differs is always noticed;
+several cancel with a chance of about 2**-64. Units that are exchanged, moved to another token, head, layer or plane,
+missing, or there twice are damaged units in this sense, all-zero content included: the value of a unit depends on
+where it stands. So it catches stale blocks, half-written blocks, wrong block ids, wrong strides, bytes lost or
+reordered by a transport, and plans that the two sides derived differently.
 
 **What it does not.** It is no defence against somebody who wants to be believed: the keys are public and sums can be
 steered; authenticate the peer for that. It says nothing of bytes outside the units (padding, tokens not moved), of two
@@ -42,7 +42,7 @@ from kvxfer.geometry import Bundle, CopyPlan, Part, Template
 from kvxfer.geometry.template import Ints
 from kvxfer.memory.fence import Done
 from kvxfer.memory.pool import in_parallel
-from kvxfer.memory.space import Checksum, Side, grids
+from kvxfer.memory.space import Checksum, Grid, Side, grids
 
 if TYPE_CHECKING:
     from kvxfer.memory.cpu import CpuSpace
@@ -54,8 +54,11 @@ Words = NDArray[np.uint64]
 HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 """Odd constants: a position's key is its cell's plus its head times one plus its token times another."""
 
-_CHUNK = 1 << 20
-"""Bytes digested at a time: what stays in a core's own cache."""
+_CHUNK = 1 << 19
+"""Bytes folded at a time: what stays in a core's own cache."""
+
+_UNITS = 1 << 15
+"""Units mixed at a time: enough to hide the cost of the calls."""
 
 
 class Sum(Checksum):
@@ -134,33 +137,31 @@ def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
 
 
 def _sum(space: CpuSpace, bundle: Bundle, tokens: int, at: Ints, first: Words, side: Side) -> int:
-    words = -(-bundle.unit // 8)
-    factors = word_keys(1 << (words - 1).bit_length())[:words]
+    units, words = fine(bundle, tokens), -(-bundle.unit // 8)
+    keys, factors = row_keys(bundle, tokens), word_keys(1 << (words - 1).bit_length())[:words]
     length = np.uint64(bundle.unit * LENGTH % (1 << 64))
-    keys = row_keys(bundle, tokens)
-    found = grids(space, fine(bundle, tokens), side)
-    room = max(_CHUNK // (8 * words), *(prod(g.shape[1:]) for g in found))
-    pieces = []
-    for g in found:
-        each = prod(g.shape[1:])
-        pieces += [(g, lo, min(room // each, g.shape[0] - lo)) for lo in range(0, g.shape[0], room // each)]
-    folded, positions = np.empty((room, words), np.uint64), np.empty(room, np.uint64)
-    used = total = 0
+    pieces = [p for g in grids(space, units, side) for p in _pieces(g, max(1, _CHUNK // (8 * words)))]
+    folded = np.empty((max(prod(g.shape) for g in pieces), words), np.uint64)
+    some = max(1, _UNITS // len(units))
+    digests, total = np.empty((min(some, len(at)), len(units)), np.uint64), 0
+    for lo in range(0, len(at), some):
+        places = at[lo : lo + some].tolist()
+        for i, place in enumerate(places):
+            for g in pieces:
+                content, rows = space.words(g, place, bundle.unit), prod(g.shape)
+                out = folded[:rows].reshape(content.shape)
+                np.right_shift(content, np.uint64(32), out=out)
+                np.bitwise_xor(out, content, out=out)
+                np.einsum("ij,j->i", folded[:rows], factors, out=digests[i, g.first : g.first + rows])
+        positions = keys + first[lo : lo + some, None]
+        total += int(mix((digests[: len(places)] + length) ^ positions).sum())
+    return total
 
-    def flush() -> int:
-        digests = np.einsum("ij,j->i", folded[:used], factors)
-        return int(mix((digests + length) ^ positions[:used]).sum())
 
-    for place, key in zip(at.tolist(), first, strict=True):
-        for g, lo, count in pieces:
-            each = prod(g.shape[1:])
-            rows, row = count * each, g.first + lo * each
-            if used + rows > room:
-                total, used = total + flush(), 0
-            content = space.words(g, lo, count, place, bundle.unit)
-            out = folded[used : used + rows].reshape(content.shape)
-            np.right_shift(content, np.uint64(32), out=out)
-            np.bitwise_xor(out, content, out=out)
-            np.add(keys[row : row + rows], key, out=positions[used : used + rows])
-            used += rows
-    return total + flush()
+def _pieces(g: Grid, rows: int) -> Iterator[Grid]:
+    """A grid in pieces of about so many rows, cut along its outermost axis."""
+    each = prod(g.shape[1:])
+    step = max(1, rows // each)
+    for lo in range(0, g.shape[0], step):
+        shape = min(step, g.shape[0] - lo), *g.shape[1:]
+        yield Grid(g.region, g.offset + lo * g.strides[0], shape, g.strides, g.first + lo * each)

@@ -67,16 +67,15 @@ class CpuSpace(Space):
             sides[side] = grids(self, template, side)
         return sides[side]
 
-    def words(self, g: Grid, first: int, count: int, place: int, unit: int) -> NDArray[np.uint64]:
-        """Part of a grid (``count`` of its outermost axis) of rows of ``unit`` bytes, in a segment at ``place``: uint64
-        ``[count, …, words]``, little-endian, filled up with zeros."""
-        shape, offset = (count, *g.shape[1:]), g.offset + place + first * g.strides[0]
-        memory = self._bytes[g.region]
+    def words(self, g: Grid, place: int, unit: int) -> NDArray[np.uint64]:
+        """A grid of rows of ``unit`` bytes in a segment at ``place``, as little-endian words filled up with zeros:
+        uint64 ``[*shape, words]``."""
+        memory, offset, word = self._bytes[g.region], g.offset + place, np.dtype("<u8")
         if not (unit | memory.ctypes.data + offset | reduce(or_, g.strides)) % 8:
-            return np.ndarray((*shape, unit // 8), np.dtype("<u8"), memory, offset, (*g.strides, 8))
-        whole = np.zeros((*shape, -(-unit // 8) * 8), np.uint8)
-        whole[..., :unit] = np.ndarray((*shape, unit), np.uint8, memory, offset, (*g.strides, 1))
-        return whole.view("<u8")
+            return np.ndarray((*g.shape, unit // 8), word, memory, offset, (*g.strides, 8))
+        whole = np.zeros((*g.shape, -(-unit // 8) * 8), np.uint8)
+        whole[..., :unit] = np.ndarray((*g.shape, unit), np.uint8, memory, offset, (*g.strides, 1))
+        return whole.view(word)
 
     def _move(self, plan: CopyPlan, side: Side, packed: Space, at: int) -> None:
         if not isinstance(packed, CpuSpace):

@@ -102,7 +102,7 @@ views = st.builds(
 @settings(max_examples=600, deadline=None)
 @given(st.lists(views, min_size=1, max_size=2), st.integers(1, 3), st.booleans())
 def test_shared_bytes_are_found_exactly(drawn: list, block_tokens: int, one_stride: bool) -> None:  # type: ignore[type-arg]
-    """Against a set of all bytes. Views of different block strides may be refused without sharing any."""
+    """Against a set of all bytes. Oddities that no engine has may be refused without sharing any."""
     made, seen, shared = [], set(), False
     for i, (offsets, blocks, stride, unit, heads, head, token) in enumerate(drawn):
         stride = drawn[0][2] if one_stride else stride
@@ -122,5 +122,6 @@ def test_shared_bytes_are_found_exactly(drawn: list, block_tokens: int, one_stri
     except ValueError as e:
         assert "same bytes" in str(e)
         refused = True
-    if shared or len({v.block_stride for v in made}) == 1:
+    odd = len({v.block_stride for v in made}) > 1 or len({v.blocks == 1 for v in made}) > 1
+    if shared or not odd:
         assert refused == shared

@@ -14,7 +14,7 @@ from kvxfer.geometry import Cache, Claim, CopyPlan, Planner, Rank, route
 from tests.geometry.engines import Case, cases
 
 LAW = settings(
-    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "60")), deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "80")), deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

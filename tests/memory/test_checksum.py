@@ -1,0 +1,202 @@
+"""The checksum against its definition, its independence of layout and sharding, and what it detects."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvxfer import memory
+from kvxfer.geometry import CopyPlan, Planner, Rank, route
+from tests.geometry.engines import Case, Engine, cases
+from tests.geometry.test_law import links, plan
+from tests.geometry.test_pairs import copy, engine
+from tests.geometry.zoo import KINDS, Spec, Store
+
+LAW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+ALL = (1 << 64) - 1
+HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
+
+
+def mix(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ALL
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & ALL
+    return x ^ x >> 31
+
+
+def value(plane: str, layer: str, head: int, token: int, content: bytes) -> int:
+    """What one unit adds, as the module's docstring defines it."""
+    digest = 0
+    for i in range(0, len(content), 8):
+        word = int.from_bytes(content[i : i + 8], "little")
+        digest += (word ^ word >> 32) * (mix((i // 8 + 1) * HEAD & ALL) | 1)
+    name = f"{len(plane)}:{plane}{layer}".encode()
+    key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") + head * HEAD + token * TOKEN
+    return mix(((digest + len(content) * LENGTH) ^ key) & ALL)
+
+
+def wanted(case: Case) -> int:
+    """The sum over all that the consumers want, read in their memory by logical coordinates."""
+    total = 0
+    for store in case.consumer.stores.values():
+        for g, layer, plane, t, cell, key in case.pieces(store, case.consumer.tables, case.start):
+            if case.has(g, t):
+                kind, n = case.specs[g].kind, case.block_tokens(case.consumer, g)
+                # An opaque block counts from its first token, a state after its last.
+                token = t if kind.cut_tokens else t + 1 if kind.group == "state" else t // n * n
+                total += value(plane, layer, key[0], token, cell.tobytes())
+    return total & ALL
+
+
+@LAW
+@given(cases())
+def test_both_sides_agree_with_the_definition(case: Case) -> None:
+    case.fill()
+    sent = received = 0
+    for p, c, claims in links(case):
+        made = plan(case, p, c, claims)
+        source, sink = case.producer.stores[p], case.consumer.stores[c]
+        copy(made, source.image, sink.image)
+        one = memory.space(source.cache.regions).checksum(made, "source")
+        other = memory.space(sink.cache.regions).checksum(made, "destination")
+        assert one.fence.passed()
+        assert one.value == other.value
+        sent, received = sent + one.value, received + other.value
+    assert sent & ALL == received & ALL == wanted(case)
+
+
+@LAW
+@given(st.data())
+def test_increments_add_up(data: st.DataObject) -> None:
+    case = data.draw(cases())
+    if any(s.kind.group != "full" or not s.kind.cut_tokens for s in case.specs):
+        return
+    middle = data.draw(st.integers(case.start, case.tokens))
+    for p, c, claims in links(case):
+        source = case.producer.stores[p]
+        planner = Planner(source.cache, case.consumer.stores[c].cache, claims)
+        space, tables = memory.space(source.cache.regions), (case.producer.tables, case.consumer.tables)
+        parts = [planner.plan(*tables, *span) for span in ((case.start, middle), (middle, case.tokens))]
+        whole = space.checksum(planner.plan(*tables, case.start, case.tokens), "source").value
+        assert sum(space.checksum(part, "source").value for part in parts) & ALL == whole
+        assert space.checksum(parts[0] + parts[1], "source").value == whole
+
+
+def total(producer: Engine, consumer: Engine, tokens: int) -> int:
+    """The checksum of a whole transfer, over all links, read at the producer."""
+    caches = [[s.cache for s in e.stores.values()] for e in (producer, consumer)]
+    out = 0
+    for c, r in route(*caches).items():
+        for p, claims in r.claims.items():
+            made = Planner(producer.stores[p].cache, consumer.stores[c].cache, claims).plan(
+                producer.tables, consumer.tables, 0, tokens
+            )
+            out += memory.space(producer.stores[p].cache.regions).checksum(made, "source").value
+    return out & ALL
+
+
+def test_it_depends_on_no_layout_block_size_or_sharding() -> None:
+    spec = Spec(KINDS[0], ("l0", "l1", "l2"), (6, 6), 4)
+    seen = set()
+    for src, n, tp in (("nhd", 4, 1), ("hnd", 6, 2), ("fa", 3, 4), ("bhlnc", 5, 2)):
+        for dst, m, ranks in (("fi", 4, 2), ("padded heads", 8, 1)):
+            producer, consumer = engine(spec, src, n, tp, 13, 1), engine(spec, dst, m, ranks, 13, 2)
+            Case((spec,), producer, consumer, 0, 13).fill()
+            seen.add(total(producer, consumer, 13))
+    assert len(seen) == 1
+
+
+@pytest.fixture
+def moved() -> tuple[Case, CopyPlan, Store]:
+    spec = Spec(KINDS[0], ("l0", "l1"), (16, 16), 2)
+    case = Case((spec,), engine(spec, "nhd", 4, 1, 12, 1), engine(spec, "hnd", 4, 1, 12, 2), 0, 12)
+    case.fill()
+    ((p, c, claims),) = links(case)
+    made = plan(case, p, c, claims)
+    copy(made, case.producer.stores[p].image, case.consumer.stores[c].image)
+    return case, made, case.consumer.stores[Rank()]
+
+
+def received(made: CopyPlan, store: Store) -> int:
+    return memory.space(store.cache.regions).checksum(made, "destination").value
+
+
+def test_any_flipped_bit_is_noticed(moved: tuple[Case, CopyPlan, Store]) -> None:
+    case, made, store = moved
+    good = received(made, store)
+    _, mask = case.expect(store)
+    for byte in np.flatnonzero(mask)[::7]:
+        for bit in (0, 3, 7):
+            store.image[byte] ^= 1 << bit
+            assert received(made, store) != good
+            store.image[byte] ^= 1 << bit
+    for byte in np.flatnonzero(mask == 0)[:200]:
+        store.image[byte] ^= 255
+    assert received(made, store) == good
+
+
+def test_two_flipped_top_bits_do_not_cancel(moved: tuple[Case, CopyPlan, Store]) -> None:
+    _, made, store = moved
+    good = received(made, store)
+    block = int(made.parts[0].dst_at[0])
+    for a, b in ((7, 15), (7, 23), (15, 31)):
+        store.image[block + a] ^= 0x80
+        store.image[block + b] ^= 0x80
+        assert received(made, store) != good
+        store.image[block + a] ^= 0x80
+        store.image[block + b] ^= 0x80
+
+
+def test_exchanged_content_is_noticed(moved: tuple[Case, CopyPlan, Store]) -> None:
+    """Tokens, heads, planes, layers, words of one unit: the same bytes in other places are other content."""
+    case, made, store = moved
+    good = received(made, store)
+    table = case.consumer.tables[0]
+
+    def cell(layer: str = "l0", plane: str = "k", head: int = 0, token: int = 0) -> np.ndarray:
+        return store.held[0, layer, plane].cell(int(table[token // 4]), head, token % 4)
+
+    pairs = [
+        (cell(), cell(token=1)),
+        (cell(), cell(token=4)),
+        (cell(), cell(head=1)),
+        (cell(), cell(plane="v")),
+        (cell(), cell(layer="l1")),
+        (cell()[:8], cell()[8:]),
+    ]
+    for a, b in pairs:
+        a[:], b[:] = b.copy(), a.copy()
+        assert received(made, store) != good
+        a[:], b[:] = b.copy(), a.copy()
+    assert received(made, store) == good
+
+
+def test_zeroed_content_is_noticed_and_zeros_in_other_places_differ(moved: tuple[Case, CopyPlan, Store]) -> None:
+    case, made, store = moved
+    sums = {received(made, store)}
+    table = case.consumer.tables[0]
+    for token in range(12):
+        cell = store.held[0, "l1", "v"].cell(int(table[token // 4]), 1, token % 4)
+        kept = cell.copy()
+        cell[:] = 0
+        sums.add(received(made, store))
+        cell[:] = kept
+    assert len(sums) == 13
+
+
+def test_a_plan_without_positions_has_no_checksum(moved: tuple[Case, CopyPlan, Store]) -> None:
+    _, made, store = moved
+    with pytest.raises(ValueError, match="does not know the positions"):
+        memory.space(store.cache.regions).checksum(CopyPlan(made.sheets), "destination")
+    assert memory.space(store.cache.regions).checksum(CopyPlan(()), "destination").value == 0
+
+
+def test_threads_agree_with_one(moved: tuple[Case, CopyPlan, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made, store = moved
+    good = received(made, store)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("kvxfer.memory.pool._WORTH", 16)
+    assert received(made, store) == good
