@@ -81,7 +81,7 @@ class HostGpu:
         self._waiting.append((self._started, launch))
         return self._started
 
-    def finished(self) -> int:
+    def finished(self, until: float = 0.0) -> int:
         if self._waiting:
             self._looks += 1
         if self._looks >= LATER:

@@ -96,14 +96,17 @@ class Gpu:
         self._started += 1
         return self._started
 
-    def finished(self) -> int:
-        """Number of the last launch that is over; all before it are too. Raises ``CudaError``, after which nothing
-        can be done on this GPU any more."""
+    def finished(self, until: float = 0.0) -> int:
+        """Number of the last launch that is over; all before it are too. Asks until this time of ``time.monotonic`` if
+        none is. Raises ``CudaError``, after which nothing can be done on this GPU any more."""
         if self._under_way:
+            before = self._finished
             with self.context:
                 while self._under_way:
                     (error,) = self._api.cuEventQuery(self._under_way[0].event)
                     if error == NOT_READY:
+                        if self._finished == before and time.monotonic() < until:
+                            continue
                         break
                     check("a copy on the GPU", (error,))
                     self._free.append(self._under_way.popleft())

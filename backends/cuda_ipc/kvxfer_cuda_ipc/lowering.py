@@ -50,11 +50,10 @@ class Lowering:
         template, incoming = sheet.template, batch.verb is Verb.READ
         cells = template.src_cells.tobytes(), template.dst_cells.tobytes()
         key = batch.local, batch.remote, incoming, template.unit, template.axes, *cells
-        longest = template.unit * int(sheet.counts.max())
         placement = self._placements.get(key)
-        if placement is None or not placement.holds(sheet, longest):
+        if placement is None or not placement.holds(sheet):
             placement = self._place(batch, sheet)
-            if placement is None or not placement.holds(sheet, longest):
+            if placement is None or not placement.holds(sheet):
                 # Segments in several regions (or outside, which is found out here).
                 runs = materialise([sheet])
                 local, remote = (runs.dst, runs.src) if incoming else (runs.src, runs.dst)

@@ -32,8 +32,13 @@ LONG_RUN = 16384
 """Longer runs are cut if most are shorter: the runs of a launch are dealt out as if all were as long as the longest."""
 
 
+# Reductions by their ufuncs: the methods of the same names take twice as long, in front of every copy.
 def _bits(values: Ints) -> int:
     return int(np.bitwise_or.reduce(values))
+
+
+def _most(values: Ints) -> int:
+    return int(np.maximum.reduce(values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,13 +133,15 @@ class Placement:
         rows = tuple(Rows.of(a[0][i : i + MOST_ROWS], b[0][i : i + MOST_ROWS]) for i in parts)
         return cls(rows, a[1], a[2], b[1], b[2])
 
-    def holds(self, sheet: Sheet, longest: int) -> bool:
-        """Whether all rows of all segments, of at most ``longest`` bytes, lie in the regions. Errs to the safe side."""
-        src, dst = sheet.src_at, sheet.dst_at
+    def holds(self, sheet: Sheet) -> bool:
+        """Whether all rows of all segments lie in the regions. Errs to the safe side."""
+        longest = sheet.template.unit * _most(sheet.counts)
         return bool(
-            self.src_low <= src.min() and src.max() <= self.src_high - longest
-            and self.dst_low <= dst.min() and dst.max() <= self.dst_high - longest
-        )  # fmt: skip
+            self.src_low <= np.minimum.reduce(sheet.src_at)
+            and _most(sheet.src_at) <= self.src_high - longest
+            and self.dst_low <= np.minimum.reduce(sheet.dst_at)
+            and _most(sheet.dst_at) <= self.dst_high - longest
+        )
 
 
 def of_sheet(sheet: Sheet, placement: Placement) -> Iterator[Launch]:
@@ -162,21 +169,22 @@ def divisor(d: int) -> tuple[int, int]:
 
 def _launches(rows: Rows, src_at: Ints, dst_at: Ints, counts: Ints, unit: int) -> Iterator[Launch]:
     """``unit`` in bytes. Where it is a single byte, counts are lengths, and their alignment matters as well."""
-    if not counts.any():
+    most = _most(counts) if len(counts) else 0
+    if most == 0:
         return
     bits = rows.bits | _bits(src_at) | _bits(dst_at) | WIDEST
     if unit % WIDEST and (bits | unit) & -(bits | unit) < WIDEST:
         of_counts = _bits(counts)
         whole = of_counts & -of_counts  # counts are multiples of this
-        counts, unit = counts // whole, unit * whole
+        counts, most, unit = counts // whole, most // whole, unit * whole
     word = (bits | unit) & -(bits | unit)
     words = unit // word
-    longest = words * int(counts.max())
+    longest = words * most
     tile = Tile.of(longest, word)
     chunks = -(-longest // (tile.lanes * tile.steps))
-    most = max(1, min(MOST_SEGMENTS, MOST_CHUNKS // (chunks * len(rows))))
-    for i in range(0, len(counts), most):
-        part = slice(i, i + most)
+    step = max(1, min(MOST_SEGMENTS, MOST_CHUNKS // (chunks * len(rows))))
+    for i in range(0, len(counts), step):
+        part = slice(i, i + step)
         yield Launch(rows, src_at[part], dst_at[part], counts[part], words, word, tile, chunks)
 
 

@@ -41,6 +41,12 @@ RETRY_S = 0.0005
 LOOK_S = 0.00003
 """How soon to look again whether a launch is over that should be by now."""
 
+LATE_S = 0.001
+"""How long to leave a batch alone at most that is late."""
+
+EARLY_S = 0.00003
+"""How long before it should be over a batch gets our full attention."""
+
 LARGE = 8 << 20
 """A batch of so many bytes shows how fast the link is."""
 
@@ -251,37 +257,36 @@ class CudaIpcTransport(Transport):
 
     def _advance(self, job: _Job) -> None:
         """Start what can be started."""
-        if job.error is not None:
+        if job.error is not None or (job.begun is not None and not job.launches):
             return
         line = job.link.line
-        if job.begun is None:
-            line.check()
         if line.down is not None:
             self._stop(job, PeerError(line.down))
             return
         if not line.up:
             return
         try:
-            event = _event(job.after)
-            if event is None and job.after is not None:
-                if not job.after.passed():
+            event = None
+            if job.after is not None:
+                event = _event(job.after)
+                if event is None and not job.after.passed():
                     return
-                job.after = None
             if job.begun is None:
                 job.begun = time.monotonic()
             while job.launches and job.gpu.ready:
                 job.last = job.gpu.start(job.launches[0], event)
                 job.nbytes += job.launches.popleft().nbytes
-                job.after = event = None
+                event = job.after = None
         except Exception as e:  # whatever it is, it is how this batch ends
             self._stop(job, e)
 
     def _over(self) -> dict[Gpu, int]:
         """For each GPU, the last launch that is over."""
         over: dict[Gpu, int] = {}
+        until = self._patience()
         for gpu in self._gpus.values():
             try:
-                over[gpu] = gpu.finished()
+                over[gpu] = gpu.finished(until)
             except TransportError as e:
                 # The GPU's context is lost and nothing runs in it any more.
                 for job in self._jobs.values():
@@ -315,19 +320,33 @@ class CudaIpcTransport(Transport):
                 self._let_go(link.peer, link.lowerings)
 
     def _sleep(self) -> None:
-        """Say when to poll next: when the first launch should be over, or a fence could have passed."""
+        """Say when to poll next: shortly before a batch should be over, ever less often if it is late; or when a fence
+        could have passed."""
         now, due = time.monotonic(), None
         for job in self._jobs.values():
             if job.last and job.begun is not None:
-                at = max(now + LOOK_S, job.begun + 0.95 * job.nbytes / self._pace)
+                end = self._expected(job)
+                at = max(now + LOOK_S, end - EARLY_S, now + min((now - end) / 4, LATE_S))
             elif job.after is not None and job.link.line.up:
                 at = now + RETRY_S
             else:
                 continue
             due = at if due is None else min(due, at)
         if self._leaving and due is None:
-            due = now + LOOK_S
+            due = now + RETRY_S
         self._wakeup.at(due)
+
+    def _expected(self, job: _Job) -> float:
+        """When a batch that was begun should be over."""
+        return (job.begun or 0.0) + job.nbytes / self._pace
+
+    def _patience(self) -> float:
+        """Until when to wait for what is over almost now: a timer could not wake us in time for it."""
+        now = time.monotonic()
+        for job in self._jobs.values():
+            if job.last and abs(now - self._expected(job)) < EARLY_S:
+                return now + 2 * EARLY_S
+        return 0.0
 
     def _check_open(self) -> None:
         if self._closed:
