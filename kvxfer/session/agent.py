@@ -240,6 +240,9 @@ class Agent:
                     log.warning("%s of %s %s: %s", e.role, e.transfer, e.outcome.kind, e.outcome.reason)
             case Dial():
                 self._out.dial(action.link, now)
+            case Close(link=bytes() as link):
+                self._in.close(link, action.reason)
+                self._do(partial(self._producer.link_down, link, action.reason))
             case Close():
                 self._out.forget(action.link)
             case Resolve():

@@ -46,7 +46,7 @@ __all__ = ["Consumer"]
 
 S, E = LaneState, LaneEvent
 
-RESETS = 4
+RESETS = 8
 """How often a lane is tried anew after its link broke under it."""
 
 REMINDERS = 4
@@ -175,10 +175,11 @@ class Consumer:
         if lane.state is S.MOVING:
             if done.error is None:
                 out += self._complete(f, lane, now)
-            elif done.collateral:
-                out += self.link_reset(link, done.error, now)
             else:
-                out += self._fail(f, f"moving a part from {link_name(link)}: {done.error}", now)
+                if not done.collateral:
+                    out += self._fail(f, f"moving a part from {link_name(link)}: {done.error}", now)
+                # A back end has no word for a link that is of no more use, so none outlives an error.
+                out += self.link_reset(link, done.error, now)
         return out + self._resume(f, lane, now) + self._release(f)
 
     def tick(self, now: float) -> list[Action]:
@@ -272,6 +273,8 @@ class Consumer:
             return self._fail(f, f"{link_name(lane.spec.link)} mixed generations in one attempt", now)
         if not lane.on(E.HAVE):
             return []
+        if msg.piece_bytes > info.piece_bytes:
+            return self._fail(f, f"{link_name(lane.spec.link)} sends larger pieces than were agreed on", now)
         self._questions.cancel(lane.attempt)
         lane.generation = msg.generation
         lane.final |= msg.final

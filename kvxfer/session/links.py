@@ -146,9 +146,14 @@ class Inbound:
         """Give all links up; their consumers are told to dial anew."""
         gone = list(self._links)
         for link in gone:
+            self.close(link, reason)
+        return gone
+
+    def close(self, link: LinkId, reason: str) -> None:
+        """Give a link up; its consumer is told to dial anew."""
+        if link in self._links:
             self._refuse(link, reason, again=True)
             self.drop(link)
-        return gone
 
     def drop(self, link: LinkId) -> None:
         if self._links.pop(link, None) is not None:

@@ -18,6 +18,7 @@ from kvxfer.session.timers import Recent, Timers
 from kvxfer.session.values import (
     Abort,
     Action,
+    Close,
     Ended,
     Kind,
     LinkId,
@@ -164,7 +165,10 @@ class Producer:
         elif done.collateral:
             out += self._stop(serve, f"the link broke: {done.error}", True, now)
         else:
+            # Of a failed write the consumer knows nothing, and a link that is of no more use has to be made anew.
+            broken = serve.live and done.ref.link in self._links and self._links[done.ref.link].info.mode == "write"
             out += self._give_up(serve, Outcome(Kind.FAILED, f"sending failed: {done.error}"), now)
+            out += [Close(done.ref.link, done.error)] if broken else []
         return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
 
     def tick(self, now: float) -> list[Action]:

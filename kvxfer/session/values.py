@@ -173,7 +173,8 @@ class Dial:
 
 @dataclass(frozen=True)
 class Close:
-    """Forget this link and its back-end connection; answer with ``link_closed`` once nothing comes over it any more."""
+    """Forget this link and its back-end connection. Answer the consumer with ``link_closed`` once nothing comes over it
+    any more; a producer's ``Close`` has the consumer dial anew, and is answered with ``link_down``."""
 
     link: LinkId
     reason: str

@@ -61,6 +61,11 @@ class Network:
         return LinkInfo(setting.mode, planner, 16, 1 << 40 if setting.staged else 0)  # type: ignore[arg-type]
 
     def close(self, agent: Agent, name: Any) -> None:
+        if agent.role == "producer":
+            link = agent.links[name]
+            self.world.later(LATEST, None, lambda: self._lost(link, "closed by the producer", again=True))
+            self.world.later(0.0, None, lambda: self._lost_at_producer(link, "closed"))
+            return
         if not self._hang_up(agent, name):
             self.world.later(0.5, ("link", agent.epoch, name), lambda: self._closed(agent, name, None))
 
