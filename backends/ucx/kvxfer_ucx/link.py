@@ -71,16 +71,21 @@ class Half:
     data: Posted | None = None
     ack: Posted | None = None
 
-    @property
-    def posted(self) -> list[Posted]:
-        return [p for p in (self.data, self.ack) if p is not None]
+    def done(self) -> bool:
+        """Whether UCX has ended all that was posted for it."""
+        return (self.data is None or self.data.done()) and (self.ack is None or self.ack.done())
 
     def status(self) -> int:
-        """What came of it, once all that is ``posted`` is done."""
-        failed = next((p.status for p in self.posted if p.status != OK), OK)
-        if failed == OK and self.verb is Verb.RECV and self.data is not None and self.data.nbytes != self.nbytes:
+        """What came of it, once ``done``."""
+        assert self.data is not None  # it was posted
+        if self.verb is Verb.RECV and self.data.status == OK and self.data.nbytes != self.nbytes:
             return TRUNCATED
-        return failed
+        return self.data.status or (OK if self.ack is None else self.ack.status)
+
+    def cancel(self) -> None:
+        for posted in (self.data, self.ack):
+            if posted is not None:
+                posted.cancel()
 
 
 class Link:
@@ -132,7 +137,10 @@ class Link:
         self._say(_WELCOME, 0, True)
 
     def submit(self, half: Half) -> None:
-        self._waiting.append(half)
+        if self._open and self.cause is None and half.after is None and half.nbytes:
+            self._post(half)
+        else:
+            self._waiting.append(half)
 
     def halves(self) -> list[Half]:
         """Batches whose memory is, or may be, in use."""
@@ -170,14 +178,13 @@ class Link:
         if self._welcome is not None:
             self._welcome.cancel()
         for half in self._going:
-            for posted in half.posted:
-                posted.cancel()
+            half.cancel()
         if self._connection is not None:
             self._connection.close()
 
     def gone(self) -> bool:
         """Whether nothing of a link that has ended is in flight. Then drops what UCX keeps for it."""
-        if self.cause is None or self._waiting or self._going or self._said or not all(map(_done, self._stuck)):
+        if self.cause is None or self._waiting or self._going or self._said or not all(h.done() for h in self._stuck):
             return False
         if self._connection is not None:
             if not self._connection.closed() or not (self._welcome is None or self._welcome.done()):
@@ -202,7 +209,7 @@ class Link:
         for half in waiting:
             if half.after is not None and not half.after.passed():
                 self._waiting.append(half)
-            elif not len(half.pieces):
+            elif not half.nbytes:
                 ended.append(Completion(half.number))
             else:
                 self._post(half)
@@ -221,7 +228,7 @@ class Link:
     def _finish(self, now: float) -> list[Completion]:
         """Take out what has ended by itself."""
         ended: list[Completion] = []
-        for half in [h for h in self._going if _done(h)]:
+        for half in [h for h in self._going if h.done()]:
             status = half.status()
             if half.verb is Verb.RECV and status in (OK, TRUNCATED) and self.cause is None:
                 self._say(_ACK, half.stream, status == OK)
@@ -242,7 +249,7 @@ class Link:
         """Batches of a link that has ended, as UCX lets go of them."""
         ended = [Completion(h.number, self._error(h)) for h in self._waiting]
         self._waiting.clear()
-        free = [h for h in self._going if _done(h)]
+        free = [h for h in self._going if h.done()]
         self._going = [h for h in self._going if h not in free]
         ended += [Completion(h.number, self._error(h)) for h in free]
         if now >= self._due:
@@ -264,7 +271,3 @@ class Link:
     @staticmethod
     def _tag(receiver: Offer, kind: int, stream: int) -> int:
         return receiver.tag ^ (stream << 2 | kind)
-
-
-def _done(half: Half) -> bool:
-    return all(p.done() for p in half.posted)

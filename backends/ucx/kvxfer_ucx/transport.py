@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from kvxfer.errors import KvxferError, PeerError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.cache import Region, flat_starts
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
@@ -57,6 +57,7 @@ class UcxTransport(Transport):
         self._library = load()
         self._thread = threading.get_ident()
         self._memories = Memories()
+        self._spans: dict[int, list[tuple[int, int, int]]] = {}
         self._offers: dict[bytes, Offer] = {}
         self._links: dict[int, Link] = {}
         self._numbers = 0
@@ -113,6 +114,8 @@ class UcxTransport(Transport):
         if self._sealed:
             raise TransportError("all memory must be registered before the first endpoint is made")
         memory = self._memories.add(regions, self._capabilities.memory)
+        starts = flat_starts(tuple(regions))
+        self._spans[memory] = [(s, s + r.nbytes, r.address) for s, r in zip(starts, regions, strict=True)]
         for device in {r.device for r in regions if r.device != "cpu"}:
             cuda.use(int(device.partition(":")[2] or 0))
         return memory
@@ -123,6 +126,7 @@ class UcxTransport(Transport):
             if any(h.memory == memory for h in link.halves()):
                 raise TransportError(f"memory {memory} is in use by a batch with {link.theirs}; abort that first")
         self._memories.remove(memory)
+        del self._spans[memory]
 
     def endpoint(self) -> bytes:
         self._check()
@@ -171,9 +175,9 @@ class UcxTransport(Transport):
             raise TransportError(f"stream number {batch.stream} is not in [0, {STREAMS})")
         if any((h.verb, h.stream) == (batch.verb, batch.stream) for h in link.halves()):
             raise TransportError(f"{batch.verb} {batch.stream} is in flight on link {batch.peer} already")
-        pieces = self._pieces(batch, merge=link.plain)
+        pieces, nbytes = self._one_piece(batch) or self._pieces(batch, merge=link.plain)
         self._numbers += 1
-        link.submit(Half(self._numbers, batch.verb, batch.local, batch.stream, pieces, batch.nbytes, after))
+        link.submit(Half(self._numbers, batch.verb, batch.local, batch.stream, pieces, nbytes, after))
         self._wakeup.set()
         return self._numbers
 
@@ -238,8 +242,19 @@ class UcxTransport(Transport):
         if threading.get_ident() != self._thread:
             raise TransportError(f"the transport of {self.agent!r} belongs to the thread that made it")
 
-    def _pieces(self, batch: Batch, merge: bool) -> Pieces:
-        """Where the runs lie that are not empty; with ``merge``, neighbours together."""
+    def _one_piece(self, batch: Batch) -> tuple[Pieces, int] | None:
+        """``_pieces`` without numpy, for what a session that packs submits: one run inside a region. With the
+        processor's caches full of what was moved before, numpy takes 0.2 ms for it."""
+        if len(batch.lengths) != 1 or len(batch.local_offsets) != 1:
+            return None
+        offset, nbytes = int(batch.local_offsets[0]), int(batch.lengths[0])
+        for start, end, address in self._spans.get(batch.local, ()):
+            if start <= offset and 0 < nbytes <= end - offset:
+                return [(address + offset - start, nbytes)], nbytes
+        return None
+
+    def _pieces(self, batch: Batch, merge: bool) -> tuple[Pieces, int]:
+        """Where the runs lie that are not empty (with ``merge``, neighbours together), and their bytes in all."""
         addresses, lengths = self._memories.addresses(batch.local, batch.local_offsets, batch.lengths), batch.lengths
         if not lengths.all():
             full = lengths > 0
@@ -249,11 +264,9 @@ class UcxTransport(Transport):
             if not apart.all():
                 first = np.concatenate(([0], np.flatnonzero(apart) + 1))
                 addresses, lengths = addresses[first], np.add.reduceat(lengths, first)
-        if len(lengths) == 1:
-            return [(int(addresses[0]), int(lengths[0]))]
         pieces = np.empty((len(lengths), 2), np.int64)
         pieces[:, 0], pieces[:, 1] = addresses, lengths
-        return pieces
+        return pieces, int(lengths.sum())
 
     def _plain(self) -> bool:
         return all(r.device == "cpu" for m in self._memories for r in self._memories.regions(m))
@@ -290,8 +303,8 @@ class UcxTransport(Transport):
 
     def _progress(self, until: float) -> bool:
         """Let UCX work until it has nothing more to do, or until then; whether it had anything to do."""
-        moved = False
-        while self._worker.progress_once():
+        progress, moved = self._worker.progress_once, False
+        while progress():
             moved = True
             if time.monotonic() > until:
                 break
