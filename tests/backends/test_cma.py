@@ -25,8 +25,12 @@ from kvxfer.testing.conformance import Suite, Way, World
 from kvxfer.testing.conformance.harness import Started, assert_equal
 from kvxfer.testing.party import LocalParty, Runs
 from kvxfer.transport import Batch, Verb
-from kvxfer_cma import CmaTransport, ptrace, ring
-from kvxfer_cma.endpoint import Endpoint
+from tests.conftest import require
+
+require("cma")
+
+from kvxfer_cma import CmaTransport, ptrace, ring  # noqa: E402  (only where it can be used)
+from kvxfer_cma.endpoint import Endpoint  # noqa: E402
 
 VM = {"mode": "vm"}
 SHM = {"mode": "shm"}

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry import Planner, Rank, Region, Template, route
-from kvxfer.geometry.cache import Cache, Group, Heads, View, flat_starts
+from kvxfer.geometry import Region, Template
 from kvxfer.geometry.sheet import Sheet
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, World
@@ -27,6 +26,7 @@ from kvxfer_cuda_ipc.gpu import THREADS, WORK, blocks_for, describe
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_sheet
 from tests.backends.cuda_on_host import OnHost
+from tests.backends.cuda_plans import PAIRS, move_plans, planner
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -52,69 +52,10 @@ def world() -> Iterator[World]:
 # Plans
 
 
-LAYERS, HEADS, CONTENT = 3, 4, 32
-
-
-def cache(layout: str, tokens: int, blocks: int, lo: int = 0, hi: int = HEADS, split: bool = False) -> Cache:
-    """K and V of three layers. ``layout``: NHD or HND. ``split``: a region for each layer."""
-    heads, names = hi - lo, tuple(f"layer.{i}" for i in range(LAYERS))
-    page = tokens * heads * CONTENT
-    size = 2 * blocks * page + 64
-    regions = (
-        tuple(Region(1 + i * (1 << 30), size) for i in range(LAYERS)) if split else (Region(1, LAYERS * size),)
-    )
-    starts = flat_starts(regions) if split else tuple(i * size for i in range(LAYERS))
-    token, head = (heads * CONTENT, CONTENT) if layout == "NHD" else (CONTENT, tokens * CONTENT)
-    views = tuple(
-        View(
-            plane, 0, names, tuple(at + 16 + v * page for at in starts), blocks, 2 * page, CONTENT, "test",
-            Heads(lo, heads, HEADS, head), token,
-        )  # fmt: skip
-        for v, plane in enumerate("kv")
-    )
-    found = Cache(regions, (Group(tokens),), views)
-    found.check()
-    return found
-
-
-PAIRS = {
-    "same": (cache("NHD", 4, 20), cache("NHD", 4, 24)),
-    "layout": (cache("NHD", 4, 20), cache("HND", 4, 24)),
-    "block size": (cache("NHD", 4, 20), cache("NHD", 8, 12)),
-    "layout and block size": (cache("HND", 8, 10), cache("NHD", 4, 24)),
-    "half the heads": (cache("NHD", 4, 20), cache("NHD", 4, 24, 2, 4)),
-    "into half the heads": (cache("HND", 4, 20, 0, 2), cache("NHD", 4, 24)),
-    "a region a layer": (cache("NHD", 4, 20, split=True), cache("HND", 4, 24, split=True)),
-}
-
-
-def planner(src: Cache, dst: Cache) -> Planner:
-    """For what the consumer takes from this producer; heads that it lacks come from another."""
-    views = tuple(msgspec.structs.replace(v, heads=Heads(2, 2, HEADS, v.heads.stride)) for v in src.views if v.heads)
-    other = msgspec.structs.replace(src, views=views, rank=Rank(tp=1))
-    return Planner(src, dst, route([src, other], [dst])[Rank()].claims[Rank()])
-
-
 @pytest.mark.parametrize("verb", [Verb.READ, Verb.WRITE])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_plan_moves_what_its_runs_say(world: World, pair: str, verb: Verb) -> None:
-    src, dst = PAIRS[pair]
-    sender, receiver = world.local(), world.local()
-    sender.allocate([r.nbytes for r in src.regions], 1)
-    receiver.allocate([r.nbytes for r in dst.regions], 2)
-    link = world.link(sender, receiver)
-    me = receiver if verb is Verb.READ else sender
-    planned, random, none = planner(src, dst), np.random.default_rng(3), np.empty(0, np.int64)
-    for start, tokens in ((0, 32), (0, 31), (5, 17), (8, 9), (0, 32)):
-        src_blocks = random.permutation(src.views[0].blocks)[: -(-32 // src.groups[0].block_tokens)]
-        dst_blocks = random.permutation(dst.views[0].blocks)[: -(-32 // dst.groups[0].block_tokens)]
-        plan = planned.plan([src_blocks], [dst_blocks], start, tokens)
-        expected, content, runs = receiver.content(0), sender.content(0), plan.runs()
-        for a, b, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
-            expected[b : b + n] = content[a : a + n]
-        batch = Batch(verb, link.peers[me.name], 0, none, none, 0, none, 0, plan)
-        world.succeed(Started([(me, me.submit(batch))]))
-        assert_equal(receiver.content(0), expected, "the target's memory")
+    move_plans(world, world.local(), world.local(), pair, verb)
 
 
 @pytest.mark.parametrize("shift", [-(1 << 20), 1 << 20])
