@@ -31,6 +31,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         peer_timeout: seconds of silence after which a peer counts as dead.
         staging_bytes: size of the staging area, for transfers that cannot or should not go direct; None takes
             64 MiB of host memory, or 512 MiB of a CUDA device where the back end moves such memory.
+        legacy_hosts: networks, addresses or names of engines that a request id in the form of vLLM's former
+            P2pNcclConnector may name; empty: ids are never taken for addresses.
         integrity: how much of what arrives is compared with a hash of what was sent.
     """
 
@@ -43,6 +45,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     lease: Seconds = 60.0
     peer_timeout: Seconds = 10.0
     staging_bytes: Bytes | None = None
+    legacy_hosts: tuple[str, ...] = ()
     integrity: Literal["off", "sample", "full"] = "off"
 
     @classmethod

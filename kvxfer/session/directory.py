@@ -21,6 +21,9 @@ __all__ = ["Directory"]
 
 log = logging.getLogger("kvxfer.directory")
 
+ANY_EPOCH = 0
+"""The epoch of a source that a router named before the engine could say its own. The transfer's id and digest must then
+suffice to tell an engine from one that was there before."""
 _IDLE_S = 60.0  # a socket to another directory that was not used for so long is closed
 
 
@@ -113,7 +116,7 @@ class Directory:
             case m.Lookup() if self._members:
                 card = m.Card(m.PROTOCOL, self.engine, self.epoch, self.backend, self._members)
                 wire.send(self._router, card, to=frames[0])
-            case m.Renew(epoch=self.epoch) | m.Settle(epoch=self.epoch):
+            case m.Renew() | m.Settle() if msg.epoch in (self.epoch, ANY_EPOCH):
                 self._notices.append(msg)
             case _:
                 pass  # a lookup that comes too early, or news for an engine that was here before

@@ -148,6 +148,6 @@ def _card(frame: bytes, directory: Source) -> m.Card:
         raise PeerError(f"it answered with a {type(card).__name__}")
     if card.protocol != m.PROTOCOL:
         raise PeerError(f"its protocol {card.protocol} is not ours ({m.PROTOCOL}); update one side")
-    if card.epoch != directory.epoch:
+    if directory.epoch and card.epoch != directory.epoch:
         raise PeerError("the engine there has restarted since it was named")
     return card

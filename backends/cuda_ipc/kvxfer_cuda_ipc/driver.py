@@ -127,11 +127,6 @@ class Context:
         base, size = check("looking up an allocation", self.api.cuMemGetAddressRange(address))
         return int(base), int(size)
 
-    def owner(self, address: int) -> int:
-        """Ordinal of the GPU on which memory lies."""
-        which = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        return int(check("asking where memory lies", self.api.cuPointerGetAttribute(which, address)))
-
     def share(self, base: int) -> bytes:
         """A handle by which another process can open an allocation. Must be entered."""
         handle = check("sharing memory", self.api.cuIpcGetMemHandle(base))

@@ -36,11 +36,10 @@ def export(number: int, regions: Sequence[Region], context: Context) -> Exported
 
 def _allocation(context: Context, region: Region) -> tuple[int, int]:
     try:
-        base, size = context.allocation(region.address)
-        owner = context.owner(region.address)
+        base, size = context.allocation(region.address)  # finds nothing in another GPU's memory
     except CudaError as e:
-        raise TransportError(f"{region} is not memory of a GPU ({e.name})") from e
-    if owner != context.ordinal or region.address + region.nbytes > base + size:
+        raise TransportError(f"{region} is not memory of {region.device} ({e.name})") from e
+    if region.address + region.nbytes > base + size:
         raise TransportError(f"{region} does not lie within one allocation of {region.device}")
     return base, size
 

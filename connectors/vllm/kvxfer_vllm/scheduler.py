@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import Rank
+from kvxfer.identity import Address as LegacyAddress
 from kvxfer.identity import TransferId, digest, external_id, new_epoch
 from kvxfer.schedule import NULL, Schedule, ScheduleError, Source
 from kvxfer.session import Directory, Member, Renew, Settle
 from kvxfer.session import Source as Address
 from kvxfer_vllm import params as p
 from kvxfer_vllm.metadata import Handshake, Report, Step
+from kvxfer_vllm.migration import params_of
 from kvxfer_vllm.settings import groups_of, model_identity
 
 if TYPE_CHECKING:
@@ -67,12 +69,24 @@ class SchedulerHalf:
 
     def arrive(self, request: Request) -> None:
         """A request is new (or asked about again): learn what it offers or loads."""
-        if not request.kv_transfer_params or request.request_id in self._offers or request.request_id in self._loads:
+        if request.request_id in self._offers or request.request_id in self._loads:
             return
         try:
-            self._take_up(request, request.kv_transfer_params)
+            params = request.kv_transfer_params or self._legacy(request)
+            if params:
+                self._take_up(request, params)
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
             log.warning("request %s takes no part in KV transfer: %s", request.request_id, e)
+
+    def _legacy(self, request: Request) -> dict[str, Any] | None:
+        """Params out of a request id in the form of P2pNcclConnector, where the configuration allows that."""
+        hosts = self._config.legacy_hosts
+        if not hosts:
+            return None
+        own = LegacyAddress(self._source.host, self._source.port)
+        return params_of(
+            external_id(request.request_id), produces=self._produces, consumes=self._consumes, own=own, hosts=hosts
+        )
 
     def _take_up(self, request: Request, params: dict[str, Any]) -> None:
         name = request.request_id

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.schedule import Group
+from kvxfer_vllm.migration import check_hosts, translate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = ["groups_of", "model_identity", "settings_of"]
+
+log = logging.getLogger("kvxfer.vllm")
 
 _FULL = {"FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec"}
 _WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
@@ -25,7 +29,11 @@ def settings_of(vllm_config: VllmConfig) -> Config:
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         raise ConfigError("kvxfer needs a kv_transfer_config")
-    config = Config.from_mapping(transfer.kv_connector_extra_config or {})
+    mapping, notes = translate(transfer.kv_connector_extra_config or {}, transfer)
+    for note in notes:
+        log.warning("configuration of P2pNcclConnector: %s", note)
+    config = Config.from_mapping(mapping)
+    check_hosts(config.legacy_hosts)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
