@@ -61,7 +61,7 @@ def _sheet(s: _Sheet) -> Sheet:
     sound = (
         len(cells[0]) == len(cells[1]) > 0
         and len(places[0]) == len(places[1]) == len(counts) > 0
-        and len(s.axes) <= 4
+        and len(s.axes) <= 2
         and all(n > 1 for n, _, _ in s.axes)
         and len(template) <= _MOST_ROWS
         and s.unit > 0

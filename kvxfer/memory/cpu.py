@@ -33,11 +33,12 @@ than it starts a row, but lets other threads run only while it moves more than 5
 
 
 class CpuSpace(Space):
-    """Host memory. Everything is done when a method returns. ``owner`` is kept alive with the space."""
+    """Host memory. Everything is done when a method returns. ``owner`` is kept alive with the space. ``pinned``: CUDA
+    kernels may address it as it is."""
 
-    def __init__(self, regions: tuple[Region, ...], owner: object = None) -> None:
+    def __init__(self, regions: tuple[Region, ...], owner: object = None, *, pinned: bool = False) -> None:
         super().__init__(regions, "cpu")
-        self.owner = owner
+        self.owner, self.pinned = owner, pinned
         self._bytes = [_view(r) for r in regions]
         self._grids: WeakKeyDictionary[Template, dict[Side, list[Grid]]] = WeakKeyDictionary()
 

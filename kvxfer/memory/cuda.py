@@ -1,43 +1,46 @@
-"""CUDA memory, with torch: a Triton kernel where Triton is, strided torch copies elsewhere. All work runs on a
-low-priority stream of the space's own, so that it waits for nothing but its fences and delays the model little."""
+"""CUDA memory, with torch: Triton kernels where Triton is, torch's indexing elsewhere.
+
+All work runs on a stream of the space's own, of the lowest priority: it waits for nothing but its fences and delays the
+model little.
+"""
 
 from __future__ import annotations
 
-from functools import reduce
-from math import gcd
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from kvxfer.errors import KvxferError
-from kvxfer.geometry import CopyPlan, Region, Sheet, Template
-from kvxfer.memory.cpu import CpuSpace, even
+from kvxfer.geometry import CopyPlan, Region
+from kvxfer.memory.checksum import parts_of
+from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.fence import CudaEvent, Fence
-from kvxfer.memory.space import Checksum, Side, Space, grids
+from kvxfer.memory.indexed import move_indexed
+from kvxfer.memory.space import Checksum, Side, Space
 
-__all__ = ["CudaSpace", "allocate"]
-
-try:
-    from kvxfer.memory.triton_kernels import move_rows
-except ImportError:  # no Triton: slower, not less
-    move_rows = None
+__all__ = ["CudaSpace", "allocate", "wrap"]
 
 PROGRAMS_PER_SM = 8
 
 
 class CudaSpace(Space):
-    """Memory of one device. ``owner`` is kept alive with the space."""
+    """Memory of one device; packs into memory of that device or pinned host memory. ``owner`` is kept alive with it."""
 
     def __init__(self, regions: tuple[Region, ...], device: str, owner: object = None) -> None:
         super().__init__(regions, device)
         self.owner = owner
         self._device = torch.device(device)
         with torch.cuda.device(self._device):
-            self._stream = torch.cuda.Stream(priority=0)
-            self._sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._cells: WeakKeyDictionary[Template, dict[Side, tuple[Any, int]]] = WeakKeyDictionary()
+            self._stream = torch.cuda.Stream(priority=0)  # 0 is the lowest
+            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._launcher: Any = None
+        if importlib.util.find_spec("triton") is not None:
+            from kvxfer.memory.launch import Launcher
+
+            self._launcher = Launcher(self, processors * PROGRAMS_PER_SM)
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
         return self._move(plan, "source", out, at, after)
@@ -46,72 +49,55 @@ class CudaSpace(Space):
         return self._move(plan, "destination", staged, at, after)
 
     def checksum(self, plan: CopyPlan, side: Side, after: Fence | None = None) -> Checksum:
-        raise KvxferError(f"checksums of {self.device} memory are not computed by this release; set integrity to off")
+        parts = parts_of(plan)
+        if self._launcher is None:
+            raise KvxferError(f"checksums of {self.device} memory need Triton; install it, or set integrity to off")
+        with self._on_stream(after):
+            out = torch.zeros(1, dtype=torch.int64, device=self._device)
+            for part in parts:
+                self._launcher.digest(part, side, out)
+            host = torch.empty(1, dtype=torch.int64, pin_memory=True)
+            host.copy_(out, non_blocking=True)
+            return _Pending(host, self._stream.record_event())
 
     def _move(self, plan: CopyPlan, side: Side, packed: Space, at: int, after: Fence | None) -> Fence:
+        if packed.device != self.device and not getattr(packed, "pinned", False):
+            raise ValueError(f"memory of {self.device} is packed into the same device or pinned host memory only")
         region, offset = packed.locate(at, plan.nbytes)
-        stream_at = packed.regions[region].address + offset
+        stream = packed.regions[region].address + offset
+        with self._on_stream(after):
+            for sheet in plan.sheets:
+                if self._launcher is not None:
+                    self._launcher.move(sheet, side, stream, pack=side == "source")
+                else:
+                    move_indexed(self, sheet, side, stream, self._wrap, pack=side == "source")
+                stream += sheet.nbytes
+            return CudaEvent(self._stream.record_event())
+
+    @contextmanager
+    def _on_stream(self, after: Fence | None) -> Iterator[None]:
+        """What is started inside runs on the space's stream, once the fence has passed."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if after is not None and after.event is not None:
                 self._stream.wait_event(after.event)
-            for sheet in plan.sheets:
-                if move_rows is not None:
-                    self._by_kernel(sheet, side, stream_at)
-                else:
-                    self._by_torch(sheet, side, stream_at)
-                stream_at += sheet.nbytes
-            return CudaEvent(self._stream.record_event())
+            elif after is not None and not after.passed():
+                raise ValueError("a fence without a device event cannot be waited for; call again once it has passed")
+            yield
 
-    def _by_kernel(self, sheet: Sheet, side: Side, stream_at: int) -> None:
-        template = sheet.template
-        cells, grain = self._addresses(template, side)
-        places = sheet.src_at if side == "source" else sheet.dst_at
-        base, size = sheet.stream()
-        grain = gcd(grain, stream_at, int(np.gcd.reduce(places)), int(np.gcd.reduce(base)), int(np.gcd.reduce(size)))
-        word = gcd(grain, 8)
-        table = torch.from_numpy(np.stack([places, base, size // word])).to(self._device, non_blocking=True)
-        axes = [(n, s if side == "source" else d) for n, s, d in template.axes]
-        axes = [(1, 0)] * (2 - len(axes)) + axes
-        (n1, stride1), (n2, stride2) = axes
-        rows, longest = len(template), int(size.max()) // word
-        words = min(1024, 1 << max(0, longest - 1).bit_length())
-        together = max(1, min(1024 // words, 1 << (rows - 1).bit_length()))
-        jobs = len(places) * -(-rows // together)
-        move_rows[(min(jobs, self._sms * PROGRAMS_PER_SM),)](
-            cells, table, stream_at, len(places), rows, n1, stride1, n2, stride2,
-            WORD=word, ROWS=together, WORDS=words, ALIGNED=grain % 16 == 0, PACK=side == "source", num_warps=4,
-        )  # fmt: skip
+    def _wrap(self, address: int, nbytes: int) -> Any:
+        return wrap(address, nbytes, self.device)
 
-    def _addresses(self, template: Template, side: Side) -> tuple[Any, int]:
-        """Absolute address of each cell, on the device, and what all addresses and strides are multiples of."""
-        sides = self._cells.setdefault(template, {})
-        if side not in sides:
-            at = template.src_cells if side == "source" else template.dst_cells
-            region = self.of_cells(at)
-            moved = np.array([r.address - s for r, s in zip(self.regions, self.starts, strict=True)], np.int64)
-            absolute = at + moved[region]
-            strides = [s if side == "source" else d for _, s, d in template.axes]
-            grain = reduce(gcd, [int(np.gcd.reduce(absolute)), template.unit, *strides])
-            sides[side] = torch.from_numpy(absolute).to(self._device), grain
-        return sides[side]
 
-    def _by_torch(self, sheet: Sheet, side: Side, stream_at: int) -> None:
-        template = sheet.template
-        places = (sheet.src_at if side == "source" else sheet.dst_at).tolist()
-        base, size = (x.tolist() for x in sheet.stream())
-        for g in grids(self, template, side):
-            memory = wrap(self.regions[g.region].address, self.regions[g.region].nbytes, self.device)
-            for lo, hi, step in even(places, size):
-                n, row = hi - lo, size[lo]
-                here = memory.as_strided((n, *g.shape, row), (step or 1, *g.strides, 1), g.offset + places[lo])
-                inner = [row * int(np.prod(g.shape[i + 1 :])) for i in range(len(g.shape))]
-                total = row * len(template) * n
-                whole = wrap(stream_at + base[lo], total, self.device)
-                there = whole.as_strided((n, *g.shape, row), (row * len(template), *inner, 1), row * g.first)
-                if side == "source":
-                    there.copy_(here)
-                else:
-                    here.copy_(there)
+class _Pending(Checksum):
+    """A checksum on its way to the host."""
+
+    def __init__(self, host: Any, event: Any) -> None:
+        self._host, self.fence = host, CudaEvent(event)
+
+    @property
+    def value(self) -> int:
+        self.fence.event.synchronize()
+        return int(self._host.item()) % (1 << 64)
 
 
 class _Raw:
@@ -132,12 +118,11 @@ def allocate(nbytes: int, device: str) -> Space:
     """Device memory, or pinned host memory (``device`` "cpu"), which kernels address as it is."""
     try:
         if device == "cpu":
-            pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-            return CpuSpace((Region(pinned.data_ptr(), nbytes),), pinned)
+            held = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+            return CpuSpace((Region(held.data_ptr(), nbytes),), held, pinned=True)
         with torch.cuda.device(torch.device(device)):
             held = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             torch.cuda.synchronize()
         return CudaSpace((Region(held.data_ptr(), nbytes, device),), device, held)
     except RuntimeError as e:
         raise KvxferError(f"cannot allocate {nbytes} bytes of staging for {device}: {e}") from e
-

@@ -1,8 +1,8 @@
-"""One Triton kernel: move every row of a sheet between places in memory and the packed stream, in either direction.
+"""Triton kernels over factored plans: all rows of all segments of a sheet, every layer included, in one launch.
 
-A row is at ``cells[c] + places[s] + i * stride1 + j * stride2`` in the cache; in the stream it is at
-``stream + base[s] + row * size[s]`` where ``size[s]`` is the bytes of each row in segment s. All layers and blocks go
-in one launch. Imported only where CUDA and Triton are.
+A row is ``cells[c] + place + i * stride1 + j * stride2`` bytes from ``memory``, for cell ``c`` and steps ``i``, ``j``
+of two axes, numbered in that order. Both kernels keep a bounded number of programs busy, each with one job after the
+other. Imported only where Triton is; the arithmetic is the same under its interpreter, on host addresses.
 """
 
 from __future__ import annotations
@@ -10,56 +10,132 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["move_rows"]
+__all__ = ["digest_rows", "move_rows"]
+
+
+@triton.jit
+def _rows_at(cells, place, row, there, n1, stride1, n2, stride2):
+    """Bytes from ``memory`` to each row, int64."""
+    inner = row % (n1 * n2)
+    cell = tl.load(cells + row // (n1 * n2), mask=there, other=0)
+    return cell + place + (inner // n2).to(tl.int64) * stride1 + (inner % n2).to(tl.int64) * stride2
 
 
 @triton.jit
 def move_rows(
-    cells,  # *int64 [cells]: absolute address of each cell
-    segments,  # *int64 [3, segments]: place of the segment, base in the stream, words in each of its rows
-    stream,  # int64: absolute address of the packed stream
+    cells,  # *int64 [cells]: bytes from memory to each cell
+    segments,  # *int64 [3, segments]: place of the segment, place in the stream, bytes of each of its rows
+    memory,  # int64: address, a multiple of UNIT
+    stream,  # int64: address of the packed stream, a multiple of UNIT
     n_segments,
     n_rows,
     n1,
     stride1,
     n2,
     stride2,
-    WORD: tl.constexpr,  # bytes of a word: 8, 4, 2 or 1
-    ROWS: tl.constexpr,  # rows a program moves at once
-    WORDS: tl.constexpr,  # words of each that it moves at once
-    ALIGNED: tl.constexpr,  # all addresses, strides and sizes are multiples of 16 bytes
-    PACK: tl.constexpr,  # cache to stream, else stream to cache
+    spans,  # pieces that the longest row is cut into
+    span,  # units in each piece
+    UNIT: tl.constexpr,  # bytes that all addresses, strides and sizes are multiples of: 1, 2, 4, 8 or 16
+    ROWS: tl.constexpr,  # rows moved at once
+    WORDS: tl.constexpr,  # words of each moved at once
+    PACK: tl.constexpr,  # from memory to the stream, else back
 ):
+    # A word is what one lane moves; 16 bytes go as two words side by side, which the compiler joins.
+    PER: tl.constexpr = 2 if UNIT == 16 else 1
+    if UNIT >= 8:
+        word = tl.int64
+    elif UNIT == 4:
+        word = tl.int32
+    elif UNIT == 2:
+        word = tl.int16
+    else:
+        word = tl.int8
+    here = tl.multiple_of(memory.to(tl.pointer_type(word)), UNIT)
+    packed = tl.multiple_of(stream.to(tl.pointer_type(word)), UNIT)
     tiles = tl.cdiv(n_rows, ROWS)
-    for job in range(tl.program_id(0), n_segments * tiles, tl.num_programs(0)):
-        segment, tile = job // tiles, job % tiles
+    for job in range(tl.program_id(0), n_segments * tiles * spans, tl.num_programs(0)):
+        tile, segment, first = job // spans % tiles, job // (spans * tiles), job % spans * span
         row = tile * ROWS + tl.arange(0, ROWS)
         there = row < n_rows
-        cell = row // (n1 * n2)
-        inner = row % (n1 * n2)
         place = tl.load(segments + segment)
-        base = tl.load(segments + n_segments + segment)
-        words = tl.load(segments + 2 * n_segments + segment)
-        at = tl.load(cells + cell, mask=there, other=0) + place
-        at += (inner // n2).to(tl.int64) * stride1 + (inner % n2).to(tl.int64) * stride2
-        packed = stream + base + row.to(tl.int64) * words * WORD
-        for first in range(0, words, WORDS):
-            word = first + tl.arange(0, WORDS)
-            mask = there[:, None] & (word < words)[None, :]
-            a = at[:, None] + (word * WORD)[None, :].to(tl.int64)
-            b = packed[:, None] + (word * WORD)[None, :].to(tl.int64)
-            if WORD == 8:
-                x, y = a.to(tl.pointer_type(tl.int64)), b.to(tl.pointer_type(tl.int64))
-            elif WORD == 4:
-                x, y = a.to(tl.pointer_type(tl.int32)), b.to(tl.pointer_type(tl.int32))
-            elif WORD == 2:
-                x, y = a.to(tl.pointer_type(tl.int16)), b.to(tl.pointer_type(tl.int16))
-            else:
-                x, y = a.to(tl.pointer_type(tl.int8)), b.to(tl.pointer_type(tl.int8))
-            if ALIGNED:
-                x = tl.max_contiguous(tl.multiple_of(x, [1, 16]), [1, WORDS])
-                y = tl.max_contiguous(tl.multiple_of(y, [1, 16]), [1, WORDS])
+        begin = tl.load(segments + n_segments + segment)
+        size = tl.load(segments + 2 * n_segments + segment)
+        at = _rows_at(cells, place, row, there, n1, stride1, n2, stride2) // UNIT * PER
+        to = (begin + row.to(tl.int64) * size) // UNIT * PER
+        last = tl.minimum(size // UNIT, first + span) * PER
+        for w in range(first * PER, last, WORDS):
+            step = w + tl.arange(0, WORDS)
+            mask = there[:, None] & (step < last)[None, :]
+            x, y = here + (at[:, None] + step[None, :]), packed + (to[:, None] + step[None, :])
             if PACK:
                 tl.store(y, tl.load(x, mask=mask), mask=mask)
             else:
                 tl.store(x, tl.load(y, mask=mask), mask=mask)
+
+
+@triton.jit
+def _shr(x, n: tl.constexpr):
+    """``x >> n`` with zeros shifted in."""
+    return (x.to(tl.uint64, bitcast=True) >> n).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _mix(x):
+    """splitmix64's finaliser; its factors as signed numbers."""
+    x = (x ^ _shr(x, 30)) * -4658895280553007687
+    x = (x ^ _shr(x, 27)) * -7723592293110705685
+    return x ^ _shr(x, 31)
+
+
+@triton.jit
+def digest_rows(
+    cells,  # *int64 [cells]: bytes from memory to each cell
+    cell_keys,  # *int64 [cells]
+    segments,  # *int64 [2, segments]: place of the segment, key of its first token
+    factors,  # *int64 [at least n_words]
+    memory,  # int64: address, a multiple of UNIT
+    out,  # *int64 [1]: the sum of all values is added to it
+    n_segments,
+    n_rows,
+    n1,
+    stride1,
+    key1,
+    n2,
+    stride2,
+    key2,
+    nbytes,  # of a row
+    salt,  # what stands for the row's length
+    ROWS: tl.constexpr,  # rows read at once
+    WORDS: tl.constexpr,  # 8-byte words of each read at once
+    UNIT: tl.constexpr,  # bytes that all addresses, strides and sizes are multiples of: 1, 8 or 16
+):
+    """``kvxfer.memory.checksum`` of rows that are units: axis 1 is heads, axis 2 tokens."""
+    PER: tl.constexpr = 2 if UNIT == 16 else 1
+    here = tl.multiple_of(memory.to(tl.pointer_type(tl.int64)), UNIT)
+    bytes_here, total = memory.to(tl.pointer_type(tl.uint8)), tl.zeros((), tl.int64)
+    tiles, n_words = tl.cdiv(n_rows, ROWS), tl.cdiv(nbytes, 8 * PER) * PER
+    for job in range(tl.program_id(0), n_segments * tiles, tl.num_programs(0)):
+        tile, segment = job % tiles, job // tiles
+        row = tile * ROWS + tl.arange(0, ROWS)
+        there = row < n_rows
+        at = _rows_at(cells, tl.load(segments + segment), row, there, n1, stride1, n2, stride2)
+        inner = row % (n1 * n2)
+        key = tl.load(cell_keys + row // (n1 * n2), mask=there, other=0) + tl.load(segments + n_segments + segment)
+        key += (inner // n2).to(tl.int64) * key1 + (inner % n2).to(tl.int64) * key2
+        digest = tl.zeros((ROWS,), tl.int64) + salt
+        for w in range(0, n_words, WORDS):
+            step = w + tl.arange(0, WORDS)
+            mask = there[:, None] & (step < n_words)[None, :]
+            if UNIT >= 8:
+                x = tl.load(here + ((at // UNIT * PER)[:, None] + step[None, :]), mask=mask, other=0)
+            else:
+                x = tl.zeros((ROWS, WORDS), tl.int64)
+                for b in tl.static_range(8):
+                    byte = step * 8 + b
+                    inside = there[:, None] & (byte < nbytes)[None, :]
+                    piece = tl.load(bytes_here + (at[:, None] + byte[None, :]), mask=inside, other=0)
+                    x |= piece.to(tl.int64) << (8 * b)
+            factor = tl.load(factors + step, mask=step < n_words, other=0)
+            digest += tl.sum((x ^ _shr(x, 32)) * factor[None, :], axis=1)
+        total += tl.sum(tl.where(there, _mix(digest ^ key), 0), axis=0)
+    tl.atomic_add(out, total)

@@ -1,0 +1,131 @@
+"""The kernels under Triton's interpreter, on host memory: run by ``test_kernels.py`` in a process of its own, since
+what Triton decorates stays interpreted. Covers the arithmetic; that compiled code does it too is for ``tests/gpu``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvxfer import memory
+from kvxfer.geometry import CopyPlan, Sheet, Template
+from kvxfer.memory import launch
+from kvxfer.memory.indexed import move_indexed
+from tests.geometry.engines import Case, cases
+from tests.geometry.test_law import links, plan
+from tests.geometry.test_pairs import engine
+from tests.geometry.zoo import KINDS, Spec, Store
+from tests.memory.test_cpu import filled
+
+SOME = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def by_kernel(space: memory.Space, made: CopyPlan, side: memory.Side, staged: memory.Space, at: int) -> None:
+    launcher, stream = launch.Launcher(space, programs=3), staged.region.address + at
+    for sheet in made.sheets:
+        launcher.move(sheet, side, stream, pack=side == "source")
+        stream += sheet.nbytes
+
+
+def by_index(space: memory.Space, made: CopyPlan, side: memory.Side, staged: memory.Space, at: int) -> None:
+    def wrap(address: int, nbytes: int) -> torch.Tensor:
+        (held,) = [r for r in (*space.regions, staged.region) if 0 <= address - r.address <= r.nbytes - nbytes]
+        owner = staged if held == staged.region else memory.space((held,))
+        return torch.from_numpy(owner.bytes(address - held.address, nbytes))
+
+    stream = staged.region.address + at
+    for sheet in made.sheets:
+        move_indexed(space, sheet, side, stream, wrap, pack=side == "source")
+        stream += sheet.nbytes
+
+
+def check(move, case: Case, at: int) -> None:  # type: ignore[no-untyped-def]
+    """Packed by numpy is packed by ``move``, and unpacked by it is where it belongs."""
+    case.fill()
+    after = {c: case.expect(s)[0] for c, s in case.consumer.stores.items()}
+    for p, c, claims in links(case):
+        made = plan(case, p, c, claims)
+        if not made.nbytes:
+            continue
+        source = memory.space(case.producer.stores[p].cache.regions)
+        sink = memory.space(case.consumer.stores[c].cache.regions)
+        one, other = filled(made.nbytes + 40), filled(made.nbytes + 40)
+        source.pack(made, one, at)
+        move(source, made, "source", other, at)
+        assert np.array_equal(one.bytes(0, one.nbytes), other.bytes(0, other.nbytes))
+        move(sink, made, "destination", other, at)
+    for c, image in after.items():
+        assert np.array_equal(case.consumer.stores[c].image, image)
+
+
+@pytest.mark.parametrize("move", [by_kernel, by_index])
+def test_any_layout(move) -> None:  # type: ignore[no-untyped-def]
+    @SOME
+    @given(cases(), st.integers(0, 17))
+    def law(case: Case, at: int) -> None:
+        check(move, case, at)
+
+    law()
+
+
+@pytest.mark.parametrize("move", [by_kernel, by_index])
+@pytest.mark.parametrize("size", [16, 8, 24, 4, 2, 3])
+def test_any_alignment(move, size: int) -> None:  # type: ignore[no-untyped-def]
+    """Every word size that the kernels know, and content that does not fill a tile."""
+    spec = Spec(KINDS[0], ("l0", "l1"), (size, size), 2)
+    for src, dst in (("nhd", "hnd"), ("fa", "bhlnc"), ("padded heads", "nhd")):
+        check(move, Case((spec,), engine(spec, src, 4, 1, 10, 1), engine(spec, dst, 6, 1, 10, 2), 0, 10), size)
+
+
+def test_long_rows_are_cut_into_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_SPAN", 64)
+    monkeypatch.setattr(launch, "_TILE", 4)
+    spec = Spec(KINDS[0], ("l0", "l1", "l2"), (16, 16), 2)
+    for n in (4, 5):
+        sides = engine(spec, "blhnc", 4, 1, 18, 1), engine(spec, "blhnc", n, 1, 18, 2)
+        check(by_kernel, Case((spec,), *sides, 0, 18), 32)
+
+
+def test_a_plan_that_leaves_the_memory_is_refused() -> None:
+    cache, staged = filled(8192), filled(8192)
+    template = Template(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64)
+    for place, good in ((0, True), (4096 - 128, True), (4096 - 64, False), (-64, False)):
+        at = np.array([place])
+        made = CopyPlan((Sheet(template, at, at, np.ones(1, np.int64)),))
+        for side in ("source", "destination"):
+            if good:
+                by_kernel(cache, made, side, staged, 0)
+            else:
+                with pytest.raises(ValueError, match="leaves the regions"):
+                    by_kernel(cache, made, side, staged, 0)
+
+
+def digest(store: Store, made: CopyPlan, side: memory.Side) -> int:
+    launcher, out = launch.Launcher(memory.space(store.cache.regions), programs=3), torch.zeros(1, dtype=torch.int64)
+    for part in made.parts:
+        launcher.digest(part, side, out)
+    return int(out.item()) % (1 << 64)
+
+
+def agree(case: Case) -> None:
+    case.fill()
+    for p, c, claims in links(case):
+        made = plan(case, p, c, claims)
+        source = case.producer.stores[p]
+        assert digest(source, made, "source") == memory.space(source.cache.regions).checksum(made, "source").value
+
+
+@SOME
+@given(cases())
+def test_the_checksum_is_that_of_the_host(case: Case) -> None:
+    agree(case)
+
+
+@pytest.mark.parametrize("size", [64, 8, 20])
+def test_the_checksum_of_units_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_TILE", 4)
+    spec = Spec(KINDS[0], ("l0", "l1"), (size, size), 2)
+    for src in ("nhd", "fa", "hnd"):
+        agree(Case((spec,), engine(spec, src, 4, 1, 10, 1), engine(spec, "hnd", 6, 1, 10, 2), 3, 10))
