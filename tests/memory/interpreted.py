@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvxfer import memory
 from kvxfer.geometry import CopyPlan, Sheet, Template
-from kvxfer.memory import launch
-from kvxfer.memory.indexed import move_indexed
+from kvxfer.memory.cuda import launch
+from kvxfer.memory.cuda.indexed import move_indexed
 from tests.geometry.engines import Case, cases
 from tests.geometry.test_law import links, plan
 from tests.geometry.test_pairs import engine

@@ -17,11 +17,11 @@ from kvxfer.errors import KvxferError
 from kvxfer.geometry import CopyPlan, Region
 from kvxfer.memory.checksum import parts_of
 from kvxfer.memory.cpu import CpuSpace
+from kvxfer.memory.cuda.indexed import move_indexed
 from kvxfer.memory.fence import CudaEvent, Fence
-from kvxfer.memory.indexed import move_indexed
 from kvxfer.memory.space import Checksum, Side, Space
 
-__all__ = ["CudaSpace", "allocate", "wrap"]
+__all__ = ["CudaSpace", "allocate"]
 
 PROGRAMS_PER_SM = 8
 
@@ -38,7 +38,7 @@ class CudaSpace(Space):
             processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._launcher: Any = None
         if importlib.util.find_spec("triton") is not None:
-            from kvxfer.memory.launch import Launcher
+            from kvxfer.memory.cuda.launch import Launcher
 
             self._launcher = Launcher(self, processors * PROGRAMS_PER_SM)
 
