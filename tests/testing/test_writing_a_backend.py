@@ -1,4 +1,4 @@
-"""The back end that docs/writing-a-backend.md builds is complete and keeps the contract: its code is run from the page."""
+"""The back end of docs/writing-a-backend.md is complete and keeps the contract: its code is run from the page."""
 
 import atexit
 import importlib

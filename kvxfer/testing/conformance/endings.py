@@ -68,12 +68,14 @@ class Endings(Suite):
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
     @pytest.mark.parametrize("closer", ["near", "far"])
-    def test_closing_in_flight(self, world: World, way: Way, closer: str) -> None:
+    def test_closing_in_flight(self, world: World, part: Part, closer: str) -> None:
         """``close`` ends everything at once. Afterwards this side's memory is quiet (unless ``quiet`` is ``never``) and
-        may be freed; the peer's batches end with an error that names this side."""
+        may be freed; the peer's batches, and those that it submits later, end with an error that names this side."""
         a, b, link = world.pair()
-        source, target = (b, a) if way is Way.READ else (a, b)
-        started = [link.start(way, source, target, LARGE) for _ in range(8)]
+        started = [link.start(part.way, *part.sides(a, b), LARGE) for _ in range(8)]
+        if part.way is Way.SEND:
+            # One that cannot have ended yet, since its other half is missing.
+            started.append(Started([(a, a.submit(link.half(part, a, b, LARGE)))]))
         world.turn()
         closing, staying = (a, b) if closer == "near" else (b, a)
         closing.close()
@@ -82,8 +84,13 @@ class Endings(Suite):
             staying.fill(0, seed=4242)
             world.run(0.2)
             assert_equal(closing.content(0), after, "the memory of the side that closed")
-        rest = [Started([(p, n) for p, n in s.halves if p is staying]) for s in started]
-        errors = [r.error for r in world.finish(*rest) if r.error is not None]
+        results = world.finish(*(Started([(p, n) for p, n in s.halves if p is staying]) for s in started))
+        if staying is a:
+            late = world.submit(a, link.half(part, a, b, LARGE))
+            last = results[-1:] if part.way is Way.SEND else []
+            assert all(r.error is not None for r in [*last, *world.finish(late)]), "nobody was there to take part"
+            results += world.finish(late)
+        errors = [r.error for r in results if r.error is not None]
         assert all(closing.name in e for e in errors), f"errors must name the peer {closing.name!r}: {errors}"
 
     def test_after_close_everything_is_refused(self, world: World) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import pytest
 
+from kvxfer.errors import TransportError
 from kvxfer.testing.party import Bytes, LocalParty, Party, Result, Runs
 from kvxfer.testing.peer import RemoteParty
 from kvxfer.transport.contract import Batch, Capabilities, Fence, Transport, Verb
@@ -183,6 +184,13 @@ class World:
             assert time.monotonic() < until, f"{what} took longer than {seconds:g} s"
             self.turn()
 
+    def submit(self, party: Party, batch: Batch) -> Started:
+        """Submit to a peer that is gone, which may be refused at once: then nothing has started."""
+        try:
+            return Started([(party, party.submit(batch))])
+        except TransportError:
+            return Started()
+
     def finish(self, *started: Started, seconds: float | None = None) -> list[Result]:
         """Wait for the end of transfers; returns all results."""
         for s in started:
@@ -233,11 +241,7 @@ class World:
         return f"{kind}-{self._names}"
 
     def _device(self) -> str:
-        if self._suite.memory != "cuda":
-            return self._suite.memory
-        import torch
-
-        return f"cuda:{(len(self._local) + len(self._remote)) % torch.cuda.device_count()}"
+        return self._suite.device(len(self._local) + len(self._remote))
 
 
 class Suite:
@@ -277,6 +281,15 @@ class Suite:
     def ways(cls) -> list[Way]:
         """The ways of moving that the back end offers."""
         return [way for way in Way if Verb(way.value) in cls.capabilities().verbs]
+
+    def device(self, party: int) -> str:
+        """Where the memory of a test's first, second ... party lies: one GPU for the first, another (if there is one)
+        for all others, so that every transfer crosses."""
+        if self.memory != "cuda":
+            return self.memory
+        import torch
+
+        return "cuda:0" if party == 0 else f"cuda:{torch.cuda.device_count() - 1}"
 
     def make_mortal(self, world: World, name: str) -> Party:
         """A party that can be killed and stopped. A back end that lives in one process overrides this."""

@@ -18,11 +18,11 @@ class Memory(Suite):
 
     def test_impossible_regions_are_refused(self, world: World) -> None:
         """A region without bytes or address, or on a device of an unknown kind, raises ``TransportError``."""
-        transport, buffer = world.local().transport, Buffer(4096, self._device())
+        transport, buffer = world.local().transport, Buffer(4096, self.device(0))
         for region in (
-            Region(0, 4096, self._device()),
-            Region(buffer.region.address, 0, self._device()),
-            Region(buffer.region.address, -1, self._device()),
+            Region(0, 4096, self.device(0)),
+            Region(buffer.region.address, 0, self.device(0)),
+            Region(buffer.region.address, -1, self.device(0)),
             Region(buffer.region.address, 4096, "abacus:0"),
         ):
             with pytest.raises(TransportError):
@@ -38,12 +38,12 @@ class Memory(Suite):
     def test_overlapping_memories_work(self, world: World) -> None:
         """Two memories may share bytes (a cache, and a part of it). Within one memory the regions may not overlap:
         that is refused or works, but never ends in wrong bytes."""
-        party, buffer = world.local(), Buffer(8192, self._device())
+        party, buffer = world.local(), Buffer(8192, self.device(0))
         base = buffer.region.address
         party.transport.register([buffer.region])
-        party.transport.register([Region(base + 1024, 4096, self._device())])
+        party.transport.register([Region(base + 1024, 4096, self.device(0))])
         try:
-            party.transport.register([buffer.region, Region(base + 1024, 4096, self._device())])
+            party.transport.register([buffer.region, Region(base + 1024, 4096, self.device(0))])
         except TransportError:
             pass  # refusing is fine
         party.close()
@@ -123,6 +123,3 @@ class Memory(Suite):
         world.make_quiet(a, link, world.finish(started))
         if not a.closed:
             a.transport.deregister(0)
-
-    def _device(self) -> str:
-        return "cuda:0" if self.memory == "cuda" else self.memory
