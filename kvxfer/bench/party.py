@@ -128,8 +128,8 @@ class Party:
             match result:
                 case Moved(error=None):
                     return
-                case Moved():
-                    raise RuntimeError(f"the part ended with: {result.error}")
+                case Moved(error=str(why)):
+                    raise RuntimeError(f"the part ended with: {why}")
                 case mv.SlotReady():
                     slots.send((result.piece, result.offset, result.nbytes))
                 case mv.SlotTaken():
