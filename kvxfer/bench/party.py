@@ -140,7 +140,7 @@ class Party:
 
     def _take(self, kind: type) -> Any:
         result: Any = self._results.get(timeout=WAIT_S)
-        if not isinstance(result, kind) or result.error:
+        if type(result) is not kind or result.error:
             raise RuntimeError(f"expected {kind.__name__}, got {result}")
         return result
 
