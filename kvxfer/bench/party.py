@@ -140,7 +140,8 @@ class Party:
 
     def _take(self, kind: type) -> Any:
         result: Any = self._results.get(timeout=WAIT_S)
-        if type(result) is not kind or result.error:
+        error = getattr(result, "error", None)
+        if not isinstance(result, kind) or error:
             raise RuntimeError(f"expected {kind.__name__}, got {result}")
         return result
 
