@@ -83,9 +83,6 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
-    def has_pending_push_work(self) -> bool:
-        return self._sched.busy
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:

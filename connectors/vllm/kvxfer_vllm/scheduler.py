@@ -250,11 +250,6 @@ class SchedulerHalf:
         if freed:
             output.finished_sending = (output.finished_sending or set()) | freed
 
-    @property
-    def busy(self) -> bool:
-        """Whether workers must go on stepping although no request is live."""
-        return bool(len(self._schedule))
-
     # --- life ------------------------------------------------------------------------------------------------------
 
     def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
