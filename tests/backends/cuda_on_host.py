@@ -45,7 +45,6 @@ class HostContext:
     def allocation(self, address: int) -> tuple[int, int]:
         return address & -4096, 1 << 40
 
-
     def share(self, base: int) -> bytes:
         return os.getpid().to_bytes(32, "little") + base.to_bytes(32, "little")
 

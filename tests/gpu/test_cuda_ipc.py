@@ -132,7 +132,7 @@ def test_work_of_the_engine_comes_first(world: World) -> None:
 def test_host_memory_is_refused(world: World) -> None:
     party = world.local()
     array = np.zeros(4096, np.uint8)
-    with pytest.raises(TransportError, match="not memory of a GPU"):
+    with pytest.raises(TransportError, match="not memory of cuda:0"):
         party.transport.register([Region(array.ctypes.data, 4096, "cuda:0")])
     with pytest.raises(TransportError, match="no GPU 99"):
         party.transport.register([Region(array.ctypes.data, 4096, "cuda:99")])

@@ -20,28 +20,28 @@ _ours: dict[bytes, tuple[Context, int]] = {}
 
 def export(number: int, regions: Sequence[Region], context: Context) -> Exported:
     """What a peer must know of a memory. Raises ``TransportError`` for memory that cannot be shared."""
-    handles: dict[int, int] = {}
+    known: dict[int, int] = {}
     allocations: list[Allocation] = []
     placed: list[tuple[int, int, int]] = []
     with context:
         for region in regions:
             base, size = _allocation(context, region)
-            if base not in handles:
-                handles[base] = len(allocations)
+            if base not in known:
+                known[base] = len(allocations)
                 allocations.append(Allocation(_share(context, base, region), size))
                 _ours[allocations[-1].handle] = context, base
-            placed.append((handles[base], region.address - base, region.nbytes))
+            # Asked last: what cannot be shared is often in pieces as well.
+            if region.address + region.nbytes > base + size:
+                raise TransportError(f"{region} does not lie within one allocation of {region.device}")
+            placed.append((known[base], region.address - base, region.nbytes))
     return Exported(number, context.uuid, tuple(allocations), tuple(placed))
 
 
 def _allocation(context: Context, region: Region) -> tuple[int, int]:
     try:
-        base, size = context.allocation(region.address)  # finds nothing in another GPU's memory
+        return context.allocation(region.address)  # finds nothing in another GPU's memory
     except CudaError as e:
         raise TransportError(f"{region} is not memory of {region.device} ({e.name})") from e
-    if region.address + region.nbytes > base + size:
-        raise TransportError(f"{region} does not lie within one allocation of {region.device}")
-    return base, size
 
 
 def _share(context: Context, base: int, region: Region) -> bytes:
