@@ -25,11 +25,17 @@ class Connection:
         self._closing: Posted | None = None
         # Told by UCX within progress, where nothing else is allowed. The callback must not hold on to us, or the
         # endpoint, and all that it belongs to, would live until the next garbage collection.
-        self._broken: list[bool] = []
+        broken: list[bool] = []
+        self._broken = broken
+
+        def break_() -> None:
+            broken.append(True)
+            messages.news = True
+
         try:
-            endpoint.set_close_callback(self._broken.append, (True,))
+            endpoint.set_close_callback(break_)
         except RuntimeError:  # it is closed already
-            self._broken.append(True)
+            break_()
 
     @property
     def handle(self) -> int:

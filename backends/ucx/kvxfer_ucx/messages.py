@@ -29,6 +29,7 @@ _FIRST_ERROR = 2**64 - 100  # pointers from here on are negative status codes
 _CONTIGUOUS_BYTES = 1 << 3
 _IOV = 2
 
+_FIELD_CALLBACK = 1 << 1
 _FIELD_DATATYPE = 1 << 3
 _FIELD_FLAGS = 1 << 4
 _FIELD_MEMORY_TYPE = 1 << 6
@@ -37,6 +38,8 @@ _CLOSE_FORCE = 1
 _HOST_MEMORY = 0
 
 _ANY_BYTE = ctypes.c_char(0)
+
+_Callback = ctypes.CFUNCTYPE(None)  # there are arguments, which do not matter
 
 
 class _RecvInfo(ctypes.Structure):
@@ -47,7 +50,7 @@ class _Param(ctypes.Structure):
     """``ucp_request_param_t``; ``fields`` says which of the others count."""
 
     _fields_ = [
-        ("fields", c_uint32), ("flags", c_uint32), ("request", c_void_p), ("callback", c_void_p),
+        ("fields", c_uint32), ("flags", c_uint32), ("request", c_void_p), ("callback", _Callback),
         ("datatype", c_uint64), ("user_data", c_void_p), ("reply_buffer", c_void_p), ("memory_type", c_int),
         ("recv_info", c_void_p), ("memh", c_void_p),
     ]  # fmt: skip
@@ -102,7 +105,10 @@ class Posted:
 
 
 class Messages:
-    """Posts messages on one worker (a handle, ``ucp_worker_h``). Only the thread that drives the worker may call."""
+    """Posts messages on one worker (a handle, ``ucp_worker_h``). Only the thread that drives the worker may call.
+
+    ``news`` is set, by the worker's progress, when something that was posted has ended.
+    """
 
     def __init__(self, ucp: ctypes.CDLL, worker: int) -> None:
         def function(name: str, result: Any, *arguments: Any) -> Any:
@@ -122,13 +128,16 @@ class Messages:
         self._probe = function("ucp_tag_probe_nb", c_void_p, c_void_p, c_uint64, c_uint64, c_int, c_void_p)
         self._fetch = function("ucp_tag_msg_recv_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, param)
         self._text = function("ucs_status_string", c_char_p, _STATUS)
+        self.news = False
+        self._on_end = _Callback(self._note)
         # UCX reads parameters and writes information during a call only, so one of each will do.
         self._info = _RecvInfo()
         self._info_ref = byref(self._info)
-        self._list = self._parameters(_IOV, _FIELD_MEMORY_TYPE)
-        self._host = self._parameters(_CONTIGUOUS_BYTES, _FIELD_MEMORY_TYPE)
+        self._list = self._parameters(_FIELD_DATATYPE | _FIELD_MEMORY_TYPE | _FIELD_RECV_INFO, _IOV)
+        self._host = self._parameters(_FIELD_DATATYPE | _FIELD_MEMORY_TYPE | _FIELD_RECV_INFO)
         # The kind of other memory is found out by UCX, and with it the device it lies on.
-        self._device = self._parameters(_CONTIGUOUS_BYTES, 0)
+        self._device = self._parameters(_FIELD_DATATYPE | _FIELD_RECV_INFO)
+        self._force = self._parameters(_FIELD_FLAGS)
 
     def describe(self, status: int) -> str:
         return str(self._text(status).decode())
@@ -163,7 +172,7 @@ class Messages:
     def close(self, endpoint: int) -> Posted:
         """Close an endpoint (a handle) that UCX has reported as failed."""
         posted = Posted(self)
-        posted._take(self._close(endpoint, byref(_Param(fields=_FIELD_FLAGS, flags=_CLOSE_FORCE))))
+        posted._take(self._close(endpoint, self._force))
         return posted
 
     def discard(self, tag: int, mask: int) -> None:
@@ -173,10 +182,16 @@ class Messages:
             if request and request < _FIRST_ERROR:
                 self._free(request)
 
-    def _parameters(self, datatype: int, fields: int) -> Any:
-        fields |= _FIELD_DATATYPE | _FIELD_RECV_INFO
-        info = ctypes.addressof(self._info)
-        return byref(_Param(fields=fields, datatype=datatype, memory_type=_HOST_MEMORY, recv_info=info))
+    def _note(self) -> None:
+        self.news = True
+
+    def _parameters(self, fields: int, datatype: int = _CONTIGUOUS_BYTES) -> Any:
+        return byref(
+            _Param(
+                fields=fields | _FIELD_CALLBACK, flags=_CLOSE_FORCE, callback=self._on_end, datatype=datatype,
+                memory_type=_HOST_MEMORY, recv_info=ctypes.addressof(self._info),
+            )
+        )  # fmt: skip
 
     def _layout(self, pieces: Pieces, host: bool) -> list[tuple[int, int, Any]]:
         """(buffer, count, parameters) of each message."""

@@ -66,6 +66,9 @@ class UcxTransport(Transport):
         self._closing: list[Connection] = []
         self._ending: list[Link] = []
         self._ended: list[Completion] = []
+        self._busy = False
+        # Whether something goes on of which ``Messages.news`` does not tell.
+        self._unsettled = False
         self._capabilities = Capabilities(
             verbs=frozenset({Verb.SEND, Verb.RECV}),
             memory=_memory_kinds(),
@@ -191,9 +194,10 @@ class UcxTransport(Transport):
         while not armed and not self._ended and now < start + SLICE_S:
             if self._progress(start + SLICE_S):
                 moved = time.monotonic()
-                self._step(moved)
+                if self._messages.news or self._unsettled:
+                    self._step(moved)
             now = time.monotonic()
-            if now >= moved + SPIN_S or not any(link.busy for link in self._links.values()):
+            if now >= moved + SPIN_S or not self._busy:
                 # From here on the descriptor reports; not armed if something came in meanwhile.
                 armed = self._worker.arm()
         if not armed:
@@ -300,6 +304,7 @@ class UcxTransport(Transport):
             _log.info("%s: a connection to our port came to nothing: %s", self.agent, e)
             return
         self._inbound.append((connection, time.monotonic() + self._options.connect_timeout_s))
+        self._unsettled = True
 
     def _progress(self, until: float) -> bool:
         """Let UCX work until it has nothing more to do, or until then; whether it had anything to do."""
@@ -311,10 +316,13 @@ class UcxTransport(Transport):
         return moved
 
     def _step(self, now: float) -> None:
+        self._messages.news = False
         if self._inbound:
             self._inbound = [(c, due) for c, due in self._inbound if not self._place(c, due, now)]
+        self._busy = False
         for link in self._links.values():
             self._ended += link.step(now)
+            self._busy |= link.busy
             link.gone()
         if self._ending:
             for link in self._ending:
@@ -322,6 +330,7 @@ class UcxTransport(Transport):
             self._ending = [link for link in self._ending if not link.gone()]
         if self._closing:
             self._closing = [c for c in self._closing if not c.closed()]
+        self._unsettled = bool(self._inbound or self._ending or self._closing)
 
     def _place(self, connection: Connection, due: float, now: float) -> bool:
         """Give a connection that dialled us to its link; true when it is dealt with. Not before both sides have called
