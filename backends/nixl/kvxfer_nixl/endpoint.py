@@ -9,10 +9,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import Region
-from kvxfer.transport.memories import Memories
 
-__all__ = ["Endpoint", "Piece", "device_of"]
+__all__ = ["FORMAT", "Endpoint", "Piece"]
 
 FORMAT = 1
 MOST_BYTES = 1 << 20
@@ -21,18 +19,17 @@ MOST_BYTES = 1 << 20
 class Piece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A memory: its device, and (address, bytes) of its regions."""
 
-    device: str
-    regions: tuple[tuple[int, int], ...]
+    device: Annotated[str, Meta(max_length=32)]
+    regions: tuple[tuple[Annotated[int, Meta(ge=1, le=1 << 62)], Annotated[int, Meta(ge=1, le=1 << 48)]], ...]
 
 
 class Endpoint(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``agent``: for messages to humans. ``name``: of the NIXL agent; another process never has it. ``end``: names this
-    end of this link. ``memories``: by number, ``None`` for one that is gone. ``metadata``: the agent's, for NIXL."""
+    """``agent``: for messages to humans. ``end``: names this end of this link. ``memories``: by number, ``None`` for one
+    that is gone. ``metadata``: what NIXL has to know of our agent."""
 
     format: int
     plugin: Annotated[str, Meta(max_length=64)]
     agent: Annotated[str, Meta(max_length=256)]
-    name: Annotated[str, Meta(min_length=1, max_length=128)]
     end: Annotated[str, Meta(min_length=1, max_length=64)]
     memories: tuple[Piece | None, ...]
     metadata: bytes
@@ -62,21 +59,3 @@ class Endpoint(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
                 f"peer {endpoint.agent!r} makes endpoints of format {endpoint.format}, this side of {FORMAT}"
             )
         return endpoint
-
-    def table(self) -> Memories:
-        """The peer's memories, to find addresses in."""
-        table = Memories()
-        for piece in self.memories:
-            regions = [] if piece is None else [Region(a, n, piece.device) for a, n in piece.regions]
-            table.add(regions, frozenset({"cpu", "cuda"}))
-        return table
-
-
-def device_of(device: str) -> tuple[bool, int]:
-    """Whether it is a GPU, and NIXL's number for it. Raises ``TransportError`` for a name that is neither."""
-    kind, _, number = device.partition(":")
-    if device == "cpu":
-        return False, 0
-    if kind == "cuda" and number.isascii() and number.isdecimal():
-        return True, int(number)
-    raise TransportError(f"back end 'nixl' moves memory on 'cpu' or 'cuda:N', not on {device!r}")

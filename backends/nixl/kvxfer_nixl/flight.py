@@ -13,12 +13,11 @@ from typing import Literal
 import numpy as np
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Completion, Fence
-from kvxfer_nixl.agent import Agent, Rows, Side
+from kvxfer_nixl.agent import Agent, Side
 from kvxfer_nixl.link import Link
 
-__all__ = ["Flight", "rows"]
+__all__ = ["Flight"]
 
 PIECE_BYTES = 64 << 20
 """Host memory in one piece: at most some 20 ms of copying."""
@@ -37,13 +36,6 @@ LINK_S = (0.005, 0.05)
 """How often to look for the peer's greeting: in the first second, and later."""
 
 
-def rows(addresses: Ints, lengths: Ints, device: int) -> Rows:
-    """Descriptors of runs, ``[n, 3]``."""
-    table = np.empty((len(lengths), 3), np.uint64)
-    table[:, 0], table[:, 1], table[:, 2] = addresses, lengths, device
-    return table
-
-
 class Flight:
     """``number``: of the batch. ``memory``: the local one."""
 
@@ -53,9 +45,7 @@ class Flight:
     ) -> None:  # fmt: skip
         self.number, self.link, self.memory = number, link, memory
         self._operation, self._fence = operation, fence
-        on_host = not (local[0] or remote[0])
-        self._local, self._remote = _shorten(local, remote) if on_host else (local, remote)
-        self._cuts = deque(_cuts(self._local[1], on_host))
+        self._local, self._remote, self._cuts = _pieces(local, remote)
         self._start = 0
         self._handles: list[int] = []
         self._posted = 0.0
@@ -65,10 +55,11 @@ class Flight:
     def advance(self, agent: Agent, now: float, until: float) -> Completion | None:
         """Look what is done, post more until the time ``until``, and say whether this is the end."""
         self._look(agent)
-        if (error := self.link.error) is not None:
-            self.give_up(str(error), now, error)
-        if self._error is None and self._ready(now):
-            self._post(agent, until)
+        if self._cuts or self._handles:
+            if (error := self.link.error) is not None:
+                self.give_up(str(error), now, error)
+            if self._error is None and self._ready(now):
+                self._post(agent, until)
         if self._error is not None:
             if now >= (self._latest if self._handles else self._earliest):
                 return Completion(self.number, self._error, quiet=not self._handles)
@@ -144,7 +135,7 @@ class Flight:
     def _break(self, agent: Agent, error: TransportError) -> None:
         """The connection has failed, and NIXL has closed it: nothing of this batch moves any more."""
         self.drop(agent)
-        self.link.peer.fail(error)
+        self.link.peer.error = self.link.peer.error or error
         self._fail(str(error), error)
         self._earliest = time.monotonic() + SETTLE_S
 
@@ -156,34 +147,43 @@ class Flight:
             self._error.__cause__ = cause
 
 
-def _shorten(local: Side, remote: Side) -> tuple[Side, Side]:
-    """The same bytes in runs of at most ``PIECE_BYTES``."""
-    lengths = local[1][:, 1]
-    if len(lengths) == 0 or int(lengths.max()) <= PIECE_BYTES:
-        return local, remote
-    counts = (lengths + np.uint64(PIECE_BYTES - 1)) // np.uint64(PIECE_BYTES)
-    index = np.repeat(np.arange(len(lengths)), counts)
-    nth = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-    skip = nth.astype(np.uint64) * np.uint64(PIECE_BYTES)
-
-    def cut(side: Side) -> Side:
-        cuda, table = side[0], side[1][index]
-        table[:, 0] += skip
-        table[:, 1] = np.minimum(table[:, 1] - skip, np.uint64(PIECE_BYTES))
-        return cuda, table
-
-    return cut(local), cut(remote)
-
-
-def _cuts(table: Rows, by_bytes: bool) -> list[int]:
-    """Where pieces end: indices into the rows, the last one their number."""
-    n, cuts, start = len(table), list[int](), 0
-    ends = np.cumsum(table[:, 1]) if by_bytes else None
+def _pieces(local: Side, remote: Side) -> tuple[Side, Side, deque[int]]:
+    """The same bytes, and where to cut them: indices into the rows, the last one their number. In host memory runs
+    longer than ``PIECE_BYTES`` become several."""
+    sizes = local[1][:, 1]
+    if not len(sizes):
+        return local, remote, deque()
+    on_host = not (local[0] or remote[0])
+    if len(sizes) <= PIECE_RUNS and not (on_host and int(np.add.reduce(sizes)) > PIECE_BYTES):
+        return local, remote, deque([len(sizes)])
+    if on_host and int(sizes.max()) > PIECE_BYTES:
+        local, remote = _shorten(local, remote)
+    ends = np.cumsum(local[1][:, 1])
+    cuts, start, n = deque[int](), 0, len(ends)
     while start < n:
         end = min(start + PIECE_RUNS, n)
-        if ends is not None:
-            before = int(ends[start - 1]) if start else 0
-            end = min(end, max(start + 1, int(np.searchsorted(ends, before + PIECE_BYTES, side="right"))))
+        if on_host:
+            before = ends[start - 1] if start else np.uint64(0)
+            full = int(np.searchsorted(ends, before + np.uint64(PIECE_BYTES), side="right"))
+            end = min(end, max(start + 1, full))
         cuts.append(end)
         start = end
-    return cuts
+    return local, remote, cuts
+
+
+def _shorten(local: Side, remote: Side) -> tuple[Side, Side]:
+    """The same bytes in runs of at most ``PIECE_BYTES``."""
+    most = np.uint64(PIECE_BYTES)
+    sizes = local[1][:, 1]
+    counts = ((sizes + most - np.uint64(1)) // most).astype(np.int64)
+    index = np.repeat(np.arange(len(sizes)), counts)
+    nth = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    skip = nth.astype(np.uint64) * most
+
+    def cut(side: Side) -> Side:
+        table = side[1][index]
+        table[:, 0] += skip
+        table[:, 1] = np.minimum(table[:, 1] - skip, most)
+        return side[0], table
+
+    return cut(local), cut(remote)

@@ -12,7 +12,8 @@ from contextlib import suppress
 
 from kvxfer.errors import TransportError
 from kvxfer_nixl.agent import Agent
-from kvxfer_nixl.endpoint import Endpoint, device_of
+from kvxfer_nixl.endpoint import Endpoint
+from kvxfer_nixl.space import Space
 
 __all__ = ["Link", "Peer", "Peers"]
 
@@ -22,23 +23,12 @@ GREET_AGAIN_S = 0.25
 
 
 class Peer:
-    """``error``: why the connection has failed; it never comes back."""
+    """``name``: NIXL's. ``error``: why the connection has failed; it never comes back."""
 
     def __init__(self, name: str, agent: Agent) -> None:
         self.name = name
         self.error: TransportError | None = None
         self._agent = agent
-        self._metadata = b""
-
-    def learn(self, metadata: bytes) -> None:
-        """Connect, or take in what is new. Raises ``TransportError`` when NIXL does not take it."""
-        if metadata == self._metadata:
-            return
-        found = self._agent.add(metadata)
-        if found != self.name:
-            self._agent.remove(found)
-            raise TransportError(f"the endpoint names agent {self.name!r}, its metadata {found!r}")
-        self._metadata = metadata
 
     def tell(self, message: str) -> None:
         """Returns at once. Raises ``TransportError`` when the connection is known to have failed."""
@@ -46,31 +36,33 @@ class Peer:
             try:
                 self._agent.tell(self.name, message)
             except TransportError as e:
-                self.fail(e)
+                self.error = e
         if self.error is not None:
             raise self.error
 
-    def fail(self, error: TransportError) -> None:
-        if self.error is None:
-            self.error = error
-
 
 class Peers:
-    """The peers of one agent, by name."""
+    """The peers of one agent."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._known: dict[str, Peer] = {}
+        self._metadata: dict[str, bytes] = {}
 
-    def get(self, name: str) -> Peer:
-        """The peer of that name; a new one if its connection has failed. Forgets the others whose connection has."""
-        for other in list(self._known.values()):
+    def connect(self, metadata: bytes) -> Peer:
+        """The peer with these metadata: the one we know, or a new one. Raises ``TransportError`` when NIXL does not take
+        them."""
+        for peer in list(self._known.values()):
             # Nobody says when an idle connection has failed; the next message does.
             with suppress(TransportError):
-                other.tell(NOTHING)
-            if other.error is not None:
-                del self._known[other.name]
-                self._agent.remove(other.name)
+                peer.tell(NOTHING)
+            if peer.error is not None:
+                self._agent.remove(peer.name)
+                del self._known[peer.name], self._metadata[peer.name]
+        name = next((n for n, m in self._metadata.items() if m == metadata), None)
+        if name is None:
+            name = self._agent.add(metadata)
+            self._metadata[name] = metadata
         return self._known.setdefault(name, Peer(name, self._agent))
 
 
@@ -78,12 +70,10 @@ class Link:
     """``end``: our end. ``error``: why nothing can move any more."""
 
     def __init__(self, number: int, end: str, theirs: Endpoint, peers: Peers) -> None:
-        """Raises ``TransportError`` when the peer's description or metadata are wrong."""
+        """Raises ``TransportError`` when the peer's description or metadata make no sense."""
         self.number, self.end, self.their_end, self.agent = number, end, theirs.end, theirs.agent
-        self.memories = theirs.table()
-        self._devices = [(False, 0) if m is None else device_of(m.device) for m in theirs.memories]
-        self.peer = peers.get(theirs.name)
-        self.peer.learn(theirs.metadata)
+        self.space = Space.of_peer(theirs.memories)
+        self.peer = peers.connect(theirs.metadata)
         self.up = False
         self._error: TransportError | None = None
         self.began = time.monotonic()
@@ -96,12 +86,8 @@ class Link:
     @property
     def error(self) -> TransportError | None:
         if self._error is None and self.peer.error is not None:
-            self._fail(f"the connection to {self} has failed: {self.peer.error}", self.peer.error)
+            self._fail(f"the connection has failed: {self.peer.error}", self.peer.error)
         return self._error
-
-    def device(self, memory: int) -> tuple[bool, int]:
-        """Of a memory of the peer's: whether it is on a GPU, and on which."""
-        return self._devices[memory]
 
     def greet(self, now: float) -> None:
         """Tell the peer that this end is there, if it is time to. The first greeting also makes the connection, so that
@@ -115,7 +101,7 @@ class Link:
         if message == GREETING:
             self.up = True
         elif message == GOODBYE:
-            self._fail(f"{self} has closed the link")
+            self._fail("the peer has closed the link")
 
     def close(self, why: str) -> None:
         """No more batches; the peer is told."""

@@ -13,21 +13,22 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal
 
 import numpy as np
 
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
-from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nixl.agent import Agent
-from kvxfer_nixl.endpoint import FORMAT, Endpoint, Piece, device_of
-from kvxfer_nixl.flight import Flight, rows
+from kvxfer_nixl.endpoint import FORMAT, Endpoint
+from kvxfer_nixl.flight import Flight
 from kvxfer_nixl.library import load
 from kvxfer_nixl.link import Link, Peers
 from kvxfer_nixl.options import Options
+from kvxfer_nixl.space import Space
 
 __all__ = ["NixlTransport"]
 
@@ -50,8 +51,8 @@ class NixlTransport(Transport):
         super().__init__(agent, options)
         self._options = Options.parse(options)
         # So that NIXL's log tells who it is, and no other process ever has the name.
-        self._name = f"{re.sub(r'[^0-9A-Za-z_.-]', '_', agent)[:64]}~{secrets.token_hex(8)}"
-        self._nixl = Agent(self._name, self._options)
+        name = f"{re.sub(r'[^0-9A-Za-z_.-]', '_', agent)[:64]}~{secrets.token_hex(8)}"
+        self._nixl = Agent(name, self._options)
         self._peers = Peers(self._nixl)
         memory = _memory_kinds(self._nixl)
         self._capabilities = Capabilities(
@@ -65,8 +66,7 @@ class NixlTransport(Transport):
         )
         self._owner = threading.get_ident()
         self._closed = False
-        self._memories = Memories()
-        self._devices: dict[int, tuple[bool, int]] = {}
+        self._space = Space(memory)
         self._tokens: dict[int, Any] = {}
         self._issued: OrderedDict[str, str] = OrderedDict()
         self._links: dict[int, Link] = {}
@@ -99,14 +99,10 @@ class NixlTransport(Transport):
 
     def register(self, regions: Sequence[Region]) -> int:
         self._check()
-        Memories().add(regions, self._capabilities.memory)  # refuses what is impossible before NIXL sees it
-        devices = {r.device for r in regions}
-        if len(devices) > 1:
-            raise TransportError(f"the regions of one memory must lie on one device, not on {', '.join(sorted(devices))}")
-        cuda, device = device_of(devices.pop() if devices else "cpu")
+        cuda, device = self._space.check(regions)
         token = self._nixl.register(regions, cuda, device) if regions else None
-        memory = self._memories.add(regions, self._capabilities.memory)
-        self._devices[memory], self._tokens[memory] = (cuda, device), token
+        memory = self._space.add(regions)
+        self._tokens[memory] = token
         return memory
 
     def deregister(self, memory: int) -> None:
@@ -117,7 +113,7 @@ class NixlTransport(Transport):
                     f"memory {memory} is in use by batch {flight.number} with {flight.link}; abort it first, and if that "
                     "does not make the memory quiet, close the back end"
                 )
-        self._memories.remove(memory)
+        self._space.remove(memory)
         token = self._tokens.pop(memory)
         if token is not None:
             self._nixl.deregister(token)
@@ -125,11 +121,9 @@ class NixlTransport(Transport):
     def endpoint(self) -> bytes:
         self._check()
         end = secrets.token_hex(8)
-        last = max(self._memories, default=-1)
-        pieces = tuple(self._piece(m) if m in self._memories else None for m in range(last + 1))
-        data = Endpoint(
-            FORMAT, self._options.plugin, self.agent[:256], self._name, end, pieces, self._nixl.metadata()
-        ).encode()
+        metadata = self._nixl.metadata()
+        plugin, agent = self._options.plugin, self.agent[:256]
+        data = Endpoint(FORMAT, plugin, agent, end, self._space.describe(), metadata).encode()
         self._issued[end] = ""
         if len(self._issued) > MOST_ISSUED:
             self._issued.popitem(last=False)
@@ -160,7 +154,7 @@ class NixlTransport(Transport):
         self._check()
         link = self._link(peer)
         del self._links[peer], self._ends[link.end]
-        link.close(f"this side has closed the link to {link}")
+        link.close("this side has closed the link")
         self._wakeup.set()
 
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
@@ -170,21 +164,20 @@ class NixlTransport(Transport):
             raise TransportError(f"back end 'nixl' does not {batch.verb.upper()}, only READ and WRITE")
         if batch.remote_offsets is None:
             raise TransportError(f"a {batch.verb.upper()} needs remote_offsets")
-        lengths = np.asarray(batch.lengths, np.int64)
-        here = self._memories.addresses(batch.local, batch.local_offsets, lengths)
+        lengths, here, there = (
+            np.ascontiguousarray(a, np.int64) for a in (batch.lengths, batch.local_offsets, batch.remote_offsets)
+        )
+        local = self._space.rows(batch.local, here, lengths)
         try:
-            there = link.memories.addresses(batch.remote, batch.remote_offsets, lengths)
+            remote = link.space.rows(batch.remote, there, lengths)
         except TransportError as e:
             raise TransportError(f"on the side of {link}: {e}") from None
         if len(lengths) and not lengths.all():
             some = lengths > 0
-            here, there, lengths = here[some], there[some], lengths[some]
-        (cuda, device), (their_cuda, their_device) = self._devices[batch.local], link.device(batch.remote)
+            local, remote = (local[0], local[1][some]), (remote[0], remote[1][some])
         number, self._next_batch = self._next_batch, self._next_batch + 1
-        flight = Flight(
-            number, "read" if batch.verb is Verb.READ else "write", link, batch.local,
-            (cuda, rows(here, lengths, device)), (their_cuda, rows(there, lengths, their_device)), after,
-        )  # fmt: skip
+        operation: Literal["read", "write"] = "read" if batch.verb is Verb.READ else "write"
+        flight = Flight(number, operation, link, batch.local, local, remote, after)
         self._flights[number] = flight
         self._listen()
         now = time.monotonic()
@@ -215,8 +208,10 @@ class NixlTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        with suppress(TransportError):  # so that nobody is told who has told us already
+            self._listen()
         for link in self._links.values():
-            link.close(f"this side has closed its back end, and with it the link to {link}")
+            link.close("this side has closed its back end")
         going = [*self._flights.values(), *self._lingering]
         until = time.monotonic() + DRAIN_S
         while time.monotonic() < until and (going := [f for f in going if f.linger(self._nixl)]):
@@ -255,10 +250,6 @@ class NixlTransport(Transport):
         if self._lingering:
             due.append(now + LINGER_S)
         self._wakeup.at(min(due, default=None))
-
-    def _piece(self, memory: int) -> Piece:
-        regions = self._memories.regions(memory)
-        return Piece(regions[0].device if regions else "cpu", tuple((r.address, r.nbytes) for r in regions))
 
     def _link(self, peer: int) -> Link:
         if peer not in self._links:

@@ -40,9 +40,8 @@ def check(settings: Mapping[str, str], library: Path | None) -> None:
         for key, value in settings.items():
             if ucp.ucp_config_modify(config, key.encode(), value.encode()) != 0:
                 raise ConfigError(
-                    f"UCX does not take {value!r} for {key!r} (option 'ucx' of back end 'nixl'): there is no such "
-                    "setting, its value is wrong, or it is read once a process, when UCX is loaded (UCX_LOG_LEVEL and "
-                    "the like), and belongs in the environment"
+                    f"UCX does not take {value!r} for {key!r} (option 'ucx' of back end 'nixl'): it has no such setting, "
+                    "or that is no value for it; `ucx_info -cf` lists them with the prefix UCX_"
                 )
     finally:
         ucp.ucp_config_release(config)

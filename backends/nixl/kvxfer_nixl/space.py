@@ -1,0 +1,107 @@
+"""Memories of one side, and NIXL descriptors of runs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvxfer.errors import TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.geometry.plan import Ints
+from kvxfer.transport.memories import Memories
+from kvxfer_nixl.agent import Side
+from kvxfer_nixl.endpoint import Piece
+
+__all__ = ["Space", "device_of"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a memory lies. ``one``: its region, if it has exactly one."""
+
+    cuda: bool
+    device: int
+    one: Region | None
+
+
+class Space:
+    """Numbers are given in order and never used twice."""
+
+    def __init__(self, devices: frozenset[str]) -> None:
+        self._devices = devices
+        self._memories = Memories()
+        self._places: dict[int, _Place] = {}
+
+    def check(self, regions: Sequence[Region]) -> tuple[bool, int]:
+        """Whether these regions would lie on a GPU, and on which. Raises ``TransportError`` if they are no memory."""
+        Memories().add(regions, self._devices)
+        found = {r.device for r in regions}
+        if len(found) > 1:
+            raise TransportError(f"the regions of one memory must lie on one device, not on {', '.join(sorted(found))}")
+        return device_of(found.pop() if found else "cpu")
+
+    def add(self, regions: Sequence[Region]) -> int:
+        cuda, device = self.check(regions)
+        memory = self._memories.add(regions, self._devices)
+        self._places[memory] = _Place(cuda, device, regions[0] if len(regions) == 1 else None)
+        return memory
+
+    def remove(self, memory: int) -> None:
+        self._memories.remove(memory)
+        del self._places[memory]
+
+    def describe(self) -> tuple[Piece | None, ...]:
+        """For a peer: by number, ``None`` for a memory that is gone."""
+        return tuple(
+            self._piece(memory) if memory in self._places else None for memory in range(max(self._places, default=-1) + 1)
+        )
+
+    @classmethod
+    def of_peer(cls, pieces: Sequence[Piece | None]) -> Space:
+        """The inverse of ``describe``."""
+        space = cls(frozenset({"cpu", "cuda"}))
+        for piece in pieces:
+            memory = space.add([] if piece is None else [Region(a, n, piece.device) for a, n in piece.regions])
+            if piece is None:
+                space.remove(memory)
+        return space
+
+    def rows(self, memory: int, offsets: Ints, lengths: Ints) -> Side:
+        """Raises ``TransportError`` for an unknown memory or a run that is not inside one region."""
+        place = self._places.get(memory)
+        table = np.empty((len(lengths), 3), np.uint64)
+        if place is not None and place.one is not None and _inside(offsets, lengths, place.one.nbytes):
+            np.add(offsets.view(np.uint64), np.uint64(place.one.address), out=table[:, 0])
+        else:
+            # The general case, and what is wrong if something is.
+            table[:, 0] = self._memories.addresses(memory, offsets, lengths)
+            place = self._places[memory]
+        table[:, 1] = lengths
+        table[:, 2] = place.device
+        return place.cuda, table
+
+    def _piece(self, memory: int) -> Piece:
+        regions = self._memories.regions(memory)
+        return Piece(regions[0].device if regions else "cpu", tuple((r.address, r.nbytes) for r in regions))
+
+
+def _inside(offsets: Ints, lengths: Ints, nbytes: int) -> bool:
+    """Whether all runs lie inside ``[0, nbytes)``. Few operations: after a long copy even numpy's code is cold."""
+    if not len(lengths) or offsets.shape != lengths.shape or offsets.ndim != 1:
+        return False
+    # As unsigned numbers, what is negative is too large; then the sum cannot overflow.
+    starts, sizes = offsets.view(np.uint64), lengths.view(np.uint64)
+    most = np.maximum.reduce
+    return bool(most(starts) <= nbytes and most(sizes) <= nbytes and most(starts + sizes) <= nbytes)
+
+
+def device_of(device: str) -> tuple[bool, int]:
+    """Whether it is a GPU, and NIXL's number for it. Raises ``TransportError`` for a name that is neither."""
+    kind, _, number = device.partition(":")
+    if device == "cpu":
+        return False, 0
+    if kind == "cuda" and number.isascii() and number.isdecimal():
+        return True, int(number)
+    raise TransportError(f"back end 'nixl' moves memory on 'cpu' or 'cuda:N', not on {device!r}")

@@ -1,0 +1,466 @@
+"""The NIXL back end keeps the contract over CMA, over TCP and in GPU memory, and what is its own besides."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.testing import ConformanceSuite
+from kvxfer.testing.conformance import Link, Started, Suite, Way, World
+from kvxfer.testing.conformance.harness import assert_equal, overlay
+from kvxfer.testing.conformance.transfers import Transfers
+from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.transport import Batch, Verb
+from tests.conftest import require
+
+require("nixl")
+
+from kvxfer_nixl import NixlTransport, flight  # noqa: E402  (only where it can be used)
+from kvxfer_nixl.endpoint import Endpoint, Piece  # noqa: E402
+
+TCP = {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}
+MIB = 1 << 20
+
+
+class TestCma(ConformanceSuite):
+    """What UCX picks by itself on one host."""
+
+    backend = NixlTransport
+
+
+@pytest.mark.slow
+class TestTcp(ConformanceSuite):
+    """What it picks between hosts without RDMA: reads and writes that the peer's progress thread serves."""
+
+    backend = NixlTransport
+    options: ClassVar[dict[str, Any]] = TCP
+
+
+@pytest.mark.gpu
+class TestCuda(ConformanceSuite):
+    backend = NixlTransport
+    memory = "cuda"
+
+
+class TestThreads(Transfers):
+    """Batches that the plugin spreads over threads of its own."""
+
+    backend = NixlTransport
+    options: ClassVar[dict[str, Any]] = {"num_threads": 2, "plugin_params": {"split_batch_size": 16}}
+
+
+class Cma(Suite):
+    backend = NixlTransport
+    __test__ = False
+
+
+class Tcp(Suite):
+    backend = NixlTransport
+    options: ClassVar[dict[str, Any]] = TCP
+    __test__ = False
+
+
+@pytest.fixture(params=[Cma, Tcp], ids=["cma", "tcp"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(request.param())
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def tcp() -> Iterator[World]:
+    world = World(Tcp())
+    yield world
+    world.close()
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runs", [
+    Runs.of([0], [0], [3 * MIB]),
+    Runs.of([0, 2 * MIB], [MIB, 0], [2 * MIB, 70_001]),
+    Runs.of(np.arange(1000) * 3000, np.arange(1000)[::-1] * 3000, np.full(1000, 2999)),
+    Runs.of([5, 9, 3 * MIB - 4], [9, 5, 100], [1, 0, 5]),
+], ids=["long", "long and short", "many", "few bytes"])  # fmt: skip
+def test_batches_in_pieces_move_the_same_bytes(
+    world: World, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch is posted piece by piece, so that no call takes long; here the pieces are small."""
+    monkeypatch.setattr(flight, "PIECE_BYTES", 10_007)
+    monkeypatch.setattr(flight, "PIECE_RUNS", 64)
+    a, b, link = world.pair()
+    for way in (Way.READ, Way.WRITE):
+        world.move(link, way, a, b, runs)
+
+
+def test_an_aborted_batch_posts_no_more_pieces(tcp: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was posted is waited for, so the memory is quiet, and the link is as good as ever."""
+    monkeypatch.setattr(flight, "PIECE_BYTES", 10_000)
+    a, b, link = tcp.pair()
+    before, source = b.content(0), a.content(0)
+    started = link.start(Way.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
+    a.abort(started.halves[0][1])
+    [result] = tcp.finish(started)
+    assert result.error is not None and "aborted" in result.error and b.name in result.error and result.quiet
+    after = b.content(0)
+    moved = np.flatnonzero(after != before)
+    # What lies behind the last piece of the window was never posted.
+    assert not len(moved) or moved[-1] < flight.WINDOW * 10_000
+    assert_equal(after[: flight.WINDOW * 10_000][moved], source[moved], "what was moved")
+    tcp.move(link, Way.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
+
+
+# --- completion, quiet, death -----------------------------------------------------------------------------------------
+
+
+def test_a_written_byte_is_there_when_we_say_so(world: World) -> None:
+    """The target is another process, and hears of the completion through a pipe."""
+    a, b = world.local(), world.process("target")
+    world.allocate(a, b)
+    link = world.link(a, b)
+    for i in range(6):
+        a.fill(0, seed=i)
+        runs = Runs.of([0, 2 * MIB], [MIB, i], [2 * MIB, 400_000])
+        expected = overlay(b.content(0), a.content(0), runs)
+        world.succeed(link.start(Way.WRITE, a, b, runs))
+        assert_equal(b.content(0), expected, "the target's memory")
+
+
+def test_what_a_stopped_peer_still_owes_comes_before_close_and_not_after(tcp: World) -> None:
+    """An aborted read from a stopped peer is not quiet, for NIXL cannot cancel it: the bytes land when the peer goes on.
+    After ``close`` nothing lands."""
+    a, b = tcp.local(), tcp.process("stopped")
+    tcp.allocate(a, b)
+    link = tcp.link(a, b)
+    tcp.move(link, Way.READ, b, a, Runs.of([0], [0], [10]))
+    before = a.content(0)
+    b.stop()
+    started = link.start(Way.READ, b, a, Runs.of([0], [0], [3 * MIB]))
+    tcp.run(0.05)
+    a.abort(started.halves[0][1])
+    [result] = tcp.finish(started)
+    assert result.error is not None and not result.quiet
+    assert a.transport.capabilities.quiet == "backend_reset"
+    with pytest.raises(TransportError, match="in use"):
+        a.transport.deregister(0)
+    assert_equal(a.content(0), before, "the memory while the peer is stopped")
+    a.close()
+    b.resume()
+    tcp.run(0.3)
+    assert_equal(a.content(0), before, "the memory after close")
+
+
+def test_what_a_stopped_peer_still_owes_does_land_without_close(tcp: World) -> None:
+    """The same without ``close``: this is what ``quiet=False`` warns of. When the peer is done, the memory is free."""
+    a, b = tcp.local(), tcp.process("stopped")
+    tcp.allocate(a, b)
+    link = tcp.link(a, b)
+    tcp.move(link, Way.READ, b, a, Runs.of([0], [0], [10]))
+    expected = a.content(0)
+    b.stop()
+    started = link.start(Way.READ, b, a, Runs.of([0], [0], [3 * MIB]))
+    a.abort(started.halves[0][1])
+    [result] = tcp.finish(started)
+    assert not result.quiet
+    b.resume()
+    expected[: 3 * MIB] = b.content(0)[: 3 * MIB]
+    tcp.wait_for(lambda: bool(np.array_equal(a.content(0), expected)), "the landing of what was aborted")
+    tcp.wait_for(lambda: _gone(a), "the end of the batch inside NIXL")
+
+
+def _gone(party: LocalParty) -> bool:
+    party.transport.poll()
+    try:
+        party.transport.deregister(0)
+    except TransportError:
+        return False
+    return True
+
+
+def test_a_killed_peer_leaves_quiet_memory(tcp: World) -> None:
+    """NIXL closes the connection with the error: what was in flight from a dead peer does not land any more."""
+    a, b = tcp.local(), tcp.process("killed")
+    tcp.allocate(a, b)
+    link = tcp.link(a, b)
+    tcp.move(link, Way.READ, b, a, Runs.of([0], [0], [10]))
+    started = [link.start(Way.READ, b, a, Runs.of([0], [0], [3 * MIB])) for _ in range(20)]
+    b.kill()
+    results = tcp.finish(*started)
+    assert results[-1].error is not None and b.name in results[-1].error and "died" in results[-1].error
+    assert all(r.quiet for r in results)
+    a.fill(0, seed=77)
+    before = a.content(0)
+    tcp.run(0.3)
+    assert_equal(a.content(0), before, "the memory after the end")
+
+
+def test_a_peer_that_closes_with_reads_in_flight_lives_and_so_do_we(tcp: World) -> None:
+    """UCX aborts the process that serves a read over TCP when the reader's worker goes in the middle. ``close`` waits."""
+    a, b = tcp.local(), tcp.process("server")
+    tcp.allocate(a, b)
+    c = tcp.local()
+    tcp.allocate(c)
+    link, other = tcp.link(a, b), tcp.link(c, b)
+    for _ in range(20):
+        link.start(Way.READ, b, a, Runs.of([0], [0], [3 * MIB]))
+    a.close()
+    tcp.move(other, Way.READ, b, c, Runs.of([0], [0], [MIB]))
+
+
+def test_links_share_a_connection(world: World) -> None:
+    """However many links come and go between two processes, they cost one connection: UCX does not give a socket back
+    before one of them ends."""
+    a, b, _ = world.pair()
+    sockets = [0, 0]
+    for i in range(2):
+        for _ in range(10):
+            link = world.link(a, b)
+            world.move(link, Way.READ, a, b, Runs.of([0], [0], [100]))
+            a.disconnect(link.peers[a.name])
+            b.disconnect(link.peers[b.name])
+        found = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)]
+        sockets[i] = sum(name.startswith("socket") for name in found)
+    assert sockets[1] <= sockets[0]
+
+
+def _open(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def test_a_link_closed_before_we_connect_fails_at_once(world: World) -> None:
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    mine, theirs = a.endpoint(), b.endpoint()
+    b.disconnect(b.connect(theirs, mine))
+    world.run(0.3)
+    peer = a.connect(mine, theirs)
+    ten, zero = np.array([10]), np.array([0])
+    started = Started([(a, a.submit(Batch(Verb.READ, peer, 0, ten, zero, 0, zero)))])
+    [result] = world.finish(started, seconds=3)
+    assert result.error is not None and "closed" in result.error and b.name in result.error
+
+
+# --- endpoints --------------------------------------------------------------------------------------------------------
+
+
+def altered(endpoint: bytes, **changes: Any) -> bytes:
+    """With a checksum that is right."""
+    return msgspec.structs.replace(Endpoint.decode(endpoint), **changes).encode()
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"format": 99}, "format 99"),
+    ({"plugin": "LIBFABRIC"}, "they must agree"),
+    ({"metadata": b""}, "metadata"),
+    ({"metadata": b"nixlSerDes|Agent"}, "metadata"),
+    ({"memories": (Piece("abacus", ((4096, 4096),)),)}, "abacus"),
+    ({"memories": (Piece("cuda:x", ((4096, 4096),)),)}, "cuda"),
+    ({"memories": (Piece("cpu", ((4096, 4096), (4097, 10))),)}, "overlap"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_a_wrong_endpoint_is_refused(world: World, changes: dict[str, Any], said: str) -> None:
+    a, b, link = world.pair()
+    mine = a.endpoint()
+    with pytest.raises(TransportError, match=said):
+        a.connect(mine, altered(b.endpoint(), **changes))
+    # Neither our endpoint nor the link that exists has suffered.
+    theirs = b.endpoint()
+    again = Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+    for one in (link, again):
+        world.move(one, Way.READ, b, a, Runs.of([0], [0], [1000]))
+
+
+def test_an_endpoint_is_good_for_one_link(world: World) -> None:
+    a, b = world.local(), world.local()
+    mine, theirs = a.endpoint(), b.endpoint()
+    a.connect(mine, theirs)
+    with pytest.raises(TransportError, match="in use"):
+        a.connect(mine, b.endpoint())
+    with pytest.raises(TransportError, match="in use"):
+        a.connect(a.endpoint(), theirs)
+
+
+def test_memory_on_two_devices_is_refused(world: World) -> None:
+    transport = world.local().transport
+    with pytest.raises(TransportError):
+        transport.register([Region(4096, 4096), Region(1 << 40, 4096, "cuda:0")])
+    assert transport.register([]) == 0, "a number was used up"
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"plugn": "UCX"}, "did you mean 'plugin'"),
+    ({"num_threads": -1}, "num_threads"),
+    ({"sync_mode": "loose"}, "sync_mode"),
+    ({"plugin": "MOONCAKE"}, "no plugin 'MOONCAKE'.*POSIX.*source"),
+    ({"plugin": "UCXX"}, "did you mean 'UCX'"),
+    ({"plugin": "posix"}, "storage"),
+    ({"plugin_params": {"num_worker": 2}}, "did you mean 'num_workers'"),
+    ({"plugin_params": {"ucx_devices": "lo"}}, "device_list"),
+    ({"plugin_params": {"engine_config": "TLS=tcp"}}, "option 'ucx'"),
+    ({"plugin_params": {"ucx_error_handling_mode": "none"}}, "died"),
+    ({"ucx": {"TSL": "tcp"}}, "TSL"),
+    ({"ucx": {"MAX_RMA_RAILS": "many"}}, "many"),
+    ({"plugin": "LIBFABRIC", "ucx": {"TLS": "tcp"}}, "for plugin 'UCX'"),
+    ({"plugin": "POSIX", "num_threads": 2}, "num_threads"),
+])  # fmt: skip
+def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        NixlTransport("agent", options)
+
+
+def test_a_plugin_that_cannot_be_loaded_says_why() -> None:
+    """Of those in the wheel, GDS needs libcufile, LIBFABRIC libfabric; no machine of ours has both."""
+    messages = []
+    for plugin in ("GDS", "LIBFABRIC", "INFINIA"):
+        try:
+            NixlTransport("agent", {"plugin": plugin}).close()
+        except (ConfigError, TransportError) as e:
+            messages.append(str(e))
+    assert any("cannot be loaded here: lib" in m for m in messages), messages
+
+
+def test_a_plugin_that_cannot_start_is_an_error_of_the_transport() -> None:
+    with pytest.raises(TransportError, match="no_such_transport"):
+        NixlTransport("agent", {"ucx": {"TLS": "no_such_transport"}})
+
+
+def test_ucx_settings_with_a_list_reach_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL cuts its parameter at commas, so these go another way; the environment is as before."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    before = dict(os.environ)
+    NixlTransport("agent", {"ucx": {"TLS": "cma,tcp"}}).close()
+    with pytest.raises(TransportError):  # UCX: nothing here carries messages
+        NixlTransport("agent", {"ucx": {"TLS": "cma"}})
+    with pytest.raises(TransportError):
+        NixlTransport("agent", {"ucx": {"TLS": "cma,posix"}})
+    assert dict(os.environ) == before
+
+
+def test_an_environment_that_contradicts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pytest.raises(ConfigError, match="UCX_TLS"):
+        NixlTransport("agent", {"ucx": {"TLS": "all"}})
+    NixlTransport("agent", {"ucx": {"TLS": "tcp"}}).close()
+
+
+def test_peers_with_different_settings_understand_each_other() -> None:
+    """One side with its own number of workers."""
+    ends = [LocalParty(NixlTransport, o, n, "cpu") for n, o in (("a", {}), ("b", {"plugin_params": {"num_workers": 2}}))]
+    a, b = ends
+    try:
+        for end in ends:
+            end.allocate([MIB], 1)
+        mine, theirs = a.endpoint(), b.endpoint()
+        peer, _ = a.connect(mine, theirs), b.connect(theirs, mine)
+        number = a.submit(Batch(Verb.READ, peer, 0, np.array([MIB]), np.array([0]), 0, np.array([0])))
+        until = time.monotonic() + 10
+        while a.result(number) is None:
+            assert time.monotonic() < until
+            for end in ends:
+                end.turn(True)
+        result = a.result(number)
+        assert result is not None and result.error is None
+    finally:
+        for end in ends:
+            end.close()
+            end.free()
+
+
+# --- the process around it --------------------------------------------------------------------------------------------
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh process."""
+    env = {k: v for k, v in os.environ.items() if k not in ("NIXL_LOG_LEVEL", "UCX_TLS")} | environment
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+
+
+LOADING = """
+import ctypes, logging, os, sys
+import kvxfer_nixl
+assert not [m for m in sys.modules if m.partition(".")[0] in ("nixl", "nixl_cu12", "nixl_cu13", "torch")]
+
+def environment():
+    table, found = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ"), []
+    while table[len(found)]:
+        found.append(table[len(found)])
+    return sorted(found)
+
+handler = logging.FileHandler(sys.argv[-1] if len(sys.argv) > 1 else os.environ["LOG_FILE"], mode="w")
+logging.getLogger("host").addHandler(handler)
+before = environment(), dict(os.environ), logging.raiseExceptions, list(logging.getLogger("nixl").handlers)
+transport = kvxfer_nixl.NixlTransport("agent", {"ucx": {"TLS": "cma,tcp", "NET_DEVICES": "lo"}, "log_level": "ERROR"})
+transport.endpoint()
+transport.close()
+assert (environment(), dict(os.environ), logging.raiseExceptions, list(logging.getLogger("nixl").handlers)) == before
+logging.getLogger("host").warning("still here")
+"""
+
+
+def test_loading_leaves_no_trace(tmp_path: Any) -> None:
+    """NIXL is loaded when a transport is made. Neither that nor the options change the environment, as Python or as C
+    sees it; and the host's log files stay open (a plain ``import nixl`` closes them)."""
+    log = tmp_path / "host.log"
+    done = run(LOADING, LOG_FILE=str(log))
+    assert done.returncode == 0, done.stderr
+    assert "still here" in log.read_text()
+
+
+def test_the_log_level_is_an_option() -> None:
+    program = """
+from kvxfer_nixl import NixlTransport
+NixlTransport("agent", {"log_level": LEVEL}).close()
+"""
+    loud, still = (run(program.replace("LEVEL", repr(level))) for level in ("DEBUG", "ERROR"))
+    assert loud.returncode == still.returncode == 0, loud.stderr + still.stderr
+    assert "Created backend" in loud.stderr and "Created backend" not in still.stderr
+
+
+def test_a_missing_nixl_names_the_pip_line() -> None:
+    program = """
+import sys
+sys.modules["nixl"] = None
+from kvxfer.errors import TransportError
+from kvxfer_nixl import NixlTransport
+probe = NixlTransport.probe()
+assert not probe.usable and "pip install" in probe.reason, probe
+try:
+    NixlTransport("agent", {})
+except TransportError as e:
+    assert "pip install 'kvxfer[nixl]'" in str(e)
+else:
+    raise AssertionError
+"""
+    done = run(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_probe_tells_versions_and_plugins() -> None:
+    probe = NixlTransport.probe()
+    assert probe.usable and "UCX" in probe.facts["plugins"] and probe.facts["nixl"].startswith("1.")
+    assert probe.facts["ucx"][0].isdigit()
+
+
+def test_every_error_of_nixl_has_words() -> None:
+    """Its classes have no common base, and say no more than their name."""
+    from kvxfer_nixl.library import load
+
+    library = load()
+    names = [n for n in vars(library.bindings) if n.startswith("nixl") and n.endswith("Error")]
+    assert len(names) >= 12
+    for name in names:
+        kind = getattr(library.bindings, name)
+        assert issubclass(kind, library.errors)
+        assert len(library.explain(kind("NIXL_ERR")).split()) > 3
