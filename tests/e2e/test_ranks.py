@@ -1,4 +1,4 @@
-"""Engines of different tensor and pipeline parallel sizes, real servers with real worker processes."""
+"""Engines of different tensor parallel sizes, real servers with real worker processes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ TWO = ["--tensor-parallel-size", "2"]
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [([], TWO), (TWO, []), (TWO, TWO), (["--pipeline-parallel-size", "2"], [])],
-    ids=["TP 1 to TP 2", "TP 2 to TP 1", "TP 2 to TP 2", "PP 2 to PP 1"],
+    [([], TWO), (TWO, []), (TWO, TWO)],
+    ids=["TP 1 to TP 2", "TP 2 to TP 1", "TP 2 to TP 2"],
 )
 def test_tokens_are_those_of_one_plain_server(
     cluster: Cluster, model: Path, tmp_path: Path, prefill: list[str], decode: list[str]
