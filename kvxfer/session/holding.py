@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvxfer.geometry import Rank
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.session.life import SERVE, ServeEvent, ServeState
@@ -19,11 +18,13 @@ Key = tuple[LinkId, int]
 
 @dataclass
 class Link:
-    """A consumer rank that has said hello. ``stream``: the next number of a part. ``serves``: how many it has now."""
+    """A consumer rank that has said hello. ``stream``: the next number of a part. ``serves``, ``nbytes``: how many wants
+    of it are alive, and the size of their block tables."""
 
     info: LinkInfo
     stream: int = 0
     serves: int = 0
+    nbytes: int = 0
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Serve:
     link: LinkId
     want: m.Want
     blocks: Table
-    reader: Rank
+    reader: int  # the consumer's agent, by its epoch
     expires: float
     state: ServeState = ServeState.WAITING
     sent: int = 0  # tokens announced so far
@@ -53,6 +54,11 @@ class Serve:
             return False
         self.state = after
         return True
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its block tables on the wire."""
+        return sum(map(len, self.want.blocks))
 
     @property
     def key(self) -> Key:
@@ -74,8 +80,9 @@ class Holding:
     generation: int = -1  # the last one that was offered or revoked
     revoked: int = -1  # this one and older ones are given up
     serves: dict[Key, Serve] = field(default_factory=dict)
-    settled: set[Rank] = field(default_factory=set)
-    dropped: set[Rank] = field(default_factory=set)
+    settled: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    misfits: set[int] = field(default_factory=set)  # wanted something else under its name; their word does not count
     readers: int = 1
     nbytes: int = 0
     outcome: Outcome | None = None

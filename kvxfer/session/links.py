@@ -236,7 +236,8 @@ class Outbound:
             self.send(t.link, self._terms.hello(o.mine, t.epoch, self._epoch, self._engine, t.claims))
             return None
         o.up = True
-        return LinkInfo(self._terms.mode, Planner(o.target.cache, self._terms.cache, o.target.claims), o.piece_bytes)
+        planner = Planner(o.target.cache, self._terms.cache, o.target.claims)
+        return LinkInfo(self._terms.mode, planner, o.target.epoch, o.piece_bytes)
 
     def receive(self, ready: set[wire.Socket], now: float) -> Iterator[tuple[LinkId, m.Message | Lost]]:
         """Messages for the consumer's machine or the mover. Links may be dropped and dialled meanwhile."""

@@ -38,8 +38,11 @@ __all__ = ["Producer"]
 
 S, E = ServeState, ServeEvent
 
-MOST = 100_000
-"""How many serves a consumer rank may have at once, and how many answers are remembered: a flood fills no memory."""
+# A flood fills no memory:
+MOST_WANTS, MOST_BYTES = 20_000, 64 << 20
+"""Wants that a consumer rank may have alive, and the size of their block tables on the wire."""
+MOST_WORDS = 100_000
+"""Answers that are remembered."""
 
 
 class Producer:
@@ -56,8 +59,8 @@ class Producer:
         self._leases: Timers[TransferId] = Timers()
         self._budgets: Timers[Key] = Timers()
         # For questions that are repeated after all has been said.
-        self._last_words: Recent[Key, m.Verdict | m.Gone] = Recent(lease, MOST)
-        self._over: Recent[TransferId, Over] = Recent(lease, MOST)
+        self._last_words: Recent[Key, m.Verdict | m.Gone] = Recent(lease, MOST_WORDS)
+        self._over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
@@ -131,23 +134,19 @@ class Producer:
         """A message from a consumer rank. Anything late, repeated or unknown changes nothing."""
         if link not in self._links or not isinstance(msg, m.Want | m.Check | m.Drop):
             return []
-        said = self._last_words.get((link, msg.attempt))
-        if isinstance(said, m.Verdict) and isinstance(msg, m.Drop):
-            return [Send(link, m.Gone(msg.transfer, msg.attempt, "all of it has been served", False))]
-        if said is not None:
-            return [Send(link, said)]
         serve = self._serves.get((link, msg.attempt))
         if serve is not None and serve.want.transfer != msg.transfer:
             return []
-        match msg:
-            case m.Want():
-                return self._want(link, msg, now) if serve is None else []
-            case m.Check() if serve is not None:
-                return self._check(serve, msg, now)
-            case m.Drop() if serve is not None:
-                return self._give_up(serve, Outcome(Kind.CANCELLED, f"the consumer dropped it: {msg.reason}"), now)
-        # Also the answer to its Want, should that come later.
-        return [self._last_word(link, m.Gone(msg.transfer, msg.attempt, "nothing of it is being served", False), now)]
+        if isinstance(msg, m.Drop):
+            return self._drop(link, serve, msg, now)
+        said = self._last_words.get((link, msg.attempt))
+        if said is not None:
+            return [Send(link, said)]
+        if isinstance(msg, m.Want):
+            return self._want(link, msg, now) if serve is None else []
+        if serve is not None:
+            return self._check(serve, msg, now)
+        return [self._last_word(link, m.Gone(msg.transfer, msg.attempt, "it is not being served", False), now)]
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """One of our own part batches has ended."""
@@ -167,7 +166,7 @@ class Producer:
         else:
             # Of a failed write the consumer knows nothing, and a link that is of no more use has to be made anew.
             broken = serve.live and done.ref.link in self._links and self._links[done.ref.link].info.mode == "write"
-            out += self._give_up(serve, Outcome(Kind.FAILED, f"sending failed: {done.error}"), now)
+            out += self._stop(serve, f"sending failed: {done.error}", False, now)
             out += [Close(done.ref.link, done.error)] if broken else []
         return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
 
@@ -230,23 +229,25 @@ class Producer:
         except PeerError as e:
             return [self._last_word(link, m.Gone(want.transfer, want.attempt, str(e), False), now)]
         known = self._links[link]
-        if known.serves >= MOST:
-            return [Send(link, m.Gone(want.transfer, want.attempt, f"more than {MOST} wants at once", False))]
+        if known.serves >= MOST_WANTS or known.nbytes > MOST_BYTES:
+            return [Send(link, m.Gone(want.transfer, want.attempt, "too many wants at once", False))]
         self._over.pop(want.transfer)
         h = self._holding(want.transfer, now)
-        reader = known.info.planner.dst.rank
-        older = [s for s in h.serves.values() if s.link == link]
+        reader = known.info.peer
+        older = [s for s in h.serves.values() if s.reader == reader]
         if any(s.want.attempt > want.attempt for s in older):
             return [self._last_word(link, m.Gone(want.transfer, want.attempt, "a newer want has come", False), now)]
         serve = Serve(h, link, want, blocks, reader, now + want.seconds, sent=want.start)
         h.serves[serve.key] = self._serves[serve.key] = serve
         known.serves += 1
+        known.nbytes += serve.nbytes
         self._budgets.set(serve.key, serve.expires)
         h.readers = max(h.readers, want.readers)
         h.dropped.discard(reader)
+        h.misfits.discard(reader)
         out: list[Action] = []
         for old in older:
-            out += self._stop(old, "the same consumer wants it anew", False, now)
+            out += self._stop(old, "its consumer wants it anew", False, now)
         return out + self._advance(serve, now)
 
     def _advance(self, serve: Serve, now: float) -> list[Action]:
@@ -257,6 +258,7 @@ class Producer:
         info = link.info
         why = unfit(offer, want, info)
         if why is not None:
+            serve.holding.misfits.add(serve.reader)
             return self._stop(serve, why, False, now)
         tokens = offer.tokens if offer.final else aligned(info.planner.src, offer.tokens)
         hi = max(min(want.tokens, tokens), serve.sent)
@@ -299,12 +301,22 @@ class Producer:
         serve.holding.settled.add(serve.reader)
         return out + self._drop_if_over(serve, now) + self._count(serve.holding, Outcome(Kind.DELIVERED), now)
 
-    def _give_up(self, serve: Serve, outcome: Outcome, now: float) -> list[Action]:
-        """This reader will not come again."""
-        if not serve.live:
-            return []
-        serve.holding.dropped.add(serve.reader)
-        return self._count(serve.holding, outcome, now) + self._stop(serve, outcome.reason, False, now)
+    def _drop(self, link: LinkId, serve: Serve | None, msg: m.Drop, now: float) -> list[Action]:
+        """This reader has given the transfer up; of the attempt there may be nothing left to end."""
+        h, reader = self._holdings.get(msg.transfer), self._links[link].info.peer
+        reason = f"the consumer dropped it: {msg.reason}"
+        out: list[Action] = []
+        if h is not None and reader not in h.misfits | h.settled:
+            if not any(s.live and s.reader == reader and s is not serve for s in h.serves.values()):
+                h.dropped.add(reader)
+                out += self._count(h, Outcome(Kind.CANCELLED, reason), now)
+        if serve is not None:
+            return out + self._stop(serve, reason, False, now)
+        said = self._last_words.get((link, msg.attempt))
+        if not isinstance(said, m.Gone):
+            said = m.Gone(msg.transfer, msg.attempt, "it is not being served", False)
+        # Also the answer to its Want, should that come later.
+        return [*out, self._last_word(link, said, now)]
 
     def _count(self, h: Holding, last: Outcome, now: float) -> list[Action]:
         """If all readers are done with it, one way or the other: that is the transfer's end here."""
@@ -354,6 +366,7 @@ class Producer:
         del self._serves[serve.key], h.serves[serve.key]
         if serve.link in self._links:
             self._links[serve.link].serves -= 1
+            self._links[serve.link].nbytes -= serve.nbytes
         self._budgets.cancel(serve.key)
         if not h.known and not h.serves:
             self._lend(h, now)  # wanted only; kept a while for what it knows of its readers

@@ -79,7 +79,7 @@ class Terms:
             planner = Planner(self.cache, hello.cache, hello.claims)
         except (Incompatible, ValueError) as e:
             raise PeerError(f"the caches do not fit: {e}") from None
-        return LinkInfo(self.mode, planner, min(self.piece_bytes, hello.piece_bytes), self.stage_below)
+        return LinkInfo(self.mode, planner, hello.epoch, min(self.piece_bytes, hello.piece_bytes), self.stage_below)
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:

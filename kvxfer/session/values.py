@@ -128,12 +128,13 @@ class PartRef:
 class LinkInfo:
     """What a machine knows of a link that is up.
 
-    ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose template rows are shorter than
-    ``stage_below`` bytes on average goes staged (0: never).
+    ``peer``: the other agent's epoch. ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose
+    template rows are shorter than ``stage_below`` bytes on average goes staged (0: never).
     """
 
     mode: Mode
     planner: Planner
+    peer: int = 0
     piece_bytes: int = 0
     stage_below: int = 0
 

@@ -1,0 +1,237 @@
+"""What anybody who can reach the control sockets may say: nothing of it ends a thread, a transfer, or the service of
+others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import zmq
+
+from kvxfer.identity import TransferId, new_epoch
+from kvxfer.session import Directory, Ended, Kind, Renew, Settle
+from kvxfer.session import messages as m
+from kvxfer.testing.fake import FakeTransport
+from tests.session.conftest import Engine, fetch, make_cache, offered
+
+T = TransferId("own/1/honest", 0)
+
+
+@contextmanager
+def stranger(address: str, identity: bytes | None = None) -> Iterator[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.RCVTIMEO, 5000)
+    sock.setsockopt(zmq.SNDTIMEO, 5000)
+    if identity is not None:
+        sock.setsockopt(zmq.IDENTITY, identity)
+    sock.connect(address)
+    try:
+        yield sock
+    finally:
+        sock.close(0)
+        context.term()
+
+
+def hello(p: Engine, **changes: object) -> m.Hello:
+    member = p.agents[0].member
+    cache = make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
+    values = {
+        "protocol": m.PROTOCOL, "backend": p.agents[0].config.backend, "expect_epoch": member.epoch, "epoch": 1,
+        "engine": "stranger", "endpoint": b"?", "cache": cache, "claims": (), "mode": "read", "piece_bytes": 4096,
+    }  # fmt: skip
+    return m.Hello(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def answer(sock: zmq.Socket[bytes]) -> m.Message:
+    return m.decode(sock.recv())
+
+
+def honest(p: Engine, d: Engine, transfer: TransferId = T) -> None:
+    """A transfer between the two works."""
+    so_far = len([e for e in d.events() if isinstance(e, Ended)])
+    p.agents[0].offer(offered([3], 4, transfer=transfer))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=str(transfer)))
+    end = d.wait(Ended, count=so_far + 1)[so_far]
+    assert end.transfer == transfer and end.outcome.kind is Kind.DELIVERED, end
+    assert np.array_equal(d.block(5), p.block(3))
+
+
+@pytest.fixture
+def pair(engine) -> tuple[Engine, Engine]:
+    options = {"verbs": ["read"]}
+    return engine(dict(options), seed=1), engine(dict(options))
+
+
+REFUSALS = {
+    "old epoch": ({"expect_epoch": 7}, "lived here before"),
+    "other protocol": ({"protocol": 99}, "protocol 99"),
+    "other back end": ({"backend": "nixl"}, "nixl"),
+    "other verb": ({"mode": "write"}, "write"),
+    "claims beyond the cache": ({"claims": (m.Claim(0, 9, ("x",), 0, 1),)}, "do not fit"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_hello_that_does_not_fit_is_refused_with_the_reason(pair: tuple[Engine, Engine], what: str) -> None:
+    p, d = pair
+    changes, word = REFUSALS[what]
+    with stranger(p.agents[0].member.address) as s:
+        s.send(m.encode(hello(p, **changes)))
+        refused = answer(s)
+        assert isinstance(refused, m.Refused) and word in refused.reason and not refused.again, refused
+    honest(p, d)
+
+
+def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engine, Engine]) -> None:
+    p, _ = pair
+    with stranger(p.agents[0].member.address) as s:
+        for msg in (m.Ping(1), m.Check(T, 1, 1), m.Drop(T, 1, "?"), m.Want(T, 1, b"d", 0, 4, (b"",), 1, 1.0)):
+            s.send(m.encode(msg))
+            refused = answer(s)
+            assert isinstance(refused, m.Refused) and refused.again
+
+
+def test_another_version_is_told_so(pair: tuple[Engine, Engine]) -> None:
+    p, _ = pair
+    for address in (p.agents[0].member.address, f"tcp://127.0.0.1:{p.source.port}"):
+        with stranger(address) as s:
+            s.send(b"\x92\xa7welcome\x01")
+            refused = answer(s)
+            assert isinstance(refused, m.Refused) and f"protocol {m.PROTOCOL}" in refused.reason
+
+
+def test_nobody_takes_the_place_of_another(pair: tuple[Engine, Engine]) -> None:
+    """A peer that chooses its own socket identity gets no link, whatever it says."""
+    p, d = pair
+    honest(p, d)
+    with stranger(p.agents[0].member.address, identity=b"me") as s:
+        s.send(m.encode(hello(p)))
+        s.setsockopt(zmq.RCVTIMEO, 300)
+        with pytest.raises(zmq.Again):
+            s.recv()
+    honest(p, d, TransferId("own/1/honest", 1))
+
+
+JUNK = [
+    b"", b"\x00", b"\xff" * 100, b"\x91\xa4ping", b"\x92\xa4ping\xcf\xff\xff\xff\xff\xff\xff\xff\xff", b"[1,2]",
+    m.encode(m.Pong(1)), m.encode(m.Welcome(1, b"", 1)), m.encode(m.Verdict(T, 1)), m.encode(m.Gone(T, 1, "x", True)),
+    m.encode(m.Lookup(1)), m.encode(m.Refused("no", False)), b"\xdd\xff\xff\xff\xff" * 3, b"\x94" * 5000,
+]  # fmt: skip
+
+
+def test_junk_at_both_sockets_changes_nothing(pair: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture) -> None:
+    p, d = pair
+    threads = threading.active_count()
+    for address in (p.agents[0].member.address, f"tcp://127.0.0.1:{p.source.port}"):
+        with stranger(address) as s:
+            for frame in JUNK:
+                s.send(frame)
+                s.send_multipart([frame, frame])
+                s.send_multipart([b"", frame])
+            s.send(b"x" * (m.MAX_BYTES + 1))  # ends this connection
+        with stranger(address) as s:
+            for frame in JUNK:
+                s.send(frame)
+    honest(p, d)
+    assert threading.active_count() == threads
+    assert not [r for r in caplog.records if r.exc_info], "something was not handled"
+
+
+def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) -> None:
+    p, _ = pair
+    with stranger(f"tcp://127.0.0.1:{p.source.port}") as s:
+        for epoch in (p.source.epoch, 7, p.source.epoch):
+            s.send(m.encode(Renew(epoch, (T,))))
+            s.send(m.encode(Settle(epoch, (T,), "rejected")))
+        s.send(m.encode(m.Lookup(m.PROTOCOL)))
+        assert isinstance(answer(s), m.Card)  # in order: what came before has been taken in
+    assert len(p.directory.notices()) == 4
+
+
+def test_directory_outlives_addresses_that_are_none() -> None:
+    d = Directory("e", new_epoch(), "zmq", "127.0.0.1", 0)
+    try:
+        for host, port in (("", 0), ("no such host !", 5), ("127.0.0.1", 99999), ("ipc:///tmp/x", 1), ("\u0000", 1)):
+            d.tell(type(d.source)(host, port, 1), Renew(1, ()))
+        d.publish((m.Member("tcp://127.0.0.1:1", 1, make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)),))
+        with stranger(f"tcp://127.0.0.1:{d.source.port}") as s:
+            s.send(m.encode(m.Lookup(m.PROTOCOL)))
+            assert isinstance(answer(s), m.Card)
+    finally:
+        d.close()
+
+
+@contextmanager
+def poured(address: str, frame: bytes, greeting: bytes | None = None) -> Iterator[None]:
+    """Somebody sends a frame as fast as can be, and reads what comes back."""
+    over = threading.Event()
+
+    def pour() -> None:
+        with stranger(address) as s:
+            if greeting is not None:
+                s.send(greeting)
+                assert isinstance(answer(s), m.Welcome)
+            while not over.is_set():
+                try:
+                    s.send(frame, zmq.NOBLOCK)
+                    while True:
+                        s.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    pass  # full, or nothing to read: go on pouring
+
+    thread = threading.Thread(target=pour)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def many_wants() -> bytes:
+    return m.encode(m.Want(TransferId("own/1/flood", 0), 1, b"d", 0, 4, (b"\0" * 4000,), 1, 5.0))
+
+
+FLOODS = {
+    "junk": b"\xff" * 200, "pings": m.encode(m.Ping(1)), "lookups": m.encode(m.Lookup(m.PROTOCOL)), "wants": many_wants()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_from_a_stranger_does_not_starve_others(pair: tuple[Engine, Engine], flood: str) -> None:
+    p, d = pair
+    agent, directory = p.agents[0].member.address, f"tcp://127.0.0.1:{p.source.port}"
+    with poured(agent, FLOODS[flood]), poured(directory, FLOODS[flood]):
+        for i in range(20):
+            honest(p, d, TransferId("own/1/among", i))
+
+
+@pytest.mark.parametrize("flood", ["pings", "wants"])
+def test_a_flood_from_a_peer_does_not_starve_others(pair: tuple[Engine, Engine], flood: str) -> None:
+    p, d = pair
+    other = FakeTransport("other", {"verbs": ["read"]})
+    greeting = m.encode(hello(p, endpoint=other.endpoint()))
+    with poured(p.agents[0].member.address, FLOODS[flood], greeting):
+        for i in range(20):
+            honest(p, d, TransferId("own/1/among", i))
+    other.close()
+
+
+def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    other = FakeTransport("other", {"verbs": ["read"]})
+    with stranger(p.agents[0].member.address) as s:
+        s.send(m.encode(hello(p, endpoint=other.endpoint())))
+        assert isinstance(answer(s), m.Welcome)
+        table = b"\0" * (1 << 20)
+        for i in range(70):
+            s.send(m.encode(m.Want(TransferId("own/1/hoard", i), i + 1, b"d", 0, 4, (table,), 1, 5.0)))
+        gone = answer(s)
+        assert isinstance(gone, m.Gone) and "too many" in gone.reason
+    honest(p, d)
+    other.close()
