@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.transport import registry
+from kvxfer_vllm.demo.servers import Server, ServerError, await_ready
 from tests.conftest import require
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -40,12 +40,15 @@ def test_kv_moves_over_every_back_end(backend: str) -> None:
     assert all(request["transfer_seconds"] > 0 for request in report["requests"])
 
 
-def test_a_setting_that_only_the_servers_can_check_fails_in_their_own_words(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_fails_at_once_in_its_own_words(tmp_path: Path) -> None:
     require("vllm")
-    result = demo("--config", '{"backend_options": {"windows": 3}}', "--keep-logs", str(tmp_path))
-    assert result.returncode == 1
-    assert re.search("first error in its log.*ConfigError: .*'windows'", result.stderr)
-    assert {log.name for log in tmp_path.iterdir()} == {"plain.log", "prefill.log", "decode.log"}
+    server = Server("broken", tmp_path / "no-model", tmp_path)
+    try:
+        with pytest.raises(ServerError, match=r"first error in its log, broken\.log: .*Error") as caught:
+            await_ready([server], 120)
+    finally:
+        server.stop()
+    assert "no-model" in str(caught.value)
 
 
 @pytest.mark.parametrize(

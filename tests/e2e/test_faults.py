@@ -15,15 +15,16 @@ from tests.e2e.test_demo import demo
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 
-def test_the_demo_fails_if_a_block_of_one_layer_is_zeroed() -> None:
+def test_the_demo_fails_if_a_block_of_one_layer_is_zeroed(tmp_path: Path) -> None:
     """The negative control of all other tests here: they compare tokens, and tokens do depend on the cache."""
     require("vllm")
-    result = demo("--backend", "kvxfer.testing.faults:Zeroing")
+    result = demo("--backend", "kvxfer.testing.faults:Zeroing", "--keep-logs", str(tmp_path))
     assert result.returncode == 1, result.stderr
     report = json.loads(result.stdout)
     assert not report["tokens_identical"]
     assert report["kv_bytes"] > 0 and report["external_kv_tokens"] > 0
     assert any("differs" in objection for objection in report["objections"])
+    assert {log.name for log in tmp_path.iterdir()} == {"plain.log", "prefill.log", "decode.log"}
 
 
 def test_a_dead_prefill_server_costs_only_its_requests(cluster: Cluster, model: Path, tmp_path: Path) -> None:
