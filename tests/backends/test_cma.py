@@ -228,7 +228,7 @@ def test_a_poll_stays_short(world: World) -> None:
     while not started.over():
         world.turn()
         turns += 1
-    assert turns > 3
+    assert turns > 1
 
 
 def _refused(pipe: Connection, mode: str) -> None:
