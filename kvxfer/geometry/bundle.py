@@ -106,13 +106,27 @@ class Part:
             yield from (Sheet(t, self.src_at, self.dst_at, self.count) for t in b._merged)
             return
         counts = np.flatnonzero(np.bincount(self.count)).tolist()
+        ones = np.ones(len(self.count), np.int64)
         for i, tile in enumerate(b._merged):
             plain = [n for n in counts if b._with_tokens(i, n)[0] is tile]
-            for group in ([plain] if plain else []) + [[n] for n in counts if n not in plain]:
-                here = slice(None) if len(group) == len(counts) else np.isin(self.count, group)
-                src, dst, count = self.src_at[here], self.dst_at[here], self.count[here]
+            groups = ([plain] if plain else []) + [[n] for n in counts if n not in plain]
+            for group, (src, dst, count) in zip(groups, self._by(groups), strict=True):
                 for t in b._with_tokens(i, group[0]):
-                    yield Sheet(t, src, dst, count if t is tile else np.ones_like(count))
+                    yield Sheet(t, src, dst, count if t is tile else ones[: len(count)])
+
+    def _by(self, groups: list[list[int]]) -> list[tuple[Ints, ...]]:
+        """Places and counts of the segments whose count is in each group, in their order."""
+        columns: tuple[Ints, ...] = (self.src_at, self.dst_at, self.count)
+        if len(groups) == 1:
+            return [columns]
+        group_of = np.zeros(int(self.count.max()) + 1, np.uint8 if len(groups) < 256 else np.int64)
+        for g, counts in enumerate(groups):
+            group_of[counts] = g
+        which = group_of[self.count]
+        order = np.argsort(which, kind="stable")
+        columns = tuple(c[order] for c in columns)
+        ends = np.cumsum(np.bincount(which, minlength=len(groups))).tolist()
+        return [tuple(c[lo:hi] for c in columns) for lo, hi in zip([0, *ends], ends, strict=False)]
 
 
 def bundles(src: Cache, dst: Cache, claims: Sequence[Claim]) -> list[Bundle]:

@@ -54,11 +54,13 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
         for b in steps
         if not any(b != smaller and b % smaller == 0 for smaller in steps)
     ]
-    token = np.concatenate(([start], *edges)) if start < tokens else np.empty(0, np.int64)
-    if len(edges) > 1:
-        token.sort(kind="stable")  # a few ascending lists, which this kind of sort merges
-        token = token[np.flatnonzero(np.diff(token, prepend=-1))]
-    count = np.diff(token, append=tokens)
+    if start < tokens:
+        edges = [np.array([start]), *edges, np.array([tokens])]
+    bounds = np.concatenate(edges)
+    if len(edges) > 3:
+        bounds.sort(kind="stable")  # a few ascending lists, which this kind of sort merges
+        bounds = bounds[np.flatnonzero(np.append(bounds[1:] != bounds[:-1], True))]
+    token, count = bounds[:-1], bounds[1:] - bounds[:-1]
     src_pos = token // bs
     dst_pos = src_pos if bs == bd else token // bd
     src_token = token - src_pos * bs

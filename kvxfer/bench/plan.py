@@ -1,0 +1,181 @@
+"""``kvxfer bench plan``: what planning costs, for pairs of layouts, block sizes and tensor-parallel sizes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from kvxfer.geometry import Cache, Claim, CopyPlan, Group, Heads, Planner, Region, View
+from kvxfer.geometry.plan import Ints
+
+__all__ = ["measure", "plan"]
+
+LAYERS, HEADS, HEAD_BYTES = 80, 8, 256
+"""A model of 80 layers and 8 KV heads of 128 values in bf16, K and V apart."""
+
+_MOST_RUNS = 4 << 20
+"""Runs made when timing ``runs()``: 100 MB of arrays, enough for page faults to count."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One rank: name of its layout, tokens a block, heads held."""
+
+    layout: str
+    block_tokens: int = 16
+    heads: tuple[int, int] = (0, HEADS)
+
+    def cache(self, tokens: int) -> Cache:
+        """With a fifth more blocks than the request needs."""
+        n, (lo, hi), d = self.block_tokens, self.heads, HEAD_BYTES
+        h, blocks = hi - lo, -(-tokens // self.block_tokens) * 6 // 5 + 1
+        page = n * h * 2 * d
+        # Bytes from block to block, layer to layer, K to V, head to head, token to token.
+        block, layer, v, head, token = {
+            "LBNHC": (page, blocks * page, d, 2 * d, h * 2 * d),
+            "LBHNC": (page, blocks * page, d, n * 2 * d, 2 * d),
+            "BLNHC": (LAYERS * page, page, d, 2 * d, h * 2 * d),
+            "BLHNC": (LAYERS * page, page, d, n * 2 * d, 2 * d),
+            "2BNHD": (page // 2, blocks * page, blocks * page // 2, d, h * d),
+            "B2NHD": (page, blocks * page, page // 2, d, h * d),
+        }[self.layout]
+        names = tuple(f"layer.{i}" for i in range(LAYERS))
+        views = tuple(
+            View(
+                plane, 0, names, tuple(i * layer + at for i in range(LAYERS)), blocks, block, d, "bf16",
+                Heads(lo, h, HEADS, head), token,
+            )
+            for plane, at in (("k", 0), ("v", v))
+        )  # fmt: skip
+        return Cache((Region(0, LAYERS * blocks * page),), (Group(n),), views)
+
+    def __str__(self) -> str:
+        lo, hi = self.heads
+        return f"{self.layout}/{self.block_tokens}" + ("" if hi - lo == HEADS else f" heads {lo}-{hi - 1}")
+
+
+PAIRS = (
+    (Side("LBNHC"), Side("LBNHC")),
+    (Side("BLHNC"), Side("BLHNC")),
+    (Side("LBNHC"), Side("LBHNC")),
+    (Side("LBHNC"), Side("LBNHC")),
+    (Side("2BNHD"), Side("B2NHD")),
+    (Side("2BNHD"), Side("LBHNC")),
+    (Side("BLNHC"), Side("LBHNC")),
+    (Side("LBNHC"), Side("LBNHC", 64)),
+    (Side("LBNHC", 64), Side("LBHNC")),
+    (Side("LBHNC"), Side("LBHNC", 32)),
+    (Side("LBNHC", 48), Side("LBHNC", 64)),
+    (Side("LBNHC", 16), Side("LBHNC", 17)),
+    (Side("LBNHC"), Side("LBNHC", heads=(0, 4))),
+    (Side("LBNHC", heads=(4, 8)), Side("LBNHC")),
+    (Side("LBHNC"), Side("LBHNC", heads=(3, 4))),
+    (Side("2BNHD", heads=(2, 4)), Side("BLHNC", 32)),
+)
+
+
+def measure(tokens: int, repeat: int) -> dict[str, Any]:
+    """Time every pair; all figures with their unit in the key, medians of ``repeat`` rounds. Times are those that the
+    processor spends on the one thread that works, so that others on the machine change them little."""
+    pairs = [_pair(a, b, tokens, repeat) for a, b in PAIRS]
+    timed = [p["runs_ns_per_run"] for p in pairs if p["runs_ns_per_run"] is not None]
+    return {
+        "tokens": tokens,
+        "layers": LAYERS,
+        "kv_heads": HEADS,
+        "worst_cold_ms": max(p["cold_ms"] for p in pairs),
+        "worst_warm_ms": max(p["warm_ms"] for p in pairs),
+        "worst_runs_ns_per_run": max(timed),
+        "consecutive_runs": {layout: _consecutive(layout, tokens) for layout in ("LBNHC", "BLNHC", "2BNHD")},
+        "pairs": pairs,
+    }
+
+
+def _pair(one: Side, other: Side, tokens: int, repeat: int) -> dict[str, Any]:
+    src, dst = one.cache(tokens), other.cache(tokens)
+    rng = np.random.default_rng(0)
+
+    def table(c: Cache) -> list[Ints]:
+        return [rng.permutation(c.views[0].blocks)[: -(-tokens // c.groups[0].block_tokens)].astype(np.int64)]
+
+    lo, hi = max(one.heads[0], other.heads[0]), min(one.heads[1], other.heads[1])
+    claims = [Claim(i, i, v.layers, lo, hi) for i, v in enumerate(dst.views)]
+    asked = [(table(src), table(dst), 0, tokens - i) for i in range(repeat)]
+    cold = [_timed(lambda a=a: Planner(src, dst, claims).plan(*a)) for a in asked]  # type: ignore[misc]
+    planner = Planner(src, dst, claims)
+    made = planner.plan(*asked[0])
+    warm = [_timed(lambda a=a: planner.plan(*a)) for a in asked]  # type: ignore[misc]
+    few = min(tokens, max(one.block_tokens, other.block_tokens, tokens * _MOST_RUNS // made.rows))
+    part = planner.plan(*asked[0][:3], few)
+    runs, ns = len(part.runs()), statistics.median(_timed(part.runs) for _ in range(repeat)) * 1e9
+    return {
+        "producer": str(one),
+        "consumer": str(other),
+        "cold_ms": round(statistics.median(cold) * 1e3, 3),
+        "warm_ms": round(statistics.median(warm) * 1e3, 3),
+        "runs_ns_per_run": round(ns / runs, 2) if runs > 10_000 else None,
+        "runs_timed": runs,
+        "rows": made.rows,
+        "sheets": len(made.sheets),
+        "plan_bytes": _size(made),
+        "kv_bytes": made.nbytes,
+    }
+
+
+def _consecutive(layout: str, tokens: int) -> int:
+    """Runs of a request whose blocks follow each other, between equal layouts."""
+    cache = Side(layout).cache(tokens)
+    table = [np.arange(1, 1 + -(-tokens // 16), dtype=np.int64)]
+    claims = [Claim(i, i, v.layers, 0, HEADS) for i, v in enumerate(cache.views)]
+    return len(Planner(cache, cache, claims).plan(table, table, 0, tokens).runs())
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def _size(made: CopyPlan) -> int:
+    """Bytes of the factored plan: its segments, and its templates with their rows."""
+    return sum(3 * s.counts.nbytes + 2 * s.src_rows.nbytes for s in made.sheets)
+
+
+def plan(
+    tokens: Annotated[int, typer.Option(min=16, help="Length of the request.")] = 131072,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds, of which the median counts.")] = 9,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time the copy plan of a long request, cold and warm, and the runs that are made of it.
+
+    Cold: a pair of caches never seen before. Warm: the same pair, new block ids. A layout is named from the outside in
+    (L layer, B block, N token, H head, C K and V side by side, D one of them), with the tokens in a block.
+    """
+    found = measure(tokens, repeat)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "sheets", "plan KiB")
+    for p in found["pairs"]:
+        ns = p["runs_ns_per_run"]
+        table.add_row(
+            p["producer"], p["consumer"], f"{p['cold_ms']:.2f}", f"{p['warm_ms']:.2f}", "" if ns is None else f"{ns:.1f}",
+            f"{p['rows']:,}", str(p["sheets"]), f"{p['plan_bytes'] / 1024:,.0f}",
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    console.print(
+        f"worst: cold {found['worst_cold_ms']:.2f} ms, warm {found['worst_warm_ms']:.2f} ms, "
+        f"{found['worst_runs_ns_per_run']:.1f} ns a run; consecutive blocks, equal layouts: "
+        + ", ".join(f"{layout} {n} runs" for layout, n in found["consecutive_runs"].items())
+    )
