@@ -216,6 +216,37 @@ def test_a_peer_that_closes_with_reads_in_flight_lives_and_so_do_we(tcp: World) 
     tcp.move(other, Way.READ, b, c, Runs.of([0], [0], [MIB]))
 
 
+def test_a_reader_is_the_danger_not_a_writer(tcp: World) -> None:
+    """Why ``verbs`` is an option: over TCP a peer that was stopped survives a writer that has gone meanwhile."""
+    a, b = tcp.process("writer"), tcp.process("stopped")
+    tcp.allocate(a, b)
+    link = tcp.link(a, b)
+    tcp.move(link, Way.WRITE, a, b, Runs.of([0], [0], [10]))
+    b.stop()
+    for _ in range(5):
+        link.start(Way.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
+    a.kill()
+    b.resume()
+    tcp.run(0.3)
+    assert len(b.content(0))
+
+
+def test_verbs_can_be_left_out(tcp: World) -> None:
+    a, b, link = tcp.pair()
+    transport = NixlTransport("writer", {**TCP, "verbs": ["write"]})
+    try:
+        assert transport.capabilities.verbs == {Verb.WRITE}
+        mine, theirs = transport.endpoint(), a.endpoint()
+        memory = np.zeros(10, np.uint8)
+        transport.register([Region(memory.ctypes.data, 10)])
+        peer = transport.connect(mine, theirs)
+        ten, zero = np.array([10]), np.array([0])
+        with pytest.raises(TransportError, match="offers WRITE"):
+            transport.submit(Batch(Verb.READ, peer, 0, ten, zero, 0, zero))
+    finally:
+        transport.close()
+
+
 def test_links_share_a_connection(world: World) -> None:
     """However many links come and go between two processes, they cost one connection: UCX does not give a socket back
     before one of them ends."""
@@ -302,6 +333,8 @@ def test_memory_on_two_devices_is_refused(world: World) -> None:
     ({"plugn": "UCX"}, "did you mean 'plugin'"),
     ({"num_threads": -1}, "num_threads"),
     ({"sync_mode": "loose"}, "sync_mode"),
+    ({"verbs": ["send"]}, "verbs"),
+    ({"verbs": []}, "verbs"),
     ({"plugin": "MOONCAKE"}, "no plugin 'MOONCAKE'.*POSIX.*source"),
     ({"plugin": "UCXX"}, "did you mean 'UCX'"),
     ({"plugin": "posix"}, "storage"),

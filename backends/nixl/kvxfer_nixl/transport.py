@@ -56,7 +56,7 @@ class NixlTransport(Transport):
         self._peers = Peers(self._nixl)
         memory = _memory_kinds(self._nixl)
         self._capabilities = Capabilities(
-            verbs=frozenset({Verb.READ, Verb.WRITE}),
+            verbs=frozenset(map(Verb, self._options.verbs)),
             memory=memory,
             # A descriptor costs 5 us on a GPU, whose link moves a megabyte meanwhile; on a CPU, a system call.
             run_bytes=4 << 20 if "cuda" in memory else 2048,
@@ -161,7 +161,8 @@ class NixlTransport(Transport):
         self._check()
         link = self._link(batch.peer)
         if batch.verb not in self._capabilities.verbs:
-            raise TransportError(f"back end 'nixl' does not {batch.verb.upper()}, only READ and WRITE")
+            offered = " and ".join(sorted(self._capabilities.verbs)).upper()
+            raise TransportError(f"this back end 'nixl' does not {batch.verb.upper()}; it offers {offered}")
         if batch.remote_offsets is None:
             raise TransportError(f"a {batch.verb.upper()} needs remote_offsets")
         lengths, here, there = (
