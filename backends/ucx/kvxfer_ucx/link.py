@@ -26,8 +26,8 @@ TOKEN_BYTES = 16
 DRAIN_S = 5.0
 """How long UCX may take to let go of a dead link's batch before it is reported as one that may still be touched."""
 
-FENCE_INTERVAL_S = 0.0005
-"""How often a fence is asked whether it has passed."""
+FENCE_INTERVAL_S = 0.00005, 0.0005
+"""How often a fence is asked whether it has passed: at first (packing on a GPU takes no longer), and in the end."""
 
 _DATA, _ACK, _WELCOME = 0, 1, 2
 
@@ -103,6 +103,7 @@ class Link:
         self._connection: Connection | None = None
         self._welcome: Posted | None = None
         self._waiting: deque[Half] = deque()
+        self._interval = FENCE_INTERVAL_S[0]
         self._going: list[Half] = []
         self._stuck: list[Half] = []
         self._said: list[Posted] = []
@@ -141,6 +142,7 @@ class Link:
             self._post(half)
         else:
             self._waiting.append(half)
+            self._interval = FENCE_INTERVAL_S[0]
 
     def halves(self) -> list[Half]:
         """Batches whose memory is, or may be, in use."""
@@ -149,7 +151,7 @@ class Link:
     def due(self, now: float) -> float:
         """When ``step`` has to be called although UCX reports nothing."""
         if self.cause is None and self._open:
-            return now + FENCE_INTERVAL_S if self._waiting else math.inf
+            return now + self._interval if self._waiting else math.inf
         return self._due if self.cause is None or self._going else math.inf
 
     def step(self, now: float) -> list[Completion]:
@@ -213,6 +215,7 @@ class Link:
                 ended.append(Completion(half.number))
             else:
                 self._post(half)
+        self._interval = min(2 * self._interval, FENCE_INTERVAL_S[1])
         return ended
 
     def _post(self, half: Half) -> None:
