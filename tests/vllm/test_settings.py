@@ -1,0 +1,42 @@
+"""What the connector refuses by name, before an engine has started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvxfer.errors import ConfigError
+from kvxfer_vllm.settings import groups_of, settings_of
+
+
+def config(extra: dict[str, Any] | None = None, **parallel: int) -> Any:
+    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra, kv_port=0, kv_role="kv_both"),
+        parallel_config=SimpleNamespace(**sizes),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+    )
+
+
+def test_settings_are_read() -> None:
+    assert settings_of(config({"backend": "cma", "lease": 7.0})).lease == 7.0
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_parallelism_that_is_not_supported(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} to 1"):
+        settings_of(config(**{name: 2}))
+
+
+def test_a_mistyped_setting_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'backend'"):
+        settings_of(config({"bakend": "zmq"}))
+
+
+def test_a_kind_of_cache_that_is_not_supported() -> None:
+    mamba = type("MambaSpec", (), {"block_size": 16})()
+    group = SimpleNamespace(kv_cache_spec=mamba, enable_kv_transfer=True, host_resident=False)
+    with pytest.raises(ConfigError, match="group 0: it holds MambaSpec"):
+        groups_of(SimpleNamespace(kv_cache_groups=[group]))
