@@ -21,7 +21,7 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 LEVELS = [
     {"errors"},
     {"identity", "config", "geometry"},
-    {"memory", "transport", "schedule"},
+    {"memory", "transport", "schedule", "security"},
     {"session"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},
