@@ -22,6 +22,8 @@ __all__ = ["Launcher"]
 _TILE = 1 << 10
 """Words of 8 bytes that a program has in flight: 64 bytes a lane."""
 
+_WARPS = 4
+
 _SPAN = 1 << 16
 """Bytes of a row that one job moves, so that few long rows keep many programs busy."""
 
@@ -56,7 +58,7 @@ class Launcher:
         move_rows[(min(jobs, self._programs),)](
             cells, self._upload(places, base, size), self._memory, stream, len(places), n_rows,
             *_axes(template, side), spans, span,
-            UNIT=unit, ROWS=rows, WORDS=words, PACK=pack, num_warps=4,
+            UNIT=unit, ROWS=rows, WORDS=words, PACK=pack, num_warps=_WARPS,
         )  # fmt: skip
 
     def digest(self, part: Part, side: Side, out: Any) -> None:
@@ -75,7 +77,7 @@ class Launcher:
                 cells, keys, self._upload(places, first.view(np.int64)), self._factors_of(n_words), self._memory, out,
                 len(places), n_rows, n1, stride1, _signed(HEAD), n2, stride2, _signed(TOKEN),
                 bundle.unit, _signed(bundle.unit * LENGTH),
-                UNIT=unit if unit >= 8 else 1, ROWS=rows, WORDS=words, num_warps=4,
+                UNIT=unit if unit >= 8 else 1, ROWS=rows, WORDS=words, num_warps=_WARPS,
             )  # fmt: skip
 
     def _table(self, template: Template, side: Side, places: Ints, size: Ints) -> tuple[Any, int]:

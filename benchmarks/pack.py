@@ -1,0 +1,177 @@
+"""How fast scattered blocks are packed into one long message and unpacked from it, beside a plain torch copy.
+
+    python benchmarks/pack.py [--device cpu|cuda:0] [--mib 64 256 1024] [--repeat 9] [--json]
+
+Shape: Llama-3-8B in bf16, 32 layers, blocks of 16 tokens, 8 KV heads of 128; block ids scattered on both sides. A layout
+is named from the outside in (L layer, B block, N token, H head, C K and V side by side, D one of them). Each figure is
+the median of ``--repeat`` rounds in GB/s (1e9 bytes of KV), and as a ratio to a torch copy of the same bytes measured
+between the same rounds. What was unpacked is compared with what was packed. On a GPU times are the device's own, taken
+while the host is ahead of it; ``submit_us`` is what a call costs the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvxfer import memory
+from kvxfer.geometry import Cache, Claim, CopyPlan, Group, Heads, Planner, Region, View
+
+LAYERS, TOKENS, HEADS, HEAD_BYTES = 32, 16, 8, 256
+PAGE = TOKENS * HEADS * 2 * HEAD_BYTES
+
+PAIRS = [
+    ("LBNHC", "LBNHC", HEADS),
+    ("BLNHC", "BLNHC", HEADS),
+    ("LBNHC", "LBHNC", HEADS),
+    ("LBHNC", "LBNHC", HEADS),
+    ("2BNHD", "LBNHC", HEADS),
+    ("LBNHC", "2BNHD", HEADS),
+    ("2BNHD", "LBHNC", HEADS),
+    ("LBNHC", "LBNHC", HEADS // 2),
+    ("LBHNC", "LBHNC", HEADS // 2),
+]
+
+
+def cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
+    n, d, page = TOKENS, HEAD_BYTES, PAGE * heads // HEADS
+    block, layer, v, head, token = {
+        "LBNHC": (page, blocks * page, d, 2 * d, heads * 2 * d),
+        "LBHNC": (page, blocks * page, d, n * 2 * d, 2 * d),
+        "BLNHC": (LAYERS * page, page, d, 2 * d, heads * 2 * d),
+        "2BNHD": (page // 2, blocks * page, blocks * page // 2, d, heads * d),
+    }[layout]
+    names = tuple(f"layer.{i}" for i in range(LAYERS))
+    views = tuple(
+        View(
+            plane, 0, names, tuple(i * layer + at for i in range(LAYERS)), blocks, block, d, "bf16",
+            Heads(0, heads, HEADS, head), token,
+        )
+        for plane, at in (("k", 0), ("v", v))
+    )  # fmt: skip
+    return Cache((region,), (Group(n),), views)
+
+
+class Timer:
+    """Medians of rounds in which all calls take turns, in seconds of work and of the calling thread."""
+
+    def __init__(self, device: str, repeat: int) -> None:
+        self._device, self._repeat = device, repeat
+
+    def __call__(self, calls: dict[str, Callable[[memory.Fence], Any]]) -> dict[str, tuple[float, float]]:
+        for call in calls.values():
+            self._once(call)
+        rounds = [{name: self._once(call) for name, call in calls.items()} for _ in range(self._repeat)]
+        return {n: tuple(statistics.median(r[n][i] for r in rounds) for i in (0, 1)) for n in calls}  # type: ignore[misc]
+
+    def _once(self, call: Callable[[memory.Fence], Any]) -> tuple[float, float]:
+        if self._device == "cpu":
+            start = time.perf_counter()
+            call(memory.Done())
+            return (time.perf_counter() - start,) * 2
+        stream = torch.cuda.current_stream(self._device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host gets ahead
+        begin.record(stream)
+        after = memory.fence(self._device)
+        start = time.perf_counter()
+        fence = call(after)
+        submitted = time.perf_counter() - start
+        if fence is not None:
+            stream.wait_event(fence.event)
+        end.record(stream)
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3, submitted
+
+
+def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int) -> dict[str, Any]:
+    count = (mib << 20) // (LAYERS * PAGE * heads // HEADS)
+    blocks = count * 5 // 4 + 1
+    rng = np.random.default_rng(0)
+    sizes = [LAYERS * blocks * PAGE, LAYERS * blocks * PAGE * heads // HEADS]
+    held = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=device) for n in sizes]
+    src, dst = (
+        cache(layout, blocks, h, Region(t.data_ptr(), t.numel(), device))
+        for layout, h, t in ((one, HEADS, held[0]), (other, heads, held[1]))
+    )
+    claims = [Claim(i, i, v.layers, 0, heads) for i, v in enumerate(dst.views)]
+    tables = [[rng.permutation(blocks)[:count].astype(np.int64)] for _ in "sd"]
+    plan: CopyPlan = Planner(src, dst, claims).plan(tables[0], tables[1], 0, count * TOKENS)
+    source, sink, staged = memory.space(src.regions), memory.space(dst.regions), memory.allocate(plan.nbytes, device)
+    flat = [torch.empty(plan.nbytes, dtype=torch.uint8, device=device).fill_(i) for i in (1, 2)]
+    calls: dict[str, Callable[[memory.Fence], Any]] = {
+        "copy": lambda _: _nothing(flat[0].copy_(flat[1])),
+        "pack": lambda after: source.pack(plan, staged, 0, after),
+        "unpack": lambda after: sink.unpack(plan, staged, 0, after),
+        "checksum": lambda after: source.checksum(plan, "source", after).fence,
+    }
+    if device != "cpu":
+        pinned = memory.allocate(plan.nbytes, "cpu", pinned=True)
+        calls["pack_to_host"] = lambda after: source.pack(plan, pinned, 0, after)
+        calls["unpack_from_host"] = lambda after: sink.unpack(plan, pinned, 0, after)
+    took = Timer(device, repeat)(calls)
+    sent, received = (s.checksum(plan, side).value for s, side in ((source, "source"), (sink, "destination")))
+    out: dict[str, Any] = {
+        "producer": one, "consumer": other, "heads": heads, "mib": plan.nbytes >> 20,
+        "row_bytes": plan.nbytes // plan.rows, "bytes_identical": sent == received,
+    }  # fmt: skip
+    for name, (seconds, submit) in took.items():
+        out[f"{name}_GB_per_s"] = round(plan.nbytes / seconds / 1e9, 2)
+        if name != "copy":
+            out[f"{name}_of_copy"] = round(took["copy"][0] / seconds, 3)
+            if device != "cpu":
+                out[f"{name}_submit_us"] = round(submit * 1e6, 1)
+    return out
+
+
+def _nothing(_: object) -> None:
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--tile", type=int, help="try another tile size (8-byte words in flight in a program)")
+    parser.add_argument("--warps", type=int, help="try another number of warps in a program")
+    parser.add_argument("--programs", type=int, help="try another number of programs on a multiprocessor")
+    args = parser.parse_args()
+    if args.device != "cpu":
+        from kvxfer.memory.cuda import launch, space
+
+        launch._TILE, launch._WARPS = args.tile or launch._TILE, args.warps or launch._WARPS
+        space.PROGRAMS_PER_SM = args.programs or space.PROGRAMS_PER_SM
+    for mib in args.mib:
+        for one, other, heads in PAIRS:
+            found = measure(args.device, mib, one, other, heads, args.repeat)
+            if args.json:
+                print(json.dumps(found), flush=True)
+                continue
+            print(
+                f"{one}->{other} {heads} heads, {found['mib']} MiB, rows {found['row_bytes']} B"
+                f"{'' if found['bytes_identical'] else '  BYTES DIFFER'}",
+                flush=True,
+            )
+            for name in ("copy", "pack", "unpack", "checksum", "pack_to_host", "unpack_from_host"):
+                if f"{name}_GB_per_s" in found:
+                    ratio, submit = found.get(f"{name}_of_copy"), found.get(f"{name}_submit_us")
+                    print(
+                        f"   {name:17}{found[f'{name}_GB_per_s']:9.1f} GB/s"
+                        + ("" if ratio is None else f"  {ratio:5.2f} of copy")
+                        + ("" if submit is None else f"  submit {submit:6.1f} us"),
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()
