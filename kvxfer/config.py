@@ -33,6 +33,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             64 MiB of host memory, or 512 MiB of a CUDA device where the back end moves such memory.
         legacy_hosts: networks, addresses or names of engines that a request id in the form of vLLM's former
             P2pNcclConnector may name; empty: ids are never taken for addresses.
+        key_file: path of the key that all engines of a deployment share (`kvxfer keys` makes one); None: no
+            authentication.
+        peers: who may connect and be dialled: networks, addresses, host names; None: everybody.
         integrity: how much of what arrives is compared with a hash of what was sent.
     """
 
@@ -46,6 +49,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     peer_timeout: Seconds = 10.0
     staging_bytes: Bytes | None = None
     legacy_hosts: tuple[str, ...] = ()
+    key_file: NonEmpty | None = None
+    peers: tuple[NonEmpty, ...] | None = None
     integrity: Literal["off", "sample", "full"] = "off"
 
     @classmethod

@@ -18,6 +18,7 @@ from kvxfer.config import Config
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache
 from kvxfer.identity import TransferId, new_epoch
+from kvxfer.security import Complaints, Security
 from kvxfer.session import messages as m
 from kvxfer.session import mover as mv
 from kvxfer.session import wire
@@ -70,7 +71,7 @@ class Agent:
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         backend = load(config.backend)
         name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
-        self._hub = wire.Hub()
+        self._hub = wire.Hub(Security.of(config))
         self._mover = mv.Mover(
             lambda: backend(name, config.backend_options), cache.regions, stager(cache, config.staging_bytes),
             self._post, grace=config.peer_timeout, quarantine_limit=sum(r.nbytes for r in cache.regions) // 4,
@@ -92,7 +93,7 @@ class Agent:
         self._in = Inbound(self._router, self._mover, terms, self.epoch, config.peer_timeout)
         self._out = Outbound(self._hub, self._mover, terms, self.epoch, engine, config.peer_timeout)
         self._resolver = Resolver(self._hub, self.member, config.backend, config.transfer_timeout)
-        self._complain = wire.Complaints(log)
+        self._complain = Complaints(log)
         self._thread.start()
 
     # --- any thread ------------------------------------------------------------------------------------------------

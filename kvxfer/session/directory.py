@@ -13,6 +13,7 @@ import time
 from collections import deque
 
 from kvxfer.errors import PeerError
+from kvxfer.security import OPEN, Complaints, Security
 from kvxfer.session import messages as m
 from kvxfer.session import wire
 from kvxfer.session.values import Source
@@ -30,15 +31,17 @@ _IDLE_S = 60.0  # a socket to another directory that was not used for so long is
 class Directory:
     """Serve the card of engine ``engine`` on ``host``:``port`` (0: any free port) from a thread of its own.
 
-    All methods may be called from any thread and do not block. Raises ``OSError`` when the address cannot be had.
+    ``security``: who may connect and be dialled. All methods may be called from any thread and do not block. Raises
+    ``OSError`` when the address cannot be had.
     """
 
     def __init__(
-        self, engine: str, epoch: int, backend: str, host: str, port: int, advertise: str | None = None
-    ) -> None:
+        self, engine: str, epoch: int, backend: str, host: str, port: int, advertise: str | None = None, *,
+        security: Security = OPEN,
+    ) -> None:  # fmt: skip
         self.engine, self.epoch, self.backend = engine, epoch, backend
         self._members: tuple[m.Member, ...] = ()
-        self._hub = wire.Hub()
+        self._hub = wire.Hub(security)
         try:
             self._router, bound = self._hub.listen(host, port)
         except OSError:
@@ -48,7 +51,7 @@ class Directory:
         self._notices: deque[m.Renew | m.Settle] = deque(maxlen=100_000)
         self._outbox: deque[tuple[Source, m.Message]] = deque(maxlen=100_000)
         self._peers: dict[tuple[str, int], tuple[wire.Socket, float]] = {}
-        self._complain = wire.Complaints(log)
+        self._complain = Complaints(log)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvxfer-directory", daemon=True)
         self._thread.start()

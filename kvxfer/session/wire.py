@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
-import time
 
 import zmq
 
 from kvxfer.errors import PeerError
 from kvxfer.identity import IdentityError, parse_address
+from kvxfer.security import Security
 from kvxfer.session import messages as m
 
-__all__ = ["Complaints", "Hub", "Socket", "address", "receive", "send"]
+__all__ = ["Hub", "Socket", "address", "receive", "send"]
 
 Socket = zmq.Socket[bytes]
 
@@ -31,9 +30,11 @@ class Hub:
     """The control sockets of one thread, which may poll them and be woken from others.
 
     Made by any thread before that one runs; ``wake`` is for all threads, ``close`` for after it has ended.
+    ``security``: who may connect and be dialled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, security: Security) -> None:
+        self._security = security
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 65535)
         self._flag = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -41,10 +42,14 @@ class Hub:
         self._sockets: set[Socket] = set()
         self._poller = zmq.Poller()
         self._poller.register(self._flag, zmq.POLLIN)
+        # Whoever connects, ZeroMQ asks here before it lets a message through.
+        self._doorbell = self._socket(zmq.REP)
+        self._doorbell.bind("inproc://zeromq.zap.01")
 
     def listen(self, host: str, port: int) -> tuple[Socket, int]:
         """A ROUTER on ``host``; ``port`` 0 takes a free one. Returns the socket and its port. Raises ``OSError``."""
         sock = self._socket(zmq.ROUTER)
+        self._security.serve(sock)
         sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to be told of peers that are gone or have stopped reading
         try:
             sock.bind(address(host, port))
@@ -65,8 +70,9 @@ class Hub:
             raise PeerError(f"cannot dial {where!r}: {e}") from None
         sock = self._socket(zmq.DEALER)
         try:
+            self._security.dial(sock, target)
             sock.connect(address(target.host, target.port))
-        except zmq.ZMQError as e:
+        except (zmq.ZMQError, PeerError) as e:
             self.drop(sock)
             raise PeerError(f"cannot dial {where!r}: {e}") from None
         return sock
@@ -83,7 +89,15 @@ class Hub:
         ready = self._poller.poll(max(0, int(seconds * 1000 + 0.999)))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._flag)
-        return {sock for sock, _ in ready if isinstance(sock, zmq.Socket)}
+        found = {sock for sock, _ in ready if isinstance(sock, zmq.Socket)}
+        if self._doorbell in found:
+            found.remove(self._doorbell)
+            for _ in range(64):
+                request = receive(self._doorbell)
+                if request is None:
+                    break
+                self._doorbell.send_multipart(self._security.admits(request))
+        return found
 
     def wake(self) -> None:
         """Let ``poll`` return. Any thread; does nothing after ``close``."""
@@ -129,21 +143,3 @@ def receive(sock: Socket) -> list[bytes] | None:
         return sock.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
         return None
-
-
-class Complaints:
-    """Warnings that strangers can cause: logged, but not as often as they like."""
-
-    def __init__(self, log: logging.Logger, every: float = 1.0) -> None:
-        self._log, self._every = log, every
-        self._last = -every
-        self._held = 0
-
-    def __call__(self, text: str, *args: object) -> None:
-        now = time.monotonic()
-        if now - self._last < self._every:
-            self._held += 1
-            return
-        more = f" ({self._held} more were not logged)" if self._held else ""
-        self._last, self._held = now, 0
-        self._log.warning(text + "%s", *args, more)

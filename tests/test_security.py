@@ -1,0 +1,260 @@
+"""Keys and allow-lists: those who have the key work together, everybody else gets nothing, and nothing can be said twice."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from typer.testing import CliRunner
+
+from kvxfer.cli.keys import keys
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+from kvxfer.identity import TransferId
+from kvxfer.security import OPEN, Security, make_key
+from kvxfer.session import Agent, Directory, Ended, Fetch, Kind, Offered, Renew, Source
+from kvxfer.session import messages as m
+from tests.session.conftest import make_cache
+
+T = TransferId("own/1/secret", 0)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    make_key(tmp_path / "key")
+    return str(tmp_path / "key")
+
+
+class Engine:
+    def __init__(self, **settings: object) -> None:
+        self.config = Config.from_mapping(
+            {
+                "backend": "kvxfer.testing.fake:FakeTransport", "backend_options": {"verbs": ["read"]},
+                "transfer_timeout": 3.0, "peer_timeout": 1.0, **settings,
+            }
+        )  # fmt: skip
+        self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
+        self.agent = Agent(make_cache(self.memory, 1, 0, 16), self.config)
+        self.directory = Directory("e", self.agent.epoch, "x", "127.0.0.1", 0, security=Security.of(self.config))
+        self.directory.backend = self.config.backend
+        self.directory.publish((self.agent.member,))
+
+    def close(self) -> None:
+        self.agent.close()
+        self.directory.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(**settings: object) -> Engine:
+        made.append(Engine(**settings))
+        return made[-1]
+
+    yield make
+    for e in made:
+        e.close()
+
+
+def outcome(p: Engine, d: Engine, source: Source | None = None) -> Ended:
+    table = (np.array([3], np.int64),)
+    p.agent.offer(Offered(T, b"d", 1, 4, table, True))
+    d.agent.fetch(Fetch("r", T, b"d", source or p.directory.source, table, 0, 4))
+    end = time.monotonic() + 10
+    while not (found := [e for e in d.agent.events() if isinstance(e, Ended)]):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found[0]
+
+
+# --- the key -------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_written_for_their_owner_and_never_over_another(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    make_key(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.read_text()
+    with pytest.raises(ConfigError, match="File exists"):
+        make_key(path)
+    assert path.read_text() == before
+    make_key(tmp_path / "other")
+    assert (tmp_path / "other").read_text() != before
+
+
+def test_the_program_makes_keys(tmp_path: Path) -> None:
+    import typer
+
+    app = typer.Typer()
+    app.command()(keys)
+    result = CliRunner().invoke(app, [str(tmp_path / "key")])
+    assert result.exit_code == 0 and "key_file" in result.output
+    assert Security.of(Config(key_file=str(tmp_path / "key"))).key
+
+
+@pytest.mark.parametrize("content", [None, b"", b"secret", b"kvxfer-key-1 short", b"\xff\xfe", b"kvxfer-key-2 " + b"a" * 40])
+def test_what_is_no_key_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="key"):
+        Security.of(Config(key_file=str(path)))
+
+
+def test_a_key_that_all_can_read_is_remarked_on(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    Path(key).chmod(0o644)
+    Security.of(Config(key_file=key))
+    assert "chmod" in caplog.text
+
+
+def test_listening_beyond_this_host_without_a_key_is_remarked_on(caplog: pytest.LogCaptureFixture, key: str) -> None:
+    assert Config().listen == "127.0.0.1"
+    for listen in ("127.0.0.1", "::1", "localhost"):
+        Security.of(Config(listen=listen))
+    Security.of(Config(listen="0.0.0.0", key_file=key))
+    assert not caplog.text
+    Security.of(Config(listen="0.0.0.0"))
+    assert "without a key" in caplog.text
+
+
+# --- authentication ------------------------------------------------------------------------------------------------
+
+
+def test_engines_with_the_same_key_work_together(engine: Callable[..., Engine], key: str) -> None:
+    end = outcome(engine(key_file=key), engine(key_file=key))
+    assert end.outcome.kind is Kind.DELIVERED, end
+
+
+def test_engines_without_the_same_key_do_not(engine: Callable[..., Engine], key: str, tmp_path: Path) -> None:
+    make_key(tmp_path / "other")
+    settings = [{"key_file": key}, {"key_file": str(tmp_path / "other")}, {}]
+    for mine in settings:
+        for theirs in settings:
+            if mine != theirs:
+                end = outcome(engine(**mine), engine(transfer_timeout=1.0, **theirs))
+                assert end.outcome.kind is Kind.FAILED, (mine, theirs, end)
+
+
+def ask(address: str, prepare: Callable[[zmq.Socket[bytes]], None]) -> list[bytes] | None:
+    """What a directory answers to a lookup, if it does."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.RCVTIMEO, 500)
+    prepare(sock)
+    sock.connect(address)
+    sock.send(m.encode(m.Lookup(m.PROTOCOL)))
+    try:
+        return sock.recv_multipart()
+    except zmq.Again:
+        return None
+    finally:
+        sock.close(0)
+        context.term()
+
+
+def test_knowing_the_servers_public_key_is_not_enough(engine: Callable[..., Engine], key: str) -> None:
+    p = engine(key_file=key)
+    security = Security.of(p.config)
+    assert security.key is not None
+    address = f"tcp://127.0.0.1:{p.directory.source.port}"
+    public = zmq.curve_public(security.key)
+
+    def as_stranger(sock: zmq.Socket[bytes]) -> None:
+        mine, secret = zmq.curve_keypair()
+        sock.setsockopt(zmq.CURVE_SERVERKEY, public)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, mine)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
+
+    def as_peer(sock: zmq.Socket[bytes]) -> None:
+        sock.setsockopt(zmq.CURVE_SERVERKEY, public)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, security.key)
+
+    assert ask(address, lambda sock: None) is None
+    assert ask(address, as_stranger) is None
+    assert ask(address, as_peer) is not None
+
+
+def test_what_was_overheard_cannot_be_said_again(engine: Callable[..., Engine], key: str) -> None:
+    """A notice to a directory, recorded on its way and sent again on another connection."""
+    p, d = engine(key_file=key), engine(key_file=key)
+    target = ("127.0.0.1", p.directory.source.port)
+    server = socket.create_server(("127.0.0.1", 0))
+    heard: list[bytes] = []
+
+    def relay() -> None:
+        near, _ = server.accept()
+        far = socket.create_connection(target)
+
+        def back() -> None:
+            while data := far.recv(65536):
+                near.sendall(data)
+
+        threading.Thread(target=back, daemon=True).start()
+        while data := near.recv(65536):
+            heard.append(data)
+            far.sendall(data)
+
+    threading.Thread(target=relay, daemon=True).start()
+    notice = Renew(p.directory.source.epoch, (T,))
+    d.directory.tell(Source("127.0.0.1", server.getsockname()[1], p.directory.source.epoch), notice)
+    until = time.monotonic() + 5
+    while not (got := p.directory.notices()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert got == [notice]
+    assert m.encode(notice) not in b"".join(heard), "it was readable on its way"
+    with socket.create_connection(target) as again:
+        again.sendall(b"".join(heard))
+        again.settimeout(1.0)
+        try:
+            while again.recv(65536):
+                pass
+        except TimeoutError:
+            pass
+    assert not p.directory.notices()
+    server.close()
+
+
+# --- the list ------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_not_in_the_list_is_turned_away(
+    engine: Callable[..., Engine], key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for settings in ({}, {"key_file": key}):
+        end = outcome(engine(peers=["10.0.0.0/8"], **settings), engine(transfer_timeout=1.0, **settings))
+        assert end.outcome.kind is Kind.FAILED, end
+    assert "not in the list" in caplog.text
+
+
+def test_who_is_not_in_the_list_is_not_dialled(engine: Callable[..., Engine]) -> None:
+    end = outcome(engine(), engine(peers=["10.0.0.0/8", "gpu-7"]))
+    assert end.outcome.kind is Kind.FAILED and "allowed peers" in end.outcome.reason
+
+
+def test_who_is_in_the_list_is_welcome(engine: Callable[..., Engine], key: str) -> None:
+    for settings in ({}, {"key_file": key}):
+        end = outcome(engine(peers=["127.0.0.1:1"], **settings), engine(peers=["127.0.0.0/8"], **settings))
+        assert end.outcome.kind is Kind.DELIVERED, end
+
+
+def test_an_entry_that_is_none_is_named_before_anything_starts(engine: Callable[..., Engine]) -> None:
+    with pytest.raises(ConfigError, match="10.0.0.0/99"):
+        engine(peers=["127.0.0.1", "10.0.0.0/99"])
+
+
+@pytest.mark.parametrize("request_", [[], [b"1.0"], [b"2.0", b"1", b"", b"127.0.0.1", b"", b"NULL"], [b"x"] * 9])
+def test_the_doorkeeper_answers_whatever_it_is_asked(request_: list[bytes]) -> None:
+    assert OPEN.admits(request_)[2] in (b"400", b"500")
+    logging.getLogger("kvxfer.security").debug("asked")
