@@ -21,7 +21,11 @@ def _rows_at(cells, place, row, there, n1, stride1, n2, stride2):
     return cell + place + (inner // n2).to(tl.int64) * stride1 + (inner % n2).to(tl.int64) * stride2
 
 
-@triton.jit
+# Numbers are not specialised (is it 1, is it a multiple of 16): each variant would be compiled when it first comes up.
+_PLACES = ["memory", "n_segments", "n_rows", "n1", "stride1", "n2", "stride2"]
+
+
+@triton.jit(do_not_specialize=[*_PLACES, "stream", "spans", "span"])
 def move_rows(
     cells,  # *int64 [cells]: bytes from memory to each cell
     segments,  # *int64 [3, segments]: place of the segment, place in the stream, bytes of each of its rows
@@ -87,7 +91,7 @@ def _mix(x):
     return x ^ _shr(x, 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_PLACES, "key1", "key2", "nbytes", "salt"])
 def digest_rows(
     cells,  # *int64 [cells]: bytes from memory to each cell
     cell_keys,  # *int64 [cells]

@@ -42,7 +42,7 @@ def compiled(name: str, wide: set[str], **constants: Any) -> str:
         a: "constexpr" if a in constants else "*i64" if a in pointers else "i64" if a in wide else "i32"
         for a in arguments
     }
-    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if a in pointers | {"memory", "stream"}}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if a in pointers}
     source = ASTSource(kernel, signature, {(arguments.index(a),): v for a, v in constants.items()}, aligned)
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
 

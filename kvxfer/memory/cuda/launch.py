@@ -51,7 +51,7 @@ class Launcher:
         unit = gcd(grain, stream, _grain(places), _grain(base), _grain(size), 16)
         longest, n_rows = int(size.max()), len(template)
         words = _power(min(_TILE, longest // min(unit, 8)))
-        rows = min(_TILE // words, _power(n_rows))
+        rows = _TILE // words
         spans = -(-longest // _SPAN)
         span = -(-longest // unit // spans)
         jobs = len(places) * -(-n_rows // rows) * spans
@@ -71,7 +71,7 @@ class Launcher:
             n_words, n_rows = -(-bundle.unit // 8), len(units)
             unit = gcd(grain, _grain(places), 16)
             words = _power(min(_TILE, n_words))
-            rows = min(_TILE // words, _power(n_rows))
+            rows = _TILE // words
             (n1, stride1), (n2, stride2) = ((n, s if side == "source" else d) for n, s, d in units.axes)
             digest_rows[(min(len(places) * -(-n_rows // rows), self._programs),)](
                 cells, keys, self._upload(places, first.view(np.int64)), self._factors_of(n_words), self._memory, out,
