@@ -28,10 +28,12 @@ def test_all_keys_are_read() -> None:
         "peer_timeout": 1,
         "staging_bytes": 1 << 20,
         "legacy_hosts": ["10.0.0.0/8"],
+        "key_file": "/run/secrets/kvxfer",
+        "peers": ["10.0.0.0/8"],
         "integrity": "full",
     }
     read = msgspec.structs.asdict(Config.from_mapping(settings))
-    assert read | {"legacy_hosts": list(read["legacy_hosts"])} == settings
+    assert read | {name: list(read[name]) for name in ("legacy_hosts", "peers")} == settings
     assert set(settings) == {field.name for field in msgspec.structs.fields(Config)}
 
 
