@@ -72,25 +72,23 @@ def scattered(blocks: int, rows: int, unit: int, count: int, seed: int = 0) -> C
     return CopyPlan((Sheet(template, src, dst, np.ones(count, np.int64)),))
 
 
-@pytest.mark.parametrize(("unit", "count"), [(256, 64), (4096, 64), (100, 200)])
-def test_large_plans_are_shared_between_threads(unit: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("unit", "rows"), [(256, 512), (4096, 32), (100, 1024)])
+def test_large_plans_are_shared_between_threads(unit: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
-    made = scattered(300, 1 << 10, unit, count)
-    cache, staged = filled(300 * unit << 10), filled(made.nbytes)
+    made, page = scattered(90, rows, unit, 64), rows * unit
+    cache, staged = filled(90 * page), filled(made.nbytes)
     content = cache.bytes(0, cache.nbytes)
     content[:] = np.random.default_rng(1).integers(0, 256, cache.nbytes, dtype=np.uint8)
     cache.pack(made, staged)
     stream = staged.bytes(0, staged.nbytes)
-    blocks = content.reshape(300, 1 << 10, unit)
+    blocks = content.reshape(90, rows, unit)
     (sheet,) = made.sheets
-    picked = sheet.src_at // (unit << 10)
-    # Cells come in the order of the destination; these run against the source.
-    order = sheet.src_rows // unit
-    assert np.array_equal(stream.reshape(count, 1 << 10, unit), blocks[picked][:, order])
-    target = filled(300 * unit << 10, 0)
+    picked, order = sheet.src_at // page, sheet.src_rows // unit  # these run against the source
+    assert np.array_equal(stream.reshape(64, rows, unit), blocks[picked][:, order])
+    target = filled(90 * page, 0)
     target.unpack(made, staged)
     want = np.zeros_like(blocks)
-    want[sheet.dst_at // (unit << 10)] = blocks[picked][:, order][:, np.argsort(sheet.dst_rows // unit)]
+    want[sheet.dst_at // page] = blocks[picked][:, order][:, np.argsort(sheet.dst_rows // unit)]
     assert np.array_equal(target.bytes(0, target.nbytes).reshape(want.shape), want)
     assert any(t.name.startswith("kvxfer-copy") for t in threading.enumerate())
 
@@ -112,10 +110,10 @@ def test_a_plan_that_leaves_the_memory_is_refused_wherever_it_does() -> None:
 
 def test_an_error_in_another_thread_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    made = scattered(300, 1 << 10, 64, 64)
+    made = scattered(90, 1 << 10, 128, 64)
     (sheet,) = made.sheets
     sheet.src_at[-1] = 1 << 40
-    cache, staged = filled(300 * 64 << 10), filled(made.nbytes)
+    cache, staged = filled(90 * 128 << 10), filled(made.nbytes)
     with pytest.raises((ValueError, TypeError)):
         cache.pack(made, staged)
 
