@@ -139,12 +139,17 @@ def test_a_peer_that_breaks_the_protocol_costs_its_link_only(world: World, impos
     world.move(good, Way.SEND, other, victim, Runs.of([0], [0], [1000]))
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("grant", [(1 << 40, N), (N + 1, N), (5, 4)])
-def test_a_grant_that_cannot_be_costs_the_link(world: World, impostor: Impostor, grant: tuple[int, int]) -> None:
+def test_a_grant_that_cannot_be_ends_the_batch(
+    world: World, impostor: Impostor, grant: tuple[int, int], early: bool
+) -> None:
     victim = impostor.victim
     batch = Batch(Verb.SEND, impostor.peer, 0, np.array([N]), np.array([500]))
-    started = Started([(victim, victim.submit(batch))])
+    started = Started() if early else Started([(victim, victim.submit(batch))])
     impostor.say(Header(Kind.GRANT, 0, *grant), b"")
+    world.run(0.05)
+    started = started if started.halves else Started([(victim, victim.submit(batch))])
     [result] = world.finish(started)
     assert result.error is not None and "impostor" in result.error
 

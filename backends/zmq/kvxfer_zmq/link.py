@@ -1,4 +1,4 @@
-"""One link: the streams that pass over it and the connection that carries our side of the talk.
+"""One link: the streams that pass over it.
 
 The receiver rules the flow: it grants each stream a window and moves it on as bytes arrive, so that what lies in
 queues is bounded whatever either side does. Streams are independent of each other; one that is stuck stops no other.
@@ -12,22 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kvxfer.errors import PeerError
 from kvxfer.transport.contract import Completion, Fence, Verb
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_zmq.bytestream import FRAME, ByteStream
+from kvxfer_zmq.connection import Connection
 from kvxfer_zmq.options import Options
-from kvxfer_zmq.wire import Endpoint, Header, Kind, routing_id
+from kvxfer_zmq.wire import Endpoint, Header, Kind
 
 __all__ = ["Link", "Post"]
 
 WINDOW = 8 * FRAME
 """Bytes that may be on their way for one stream."""
-
-QUEUED_FRAMES = 8
-"""Messages that ZeroMQ holds for a link on this side; so many can be cut off only together with the link."""
 
 RETIRE_S = 1.0
 """How long an aborted SEND waits for ZeroMQ to let go of its memory before the link is cut to force it."""
@@ -37,15 +34,6 @@ RETRY_S = 0.0005
 
 EARLY_STREAMS = 4096
 """Streams that the peer may name before this side has posted them."""
-
-# Plain numbers: arithmetic on zmq's flag types costs microseconds.
-NOBLOCK, SNDMORE, POLLIN, POLLOUT = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN), int(zmq.POLLOUT)
-
-_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
-)  # fmt: skip
-
 
 @dataclass(eq=False)
 class Post:
@@ -70,11 +58,6 @@ class Post:
         return bool(self.frames)
 
 
-def readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits. Asking is what makes the socket's descriptor tell of the next one."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
-
-
 class Violation(Exception):
     """The peer said what no peer of ours would."""
 
@@ -96,9 +79,8 @@ class Link:
         self.mine, self.theirs = mine, theirs
         self.due: float | None = None
         self.broken: str | None = None
-        self._wakeup, self._done, self._say_bye = wakeup, done, say_bye
-        self._ready = self._reached = False
-        self._reach_by = time.monotonic() + options.connect_timeout_s
+        self._done, self._say_bye = done, say_bye
+        self._ready = False
         self._sends: dict[int, Post] = {}
         self._recvs: dict[int, Post] = {}
         self._last = {Verb.SEND: -1, Verb.RECV: -1}
@@ -108,25 +90,7 @@ class Link:
         self._early_ends: dict[tuple[Verb, int], str] = {}
         self._retiring: list[tuple[Post, str, float]] = []
         self._control: deque[tuple[Header, bytes]] = deque([(Header(Kind.HELLO), b"")])
-
-        self._dealer = context.socket(zmq.DEALER)
-        milliseconds = int(options.heartbeat_s * 1000)
-        for option, value in (
-            (zmq.LINGER, 0), (zmq.SNDHWM, QUEUED_FRAMES), (zmq.ROUTING_ID, routing_id(theirs.token, mine.token)),
-            (zmq.RECONNECT_IVL, -1), (zmq.IPV6, "[" in theirs.address), (zmq.MAXMSGSIZE, 1 << 16),
-            (zmq.CONNECT_TIMEOUT, int(options.connect_timeout_s * 1000)),
-            (zmq.HANDSHAKE_IVL, int(options.connect_timeout_s * 1000)),
-            (zmq.HEARTBEAT_IVL, milliseconds), (zmq.HEARTBEAT_TIMEOUT, 5 * milliseconds),
-            (zmq.HEARTBEAT_TTL, 5 * milliseconds),
-        ):  # fmt: skip
-            self._dealer.setsockopt(option, value)
-        self._monitor = self._dealer.get_monitor_socket(_EVENTS)
-        for socket in (self._dealer, self._monitor):
-            wakeup.add(socket.fileno(), number)
-        try:
-            self._dealer.connect(theirs.address)
-        except zmq.ZMQError as e:
-            self.cut(f"its address cannot be used: {e}", None)
+        self._connection = Connection(context, options, mine, theirs, wakeup, number)
 
     @property
     def peer(self) -> str:
@@ -143,18 +107,25 @@ class Link:
 
     def post(self, post: Post) -> None:
         """Take over one half of a stream."""
-        self._last[post.verb] = post.stream
-        for stream in [s for s in self._early_grants if s < self._last[Verb.SEND] and s not in self._sends]:
-            del self._early_grants[stream]
-            self._say(Header(Kind.CANCEL, stream), b"the other side skipped this stream")
-        self._early_ends = {k: v for k, v in self._early_ends.items() if k[1] >= self._last[k[0]]}
-        (self._sends if post.verb is Verb.SEND else self._recvs)[post.stream] = post
-        ended = self.broken or self._early_ends.pop((post.verb, post.stream), None)
+        verb, stream = post.verb, post.stream
+        self._last[verb] = stream
+        (self._sends if verb is Verb.SEND else self._recvs)[stream] = post
+        if post.after is not None:
+            self._fenced.append(post)
+        if verb is Verb.SEND:
+            for skipped in [s for s in self._early_grants if s < stream]:
+                del self._early_grants[skipped]
+                self._say(Header(Kind.CANCEL, skipped), b"the other side skipped this stream")
+        self._early_ends = {k: why for k, why in self._early_ends.items() if k[1] >= self._last[k[0]]}
+        ended = self.broken or self._early_ends.pop((verb, stream), None)
         if ended:
             self._fail(post, ended)
-        elif post.after is not None and not post.after.passed():
-            self._fenced.append(post)
-        else:
+        elif verb is Verb.SEND and stream in self._early_grants:
+            try:
+                self._take_grant(stream, *self._early_grants.pop(stream))
+            except Violation as e:
+                self.violated(e)
+        elif post.after is None:
             self._start(post)
 
     def abort(self, number: int) -> bool:
@@ -170,20 +141,18 @@ class Link:
         """Do what can be done without waiting, sending no longer than ``until``. Returns whether to call again at
         once; else the descriptors and ``due`` tell when."""
         if not self.broken:
-            self._watch(now)
+            self._connection.watch(now)
+            if self._connection.lost:
+                self.cut(self._connection.lost, "the other side cannot reach this one (any more)")
         for post in [p for p in self._fenced if p.after is None or p.after.passed()]:
             self._fenced.remove(post)
             self._start(post)
-        again = False
-        if not self.broken:
-            try:
-                again = self._send_all(until)
-            except Violation as e:
-                self.violated(e)
+        again = not self.broken and self._send_all(until)
         self._retire(now)
-        self.due = now + RETRY_S if self._fenced or self._retiring else None
-        if not self._reached and not self.broken:
-            self.due = min(self.due or self._reach_by, self._reach_by)
+        times = [now + RETRY_S] if self._fenced or self._retiring else []
+        if self._connection.due is not None and not self.broken:
+            times.append(self._connection.due)
+        self.due = min(times, default=None)
         return again
 
     def take(self, header: Header, payload: memoryview) -> None:
@@ -206,11 +175,7 @@ class Link:
         self.broken = why
         if tell is not None:
             self._say_bye(self, tell)
-        for socket in (self._dealer, self._monitor):
-            self._wakeup.remove(socket.fileno())
-        self._dealer.disable_monitor()
-        self._monitor.close(0)
-        self._dealer.close(0)
+        self._connection.close()
         for post in [*self._sends.values(), *self._recvs.values()]:
             self._fail(post, why)
         self._retire(time.monotonic())
@@ -225,7 +190,8 @@ class Link:
             if kind is Kind.HELLO:
                 self._say(Header(Kind.WELCOME))
             if not self._ready:
-                self._ready = self._reached = True
+                self._ready = True
+                self._connection.reached()
                 for waiting in [p for p in self._recvs.values() if p not in self._fenced]:
                     self._start(waiting)
         elif kind is Kind.GRANT:
@@ -307,36 +273,24 @@ class Link:
         if post.verb is Verb.RECV:
             if self._ready:
                 self._grant(post)
-            return
-        early = self._early_grants.pop(post.stream, None)
-        if early is not None:
-            self._take_grant(post.stream, *early)
         elif post.granted >= 0:
             self._sendable[post.stream] = post
 
     def _send_all(self, until: float) -> bool:
         """Control messages first, then frames as far as grants, ZeroMQ's queue and time allow."""
         while True:
-            events = int(self._dealer.getsockopt(zmq.EVENTS))
-            if events & POLLIN:
-                self._hear()
-                if self.broken:
-                    return False
-                continue
-            if not events & POLLOUT:
+            heard, room = self._connection.poll()
+            if heard:
+                self.cut(_text(memoryview(self._connection.hear())), None)
+                return False
+            if not room:
                 return False
             if self._control:
-                self._send_control(*self._control.popleft())
+                self._connection.say(*self._control.popleft())
             elif not self._send_frame():
                 return False
             elif time.monotonic() > until:
                 return True
-
-    def _send_control(self, header: Header, payload: bytes) -> None:
-        try:
-            self._dealer.send_multipart([header.encode(), payload], NOBLOCK)
-        except zmq.Again:
-            pass  # the connection has just been lost; the monitor will say so
 
     def _send_frame(self) -> bool:
         """Send one frame of the first stream that may; returns whether there was one."""
@@ -350,11 +304,9 @@ class Link:
             if end == nbytes:
                 del self._sendable[stream]
             payload = post.data.read(post.passed, end) if nbytes else memoryview(b"")
-            try:
-                self._dealer.send(Header(Kind.DATA, stream, post.passed).encode(), NOBLOCK | SNDMORE)
-                tracker = self._dealer.send(payload, NOBLOCK, copy=False, track=True)
-            except zmq.Again:
-                return False  # the connection has just been lost; the monitor will say so
+            tracker = self._connection.lend(Header(Kind.DATA, stream, post.passed), payload)
+            if tracker is None:
+                return False
             post.held()
             post.frames.append(tracker)
             post.passed = end
@@ -404,30 +356,6 @@ class Link:
         if overdue:
             why = f"took nothing for {RETIRE_S} s after an abort, so the link was closed to free the memory"
             self.cut(f"it {why}", f"this side {why}")
-
-    def _watch(self, now: float) -> None:
-        """See what became of the connection."""
-        while not self.broken and readable(self._monitor):
-            event = recv_monitor_message(self._monitor, NOBLOCK)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._reached = True
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._lose("the connection was lost (its process ended, or its host does not answer)")
-            elif event == zmq.EVENT_CLOSED:
-                self._lose("it cannot be reached (nobody listens there)")
-            else:
-                self._lose("it cannot be reached (what listens there gave no fitting answer)")
-        if not self._reached and now > self._reach_by:
-            self._lose("it cannot be reached (no answer in time)")
-
-    def _lose(self, why: str) -> None:
-        self.cut(why, "the other side cannot reach this one (any more)")
-
-    def _hear(self) -> None:
-        """The peer's ROUTER answers only to say that the link is over."""
-        raw = self._dealer.recv_multipart(NOBLOCK)
-        reason = raw[1][:200] if len(raw) == 2 else b"the link is over"
-        self.cut(_text(memoryview(reason)), None)
 
 
 def _text(raw: memoryview) -> str:

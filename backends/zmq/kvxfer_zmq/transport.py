@@ -17,7 +17,8 @@ from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Pr
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_zmq.bytestream import FRAME, ByteStream
-from kvxfer_zmq.link import NOBLOCK, Link, Post, readable
+from kvxfer_zmq.connection import NOBLOCK, readable
+from kvxfer_zmq.link import Link, Post
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import VERSION, Endpoint, Header, Kind, new_token, routing_id, split_routing_id
 

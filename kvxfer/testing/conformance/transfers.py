@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvxfer.geometry.cache import GAP
-from kvxfer.testing.conformance.harness import SIZES, HostFence, Started, Suite, Way, World, assert_equal, overlay
+from kvxfer.testing.conformance.harness import SIZES, HostFence, Part, Started, Suite, Way, World, assert_equal, overlay
 from kvxfer.testing.party import Runs
 
 SECOND = -(-SIZES[0] // GAP) * GAP + GAP
@@ -168,3 +168,22 @@ class Transfers(Suite):
             fence.open = True
             world.succeed(started)
             assert_equal(target.content(0), expected, "the target's memory after the fence")
+
+    def test_a_fence_does_no_harm_to_what_follows(self, world: World, part: Part) -> None:
+        """Batches submitted behind one that waits for its fence may wait with it (channels are ordered) or overtake it;
+        all of them end well, and the first is not forgotten."""
+        a, b, link = world.pair()
+        source, target = part.sides(a, b)
+        pieces = [Runs.of([i * 10_000], [i * 10_000 + 7], [10_000]) for i in range(4)]
+        expected = target.content(0)
+        for runs in pieces:
+            expected = overlay(expected, source.content(0), runs)
+        fence = HostFence()
+        started = [link.start(part.way, source, target, pieces[0], fences={a.name: fence})]
+        world.run(0.05)
+        started += [link.start(part.way, source, target, runs) for runs in pieces[1:]]
+        world.run(0.05)
+        assert not started[0].over()
+        fence.open = True
+        world.succeed(*started)
+        assert_equal(target.content(0), expected, "the target's memory")

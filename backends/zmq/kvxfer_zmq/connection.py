@@ -1,0 +1,124 @@
+"""The connection that carries our side of a link: a DEALER socket at the peer's ROUTER, and what becomes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvxfer.transport.wakeup import Wakeup
+from kvxfer_zmq.options import Options
+from kvxfer_zmq.wire import Endpoint, Header, routing_id
+
+__all__ = ["NOBLOCK", "Connection", "readable"]
+
+QUEUED_MESSAGES = 8
+"""Messages that ZeroMQ holds for a link on this side; so many can be cut off only together with the link."""
+
+# Plain numbers: arithmetic on zmq's flag types costs microseconds.
+NOBLOCK, SNDMORE, POLLIN, POLLOUT = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN), int(zmq.POLLOUT)
+
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+)  # fmt: skip
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits. Asking is what makes the socket's descriptor tell of the next one."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
+
+
+class Connection:
+    """Never reconnects: a lost connection is a lost link. ``key`` is what ``wakeup`` calls it.
+
+    ``lost`` says why nothing can be sent any more, or ``None``.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], options: Options, mine: Endpoint, theirs: Endpoint,
+        wakeup: Wakeup, key: Hashable,
+    ) -> None:  # fmt: skip
+        self.lost: str | None = None
+        self._wakeup = wakeup
+        self._reached = False
+        self._reach_by = time.monotonic() + options.connect_timeout_s
+        self._dealer = context.socket(zmq.DEALER)
+        patience, heartbeat = int(options.connect_timeout_s * 1000), int(options.heartbeat_s * 1000)
+        for option, value in (
+            (zmq.LINGER, 0), (zmq.RECONNECT_IVL, -1), (zmq.SNDHWM, QUEUED_MESSAGES), (zmq.MAXMSGSIZE, 1 << 16),
+            (zmq.ROUTING_ID, routing_id(theirs.token, mine.token)), (zmq.IPV6, "[" in theirs.address),
+            (zmq.CONNECT_TIMEOUT, patience), (zmq.HANDSHAKE_IVL, patience),
+            (zmq.HEARTBEAT_IVL, heartbeat), (zmq.HEARTBEAT_TIMEOUT, 5 * heartbeat), (zmq.HEARTBEAT_TTL, 5 * heartbeat),
+        ):  # fmt: skip
+            self._dealer.setsockopt(option, value)
+        self._monitor = self._dealer.get_monitor_socket(_EVENTS)
+        for socket in (self._dealer, self._monitor):
+            wakeup.add(socket.fileno(), key)
+        try:
+            self._dealer.connect(theirs.address)
+        except zmq.ZMQError as e:
+            self.lost = f"its address cannot be used: {e}"
+
+    @property
+    def due(self) -> float | None:
+        """When to ``watch`` even though no descriptor has told to."""
+        return None if self._reached or self.lost else self._reach_by
+
+    def reached(self) -> None:
+        """The peer was heard from."""
+        self._reached = True
+
+    def watch(self, now: float) -> None:
+        """See what became of the connection; may set ``lost``."""
+        while readable(self._monitor):
+            event = recv_monitor_message(self._monitor, NOBLOCK)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._reached = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._lose("the connection was lost (its process ended, or its host does not answer)")
+            elif event == zmq.EVENT_CLOSED:
+                self._lose("it cannot be reached (nobody listens there)")
+            else:
+                self._lose("it cannot be reached (what listens there gave no fitting answer)")
+        if not self._reached and now > self._reach_by:
+            self._lose("it cannot be reached (no answer in time)")
+
+    def poll(self) -> tuple[bool, bool]:
+        """(something to ``hear``, room to send). What is not true now is told of by a descriptor."""
+        events = int(self._dealer.getsockopt(zmq.EVENTS))
+        return bool(events & POLLIN), bool(events & POLLOUT)
+
+    def hear(self) -> bytes:
+        """What the peer's ROUTER answers; it only ever does to say that, and why, the link is over."""
+        frames = self._dealer.recv_multipart(NOBLOCK)
+        return frames[1] if len(frames) == 2 else b"the link is over"
+
+    def say(self, header: Header, payload: bytes = b"") -> None:
+        """Send a short message."""
+        try:
+            self._dealer.send_multipart([header.encode(), payload], NOBLOCK)
+        except zmq.Again:
+            pass  # there was room, so the connection has just been lost; ``watch`` will see it
+
+    def lend(self, header: Header, payload: memoryview) -> zmq.MessageTracker | None:
+        """Send memory without a copy; the tracker is done when ZeroMQ has let go of it. ``None``: not sent."""
+        try:
+            self._dealer.send(header.encode(), NOBLOCK | SNDMORE)
+            return self._dealer.send(payload, NOBLOCK, copy=False, track=True)
+        except zmq.Again:
+            return None  # as in ``say``
+
+    def close(self) -> None:
+        """Drop what has not left, so that ZeroMQ lets go of all memory. Idempotent."""
+        if not self._dealer.closed:
+            for socket in (self._dealer, self._monitor):
+                self._wakeup.remove(socket.fileno())
+            self._dealer.disable_monitor()
+            self._monitor.close(0)
+            self._dealer.close(0)
+
+    def _lose(self, why: str) -> None:
+        self.lost = self.lost or why
