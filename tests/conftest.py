@@ -13,10 +13,6 @@ import pytest
 from kvxfer.errors import ConfigError
 from kvxfer.transport import registry
 
-# The NIXL and ucxx packages each bring a UCX of their own, and each hooks this process's munmap. With both loaded, a
-# hook that outlived its context once crashed a test run; nothing here registers memory with a network card.
-os.environ.setdefault("UCX_MEM_EVENTS", "n")
-
 
 def require(name: str) -> None:
     """Skip the calling test (or module) if `name` is missing; fail if `KVXFER_REQUIRE` lists it.

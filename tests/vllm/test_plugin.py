@@ -25,8 +25,9 @@ def test_by_name_alone() -> None:
 
 @pytest.mark.parametrize("path", ["kvxfer_vllm", None])
 def test_as_vllm_looks_for_it(path: str | None) -> None:
-    import kvxfer_vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    import kvxfer_vllm
 
     kvxfer_vllm.register()
     config: Any = SimpleNamespace(kv_connector="KVXferConnector", kv_connector_module_path=path)
