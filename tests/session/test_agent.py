@@ -90,7 +90,9 @@ def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options), transfer_timeout=0.5)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     end = d.wait(Ended)[0]
-    assert end.outcome.kind is Kind.FAILED and "0.5 s" in end.outcome.reason
+    assert end.outcome.kind is Kind.FAILED
+    # Both sides keep the consumer's deadline; whichever clock is first by a hair says so.
+    assert "0.5 s" in end.outcome.reason or "time for it is over" in end.outcome.reason
     d.wait(Released)
 
 
