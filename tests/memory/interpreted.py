@@ -19,7 +19,7 @@ from tests.geometry.test_pairs import engine
 from tests.geometry.zoo import KINDS, Spec, Store
 from tests.memory.test_cpu import filled
 
-SOME = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def by_kernel(space: memory.Space, made: CopyPlan, side: memory.Side, staged: memory.Space, at: int) -> None:
