@@ -2,6 +2,7 @@
 #   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server
 #   make test        lint, types and all tests          make test-fast   without the tests that start engines
 #   make bench       benchmarks                         make lint        ruff and mypy only
+#   make fuzz        random control frames at the decoder and at a live agent
 #   make dist        sdists and wheels for a release    make clean       remove all that was built
 PYTHON  ?= python3
 VENV    := .venv
@@ -15,7 +16,7 @@ SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
 export KVXFER_REQUIRE ?= nixl,ucx,vllm,cma
 
-.PHONY: demo test test-fast lint bench dist clean
+.PHONY: demo test test-fast lint bench fuzz dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -37,6 +38,12 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/kvxfer bench transfer $(ARGS)
+
+# Ten million frames at the decoder, one million at a live agent: a few minutes.
+fuzz: $(READY)
+	$(BIN)/python -c "import atheris" 2>/dev/null || $(INSTALL) atheris
+	$(BIN)/python -m tests.fuzz.guided decoder -runs=10000000 -verbosity=0
+	$(BIN)/python -m tests.fuzz.guided agent -runs=1000000 -verbosity=0
 
 dist: $(READY)
 	rm -rf dist

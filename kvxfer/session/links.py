@@ -94,7 +94,7 @@ class Inbound:
 
     def _hello(self, link: LinkId, hello: m.Hello, now: float) -> None:
         try:
-            if len(self._links) >= MOST:
+            if len(self._links) >= MOST and self._alive() >= MOST:
                 raise PeerError(f"{MOST} links are open already")
             info = self._terms.agree(hello, self._epoch)
         except PeerError as e:
@@ -103,6 +103,12 @@ class Inbound:
         number = next(_numbers)
         self._links[link] = _In(number, now, info, hello.engine, hello.endpoint)
         self._mover.endpoint(link, number)
+
+    def _alive(self) -> int:
+        """How many links still have a connection; the others are dropped at the next ``tick``."""
+        for link in self.links:
+            self.send(link, m.Pong(0))
+        return sum(not known.deaf for known in self._links.values())
 
     def result(self, result: Endpoint | Connected | Broken, now: float) -> LinkInfo | Lost | None:
         """The mover's word about a link: its terms once it is up, or that it is lost."""

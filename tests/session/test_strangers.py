@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
 import zmq
 
 from kvxfer.identity import TransferId, new_epoch
-from kvxfer.session import Directory, Ended, Kind, Renew, Settle
+from kvxfer.session import Directory, Ended, Kind, Renew, Settle, links
 from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
 from tests.session.conftest import Engine, fetch, make_cache, offered
@@ -233,5 +233,25 @@ def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine])
             s.send(m.encode(m.Want(TransferId("own/1/hoard", i), i + 1, b"d", 0, 4, (table,), 1, 5.0)))
         gone = answer(s)
         assert isinstance(gone, m.Gone) and "too many" in gone.reason
+    honest(p, d)
+    other.close()
+
+
+def test_links_that_strangers_left_behind_do_not_keep_others_out(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "MOST", 4)
+    p, d = pair
+    other = FakeTransport("other", {"verbs": ["read"]})
+    address = p.agents[0].member.address
+    with ExitStack() as stack:
+        for _ in range(4):
+            s = stack.enter_context(stranger(address))
+            s.send(m.encode(hello(p, endpoint=other.endpoint())))
+            assert isinstance(answer(s), m.Welcome)
+        with stranger(address) as s:
+            s.send(m.encode(hello(p, endpoint=other.endpoint())))
+            refused = answer(s)
+            assert isinstance(refused, m.Refused) and "4 links" in refused.reason
     honest(p, d)
     other.close()

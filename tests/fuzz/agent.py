@@ -1,0 +1,210 @@
+"""What must hold for any frames at a live agent and its directory, from strangers, from a peer that fetches from it, and
+from a peer that it fetches from: no thread ends, nothing goes unhandled, memory stays, and honest work goes on.
+
+The first byte of an input says by whom it is sent, the rest is the frame.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import resource
+import threading
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import PeerError
+from kvxfer.session import Agent, Directory, Fetch, Offered, Source
+from kvxfer.session import messages as m
+from kvxfer.testing.fake import FakeTransport
+from tests.fuzz.frames import T
+from tests.session.conftest import make_cache
+
+PREFIXES = [bytes([who]) for who in range(4)]
+EVERY = 512
+"""Frames between two looks at the agent's health."""
+ENDPOINT = FakeTransport("rogue", {"verbs": ["read"]}).endpoint()
+
+
+class Unhandled(logging.Handler):
+    """Remembers the exceptions that somebody logged instead of handling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.records.append(record)
+
+
+class Rig:
+    def __init__(self) -> None:
+        logging.getLogger("kvxfer").setLevel(logging.ERROR)
+        self.unhandled = Unhandled()
+        logging.getLogger("kvxfer").addHandler(self.unhandled)
+        config = Config.from_mapping({
+            "backend": "kvxfer.testing.fake:FakeTransport", "backend_options": {"verbs": ["read"]},
+            "transfer_timeout": 1.0, "lease": 0.5, "peer_timeout": 5.0, "staging_bytes": 1 << 16,
+        })  # fmt: skip
+        self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
+        self.cache = make_cache(self.memory, 1, 0, 16)
+        self.agent = Agent(self.cache, config, "fuzzed")
+        self.directory = Directory("fuzzed", self.agent.epoch, config.backend, "127.0.0.1", 0)
+        self.directory.publish((self.agent.member,))
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.names = 0
+        # Somebody whom the agent fetches from: a directory and a rank of our own, on two sockets.
+        self.rogue, self.rogue_directory = self._router(), self._router()
+        self.consumer_of_rogue: bytes | None = None
+        self.attempt = 0
+        self.linked = self.stranger = self.lookup = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.linked = self._dealer(self.agent.member.address)
+        self.stranger = self._dealer(self.agent.member.address)
+        self.lookup = self._dealer(f"tcp://127.0.0.1:{self.directory.source.port}")
+        self.linked.send(m.encode(self.hello()))
+        self.work()
+
+    def hello(self) -> m.Hello:
+        c = self.agent.config
+        return m.Hello(
+            m.PROTOCOL, c.backend, self.agent.epoch, 5, "rogue", ENDPOINT, self.cache,
+            (m.Claim(0, 0, self.cache.views[0].layers, 0, 4),), "read", 4096,
+        )  # fmt: skip
+
+    def work(self) -> None:
+        """Give the agent something that frames can be about."""
+        self.names += 1
+        table = (np.array([3, 1, 7], np.int64),)
+        self.agent.offer(Offered(T, b"digest", self.names, 12, table, True))
+        source = Source("127.0.0.1", self._port(self.rogue_directory), 77)
+        self.agent.fetch(Fetch(f"fetch {self.names}", T, b"digest", source, table, 0, 12))
+        self.agent.events()
+        self.directory.notices()
+
+    def throw(self, data: bytes) -> None:
+        who, frame = data[0] % 4 if data else 0, data[1:]
+        if who == 3:
+            if self.consumer_of_rogue is not None:
+                self.rogue.send_multipart([self.consumer_of_rogue, self.timely(frame)])
+        else:
+            sock: Any = (self.linked, self.stranger, self.lookup)[who]
+            while not sock.poll(0, zmq.POLLOUT):
+                self.drain()  # it has not read the last thousand yet
+                time.sleep(0.001)
+            sock.send(frame)
+
+    def timely(self, frame: bytes) -> bytes:
+        """A producer's message about the attempt that is under way, if it is one."""
+        try:
+            msg = m.decode(frame)
+        except PeerError:
+            return frame
+        if isinstance(msg, m.Have | m.Gone | m.Verdict | m.Slot):
+            return m.encode(msgspec.structs.replace(msg, transfer=T, attempt=self.attempt))
+        return frame
+
+    def drain(self) -> None:
+        """Read what the agent says, and play the part of a peer so far that links stay and its fetch goes on."""
+        self.linked.send(m.encode(m.Ping(1)), zmq.NOBLOCK)
+        for sock in (self.linked, self.stranger, self.lookup):
+            while self._receive(sock) is not None:
+                pass
+        while (frames := self._receive(self.rogue_directory)) is not None:
+            member = m.Member(f"tcp://127.0.0.1:{self._port(self.rogue)}", 78, self.cache)
+            card = m.Card(m.PROTOCOL, "rogue", 77, self.agent.config.backend, (member,))
+            self.rogue_directory.send_multipart([frames[0], m.encode(card)])
+        while (frames := self._receive(self.rogue)) is not None:
+            match m.decode(frames[1]):
+                case m.Hello():
+                    self.consumer_of_rogue = frames[0]
+                    self.rogue.send_multipart([frames[0], m.encode(m.Welcome(78, ENDPOINT, 4096))])
+                case m.Want(attempt=attempt):
+                    self.attempt = attempt
+                case m.Ping(number=number):
+                    self.rogue.send_multipart([frames[0], m.encode(m.Pong(number))])
+
+    def check(self) -> None:
+        """The agent is well: it answers a new acquaintance, and its work ends."""
+        self.drain()
+        assert not self.unhandled.records, self.unhandled.records[0].getMessage()
+        names = {t.name for t in threading.enumerate()}
+        assert {"kvxfer-control", "kvxfer-data", "kvxfer-directory"} <= names, "a thread has ended"
+        for address, question, answer in (
+            (self.agent.member.address, self.hello(), m.Welcome),
+            (f"tcp://127.0.0.1:{self.directory.source.port}", m.Lookup(m.PROTOCOL), m.Card),
+        ):
+            sock = self._dealer(address)
+            sock.send(m.encode(question))
+            assert sock.poll(20_000), f"{address} does not answer a {type(question).__name__}"
+            assert isinstance(m.decode(sock.recv()), answer)
+            sock.close(0)
+        for sock in (self.linked, self.stranger, self.lookup):
+            sock.close(0)
+        self.begin()
+
+    def close(self) -> None:
+        self.context.destroy(0)
+        self.agent.close()
+        self.directory.close()
+        logging.getLogger("kvxfer").removeHandler(self.unhandled)
+
+    def _router(self) -> Any:
+        sock = self.context.socket(zmq.ROUTER)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.bind("tcp://127.0.0.1:*")
+        return sock
+
+    def _dealer(self, address: str) -> Any:
+        sock = self.context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.connect(address)
+        return sock
+
+    @staticmethod
+    def _port(sock: Any) -> int:
+        return int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    @staticmethod
+    def _receive(sock: Any) -> list[bytes] | None:
+        try:
+            return sock.recv_multipart(zmq.NOBLOCK)  # type: ignore[no-any-return]
+        except zmq.Again:
+            return None
+
+
+rig: Rig
+thrown = 0
+first = 0
+
+
+def begin() -> None:
+    global rig
+    rig = Rig()
+
+
+def one(data: bytes) -> None:
+    """Throw a frame; look after the agent now and then."""
+    global thrown, first
+    rig.throw(data)
+    thrown += 1
+    if thrown % 32 == 0:
+        rig.drain()
+    if thrown % EVERY == 0:
+        rig.check()
+    if thrown % (64 * EVERY) == 0:
+        gc.collect()
+        now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        first = first or now
+        print(f"{thrown} frames, {now} MiB at most, {len(rig.agent.events())} events", flush=True)
+        assert now < 2 * first + 200, f"memory grows: {first} MiB, then {now} MiB"
+    if thrown % 8 == 0:
+        time.sleep(0)

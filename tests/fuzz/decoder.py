@@ -1,0 +1,41 @@
+"""What must hold for any bytes at the decoder.
+
+A frame is a message or a ``PeerError``, nothing else; what was decoded encodes to something that decodes to the same;
+and what is done with a message first (tables, caches, routes) fails in its own words too.
+"""
+
+from __future__ import annotations
+
+from kvxfer.errors import PeerError
+from kvxfer.geometry import Incompatible, Planner
+from kvxfer.session import messages as m
+from tests.fuzz.frames import CACHE
+
+
+def one(frame: bytes) -> bool:
+    """Whether it was a message."""
+    try:
+        msg = m.decode(frame)
+    except PeerError:
+        return False
+    assert m.decode(m.encode(msg)) == msg
+    match msg:
+        case m.Want() | m.Have():
+            for table in msg.blocks:
+                try:
+                    assert int(m.unpack_blocks(table).min(initial=0)) >= -1
+                except PeerError:
+                    pass  # said in words
+        case m.Hello():
+            try:
+                msg.cache.check()
+                Planner(CACHE, msg.cache, msg.claims)
+            except (ValueError, Incompatible):
+                pass  # said in words
+        case m.Card():
+            for member in msg.members:
+                try:
+                    member.cache.check()
+                except ValueError:
+                    pass  # said in words
+    return True

@@ -1,0 +1,70 @@
+"""Valid control frames of every kind, to mutate, and a mutator for where no coverage guides it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from kvxfer.geometry import Cache, Claim, Group, Heads, Rank, Region, View
+from kvxfer.identity import TransferId
+from kvxfer.session import messages as m
+
+T = TransferId("own/1/fuzz", 0)
+TABLE = m.pack_blocks(np.array([3, 1, -1, 7]))
+CACHE = Cache(
+    (Region(4096, 1 << 16),), (Group(4), Group(4, "window", 8), Group(4, "state")),
+    (
+        View("kv", 0, ("layer.0", "layer.1"), (0, 8192), 16, 256, 16, "test", Heads(0, 4, 4, 64), 16),
+        View("kv", 1, ("layer.2",), (16384,), 16, 64, 16, "test", None, 16),
+        View("state", 2, ("layer.3",), (32768,), 16, 64, 64, "test"),
+    ),
+    Rank(0, 0),
+)  # fmt: skip
+CLAIMS = (Claim(0, 0, ("layer.0", "layer.1"), 0, 4), Claim(1, 1, ("layer.2",), 0, 1))
+
+MESSAGES: list[m.Message] = [
+    m.Hello(m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096),
+    m.Welcome(7, b"endpoint", 4096),
+    m.Refused("no", True),
+    m.Want(T, 1, b"digest", 0, 12, (TABLE, TABLE, TABLE), 1, 30.0),
+    m.Have(T, 1, 1, 0, 0, 12, True, (TABLE, TABLE, TABLE), 0, 0),
+    m.Have(T, 1, 1, 1, 4, 8, False, (TABLE,), 3, 4096),
+    m.Slot(T, 1, 0, 0, 4096, 512),
+    m.Taken(T, 1, 0, 0),
+    m.Check(T, 1, 1),
+    m.Verdict(T, 1),
+    m.Drop(T, 1, "client left"),
+    m.Gone(T, 1, "preempted", True),
+    m.Ping(1),
+    m.Pong(1),
+    m.Lookup(m.PROTOCOL),
+    m.Card(m.PROTOCOL, "engine", 7, "zmq", (m.Member("tcp://127.0.0.1:5555", 9, CACHE),)),
+    m.Renew(7, (T,)),
+    m.Settle(7, (T,), "rejected"),
+]
+FRAMES = [m.encode(x) for x in MESSAGES]
+_SPICE = [b"\xff", b"\x00", b"\xc0", b"\xcf" + b"\xff" * 8, b"\xd3" + b"\x80" + b"\0" * 7, b"\xdd\x7f\xff\xff\xff", b"\x90"]
+
+
+def mutate(frame: bytes, rng: random.Random) -> bytes:
+    """The frame with a few bytes changed, put in, taken out, or taken from another frame."""
+    out = bytearray(frame)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(out) + 1)
+        match rng.randrange(6):
+            case 0 if out:
+                out[at % len(out)] = rng.randrange(256)
+            case 1 if out:
+                out[at % len(out)] ^= 1 << rng.randrange(8)
+            case 2:
+                out[at:at] = rng.choice(_SPICE)
+            case 3:
+                del out[at : at + rng.randint(1, 8)]
+            case 4:
+                other = rng.choice(FRAMES)
+                cut = rng.randrange(len(other))
+                out[at:at] = other[cut : cut + rng.randint(1, 64)]
+            case _:
+                del out[at:]
+    return bytes(out)

@@ -1,0 +1,32 @@
+"""Coverage-guided fuzzing: ``python -m tests.fuzz.guided decoder -runs=1000000`` (arguments after the first are libFuzzer's).
+
+The harness is a module with ``one(frame: bytes)`` and, if it wants to, ``begin()``, ``end()`` and ``PREFIXES`` of the
+frames that a run begins with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris
+
+
+def main() -> None:
+    with atheris.instrument_imports(include=["kvxfer.session", "kvxfer.geometry"]):
+        harness = importlib.import_module(f"tests.fuzz.{sys.argv[1]}")
+        from tests.fuzz.frames import FRAMES
+    with tempfile.TemporaryDirectory() as corpus:
+        for p, prefix in enumerate(getattr(harness, "PREFIXES", [b""])):
+            for i, frame in enumerate(FRAMES):
+                (Path(corpus) / f"{p}-{i}").write_bytes(prefix + frame)
+        if hasattr(harness, "begin"):
+            harness.begin()
+        atheris.Setup([sys.argv[0], "-max_len=4096", "-timeout=10", *sys.argv[2:], corpus], harness.one)
+        atheris.Fuzz()  # ends the process
+
+
+if __name__ == "__main__":
+    main()
