@@ -15,6 +15,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded: no wait is without an end
 Bytes = Annotated[int, Meta(gt=0)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
+Integrity = Literal["off", "sample", "full"]
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,7 +37,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         key_file: path of the key that all engines of a deployment share (`kvxfer keys` makes one); None: no
             authentication.
         peers: who may connect and be dialled: networks, addresses, host names; None: everybody.
-        integrity: how much of what arrives is compared with a hash of what was sent.
+        integrity: how much of what arrives is compared with a hash of what was sent: nothing, a sixteenth of each
+            part's blocks, or all. Of two engines that differ in it, the stricter one has its way.
     """
 
     backend: NonEmpty = "zmq"
@@ -51,7 +53,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     legacy_hosts: tuple[str, ...] = ()
     key_file: NonEmpty | None = None
     peers: tuple[NonEmpty, ...] | None = None
-    integrity: Literal["off", "sample", "full"] = "off"
+    integrity: Integrity = "off"
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Config:

@@ -24,6 +24,7 @@ from kvxfer.session import mover as mv
 from kvxfer.session import wire
 from kvxfer.session.consumer import Consumer
 from kvxfer.session.fences import Fences
+from kvxfer.session.hasher import Hasher
 from kvxfer.session.links import Inbound, Lost, Outbound
 from kvxfer.session.producer import Producer
 from kvxfer.session.resolver import Path, Resolver
@@ -36,6 +37,8 @@ from kvxfer.session.values import (
     Ended,
     Event,
     Fetch,
+    Hash,
+    Hashed,
     LinkId,
     LinkInfo,
     Move,
@@ -45,6 +48,7 @@ from kvxfer.session.values import (
     Resolve,
     Send,
     Source,
+    Stats,
 )
 from kvxfer.transport import Fence, load
 
@@ -76,12 +80,13 @@ class Agent:
             lambda: backend(name, config.backend_options), cache.regions, stager(cache, config.staging_bytes),
             self._post, grace=config.peer_timeout, quarantine_limit=sum(r.nbytes for r in cache.regions) // 4,
         )  # fmt: skip
+        self._hasher = Hasher(cache.regions, self._post)
         self._inbox: deque[Step] = deque()
         self._events: deque[Event] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvxfer-control", daemon=True)
         try:
-            terms = Terms.of(config.backend, *self._mover.start(START_S), cache)
+            terms = Terms.of(config.backend, *self._mover.start(START_S), cache, config.integrity)
             self._router, port = self._hub.listen(config.listen, 0)
         except BaseException:
             self.close()
@@ -130,10 +135,12 @@ class Agent:
                 out.append(self._events.popleft())
         return out
 
-    @property
-    def quarantined_bytes(self) -> int:
-        """Bytes of ended transfers whose memory may still be touched by the back end."""
-        return self._mover.quarantined_bytes
+    def stats(self) -> Stats:
+        """What there is now, and what has been counted."""
+        return Stats(
+            fetches=len(self._consumer), holdings=len(self._producer), quarantined_bytes=self._mover.quarantined_bytes,
+            corrupt=self._consumer.corrupt + self._producer.corrupt,
+        )  # fmt: skip
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop threads, close sockets and the back end; memory is quiet afterwards. Idempotent."""
@@ -141,6 +148,7 @@ class Agent:
         self._hub.wake()
         if self._thread.is_alive():
             self._thread.join(timeout)
+        self._hasher.close(timeout)
         self._mover.close(timeout)
         if not self._thread.is_alive():
             self._hub.close()
@@ -149,7 +157,7 @@ class Agent:
         self._inbox.append(step)
         self._hub.wake()
 
-    def _post(self, result: mv.Result) -> None:
+    def _post(self, result: mv.Result | Hashed) -> None:
         self._do(partial(self._result, result))
 
     # --- the control thread ----------------------------------------------------------------------------------------
@@ -234,6 +242,9 @@ class Agent:
                 self._mover.move(action)
             case Abort():
                 self._mover.abort(action.ref)
+                self._hasher.cancel(action.ref)
+            case Hash():
+                self._hasher.hash(action)
             case Report():
                 self._events.append(action.event)
                 if isinstance(action.event, Ended) and not action.event.outcome.delivered:
@@ -290,11 +301,14 @@ class Agent:
         self._out.know(route.targets)
         return self._consumer.resolved(source, route.resolved, now)
 
-    def _result(self, result: mv.Result, now: float) -> list[Action]:
+    def _result(self, result: mv.Result | Hashed, now: float) -> list[Action]:
         match result:
             case Moved():
                 machine = self._consumer if result.ref.role == "consumer" else self._producer
                 return machine.moved(result, now)
+            case Hashed():
+                machine = self._consumer if result.ref.role == "consumer" else self._producer
+                return machine.hashed(result, now)
             case mv.Endpoint() | mv.Connected() | mv.Broken():
                 return self._linked(result, now)
             case mv.Disconnected():

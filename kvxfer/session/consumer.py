@@ -16,7 +16,7 @@ from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.session import messages as m
 from kvxfer.session.life import LaneEvent, LaneState
 from kvxfer.session.loading import Load, Way
-from kvxfer.session.parts import covered, plan_part
+from kvxfer.session.parts import covered, plan_part, to_hash
 from kvxfer.session.timers import Timers
 from kvxfer.session.values import (
     Abort,
@@ -25,6 +25,8 @@ from kvxfer.session.values import (
     Dial,
     Ended,
     Fetch,
+    Hash,
+    Hashed,
     Kind,
     LinkId,
     LinkInfo,
@@ -57,11 +59,12 @@ class Consumer:
     """All fetches of one agent. Not thread-safe; every method returns the actions it asks for.
 
     ``timeout``: seconds from a fetch to its outcome. ``retry``: seconds after which an unanswered question is repeated;
-    the wait doubles each time.
+    the wait doubles each time. ``corrupt``: transfers that failed because other bytes arrived than were sent.
     """
 
     def __init__(self, timeout: float, retry: float = 1.0) -> None:
         self._timeout, self._retry = timeout, retry
+        self.corrupt = 0
         self._attempts = count(1)
         self._fetches: dict[str, Load] = {}
         self._tries: dict[int, tuple[Load, Way]] = {}  # by a lane's last attempt
@@ -166,11 +169,13 @@ class Consumer:
         f, lane = self._tries.get(done.ref.attempt, (None, None))
         if f is None or lane is None or done.ref not in lane.flight:
             return []
-        link = done.ref.link
-        if done.quiet:
-            lane.flight.discard(done.ref)
+        link, plan = done.ref.link, lane.to_hash.pop(done.ref, None)
         if done.error is None:
             f.nbytes += done.nbytes
+            if plan is not None and lane.state is S.MOVING:
+                return [Hash(done.ref, plan, "destination")]
+        if done.quiet:
+            lane.flight.discard(done.ref)
         out: list[Action] = []
         if lane.state is S.MOVING:
             if done.error is None:
@@ -180,6 +185,20 @@ class Consumer:
                     out += self._fail(f, f"moving a part from {link_name(link)}: {done.error}", now)
                 # A back end has no word for a link that is of no more use, so none outlives an error.
                 out += self.link_reset(link, done.error, now)
+        return out + self._resume(f, lane, now) + self._release(f)
+
+    def hashed(self, done: Hashed, now: float) -> list[Action]:
+        """What has arrived with a part has been read."""
+        f, lane = self._tries.get(done.ref.attempt, (None, None))
+        if f is None or lane is None or done.ref not in lane.flight:
+            return []
+        lane.flight.discard(done.ref)
+        lane.checksum += done.value
+        out: list[Action] = []
+        if lane.state is S.MOVING and done.error is not None:
+            out += self._fail(f, f"what came from {link_name(done.ref.link)} cannot be checked: {done.error}", now)
+        elif lane.state is S.MOVING:
+            out += self._complete(f, lane, now)
         return out + self._resume(f, lane, now) + self._release(f)
 
     def tick(self, now: float) -> list[Action]:
@@ -243,6 +262,8 @@ class Consumer:
         lane.attempt, lane.generation, lane.final = next(self._attempts), -1, False
         self._tries[lane.attempt] = f, lane
         lane.spans.clear()
+        lane.to_hash.clear()
+        lane.checksum = 0
         lane.owed, lane.asked = info.mode == "write", 0
         return self._ask(f, lane, now)
 
@@ -252,7 +273,8 @@ class Consumer:
         lane.asked += 1
         spec, link = f.spec, lane.spec.link
         if lane.state is S.CHECKING:
-            return [Send(link, m.Check(spec.transfer, lane.attempt, lane.generation))]
+            checksum = m.pack_checksum(lane.checksum)
+            return [Send(link, m.Check(spec.transfer, lane.attempt, lane.generation, checksum))]
         if lane.state is S.WANTING:
             blocks = tuple(m.pack_blocks(b) for b in spec.blocks)
             left = max(f.deadline - now, 0.0)
@@ -283,11 +305,17 @@ class Consumer:
             plan = self._plan(f, info, msg)
         except (PlanError, PeerError) as e:
             return self._fail(f, f"what {link_name(lane.spec.link)} has does not fit what is wanted: {e}", now)
+        ref = PartRef("consumer", lane.spec.link, f.spec.transfer, lane.attempt, msg.part)
+        hashed = to_hash(plan, info, ref)
         if info.mode == "write":
             f.nbytes += plan.nbytes
-            return self._complete(f, lane, now)
-        ref = PartRef("consumer", lane.spec.link, f.spec.transfer, lane.attempt, msg.part)
+            if hashed is None:
+                return self._complete(f, lane, now)
+            lane.flight.add(ref)
+            return [Hash(ref, hashed, "destination")]
         lane.flight.add(ref)
+        if hashed is not None:
+            lane.to_hash[ref] = hashed
         verb = Verb.READ if info.mode == "read" else Verb.RECV
         return [Move(ref, verb, plan, msg.stream, msg.piece_bytes)]
 
@@ -316,6 +344,7 @@ class Consumer:
         out: list[Action] = []
         lane.owed = False
         if not msg.again and lane.on(E.GONE):
+            self.corrupt += msg.corrupt
             out += self._fail(f, f"{link_name(lane.spec.link)} gave it up: {msg.reason}", now)
         elif msg.again and lane.on(E.GONE_AGAIN):
             out += [Abort(ref) for ref in lane.flight]

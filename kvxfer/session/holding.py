@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvxfer.geometry import CopyPlan
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.session.life import SERVE, ServeEvent, ServeState
-from kvxfer.session.parts import Table
-from kvxfer.session.values import LinkId, LinkInfo, Offered, Outcome, PartRef
+from kvxfer.session.parts import Table, piece_bytes, to_hash
+from kvxfer.session.values import (
+    Abort,
+    Action,
+    Hash,
+    LinkId,
+    LinkInfo,
+    Move,
+    Offered,
+    Outcome,
+    PartRef,
+    Send,
+)
+from kvxfer.transport import Verb
 
-__all__ = ["Holding", "Key", "Link", "Over", "Serve", "follows", "unfit", "words"]
+__all__ = ["Holding", "Key", "Link", "Over", "Serve", "announce", "follows", "unfit", "words"]
 
 Key = tuple[LinkId, int]
 """A serve: the link and the consumer's attempt."""
@@ -46,6 +59,10 @@ class Serve:
     reason: str = ""
     unsent: dict[PartRef, m.Have] = field(default_factory=dict)  # write: told when the bytes are there
     flight: set[PartRef] = field(default_factory=set)  # own parts that may still touch memory
+    hashing: set[PartRef] = field(default_factory=set)  # parts that are still being hashed
+    checksum: int = 0  # of those that have been; checksums add up
+    check: m.Check | None = None  # waits for the last of them
+    corrupt: bool = False  # what Gone will say
 
     def on(self, stimulus: ServeEvent) -> bool:
         """Take a transition; false when the stimulus means nothing in this state."""
@@ -63,6 +80,15 @@ class Serve:
     @property
     def key(self) -> Key:
         return self.link, self.want.attempt
+
+    @property
+    def quiet(self) -> bool:
+        return not self.flight and not self.hashing
+
+    @property
+    def aborts(self) -> list[Action]:
+        """What ends whatever of it still touches memory."""
+        return [Abort(ref) for ref in self.flight | self.hashing]
 
     @property
     def live(self) -> bool:
@@ -113,6 +139,34 @@ def unfit(offer: Offered, want: m.Want, info: LinkInfo) -> str | None:
     if offer.final and offer.tokens != want.tokens and any(g.kind == "state" for g in info.planner.src.groups):
         return f"its state is that after token {offer.tokens}, the consumer wants {want.tokens}"
     return None
+
+
+def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan, hi: int) -> list[Action]:
+    """The next part, up to token ``hi``: what tells the consumer of it, moves it and hashes it."""
+    want, info, number = serve.want, link.info, serve.part
+    serve.on(ServeEvent.ANNOUNCE)
+    ref = PartRef("producer", serve.link, want.transfer, want.attempt, number)
+    have = m.Have(
+        want.transfer, want.attempt, offer.generation, number, serve.sent, hi, offer.final,
+        tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, piece_bytes(plan, info),
+    )  # fmt: skip
+    serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, offer.final, offer.generation
+    link.stream += 1
+    out: list[Action] = []
+    hashed = to_hash(plan, info, ref)
+    if hashed is not None:
+        serve.hashing.add(ref)
+        out.append(Hash(ref, hashed, "source"))
+    if info.mode == "write":
+        serve.flight.add(ref)
+        serve.unsent[ref] = have
+        return [Move(ref, Verb.WRITE, plan, have.stream, have.piece_bytes), *out]
+    if info.mode == "read" and not have.piece_bytes:
+        serve.holding.nbytes += plan.nbytes
+        return [Send(serve.link, have), *out]
+    serve.flight.add(ref)  # a staged read needs us to pack
+    verb = Verb.SEND if info.mode == "sendrecv" else Verb.READ
+    return [Send(serve.link, have), Move(ref, verb, plan, have.stream, have.piece_bytes), *out]
 
 
 def words(outcome: Outcome) -> str:

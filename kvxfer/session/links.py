@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache, Claim, Planner
 from kvxfer.session import messages as m
@@ -124,7 +125,7 @@ class Inbound:
             self._mover.connect(link, known.number, known.mine, known.theirs)
             return None
         known.up = True
-        self.send(link, m.Welcome(self._epoch, known.mine, known.info.piece_bytes))
+        self.send(link, m.Welcome(self._epoch, known.mine, known.info.piece_bytes, known.info.integrity))
         return known.info
 
     def send(self, link: LinkId, msg: m.Message) -> None:
@@ -196,6 +197,7 @@ class _Out:
     deaf: bool = False
     mine: bytes = b""
     piece_bytes: int = 0
+    integrity: Integrity = "off"
 
 
 class Outbound:
@@ -243,7 +245,7 @@ class Outbound:
             return None
         o.up = True
         planner = Planner(o.target.cache, self._terms.cache, o.target.claims)
-        return LinkInfo(self._terms.mode, planner, o.target.epoch, o.piece_bytes)
+        return LinkInfo(self._terms.mode, planner, o.target.epoch, o.piece_bytes, integrity=o.integrity)
 
     def receive(self, ready: set[wire.Socket], now: float) -> Iterator[tuple[LinkId, m.Message | Lost]]:
         """Messages for the consumer's machine or the mover. Links may be dropped and dialled meanwhile."""
@@ -262,7 +264,7 @@ class Outbound:
                     break
                 match msg:
                     case m.Welcome() if not o.up and o.mine:
-                        o.piece_bytes = msg.piece_bytes
+                        o.piece_bytes, o.integrity = msg.piece_bytes, msg.integrity
                         self._mover.connect(link, o.number, o.mine, msg.endpoint)
                     case m.Refused():
                         yield link, Lost(f"it refused: {msg.reason}", again=msg.again and o.up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvxfer.geometry import CopyPlan
 from kvxfer.session.life import LANE, LaneEvent, LaneState
 from kvxfer.session.values import Fetch, Lane, LinkId, Outcome, PartRef
 
@@ -20,7 +21,9 @@ class Way:
     generation: int = -1
     final: bool = False
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> tokens, of the parts announced
-    flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory
+    flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
+    to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
+    checksum: int = 0  # of all that has been hashed; checksums add up
     owed: bool = False  # the producer may write into our memory until it says Gone or the link is closed
     resets: int = 0
     asked: int = 0  # how often the present question has been asked

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache, Claim, Rank
 from kvxfer.geometry.plan import Ints
@@ -44,6 +45,7 @@ __all__ = [
     "decode",
     "encode",
     "pack_blocks",
+    "pack_checksum",
     "unpack_blocks",
 ]
 
@@ -51,12 +53,14 @@ PROTOCOL = 1
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
+NO_CHECKSUM = bytes(8)
 
 # What a peer says is checked against these bounds as it is decoded; nothing behind the decoder meets other numbers.
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Number = Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
+Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
 
 
 class _Base(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -79,14 +83,17 @@ class Hello(_Base, frozen=True, tag="hello"):
     claims: tuple[Claim, ...]
     mode: str
     piece_bytes: Count
+    integrity: Integrity = "off"
 
 
 class Welcome(_Base, frozen=True, tag="welcome"):
-    """The producer's half of the hello. ``piece_bytes``: the agreed size of a staged piece."""
+    """The producer's half of the hello. ``piece_bytes``, ``integrity``: as agreed: the smaller size of a staged piece,
+    the stricter check."""
 
     epoch: Number
     endpoint: bytes
     piece_bytes: Count
+    integrity: Integrity = "off"
 
 
 class Refused(_Base, frozen=True, tag="refused"):
@@ -160,15 +167,17 @@ class Taken(_Base, frozen=True, tag="taken"):
 
 
 class Check(_Base, frozen=True, tag="check"):
-    """Consumer: all bytes have arrived; did this generation hold until now?"""
+    """Consumer: all bytes have arrived, and this is their checksum (the sum over all parts; 0 where the link checks
+    nothing). Are they yours, and did this generation hold until now?"""
 
     transfer: TransferId
     attempt: Number
     generation: Number
+    checksum: Checksum = NO_CHECKSUM
 
 
 class Verdict(_Base, frozen=True, tag="verdict"):
-    """Producer: it held. The consumer may trust the bytes, the producer counts this reader. (If not, ``Gone``.)"""
+    """Producer: yes to both. The consumer may trust the bytes, the producer counts this reader. (If not, ``Gone``.)"""
 
     transfer: TransferId
     attempt: Number
@@ -188,13 +197,15 @@ class Drop(_Base, frozen=True, tag="drop"):
 class Gone(_Base, frozen=True, tag="gone"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
-    ``again``: a later generation may come; wait with a new attempt rather than fail.
+    ``again``: a later generation may come; wait with a new attempt rather than fail. ``corrupt``: the bytes that
+    arrived are not those that were sent.
     """
 
     transfer: TransferId
     attempt: Number
     reason: str
     again: bool
+    corrupt: bool = False
 
     def __post_init__(self) -> None:
         _shorten(self)
@@ -287,6 +298,11 @@ def decode(frame: bytes | memoryview) -> Message:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, OverflowError, UnicodeDecodeError) as e:
         raise PeerError(f"not a kvxfer message: {e}") from None
+
+
+def pack_checksum(value: int) -> bytes:
+    """A checksum for the wire: modulo 2**64, little-endian."""
+    return (value % (1 << 64)).to_bytes(8, "little")
 
 
 def pack_blocks(table: Sequence[int] | Ints) -> bytes:

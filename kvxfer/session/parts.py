@@ -9,7 +9,8 @@ import numpy as np
 
 from kvxfer.geometry import Cache, CopyPlan, Planner
 from kvxfer.geometry.plan import Ints
-from kvxfer.session.values import LinkInfo
+from kvxfer.memory import sample
+from kvxfer.session.values import LinkInfo, PartRef
 
 Table = tuple[Ints, ...]
 """Block tables, one int64 array per group."""
@@ -57,6 +58,13 @@ def aligned(cache: Cache, tokens: int) -> int:
     """The largest count up to ``tokens`` that cuts no block of a full group: where an unfinished part may end."""
     step = lcm(*(g.block_tokens for g in cache.groups if g.kind == "full"))
     return tokens // step * step
+
+
+def to_hash(plan: CopyPlan, info: LinkInfo, ref: PartRef) -> CopyPlan | None:
+    """What of a part both sides hash, the same on both."""
+    if info.integrity == "off" or not plan.nbytes:
+        return None
+    return plan if info.integrity == "full" else sample(plan, ref.attempt + ref.part)
 
 
 def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:

@@ -11,28 +11,25 @@ from kvxfer.errors import PeerError
 from kvxfer.geometry import PlanError
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
-from kvxfer.session.holding import Holding, Key, Link, Over, Serve, follows, unfit, words
+from kvxfer.session.holding import Holding, Key, Link, Over, Serve, announce, follows, unfit, words
 from kvxfer.session.life import ServeEvent, ServeState
-from kvxfer.session.parts import Table, aligned, piece_bytes, plan_part
+from kvxfer.session.parts import Table, aligned, plan_part
 from kvxfer.session.timers import Recent, Timers
 from kvxfer.session.values import (
-    Abort,
     Action,
     Close,
     Ended,
+    Hashed,
     Kind,
     LinkId,
     LinkInfo,
-    Move,
     Moved,
     Offered,
     Outcome,
-    PartRef,
     Released,
     Report,
     Send,
 )
-from kvxfer.transport import Verb
 
 __all__ = ["Producer"]
 
@@ -49,10 +46,12 @@ class Producer:
     """All holdings of one agent. Not thread-safe; every method returns the actions it asks for.
 
     ``lease``: seconds for which an offer is kept with nobody asking for it, and for which answers are remembered.
+    ``corrupt``: how often other bytes arrived than were sent.
     """
 
     def __init__(self, lease: float) -> None:
         self._lease = lease
+        self.corrupt = 0
         self._holdings: dict[TransferId, Holding] = {}
         self._serves: dict[Key, Serve] = {}  # those of holdings that have ended included
         self._links: dict[LinkId, Link] = {}
@@ -124,8 +123,7 @@ class Producer:
         for serve in [s for s in self._serves.values() if s.link == link]:
             if serve.on(E.LINK_DOWN):
                 self._lend(serve.holding, now)
-            out += [Abort(ref) for ref in serve.flight]
-            out += self._drop_if_over(serve, now)
+            out += serve.aborts + self._drop_if_over(serve, now)
         for key in [k for k in self._last_words.keys() if k[0] == link]:
             self._last_words.pop(key)
         return out
@@ -170,6 +168,20 @@ class Producer:
             out += [Close(done.ref.link, done.error)] if broken else []
         return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
 
+    def hashed(self, done: Hashed, now: float) -> list[Action]:
+        """What we announced with a part has been read."""
+        serve = self._serves.get((done.ref.link, done.ref.attempt))
+        if serve is None or done.ref not in serve.hashing:
+            return []
+        serve.hashing.discard(done.ref)
+        serve.checksum += done.value
+        out: list[Action] = []
+        if done.error is not None:
+            out += self._stop(serve, f"the bytes cannot be checked: {done.error}", False, now)
+        elif serve.check is not None and not serve.hashing:
+            out += self._check(serve, serve.check, now)
+        return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
+
     def tick(self, now: float) -> list[Action]:
         """Leases and budgets. Call when ``next_tick`` is due."""
         out: list[Action] = []
@@ -179,7 +191,7 @@ class Producer:
                 out += self._stop(serve, "the consumer's time for it is over", False, now)
             else:  # settled or ending, and something of it still moves
                 self._budgets.set(key, now + self._lease)
-                out += [Abort(ref) for ref in serve.flight]
+                out += serve.aborts
         for transfer in self._leases.due(now):
             out += self._expire(self._holdings[transfer], now)
         self._last_words.forget(now)
@@ -272,28 +284,17 @@ class Producer:
             return self._stop(serve, f"the block tables do not join: {e}", False, now)
         if serve.part >= m.MAX_PARTS:
             return self._stop(serve, f"it came in more than {m.MAX_PARTS} parts", False, now)
-        serve.on(E.ANNOUNCE)
-        ref = PartRef("producer", serve.link, want.transfer, want.attempt, serve.part)
-        have = m.Have(
-            want.transfer, want.attempt, offer.generation, serve.part, serve.sent, hi, offer.final,
-            tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, piece_bytes(plan, info),
-        )  # fmt: skip
-        serve.part, serve.sent, serve.final, serve.generation = serve.part + 1, hi, offer.final, offer.generation
-        link.stream += 1
-        if info.mode == "write":
-            serve.flight.add(ref)
-            serve.unsent[ref] = have
-            return [Move(ref, Verb.WRITE, plan, have.stream, have.piece_bytes)]
-        if info.mode == "read" and not have.piece_bytes:
-            serve.holding.nbytes += plan.nbytes
-            return [Send(serve.link, have)]
-        serve.flight.add(ref)  # a staged read needs us to pack
-        verb = Verb.SEND if info.mode == "sendrecv" else Verb.READ
-        return [Send(serve.link, have), Move(ref, verb, plan, have.stream, have.piece_bytes)]
+        return announce(serve, link, offer, plan, hi)
 
     def _check(self, serve: Serve, msg: m.Check, now: float) -> list[Action]:
         offer = serve.holding.offer
         held = offer is not None and offer.generation == msg.generation == serve.generation and serve.final
+        if held and serve.live and serve.hashing:
+            serve.check = msg  # answered once we know our own checksum
+            return []
+        if held and serve.live and msg.checksum != m.pack_checksum(serve.checksum):
+            self.corrupt, serve.corrupt = self.corrupt + 1, True
+            return self._stop(serve, "integrity: the bytes that arrived are not those that were sent", False, now)
         if not held or not serve.on(E.VERDICT):
             return self._stop(serve, "the producer's blocks are not those that were announced", False, now)
         out: list[Action] = [self._last_word(serve.link, m.Verdict(msg.transfer, msg.attempt), now)]
@@ -342,14 +343,13 @@ class Producer:
         serve.reason, serve.again = reason, again
         serve.unsent.clear()
         self._budgets.set(serve.key, now + self._lease)
-        aborts: list[Action] = [Abort(ref) for ref in serve.flight]
-        return aborts + self._say_gone(serve, now)
+        return serve.aborts + self._say_gone(serve, now)
 
     def _say_gone(self, serve: Serve, now: float) -> list[Action]:
-        if serve.state is not S.ENDING or serve.flight:
+        if serve.state is not S.ENDING or not serve.quiet:
             return []
         serve.on(E.QUIET)
-        gone = m.Gone(serve.want.transfer, serve.want.attempt, serve.reason, serve.again)
+        gone = m.Gone(serve.want.transfer, serve.want.attempt, serve.reason, serve.again, serve.corrupt)
         return [self._last_word(serve.link, gone, now), *self._drop_if_over(serve, now)]
 
     def _last_word(self, link: LinkId, word: m.Verdict | m.Gone, now: float) -> Send:
@@ -360,7 +360,7 @@ class Producer:
 
     def _drop_if_over(self, serve: Serve, now: float) -> list[Action]:
         """Forget a serve that has ended and is quiet, and what only it kept."""
-        if serve.state not in (S.SETTLED, S.ENDED) or serve.flight or serve.key not in self._serves:
+        if serve.state not in (S.SETTLED, S.ENDED) or not serve.quiet or serve.key not in self._serves:
             return []
         h = serve.holding
         del self._serves[serve.key], h.serves[serve.key]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
+from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.geometry import Cache, Claim, Incompatible, Planner
 from kvxfer.session import messages as m
@@ -15,6 +17,7 @@ from kvxfer.transport import Capabilities, Verb
 __all__ = ["Terms"]
 
 ALWAYS = 1 << 62
+STRICTNESS = get_args(Integrity)
 HOST_STAGING, CUDA_STAGING = 64 << 20, 512 << 20
 """Staging memory by default: pieces must be long enough for a GPU's link, some ten times faster than a host's."""
 CUDA_RUN = 2 << 20
@@ -30,9 +33,12 @@ class Terms:
     cache: Cache
     piece_bytes: int
     stage_below: int
+    integrity: Integrity
 
     @classmethod
-    def of(cls, backend: str, caps: Capabilities, staging: Staging, cache: Cache) -> Terms:
+    def of(
+        cls, backend: str, caps: Capabilities, staging: Staging, cache: Cache, integrity: Integrity = "off"
+    ) -> Terms:
         mode: Mode
         if Verb.READ in caps.verbs:
             mode = "read"
@@ -53,12 +59,12 @@ class Terms:
                     f"back end {backend!r} can only write, and not into this cache's memory; choose another"
                 )
             below = 0
-        return cls(backend, mode, cache, staging.piece_bytes, below)
+        return cls(backend, mode, cache, staging.piece_bytes, below, integrity)
 
     def hello(self, endpoint: bytes, expect: int, epoch: int, engine: str, claims: Sequence[Claim]) -> m.Hello:
         return m.Hello(
             m.PROTOCOL, self.backend, expect, epoch, engine, endpoint, self.cache, tuple(claims), self.mode,
-            self.piece_bytes,
+            self.piece_bytes, self.integrity,
         )  # fmt: skip
 
     def agree(self, hello: m.Hello, epoch: int) -> LinkInfo:
@@ -79,7 +85,9 @@ class Terms:
             planner = Planner(self.cache, hello.cache, hello.claims)
         except (Incompatible, ValueError) as e:
             raise PeerError(f"the caches do not fit: {e}") from None
-        return LinkInfo(self.mode, planner, hello.epoch, min(self.piece_bytes, hello.piece_bytes), self.stage_below)
+        integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
+        piece_bytes = min(self.piece_bytes, hello.piece_bytes)
+        return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, self.stage_below, integrity)
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:

@@ -9,15 +9,18 @@ from typing import Literal
 
 import msgspec
 
+from kvxfer.config import Integrity
 from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import TransferId
+from kvxfer.memory import Side
 from kvxfer.session.messages import Message
 from kvxfer.transport import Verb
 
 __all__ = [
-    "Abort", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Kind", "Lane", "LinkId", "LinkInfo", "Move",
-    "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role", "Send", "Source",
+    "Abort", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Hash", "Hashed", "Kind", "Lane", "LinkId",
+    "LinkInfo", "Move", "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role", "Send", "Source",
+    "Stats",
     "link_name",
 ]  # fmt: skip
 
@@ -71,6 +74,17 @@ class Released:
 
 
 Event = Ended | Released
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """What an agent has in hand: its fetches and holdings (offers that are leased, or of which something still moves);
+    bytes of ended transfers whose memory the back end may still touch. And how often, as consumer or producer, it found
+    that other bytes had arrived than were sent."""
+
+    fetches: int
+    holdings: int
+    quarantined_bytes: int
+    corrupt: int
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -129,7 +143,8 @@ class LinkInfo:
     """What a machine knows of a link that is up.
 
     ``peer``: the other agent's epoch. ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose
-    template rows are shorter than ``stage_below`` bytes on average goes staged (0: never).
+    template rows are shorter than ``stage_below`` bytes on average goes staged (0: never). ``integrity``: how much of
+    what moves is hashed on both sides.
     """
 
     mode: Mode
@@ -137,6 +152,7 @@ class LinkInfo:
     peer: int = 0
     piece_bytes: int = 0
     stage_below: int = 0
+    integrity: Integrity = "off"
 
 
 # --- actions: what a machine asks its shell to do ------------------------------------------------------------------
@@ -204,11 +220,20 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Hash:
+    """Checksum what this plan moves, on our side of it; answer with ``hashed``. An ``Abort`` may end it early."""
+
+    ref: PartRef
+    plan: CopyPlan
+    side: Side
+
+
+@dataclass(frozen=True)
 class Report:
     event: Event
 
 
-Action = Resolve | Dial | Close | Send | Move | Abort | Report
+Action = Resolve | Dial | Close | Send | Move | Abort | Hash | Report
 
 
 @dataclass(frozen=True)
@@ -221,6 +246,15 @@ class Moved:
     quiet: bool
     nbytes: int
     collateral: bool = False
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """The checksum of a part's content on this side, or why there is none."""
+
+    ref: PartRef
+    value: int = 0
+    error: str | None = None
 
 
 def link_name(link: LinkId) -> str:

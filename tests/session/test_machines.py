@@ -5,6 +5,7 @@ quiet; nothing left behind; and the next transfer succeeds."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ SETTINGS = {
     "staged read": Setting("read", staged=True),
     "write": Setting("write"),
     "sendrecv": Setting("sendrecv"),
+    "read, hashed": Setting("read", integrity="full"),
+    "write, hashed": Setting("write", integrity="full"),
+    "sendrecv, a sample hashed": Setting("sendrecv", integrity="sample"),
     "read, abort by peer": Setting("read", scope="peer"),
     "write, abort by peer": Setting("write", scope="peer"),
     "sendrecv, abort by peer": Setting("sendrecv", scope="peer"),
@@ -67,7 +71,7 @@ def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest
 
 @each_setting
 def test_all_is_delivered_when_nothing_goes_wrong(setting: Setting) -> None:
-    world = World(Setting(setting.mode, setting.staged, setting.scope, faults=False), Script(b""))
+    world = World(replace(setting, faults=False), Script(b""))
     for transfer, total in TRANSFERS[:6]:
         world.prefills.prefill(transfer, total)
         world.decodes.fetch(transfer, total, world.source)

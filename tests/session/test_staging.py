@@ -54,4 +54,4 @@ def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
     assert np.array_equal(d.block(31), p.block(31))
     d.wait(Released, count=failures + 1)
     p.wait(Released, count=failures + 1)
-    assert d.agents[0].quarantined_bytes == p.agents[0].quarantined_bytes == 0
+    assert d.agents[0].stats().quarantined_bytes == p.agents[0].stats().quarantined_bytes == 0

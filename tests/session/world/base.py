@@ -37,12 +37,13 @@ def check(condition: Any, what: str) -> None:
 @dataclass(frozen=True)
 class Setting:
     """``mode``: the verb of the links. ``staged``: parts go through staging memory. ``scope``: what an abort ends.
-    ``faults``: whether anything goes wrong."""
+    ``faults``: whether anything goes wrong. ``integrity``: what is hashed."""
 
     mode: str
     staged: bool = False
     scope: str = "batch"
     faults: bool = True
+    integrity: str = "off"
 
 
 class Script:

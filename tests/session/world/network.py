@@ -58,7 +58,7 @@ class Network:
         claims = (Claim(0, 0, (f"layer.{link.producer.rank}",), 0, 1),)
         planner = Planner(link.producer.cache, link.consumer.cache, claims)
         setting = self.world.setting
-        return LinkInfo(setting.mode, planner, link.consumer.epoch, 16, 1 << 40 if setting.staged else 0)  # type: ignore[arg-type]
+        return LinkInfo(setting.mode, planner, link.consumer.epoch, 16, 1 << 40 if setting.staged else 0, setting.integrity)  # type: ignore[arg-type]
 
     def close(self, agent: Agent, name: Any) -> None:
         if agent.role == "producer":

@@ -8,10 +8,25 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer import memory
 from kvxfer.geometry import Rank
 from kvxfer.session.consumer import Consumer
 from kvxfer.session.producer import Producer
-from kvxfer.session.values import Abort, Action, Close, Dial, Lane, Move, Report, Resolve, Resolved, Send, Source
+from kvxfer.session.values import (
+    Abort,
+    Action,
+    Close,
+    Dial,
+    Hash,
+    Hashed,
+    Lane,
+    Move,
+    Report,
+    Resolve,
+    Resolved,
+    Send,
+    Source,
+)
 from tests.session.world.backend import Backend
 from tests.session.world.base import (
     BLOCKS,
@@ -93,6 +108,8 @@ class World:
                     self.network.send(agent, name, msg)
                 case Move():
                     self.backend.move(agent, action)
+                case Hash():
+                    self._hash(agent, action)
                 case Abort(ref=ref):
                     self.backend.abort(agent, ref)
                 case Dial(link=name):
@@ -101,6 +118,21 @@ class World:
                     self.network.close(agent, name)
                 case Resolve(source=source):
                     self.later(2 * LATEST, ("resolve", agent.epoch), lambda source=source: self._resolve(agent, source))
+
+    def _hash(self, agent: Agent, action: Hash) -> None:
+        """Reads at some time; what it finds then is told later. Sooner or later: the thread has much to do."""
+
+        def read() -> None:
+            if agent.alive:
+                value = memory.space(agent.cache.regions).checksum(action.plan, action.side).value
+                done = Hashed(action.ref, value, None if self.calm or not self.script.chance(2) else "it failed")
+                self.later(0.2, None, lambda: tell(done))
+
+        def tell(done: Hashed) -> None:
+            if agent.alive:
+                self.perform(agent, agent.machine.hashed(done, self.now))
+
+        self.later(LATEST, ("hash", agent.epoch), read)
 
     def _resolve(self, agent: Agent, source: Source) -> None:
         route: Resolved | str = "the engine there has restarted"
@@ -212,6 +244,7 @@ class World:
         check(self.prefills.ended == self.prefills.released, "outcomes without a release")
         check(not self.decodes.wishes, f"fetches that never ended: {list(self.decodes.wishes)}")
         for a in self.agents:
+            check(a.machine.corrupt == 0, f"{a.role} {a.rank} found right bytes wrong")
             check(len(a.machine) == 0, f"{a.role} {a.rank} still holds {len(a.machine)} transfers")
             check(a.machine.next_tick() is None, f"{a.role} {a.rank} still waits for something")
             lives = self.prefills.lives[a.rank] if a.role == "producer" else {}

@@ -1,0 +1,68 @@
+"""Checksums of parts, on a thread of its own: neither control nor data waits while memory is read.
+
+The control thread posts what is to be hashed and gets each answer through a callback. The thread starts with the first
+part, so that an agent whose links check nothing has none.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from kvxfer import memory
+from kvxfer.geometry import Region
+from kvxfer.session.values import Hash, Hashed, PartRef
+
+__all__ = ["Hasher"]
+
+log = logging.getLogger("kvxfer.hasher")
+
+
+class Hasher:
+    """``regions``: the cache's memory. ``post``: called with one ``Hashed`` for each ``Hash``, on this object's thread or
+    from within ``cancel``; must not block. Methods are called by one thread, save ``close``."""
+
+    def __init__(self, regions: tuple[Region, ...], post: Callable[[Hashed], None]) -> None:
+        self._regions, self._post = regions, post
+        self._waiting: dict[PartRef, Hash] = {}
+        self._line: queue.SimpleQueue[PartRef | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvxfer-hash", daemon=True)
+        self._started = False
+
+    def hash(self, action: Hash) -> None:
+        """Read the part's memory, after those that came before."""
+        self._waiting[action.ref] = action
+        self._line.put(action.ref)
+        if not self._started:
+            self._started = True
+            self._thread.start()
+
+    def cancel(self, ref: PartRef) -> None:
+        """It is of no use any more: if it has not begun, it ends here. One that has begun, or is not known, is left
+        alone."""
+        if self._waiting.pop(ref, None) is not None:
+            self._post(Hashed(ref, error="it was given up"))
+
+    def close(self, timeout: float) -> None:
+        """Begin nothing more and wait for what has begun, ``timeout`` seconds at most (it is a daemon thread)."""
+        self._waiting.clear()
+        self._line.put(None)
+        if self._started:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                log.error("a checksum was not done within %g s; its thread is abandoned", timeout)
+
+    def _run(self) -> None:
+        space: memory.Space | None = None
+        while (ref := self._line.get()) is not None:
+            action = self._waiting.pop(ref, None)
+            if action is None:
+                continue
+            try:
+                space = space or memory.space(self._regions)
+                self._post(Hashed(ref, space.checksum(action.plan, action.side).value))
+            except Exception as e:
+                log.exception("a checksum failed")
+                self._post(Hashed(ref, error=str(e) or type(e).__name__))
