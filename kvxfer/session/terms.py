@@ -96,7 +96,7 @@ def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging
     def make(caps: Capabilities) -> Staging:
         kinds = {r.device.partition(":")[0] for r in cache.regions}
         if kinds <= caps.memory:
-            device = cache.regions[0].device
+            device = next((r.device for r in cache.regions), "cpu")  # a rank may hold nothing
         elif "cpu" in caps.memory:
             device = "cpu"
         else:
