@@ -20,9 +20,9 @@ import numpy as np
 
 from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Region, View
-from kvxfer.identity import TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.security import Security, make_key
-from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, Source, wire
+from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, wire
 from kvxfer.session import messages as m
 
 UNDER_WAY = 200

@@ -6,8 +6,8 @@ Importing this loads no engine, no CUDA and no back end.
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, KvxferError, PeerError, TransferError, TransportError
-from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Outcome, Released, Source
+from kvxfer.identity import Source, TransferId
+from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Outcome, Released
 
 __version__ = "0.1.0"
 

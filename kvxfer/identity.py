@@ -128,6 +128,17 @@ class Address(msgspec.Struct, frozen=True, order=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class Source(msgspec.Struct, frozen=True):
+    """An engine as others reach it: its directory's address, and the epoch that must answer there (`new_epoch`)."""
+
+    host: str
+    port: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
 class Legacy(msgspec.Struct, frozen=True):
     """The addresses that a router wrote into an id, in the manner of vLLM's former P2pNcclConnector."""
 

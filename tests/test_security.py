@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from kvxfer.cli.keys import keys
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.identity import TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.security import OPEN, Security, make_key
-from kvxfer.session import Agent, Directory, Ended, Fetch, Kind, Offered, Renew, Source
+from kvxfer.session import Agent, Directory, Ended, Fetch, Kind, Offered, Renew
 from kvxfer.session import messages as m
 from tests.session.conftest import make_cache
 

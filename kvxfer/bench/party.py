@@ -19,8 +19,8 @@ from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
 from kvxfer.geometry import Claim, Planner
 from kvxfer.geometry.plan import Ints
-from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, Source
+from kvxfer.identity import Source, TransferId
+from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released
 from kvxfer.session import mover as mv
 from kvxfer.session.parts import piece_bytes
 from kvxfer.session.terms import Terms, stager

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvxfer.identity import Source
 from kvxfer.schedule.commands import (
     NULL,
     Cancel,
@@ -10,7 +11,6 @@ from kvxfer.schedule.commands import (
     Release,
     Revoke,
     ScheduleError,
-    Source,
     StepCommands,
     Table,
     Want,
@@ -29,7 +29,6 @@ __all__ = [
     "Revoke",
     "Schedule",
     "ScheduleError",
-    "Source",
     "StepCommands",
     "Table",
     "Want",

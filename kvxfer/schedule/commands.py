@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from kvxfer.errors import KvxferError
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import Generation, Source, TransferId
 
 # A request's block table: per KV-cache group the block ids by position (block `i` of a group holds tokens
 # `[i * group.block, (i + 1) * group.block)`); -1 where there is no block.
@@ -41,14 +41,6 @@ def rows(groups: Sequence[Group], table: Sequence[Sequence[int]]) -> list[tuple[
     if len(table) != len(groups):
         raise ScheduleError(f"a block table of {len(table)} groups in an engine that has {len(groups)}")
     return list(zip(groups, table, strict=True))
-
-
-class Source(msgspec.Struct, frozen=True):
-    """An engine, as others reach it: its directory's address, and its epoch (fresh each time it starts)."""
-
-    host: str
-    port: int
-    epoch: int
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvxfer.identity import TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.schedule.commands import (
     NULL,
     Cancel,
     Group,
     Release,
     ScheduleError,
-    Source,
     StepCommands,
     Table,
     Want,

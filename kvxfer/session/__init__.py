@@ -3,9 +3,9 @@
 from kvxfer.session.agent import Agent
 from kvxfer.session.directory import Directory
 from kvxfer.session.messages import Card, Member, Renew, Settle
-from kvxfer.session.values import Ended, Event, Fetch, Kind, Offered, Outcome, Released, Source, Stats
+from kvxfer.session.values import Ended, Event, Fetch, Kind, Offered, Outcome, Released, Stats
 
 __all__ = [
     "Agent", "Card", "Directory", "Ended", "Event", "Fetch", "Kind", "Member", "Offered", "Outcome", "Released",
-    "Renew", "Settle", "Source", "Stats",
+    "Renew", "Settle", "Stats",
 ]  # fmt: skip

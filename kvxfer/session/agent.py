@@ -17,7 +17,7 @@ from functools import partial
 from kvxfer.config import Config
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache
-from kvxfer.identity import TransferId, new_epoch
+from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.security import Complaints, Security
 from kvxfer.session import messages as m
 from kvxfer.session import mover as mv
@@ -47,7 +47,6 @@ from kvxfer.session.values import (
     Report,
     Resolve,
     Send,
-    Source,
     Stats,
 )
 from kvxfer.transport import Fence, load

@@ -13,6 +13,7 @@ from itertools import count
 
 from kvxfer.errors import PeerError
 from kvxfer.geometry import CopyPlan, PlanError
+from kvxfer.identity import Source
 from kvxfer.session import messages as m
 from kvxfer.session.life import LaneEvent, LaneState
 from kvxfer.session.loading import Load, Way
@@ -39,7 +40,6 @@ from kvxfer.session.values import (
     Resolve,
     Resolved,
     Send,
-    Source,
     link_name,
 )
 from kvxfer.transport import Verb

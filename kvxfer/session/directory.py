@@ -13,10 +13,10 @@ import time
 from collections import deque
 
 from kvxfer.errors import PeerError
+from kvxfer.identity import Source
 from kvxfer.security import OPEN, Complaints, Security
 from kvxfer.session import messages as m
 from kvxfer.session import wire
-from kvxfer.session.values import Source
 
 __all__ = ["Directory"]
 

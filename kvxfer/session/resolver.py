@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Claim, Incompatible, route
+from kvxfer.identity import Source
 from kvxfer.session import messages as m
 from kvxfer.session import wire
 from kvxfer.session.links import Target
-from kvxfer.session.values import Lane, Resolved, Source
+from kvxfer.session.values import Lane, Resolved
 
 __all__ = ["Path", "Resolver"]
 

@@ -12,16 +12,15 @@ import msgspec
 from kvxfer.config import Integrity
 from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.geometry.plan import Ints
-from kvxfer.identity import TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.memory import Side
 from kvxfer.session.messages import Message
 from kvxfer.transport import Verb
 
 __all__ = [
     "Abort", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Hash", "Hashed", "Kind", "Lane", "LinkId",
-    "LinkInfo", "Move", "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role", "Send", "Source",
-    "Stats",
-    "link_name",
+    "LinkInfo", "Move", "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role",
+    "Send", "Stats", "link_name",
 ]  # fmt: skip
 
 LinkId = Hashable
@@ -85,17 +84,6 @@ class Stats(msgspec.Struct, frozen=True):
     holdings: int
     quarantined_bytes: int
     corrupt: int
-
-
-class Source(msgspec.Struct, frozen=True):
-    """A producer engine as a consumer reaches it: its directory's address, and the epoch that must answer."""
-
-    host: str
-    port: int
-    epoch: int
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import PeerError
-from kvxfer.session import Agent, Directory, Fetch, Offered, Source
+from kvxfer.identity import Source
+from kvxfer.session import Agent, Directory, Fetch, Offered
 from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
 from tests.fuzz.frames import T

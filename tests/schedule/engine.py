@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer.schedule import Group, Schedule, Source, Want
+from kvxfer.identity import Source
+from kvxfer.schedule import Group, Schedule, Want
 
 WINDOW = 5
 STATE = 1000  # block size of a group whose one block holds the whole state

@@ -4,8 +4,8 @@ import pickle
 
 import msgspec
 
-from kvxfer.identity import External, TransferId
-from kvxfer.schedule import Cancel, Group, Offer, Release, Revoke, Schedule, Source, StepCommands, Want
+from kvxfer.identity import External, Source, TransferId
+from kvxfer.schedule import Cancel, Group, Offer, Release, Revoke, Schedule, StepCommands, Want
 
 T = TransferId.derived(External("a/#\0é", 3, None))
 PEER = Source("::1", 1, 2**63 - 1)

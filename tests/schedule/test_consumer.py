@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvxfer.identity import External, TransferId
-from kvxfer.schedule import Cancel, Group, Intake, Release, ScheduleError, Source, Want
+from kvxfer.identity import External, Source, TransferId
+from kvxfer.schedule import Cancel, Group, Intake, Release, ScheduleError, Want
 
 FULL = [Group("full", 16)]
 DIGEST = b"d" * 16

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvxfer.identity import External, TransferId
-from kvxfer.schedule import Cancel, Group, Offer, Release, Revoke, Source, StepCommands, Want
+from kvxfer.identity import External, Source, TransferId
+from kvxfer.schedule import Cancel, Group, Offer, Release, Revoke, StepCommands, Want
 from tests.schedule.engine import STATE, Engine, Request, Scheduled, ceil
 
 PEER = Source("peer", 1, 7)

@@ -12,8 +12,8 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
-from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Released, Source
+from kvxfer.identity import Source, TransferId
+from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Released
 
 LAYERS = tuple(f"layer.{i}" for i in range(3))
 TOKENS, HEADS, UNIT = 4, 4, 16

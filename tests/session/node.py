@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvxfer.config import Config
-from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Offered, Released, Source
+from kvxfer.identity import Source, TransferId
+from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Offered, Released
 from tests.session.conftest import HEADS, LAYERS, TOKENS, UNIT, make_cache
 
 __all__ = ["Node", "name"]

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvxfer.identity import External, TransferId
-from kvxfer.schedule import Source
+from kvxfer.identity import External, Source, TransferId
 
 __all__ = ["answer", "is_load", "is_offer", "offered_id", "wanted"]
 

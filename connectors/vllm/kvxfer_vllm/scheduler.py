@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import Rank
-from kvxfer.identity import Address as LegacyAddress
-from kvxfer.identity import TransferId, digest, external_id, new_epoch
-from kvxfer.schedule import NULL, Schedule, ScheduleError, Source
+from kvxfer.identity import Address, Source, TransferId, digest, external_id, new_epoch
+from kvxfer.schedule import NULL, Schedule, ScheduleError
 from kvxfer.session import Directory, Member, Renew, Settle
-from kvxfer.session import Source as Address
 from kvxfer_vllm import params as p
 from kvxfer_vllm.metadata import Handshake, Report, Step
 from kvxfer_vllm.migration import params_of
@@ -83,7 +81,7 @@ class SchedulerHalf:
         hosts = self._config.legacy_hosts
         if not hosts:
             return None
-        own = LegacyAddress(self._source.host, self._source.port)
+        own = Address(self._source.host, self._source.port)
         return params_of(
             external_id(request.request_id), produces=self._produces, consumes=self._consumes, own=own, hosts=hosts
         )
@@ -227,7 +225,7 @@ class SchedulerHalf:
             self._tell(source, Renew(source.epoch, tuple(transfers)))
 
     def _tell(self, source: Source, message: Renew | Settle) -> None:
-        self._directory.tell(Address(source.host, source.port, source.epoch), message)
+        self._directory.tell(source, message)
 
     def update(self, output: KVConnectorOutput) -> None:
         """What the workers have reported: loads that are over, held blocks that all ranks are done with."""

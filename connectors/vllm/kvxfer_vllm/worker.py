@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvxfer import memory
 from kvxfer.config import Config
 from kvxfer.geometry import Rank
 from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Ended, Fetch, Offered, Source
+from kvxfer.session import Agent, Ended, Fetch, Offered
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.metadata import Handshake, Report, Step
 from kvxfer_vllm.stats import KVXferStats
@@ -78,8 +78,8 @@ class WorkerHalf:
             self._blocks[str(want.transfer)] = {b for row in want.blocks for b in row if b >= 0}
             agent.fetch(
                 Fetch(
-                    str(want.transfer), want.transfer, want.digest, _source(want.source), layout.tables(want.blocks),
-                    want.start, want.tokens, None if want.own is None else _source(want.own),
+                    str(want.transfer), want.transfer, want.digest, want.source, layout.tables(want.blocks),
+                    want.start, want.tokens, want.own,
                 )  # fmt: skip
             )
         for cancel in step.commands.cancels:
@@ -146,9 +146,6 @@ class WorkerHalf:
         if self._agent is not None:
             self._agent.close()
 
-
-def _source(s: Any) -> Source:
-    return Source(s.host, s.port, s.epoch)
 
 
 def _ask_for_tile_registers() -> None:

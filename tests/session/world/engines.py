@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.identity import TransferId
-from kvxfer.session.values import Ended, Fetch, Offered, Released, Source
+from kvxfer.identity import Source, TransferId
+from kvxfer.session.values import Ended, Fetch, Offered, Released
 from tests.session.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, TIMEOUT, UNIT, Agent, check, content
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvxfer import memory
 from kvxfer.geometry import Rank
+from kvxfer.identity import Source
 from kvxfer.session.consumer import Consumer
 from kvxfer.session.producer import Producer
 from kvxfer.session.values import (
@@ -25,7 +26,6 @@ from kvxfer.session.values import (
     Resolve,
     Resolved,
     Send,
-    Source,
 )
 from tests.session.world.backend import Backend
 from tests.session.world.base import (
