@@ -73,6 +73,16 @@ class PrefillTracker:
         """Whether steps of this request matter, so that the table of any other need not be fetched."""
         return request in self._running
 
+    def offered(self, request: str) -> Table:
+        """The blocks that others may be reading of a running request, per group."""
+        prefill = self._running.get(request)
+        return self._nothing if prefill is None else prefill.blocks
+
+    def total(self, request: str) -> int:
+        """How many tokens a running request will offer; 0 if it is not tracked."""
+        prefill = self._running.get(request)
+        return 0 if prefill is None else prefill.total
+
     def step(self, request: str, computed: int, scheduled: int, table: Sequence[Sequence[int]]) -> None:
         """The request runs in this step.
 

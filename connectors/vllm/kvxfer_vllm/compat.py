@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["HIT_SOURCE", "REPORTS_BY_REQUEST", "check_groups", "transfer_results"]
+__all__ = ["HIT_SOURCE", "HOLDS_BLOCKS", "REPORTS_BY_REQUEST", "check_groups", "stands_alone", "transfer_results"]
 
 _Results: Any = getattr(base, "KVConnectorTransferResults", None)
 
@@ -16,9 +16,21 @@ REPORTS_BY_REQUEST = _Results is not None
 """vLLM 0.30 and later take failed loads by request; 0.29 by block id, which is ambiguous with several groups."""
 
 
-def transfer_results(received: set[str], failed: set[str]) -> Any:
+HOLDS_BLOCKS = REPORTS_BY_REQUEST and hasattr(base.KVConnectorBase_V1, "bind_gpu_block_pool")
+"""Whether a load may be reported as failed while it still touches memory: we can keep its blocks, and vLLM takes others
+when it computes the request anew (where it takes failed loads by block id, it goes on with the same)."""
+
+
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """What ``get_transfer_results`` returns (0.30 and later)."""
-    return _Results(finished_recving=received, failed_recving=failed)
+    return _Results(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
+def stands_alone(connector: Any) -> bool:
+    """Whether this is the worker process's connector, not one of several inside another."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return not has_kv_transfer_group() or get_kv_transfer_group() is connector
 
 
 def check_groups(groups: int) -> None:

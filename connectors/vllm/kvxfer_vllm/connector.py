@@ -83,6 +83,12 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._sched.bind(gpu_block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        return self._sched.holding
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -108,7 +114,8 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._work.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._work.handshake()
+        """None inside another connector, which would give it to our siblings; there it goes with the first report."""
+        return self._work.handshake() if compat.stands_alone(self) else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Step)
@@ -134,8 +141,8 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """vLLM 0.29's way; failed loads follow by block id."""
         self._work.collect()
-        received, _ = self._work.results()
-        return None, received or None
+        sent, received, _ = self._work.results()
+        return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Empty where failed loads are reported by request."""

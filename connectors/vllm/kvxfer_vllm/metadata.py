@@ -21,12 +21,14 @@ __all__ = ["Handshake", "Report", "Step"]
 @dataclass
 class Step(KVConnectorMetadata):
     """Scheduler to all workers, each step. ``loads``: the vLLM request that each want belongs to. ``doomed``: requests
-    whose load failed before it began."""
+    whose load failed before it began, and their blocks. ``freed``: requests whose blocks vLLM may free, which it takes
+    from its workers only."""
 
     commands: StepCommands = field(default_factory=StepCommands)
     loads: dict[TransferId, str] = field(default_factory=dict)
-    doomed: tuple[str, ...] = ()
+    doomed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     renewals: tuple[TransferId, ...] = ()
+    freed: tuple[str, ...] = ()
 
 
 @dataclass
@@ -38,12 +40,32 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """Workers to scheduler: for each transfer that was offered, the ranks that are done with it, and up to which
-    generation."""
+    """Workers to scheduler.
+
+    released: for each transfer that was offered, the ranks that are done with it, and up to which generation.
+    moving: requests whose load is reported as failed, and the ranks on which their blocks may still be written to.
+    still: those of them on which they no longer are.
+    members: where the ranks' agents listen, once.
+    """
 
     released: dict[TransferId, dict[Rank, int]] = field(default_factory=dict)
+    moving: dict[str, set[Rank]] = field(default_factory=dict)
+    still: dict[str, set[Rank]] = field(default_factory=dict)
+    members: dict[Rank, Member] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Report)
         keys = self.released.keys() | other.released.keys()
-        return Report({k: self.released.get(k, {}) | other.released.get(k, {}) for k in keys})
+        return Report(
+            {k: self.released.get(k, {}) | other.released.get(k, {}) for k in keys},
+            _union(self.moving, other.moving),
+            _union(self.still, other.still),
+            self.members | other.members,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.released or self.moving or self.still or self.members)
+
+
+def _union(a: dict[str, set[Rank]], b: dict[str, set[Rank]]) -> dict[str, set[Rank]]:
+    return {k: a.get(k, set()) | b.get(k, set()) for k in a.keys() | b.keys()}

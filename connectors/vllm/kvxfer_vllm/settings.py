@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["groups_of", "model_identity", "settings_of"]
+__all__ = ["groups_of", "model_identity", "settings_of", "windows_of"]
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -63,6 +63,14 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
         else:
             raise ConfigError(f"kvxfer does not support KV-cache group {i}: it holds {', '.join(sorted(names))}")
     return tuple(out)
+
+
+def windows_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """For each group how many tokens a token attends to, itself included; 0 for all."""
+    return tuple(
+        max(int(getattr(spec, "sliding_window", None) or 0) for spec in layer_specs(group.kv_cache_spec))
+        for group in kv_cache_config.kv_cache_groups
+    )
 
 
 def layer_specs(spec: Any) -> list[Any]:

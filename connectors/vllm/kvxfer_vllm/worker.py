@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvxfer import memory
 from kvxfer.config import Config
 from kvxfer.geometry import Rank
-from kvxfer.identity import TransferId
 from kvxfer.session import Agent, Ended, Fetch, Offered
+from kvxfer_vllm import compat
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.metadata import Handshake, Report, Step
 from kvxfer_vllm.stats import KVXferStats
@@ -31,13 +31,16 @@ class WorkerHalf:
         self._config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self._agent: Agent | None = None
         self._layout: Layout | None = None
-        self._released: dict[TransferId, dict[Rank, int]] = {}
+        self._report = Report()
+        self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._requests: dict[str, str] = {}  # fetch handle -> vLLM request
         self._blocks: dict[str, set[int]] = {}  # fetch handle -> logical blocks that it fills
         self._failed_blocks: set[int] = set()
         self._failing: set[str] = set()  # fetches that ended badly and are not quiet yet
+        self._early: dict[str, str] = {}  # those of them that vLLM was told of -> request
+        self._quarantine = kv_cache_config.num_blocks // 4 if compat.HOLDS_BLOCKS else 0  # blocks of such, at most
         self._stats = KVXferStats()
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -45,11 +48,16 @@ class WorkerHalf:
         from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
         rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
-        self._layout = Layout.of(tensors, self._kv, self._vllm, rank)
-        if self._layout.cache.regions[0].device == "cpu":
+        layout = Layout.of(tensors, self._kv, self._vllm, rank)
+        if layout.cache.regions[0].device == "cpu":
             _ask_for_tile_registers()
         transfer = self._vllm.kv_transfer_config
-        self._agent = Agent(self._layout.cache, self._config, str(transfer.engine_id if transfer else ""))
+        self.start(Agent(layout.cache, self._config, str(transfer.engine_id if transfer else "")), layout)
+
+    def start(self, agent: Agent, layout: Layout) -> None:
+        """Take up work with this agent, whose cache is laid out so."""
+        self._agent, self._layout = agent, layout
+        self._report.members[layout.cache.rank] = agent.member
 
     @property
     def _on(self) -> tuple[Agent, Layout]:
@@ -70,8 +78,10 @@ class WorkerHalf:
     def load(self, step: Step) -> None:
         """Begin this step's loads, and end those that are no longer wanted."""
         agent, layout = self._on
+        self._sent.update(step.freed)
         self._received.update(step.doomed)
         self._failed.update(step.doomed)
+        self._failed_blocks.update(*step.doomed.values())
         for want in step.commands.wants:
             request = step.loads[want.transfer]
             self._requests[str(want.transfer)] = request
@@ -106,23 +116,47 @@ class WorkerHalf:
         for event in agent.events():
             if event.role == "producer":
                 if not isinstance(event, Ended):
-                    self._released[event.transfer] = {layout.cache.rank: event.generation}
+                    ranks = self._report.released.setdefault(event.transfer, {})
+                    ranks[layout.cache.rank] = max(event.generation, ranks.get(layout.cache.rank, -1))
             elif isinstance(event, Ended):
                 self._stats.record(event)
                 if not event.outcome.delivered:
                     self._failing.add(event.handle)
             else:
-                request, blocks = self._requests.pop(event.handle), self._blocks.pop(event.handle)
-                self._received.add(request)
-                if event.handle in self._failing:
-                    self._failing.discard(event.handle)
-                    self._failed.add(request)
-                    self._failed_blocks |= blocks
+                self._still(event.handle)
+        for handle in self._failing - self._early.keys():
+            self._give_up(handle)
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """(requests whose load has ended and is quiet, those of them whose load failed), each reported once."""
-        out = self._received, self._failed
-        self._received, self._failed = set(), set()
+    def _still(self, handle: str) -> None:
+        """A fetch is quiet."""
+        request, blocks = self._requests.pop(handle), self._blocks.pop(handle)
+        if handle in self._early:
+            del self._early[handle]
+            self._quarantine += len(blocks)
+            self._report.still.setdefault(request, set()).add(self._on[1].cache.rank)
+        else:
+            self._received.add(request)
+            if handle in self._failing:
+                self._failed.add(request)
+                self._failed_blocks |= blocks
+        self._failing.discard(handle)
+
+    def _give_up(self, handle: str) -> None:
+        """A fetch has failed, and may be long in getting quiet. The request need not wait for that if its blocks are
+        kept from other use meanwhile."""
+        request, blocks = self._requests[handle], self._blocks[handle]
+        if len(blocks) <= self._quarantine:
+            self._quarantine -= len(blocks)
+            self._early[handle] = request
+            self._received.add(request)
+            self._failed.add(request)
+            self._report.moving.setdefault(request, set()).add(self._on[1].cache.rank)
+
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """(requests whose blocks vLLM may free, those whose load is over, those of them whose load failed), each
+        reported once. The blocks of a load are quiet, or in the report as still moving."""
+        out = self._sent, self._received, self._failed
+        self._sent, self._received, self._failed = set(), set(), set()
         return out
 
     def failed_blocks(self) -> set[int]:
@@ -131,10 +165,8 @@ class WorkerHalf:
         return out
 
     def report(self) -> Report | None:
-        if not self._released:
-            return None
-        out, self._released = Report(self._released), {}
-        return out
+        out, self._report = self._report, Report()
+        return out or None
 
     def stats(self) -> KVXferStats | None:
         if self._stats.is_empty():
@@ -146,6 +178,10 @@ class WorkerHalf:
         if self._agent is not None:
             self._agent.close()
 
+    def __len__(self) -> int:
+        """How much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
+        kept = self._requests, self._blocks, self._failing, self._early, self._sent, self._received, self._failed
+        return sum(map(len, kept)) + bool(self._report)
 
 
 def _ask_for_tile_registers() -> None:

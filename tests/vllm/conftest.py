@@ -1,0 +1,56 @@
+"""Engines for the tests of this folder, and what must be true of every one of them when a test is over."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import require
+
+require("vllm")
+
+from vllm.config import KVTransferConfig  # noqa: E402
+
+from tests.vllm.engine import FULL, Engine, vllm_config  # noqa: E402
+from tests.vllm.wire import Wire  # noqa: E402
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def make(wire: Wire, tmp_path: pathlib.Path) -> Iterator[Make]:
+    """Makes engines; afterwards none of them may remember a request or miss a block."""
+    engines: list[Engine] = []
+    names = itertools.count()
+
+    def build(groups: Any = FULL, *, role: str = "kv_both", policy: str = "recompute", **more: Any) -> Engine:
+        folder = tmp_path / str(next(names))
+        folder.mkdir()
+        transfer = more.pop("transfer", None) or KVTransferConfig(
+            kv_connector="KVXferConnector", kv_connector_module_path="kvxfer_vllm", kv_role=role,
+            kv_load_failure_policy=policy, kv_connector_extra_config=more.pop("extra", {}),
+        )  # fmt: skip
+        ours = {key: more.pop(key) for key in ("budget", "seqs", "caching") if key in more}
+        engine = Engine(wire, vllm_config(folder, transfer, **ours), groups, **more)
+        engines.append(engine)
+        return engine
+
+    try:
+        yield build
+        wire.paused = False
+        if engines:
+            engines[0].run(*engines[1:])
+        for engine in engines:
+            engine.assert_clean()
+    finally:
+        for engine in engines:
+            engine.close()

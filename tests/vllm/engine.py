@@ -1,0 +1,354 @@
+"""An engine on vLLM's real `Scheduler`, with the real connector in both roles; the forward pass and the agents are played.
+
+Every slot of the played cache holds a number that says which token of which group was computed there after which
+prefix. A forward pass first checks all slots that its tokens attend to and then samples a token that depends on the
+whole prefix, or `WRONG` if one slot was not what it should be: tokens are right if and only if the KV was.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvxfer.geometry import Rank
+from kvxfer_vllm import KVXferConnector
+from tests.vllm.wire import Agent, Wire
+
+BLOCK = 16
+WRONG = 999
+ANSWER_S = 5.0
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 1000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """A KV-cache group; `window`: tokens that a token attends to, itself included, or 0 for all."""
+
+    window: int = 0
+
+    def spec(self) -> Any:
+        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
+        return SlidingWindowSpec(**shape, sliding_window=self.window) if self.window else FullAttentionSpec(**shape)
+
+
+FULL, HYBRID = (Group(),), (Group(), Group(window=24))
+
+
+@dataclass
+class Done:
+    tokens: list[int]
+    reason: str
+    params: dict[str, Any] | None
+
+
+def hashes(tokens: Sequence[int]) -> list[int]:
+    """A number for each prefix."""
+    out, h = [], 1
+    for token in tokens:
+        h = zlib.crc32(f"{h}/{token}".encode())
+        out.append(h)
+    return out
+
+
+def answer(prompt: Sequence[int], n: int) -> list[int]:
+    """What a correct engine says to a prompt."""
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(1 + hashes(tokens)[-1] % 900)
+    return tokens[len(prompt) :]
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return [1 + (7 * i + 131 * seed + i * i % 13) % 900 for i in range(n)]
+
+
+def vllm_config(
+    folder: pathlib.Path, transfer: KVTransferConfig, *, budget: int = 64, seqs: int = 8, caching: bool = True
+) -> VllmConfig:
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return VllmConfig(
+        model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=2048, enable_chunked_prefill=True,
+            is_encoder_decoder=False, disable_hybrid_kv_cache_manager=False,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
+        kv_transfer_config=transfer,
+        device_config=DeviceConfig("cpu"),
+    )  # fmt: skip
+
+
+class Engine:
+    """One engine. `overlap`: asynchronous scheduling, where a step is planned before the last one's result is seen.
+    `resumes_as_new`: as with model runner 2."""
+
+    block = BLOCK
+
+    def __init__(
+        self, wire: Wire, config: VllmConfig, groups: Sequence[Group] = FULL, *, blocks: int = 60, ranks: int = 1,
+        overlap: bool = False, resumes_as_new: bool = False,
+    ) -> None:  # fmt: skip
+        init_none_hash(sha256)
+        self.wire, self.groups, self.blocks = wire, tuple(groups), blocks
+        config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
+        config.cache_config.num_gpu_blocks = blocks
+        config.scheduler_config.async_scheduling = overlap
+        self.memory = np.zeros((blocks, BLOCK), np.int64)
+        kv = KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec([f"layer.{i}"], g.spec()) for i, g in enumerate(groups)],
+        )  # fmt: skip
+        self.workers = [
+            KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv) for _ in range(ranks)
+        ]
+        scheduler = AsyncScheduler if overlap else Scheduler
+        self.scheduler = scheduler(
+            vllm_config=config, kv_cache_config=kv, structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK, log_stats=True,
+        )  # fmt: skip
+        self.scheduler.use_v2_model_runner = resumes_as_new
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        assert self.scheduler.connector is not None
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, ranks)
+        self.agents = [self._agent(ours(worker), Rank(0, rank)) for rank, worker in enumerate(self.workers)]
+        handshakes = {(0, i): h for i, w in enumerate(self.workers) if (h := w.get_handshake_metadata()) is not None}
+        if handshakes:
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        self.overlap = int(overlap)
+        self.flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.tables: dict[str, list[list[int]]] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.said: dict[str, list[int]] = {}
+        self.done: dict[str, Done] = {}
+        self.computed: dict[str, int] = {}  # tokens that went through our forward pass
+        self.preempted: set[str] = set()
+        self.stats: list[Any] = []
+        self.count = 0
+
+    def _agent(self, connector: KVXferConnector, rank: Rank) -> Agent:
+        agent = Agent(self.wire, self, rank)
+        connector._work.start(agent, _Layout(agent.cache))  # type: ignore[arg-type]
+        self.wire.agents.append(agent)
+        return agent
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def add(
+        self, tokens: Sequence[int] | None, params: dict[str, Any] | None = None, *, n: int = 4, name: str | None = None,
+        **more: Any,
+    ) -> str:  # fmt: skip
+        """Queue a request; the result is its id."""
+        self.count += 1
+        name = f"{name or f'r{self.count}'}-{self.count:08x}"
+        extra = {"kv_transfer_params": params} if params is not None else None
+        self.scheduler.add_request(
+            Request(
+                name, list(tokens) if tokens is not None else None,
+                SamplingParams(max_tokens=n, ignore_eos=True, extra_args=extra), None, block_hasher=self.hasher, **more,
+            )  # fmt: skip
+        )
+        return name
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reject(self, tokens: Sequence[int], params: dict[str, Any], name: str) -> None:
+        """What vLLM's front end has the engine do about a request that it has refused."""
+        request = Request(
+            name, [0], SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}), None,
+            block_hasher=self.hasher,
+        )  # fmt: skip
+        self.scheduler.add_request(request)
+        self.abort(name)
+
+    def status(self, name: str) -> str:
+        return self.scheduler.requests[name].status.name
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        self.preempted |= output.preempted_req_ids or set()
+        self.flight.append((output, self._execute(output)))
+        if len(self.flight) > self.overlap:
+            self._update()
+        self.wire.pump()
+        return output
+
+    def _update(self) -> None:
+        output, result = self.flight.popleft()
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for o in outputs.outputs:
+                self.said.setdefault(o.request_id, []).extend(o.new_token_ids)
+                if o.finish_reason is not None:
+                    self.done[o.request_id] = Done(
+                        self.said.pop(o.request_id), str(o.finish_reason), o.kv_transfer_params
+                    )
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
+                self.stats.append(outputs.scheduler_stats.kv_connector_stats)
+
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.step()
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        meta = output.kv_connector_metadata
+        assert meta is not None
+        for worker in self.workers:
+            worker.handle_preemptions(meta)
+            worker.bind_connector_metadata(meta)
+        names = list(output.num_scheduled_tokens)
+        tokens = self._forward(output)
+        results = []
+        for worker in self.workers:
+            kv = KVConnectorOutput()
+            worker.start_load_kv(None)
+            worker.wait_for_save()
+            found = worker.get_transfer_results(output.finished_req_ids)
+            kv.finished_sending, kv.finished_recving = found.finished_sending, found.finished_recving
+            kv.failed_recving = found.failed_recving
+            kv.invalid_block_ids = worker.get_block_ids_with_load_errors()
+            kv.kv_connector_stats = worker.get_kv_connector_stats()
+            kv.kv_connector_worker_meta = worker.build_connector_worker_meta()
+            worker.clear_connector_metadata()
+            results.append(
+                ModelRunnerOutput(
+                    names, {name: i for i, name in enumerate(names)}, [list(t) for t in tokens], kv_connector_output=kv
+                )
+            )
+        result = self.aggregator.aggregate(results)
+        assert result is not None
+        return result
+
+    def _forward(self, output: SchedulerOutput) -> list[list[int]]:
+        work: list[tuple[str, int]] = []
+        for new in output.scheduled_new_reqs:
+            self._begin(new.req_id, new.block_ids)
+            work.append((new.req_id, new.num_computed_tokens))
+        cached = output.scheduled_cached_reqs
+        for name, more, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if name in cached.resumed_req_ids:
+                self._begin(name, more)
+            elif more is not None:
+                for row, extra in zip(self.tables[name], more, strict=True):
+                    row.extend(extra)
+            work.append((name, start))
+        out = {name: self._compute(name, start, output.num_scheduled_tokens[name]) for name, start in work}
+        return [out[name] for name in output.num_scheduled_tokens]
+
+    def _begin(self, name: str, table: Any) -> None:
+        self.tables[name] = [list(row) for row in table]
+        self.texts[name] = list(self.scheduler.requests[name].all_token_ids)
+
+    def _compute(self, name: str, start: int, n: int) -> list[int]:
+        text, end = self.texts[name], start + n
+        self.computed[name] = self.computed.get(name, 0) + n
+        known = hashes(text[:end])
+        right = True
+        for g, (group, row) in enumerate(zip(self.groups, self.tables[name], strict=True)):
+            first = max(0, start - group.window + 1) if group.window else 0
+            for position in range(first, start):
+                block, slot = row[position // BLOCK], position % BLOCK
+                right &= bool(block and self.memory[block, slot] == _content(g, known[position]))
+            for position in range(start, end):
+                block, slot = row[position // BLOCK], position % BLOCK
+                self.memory[block, slot] = _content(g, known[position])
+        if end < len(text):
+            return []
+        text.append(1 + known[-1] % 900 if right else WRONG)
+        return [text[-1]]
+
+    # --- ends ------------------------------------------------------------------------------------------------------
+
+    def run(self, *others: Engine, until: str | None = None) -> None:
+        """Step this engine and others, each as long as it has work, until all are idle or a request is done."""
+        engines = (self, *others)
+        deadline = time.monotonic() + ANSWER_S
+        while (until is None and any(e.busy for e in engines)) or (until is not None and until not in self.done):
+            assert time.monotonic() < deadline, "the engines do not come to rest"
+            for engine in engines:
+                if engine.busy:
+                    engine.step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether vLLM's engine loop would make a step."""
+        while self.flight and not self.scheduler.has_requests():
+            self._update()
+        return self.scheduler.has_requests()
+
+    def is_at(self, source: Any) -> bool:
+        """Whether a consumer that names this source means us."""
+        here = ours(self.scheduler.connector)._sched._source
+        return (source.host, source.port) == (here.host, here.port) and source.epoch in (0, here.epoch)
+
+    @property
+    def free(self) -> int:
+        return int(self.pool.get_num_free_blocks())
+
+    def assert_clean(self) -> None:
+        """Nothing is left of any request, neither in vLLM nor in the connector."""
+        s = self.scheduler
+        assert not s.requests and not s.running and not s.waiting and not s.kv_holding_waiting
+        assert self.free == self.blocks - 1, "blocks have leaked"
+        assert all(b.ref_cnt == 0 for b in self.pool.blocks if not b.is_null)
+        assert len(ours(s.connector)._sched) == 0, "the scheduler half remembers something"
+        for worker in self.workers:
+            assert len(ours(worker)._work) == 0, "a worker half remembers something"
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+
+class _Layout:
+    """Kernel blocks are logical blocks."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def tables(self, tables: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
+        return tuple(np.asarray(row, np.int64) for row in tables)
+
+
+def ours(connector: Any) -> KVXferConnector:
+    """Our connector, also if another holds it."""
+    if isinstance(connector, KVXferConnector):
+        return connector
+    return next(c for c in connector.sub_connectors if isinstance(c, KVXferConnector))
+
+
+def _content(group: int, h: int) -> int:
+    return int(h) * 8 + group + 1
+
+

@@ -1,0 +1,149 @@
+"""Every state that vLLM's scheduler can put a request into, on the real `Scheduler`: see docs/states.md.
+
+What `make` checks after each test belongs to every one of them: no request, block or memory of a transfer is left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import Make
+from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, prompt
+from tests.vllm.wire import Wire
+
+OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+CACHES = pytest.mark.parametrize("groups", [FULL, HYBRID, (Group(window=24),)], ids=["full", "hybrid", "window"])
+
+
+def prefill(p: Engine, text: list[int], n: int = 1, **more: Any) -> dict[str, Any]:
+    """Have P compute a prompt; the params that its router gives to D."""
+    name = p.add(text, OFFER, n=n, **more)
+    p.run(until=name)
+    params = p.done[name].params
+    assert params is not None and params["do_remote_prefill"]
+    return params
+
+
+def decode(d: Engine, text: list[int], params: dict[str, Any], *others: Engine, n: int = 4) -> str:
+    """Have D answer; the id of its request, whose tokens were right."""
+    name = d.add(text, params, n=n)
+    d.run(*others, until=name)
+    assert d.done[name].tokens == answer(text, n)
+    return name
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+@CACHES
+@pytest.mark.parametrize("n", [2, 15, 16, 17, 32, 33, 38, 39, 40, 41, 47, 48, 49, 100])
+def test_prompts_of_all_lengths(make: Make, groups: Any, n: int) -> None:
+    """Shorter than a block, aligned to blocks and not; windows whose edge falls on each side of a block's."""
+    p, d = make(groups), make(groups)
+    text = prompt(n)
+    name = decode(d, text, prefill(p, text), p)
+    assert d.computed[name] == 1 + 3, "D computed more than the last token of its prompt"
+
+
+@CACHES
+def test_a_prompt_of_one_token(make: Make, groups: Any) -> None:
+    """Its only token is computed at D: nothing is loaded, and P is told so."""
+    p, d = make(groups), make(groups)
+    text = prompt(1)
+    decode(d, text, prefill(p, text), p)
+
+
+@CACHES
+def test_chunked_prefill(make: Make, groups: Any) -> None:
+    p, d = make(groups, budget=16), make(groups, budget=16)
+    text = prompt(105)
+    name = decode(d, text, prefill(p, text), p)
+    assert d.computed[name] == 1 + 3
+
+
+@CACHES
+def test_more_than_one_token_on_p(make: Make, groups: Any) -> None:
+    """P goes on decoding, so far that its windows have left the prompt behind."""
+    p, d = make(groups), make(groups)
+    text = prompt(50)
+    name = decode(d, text, prefill(p, text, n=60), p)
+    assert d.computed[name] == 1 + 3
+
+
+@CACHES
+def test_beside_requests_that_take_no_part(make: Make, groups: Any) -> None:
+    p, d = make(groups), make(groups)
+    text, others = prompt(70), [prompt(60, seed=1), prompt(20, seed=2)]
+    here = [p.add(others[0], n=9), d.add(others[1], n=9)]
+    decode(d, text, prefill(p, text), p)
+    p.run(d)
+    assert p.done[here[0]].tokens == answer(others[0], 9) and d.done[here[1]].tokens == answer(others[1], 9)
+    assert p.done[here[0]].params is None and d.done[here[1]].params is None
+
+
+def test_many_at_once(make: Make) -> None:
+    p, d = make(HYBRID, blocks=200), make(HYBRID, blocks=200)
+    texts = [prompt(20 + 7 * i, seed=i) for i in range(8)]
+    all_params = [prefill(p, text) for text in texts]
+    names = [d.add(text, params) for text, params in zip(texts, all_params, strict=True)]
+    d.run(p)
+    assert [d.done[name].tokens for name in names] == [answer(text, 4) for text in texts]
+    assert all(d.computed[name] == 4 for name in names)
+
+
+# --- the prefix cache ----------------------------------------------------------------------------------------------
+
+
+@CACHES
+@pytest.mark.parametrize("known", [0, 48, 64, 80], ids=["none", "partial", "more", "full"])
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_prefix_hits(make: Make, groups: Any, known: int, side: str) -> None:
+    p, d = make(groups), make(groups)
+    text = prompt(81)
+    if known:
+        warm = (p if side == "p" else d).add(text[:known] + [3], n=2)
+        p.run(d)
+        assert warm in p.done or warm in d.done
+    name = decode(d, text, prefill(p, text), p)
+    assert d.computed[name] == 1 + 3
+
+
+def test_a_hit_beyond_what_is_wanted(make: Make) -> None:
+    """D has the whole prompt: nothing is loaded, and P gets its blocks back without having been read."""
+    p, d = make(), make()
+    text = prompt(81)
+    d.add([*text, 5], n=2)
+    d.run()
+    params = prefill(p, text)
+    d.wire.paused = True
+    decode(d, text, params, p)
+    assert not d.wire.loads(d)
+
+
+def test_a_shared_prefix_is_not_written_to(make: Make, wire: Wire) -> None:
+    """predecessor 2.2.6: D's cached blocks, which another request uses at the time, are not loaded over."""
+    p, d = make(), make()
+    common = prompt(64)
+    user = d.add([*common, 5], n=40)
+    d.steps(3)
+    shared = set(d.tables[user][0][:4])
+    params = prefill(p, [*common, 9, 9, 9])
+    wire.paused = True
+    d.add([*common, 9, 9, 9], params)
+    d.steps(2)
+    (load,) = wire.loads(d)
+    assert not shared & {int(b) for b in load.fetch.blocks[0]}
+
+
+def test_prompt_logprobs_read_no_cache(make: Make) -> None:
+    """vLLM ignores our tokens for requests that must compute their whole prompt; P is told that nobody comes."""
+    p, d = make(), make()
+    text = prompt(60)
+    params = prefill(p, text)
+    name = d.add(text, params)
+    d.scheduler.requests[name].skip_reading_prefix_cache = True
+    d.run(p)
+    assert d.done[name].tokens == answer(text, 4)
+    assert d.computed[name] == 60 + 3

@@ -1,0 +1,201 @@
+"""The workers' agents, played: who offers what, who wants what, and bytes that move when a test says so.
+
+A `Wire` joins the agents of several engines. By itself it does what a healthy network does, a little with every step;
+a test that wants to see the middle of something pauses it and calls `read`, `settle`, `fail` and `quiet` itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvxfer.geometry import Rank
+from kvxfer.identity import TransferId, new_epoch
+from kvxfer.session import Ended, Event, Fetch, Offered, Outcome, Released
+from kvxfer.session.values import Kind
+
+JUNK = -1
+
+
+@dataclass(eq=False)
+class Load:
+    """One fetch of one rank. `agent` is the consumer's; `producer` whom it reads from, once it does."""
+
+    fetch: Fetch
+    agent: Agent
+    producer: Agent | None = None
+    offer: Offered | None = None
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Agent:
+    """What `kvxfer.session.Agent` is to the connector, without sockets, threads or a clock."""
+
+    wire: Wire
+    engine: Any
+    rank: Rank
+    offers: dict[TransferId, Offered] = field(default_factory=dict)
+    over: dict[TransferId, int] = field(default_factory=dict)
+    loads: dict[str, Load] = field(default_factory=dict)
+    renewed: list[TransferId] = field(default_factory=list)
+    revoked: list[tuple[TransferId, bool, str]] = field(default_factory=list)
+    out: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cache = SimpleNamespace(rank=self.rank, regions=[SimpleNamespace(device="cpu")])
+        self.member = SimpleNamespace(address="nowhere", epoch=new_epoch(), cache=self.cache)
+
+    # What the connector calls
+
+    def offer(self, offer: Offered, after: Any = None) -> None:
+        if offer.generation > self.over.get(offer.transfer, -1):
+            self.offers[offer.transfer] = offer
+
+    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
+        self.revoked.append((transfer, gone, reason))
+        offer = self.offers.get(transfer)
+        if offer is not None and offer.generation <= generation:
+            del self.offers[transfer]
+        if gone and generation > self.over.get(transfer, -1):
+            self._over(transfer, generation, Outcome(Kind.CANCELLED, reason))
+
+    def renew(self, transfer: TransferId) -> None:
+        self.renewed.append(transfer)
+
+    def fetch(self, fetch: Fetch) -> None:
+        assert fetch.handle not in self.loads, f"{fetch.handle} is wanted twice"
+        self.loads[fetch.handle] = Load(fetch, self)
+
+    def cancel(self, handle: str, reason: str) -> None:
+        load = self.loads.get(handle)
+        if load is not None and not load.ended:
+            self.end(load, Outcome(Kind.CANCELLED, reason))
+            if load.producer is None:
+                self.quiet(load)
+
+    def events(self) -> list[Event]:
+        out, self.out = self.out, []
+        return out
+
+    def close(self) -> None:
+        pass
+
+    # What a test or the wire does
+
+    def end(self, load: Load, outcome: Outcome) -> None:
+        load.ended = True
+        self.out.append(Ended("consumer", load.fetch.transfer, load.fetch.handle, outcome, 1, 0.01))
+
+    def quiet(self, load: Load) -> None:
+        """Nothing touches the load's blocks any more, nor those that it read."""
+        del self.loads[load.fetch.handle]
+        self.out.append(Released("consumer", load.fetch.transfer, load.fetch.handle))
+        producer, load.producer = load.producer, None
+        if producer is not None:
+            producer._release(load.fetch.transfer)
+
+    def dropped(self, offer: Offered, reason: str) -> None:
+        """Its reader has given it up."""
+        if self.offers.get(offer.transfer) is offer:
+            self._over(offer.transfer, offer.generation, Outcome(Kind.CANCELLED, reason))
+
+    def _over(self, transfer: TransferId, generation: int, outcome: Outcome) -> None:
+        self.over[transfer] = generation
+        self.offers.pop(transfer, None)
+        self.out.append(Ended("producer", transfer, str(transfer), outcome, 1, 0.01, generation))
+        self._release(transfer)
+
+    def _release(self, transfer: TransferId) -> None:
+        if transfer in self.over and not any(r.fetch.transfer == transfer for r in self.wire.reading(self)):
+            self.out.append(Released("producer", transfer, str(transfer), self.over[transfer]))
+
+
+class Wire:
+    def __init__(self) -> None:
+        self.agents: list[Agent] = []
+        self.paused = False
+
+    def reading(self, producer: Agent) -> list[Load]:
+        return [load for a in self.agents for load in a.loads.values() if load.producer is producer]
+
+    def loads(self, engine: Any = None) -> list[Load]:
+        return [load for a in self.agents if engine in (None, a.engine) for load in a.loads.values()]
+
+    def pump(self) -> None:
+        """Serve whatever can be served."""
+        if self.paused:
+            return
+        for load in self.loads():
+            if not load.ended and self.read(load):
+                self.settle(load)
+
+    def begin(self, load: Load) -> bool:
+        """Join a load with its offer: from now on bytes may move. False: there is nothing to read yet, or never."""
+        peer = next((a for a in self.agents if a.rank == load.agent.rank and a.engine.is_at(load.fetch.source)), None)
+        transfer = load.fetch.transfer
+        if peer is None:
+            return self.fail(load, "no such engine")
+        offer = peer.offers.get(transfer)
+        if offer is None:
+            return self.fail(load, "it is over") if transfer in peer.over else False
+        if offer.digest != load.fetch.digest:
+            return self.fail(load, "the digests differ")
+        if not offer.final:
+            return False
+        load.producer, load.offer = peer, offer
+        return True
+
+    def read(self, load: Load) -> bool:
+        """Move the bytes, as they are in the producer's memory now."""
+        if load.producer is None and not self.begin(load):
+            return False
+        assert load.producer is not None and load.offer is not None
+        src, dst = load.producer.engine, load.agent.engine
+        fetch = load.fetch
+        for g, group in enumerate(dst.groups):
+            first = max(fetch.start, fetch.tokens - group.window + 1) if group.window else fetch.start
+            for position in range(fetch.start, fetch.tokens):
+                i, slot = divmod(position, dst.block)
+                if fetch.blocks[g][i] < 0:
+                    continue
+                there = load.offer.blocks[g][i] if i < len(load.offer.blocks[g]) else -1
+                if there >= 0:
+                    dst.memory[fetch.blocks[g][i], slot] = src.memory[there, slot]
+                elif position >= first:
+                    return self.fail(load, f"no source block for token {position} of group {g}")
+        return True
+
+    def settle(self, load: Load) -> bool:
+        """The bytes are there: ask the producer whether they still count."""
+        peer, offer = load.producer, load.offer
+        assert peer is not None and offer is not None
+        held = peer.offers.get(offer.transfer)
+        if held is None or held.generation != offer.generation:
+            return self.fail(load, "the producer's blocks are not those that were announced")
+        load.agent.end(load, Outcome(Kind.DELIVERED))
+        load.agent.quiet(load)
+        peer._over(offer.transfer, offer.generation, Outcome(Kind.DELIVERED))
+        return True
+
+    def fail(self, load: Load, reason: str, quiet: bool = True) -> bool:
+        """The load fails, and its producer hears of it. Unless `quiet`, its blocks may still be written to until `quiet`
+        is called."""
+        if not load.ended:
+            load.agent.end(load, Outcome(Kind.FAILED, reason))
+        if load.producer is not None and load.offer is not None:
+            load.producer.dropped(load.offer, reason)
+        if quiet:
+            self.quiet(load)
+        return False
+
+    def quiet(self, load: Load) -> None:
+        load.agent.quiet(load)
+
+    def scribble(self, load: Load) -> None:
+        """A late write: bytes of an ended load arrive all the same."""
+        for row in load.fetch.blocks:
+            for block in row:
+                if block >= 0:
+                    load.agent.engine.memory[block] = JUNK
