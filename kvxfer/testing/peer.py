@@ -11,7 +11,6 @@ import base64
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import numpy as np
 
 from kvxfer import errors
 from kvxfer.testing.party import Bytes, LocalParty, Result, batch_from_wire, batch_to_wire
+from kvxfer.testing.ready import ready
 from kvxfer.transport.contract import Batch, Fence, Transport
 
 __all__ = ["RemoteParty"]
@@ -116,7 +116,7 @@ class RemoteParty:
         self._child.stdin.write(json.dumps(first or command).encode() + b"\n")
         deadline = time.monotonic() + REPLY_S
         while b"\n" not in self._received:
-            if select.select([self._child.stdout], [], [], 0)[0]:
+            if ready([self._child.stdout.fileno()], 0):
                 more = os.read(self._child.stdout.fileno(), 1 << 20)
                 if not more:
                     raise RuntimeError(f"the process of {self.name!r} ended (exit status {self._child.wait(10)})")
@@ -159,7 +159,7 @@ def main() -> None:
     received = b""
     while True:
         fd, timeout = (None, 1.0) if party is None or party.closed else party.wait()
-        readable, _, _ = select.select([commands.fileno(), *([] if fd is None else [fd])], [], [], timeout)
+        readable = ready([commands.fileno(), *([] if fd is None else [fd])], timeout)
         if party is not None and not party.closed:
             party.turn(fd in readable)
         if commands.fileno() not in readable:

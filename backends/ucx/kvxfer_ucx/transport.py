@@ -25,6 +25,7 @@ from kvxfer_ucx.library import load
 from kvxfer_ucx.link import STREAMS, TAGS, TOKEN_BYTES, Half, Link, Offer
 from kvxfer_ucx.messages import Messages, Pieces
 from kvxfer_ucx.options import Options, make_context
+from kvxfer_ucx.retired import retire
 
 __all__ = ["UcxTransport"]
 
@@ -37,7 +38,7 @@ SLICE_S = 0.002
 SPIN_S = 0.0001
 """With bytes in flight, how long ``poll`` looks for more before it sleeps: about what waking up costs."""
 
-HOST_RUN_BYTES = 256
+HOST_RUN_BYTES = 64
 """Measured: a list of pieces of this size is still twice as fast as packing."""
 
 DEVICE_RUN_BYTES = 4 << 20
@@ -65,6 +66,8 @@ class UcxTransport(Transport):
         self._memories = Memories()
         self._spans: dict[int, list[tuple[int, int, int]]] = {}
         self._offers: dict[bytes, Offer] = {}
+        # Tokens of endpoints whose owners may be dialling us, or do so yet.
+        self._expected: set[bytes] = set()
         self._links: dict[int, Link] = {}
         self._numbers = 0
         self._sealed = self._closed = False
@@ -146,6 +149,7 @@ class UcxTransport(Transport):
             self._new_tag(), self._plain(),
         )  # fmt: skip
         self._offers[offer.token] = offer
+        self._expected.add(offer.token)
         packed = msgspec.msgpack.encode(offer)
         return packed + zlib.crc32(packed).to_bytes(4)
 
@@ -162,6 +166,7 @@ class UcxTransport(Transport):
         self._numbers += 1
         self._links[self._numbers] = link
         if link.dials:
+            self._expected.discard(own.token)
             self._dial(link, now)
         self._wakeup.set()
         return self._numbers
@@ -239,8 +244,10 @@ class UcxTransport(Transport):
         if left := len(self._ending) + len(self._closing):
             _log.warning("%s: UCX did not let go of %d connections in %g s", self.agent, left, CLOSE_S)
         self._wakeup.close()
-        # Destroyed in this order: what is above stands on what is below.
         self._ending, self._closing = [], []
+        if self._expected:
+            retire(self._listener, self._worker, self._context)
+        # Destroyed in this order: what is above stands on what is below.
         self._listener = None
         self._worker = self._context = None
 
@@ -348,6 +355,7 @@ class UcxTransport(Transport):
             for link in self._links.values():
                 if link.mine.token == token and link.theirs.token == their_token and link.awaits:
                     link.accept(connection)
+                    self._expected.discard(token)
                     return True
             if token in self._offers and now < due and connection.trouble() is None:
                 return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import select
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import pytest
 from kvxfer.errors import TransportError
 from kvxfer.testing.party import Bytes, LocalParty, Party, Result, Runs
 from kvxfer.testing.peer import RemoteParty
+from kvxfer.testing.ready import ready
 from kvxfer.transport.contract import Batch, Capabilities, Fence, Transport, Verb
 
 __all__ = ["SIZES", "HostFence", "Link", "Part", "Started", "Suite", "Way", "World"]
@@ -166,7 +166,7 @@ class World:
         parties = [p for p in self._local if not p.closed]
         waits = [(p, *p.wait()) for p in parties]
         timeout = min([wait, *(t for _, _, t in waits)])
-        readable, _, _ = select.select([fd for _, fd, _ in waits if fd is not None], [], [], timeout)
+        readable = ready([fd for _, fd, _ in waits if fd is not None], timeout)
         for party, fd, _ in waits:
             party.turn(fd in readable)
 

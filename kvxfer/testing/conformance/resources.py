@@ -57,8 +57,8 @@ class Resources(Suite):
         left = rounds(self.rounds - few)
         world.wait_for(lambda: _descriptors() <= descriptors, f"the release of {left[0] - descriptors} descriptors")
         world.wait_for(lambda: _threads() <= threads, f"the end of {left[1] - threads} threads")
-        grown = left[2] - resident
-        assert grown < RSS_SLACK, f"{grown / self.rounds:.0f} bytes of memory were lost a round"
+        lost = (left[2] - resident) / self.rounds
+        world.wait_for(lambda: _resident() - resident < RSS_SLACK, f"the release of {lost:.0f} bytes of memory a round")
 
     def test_links_do_not_leak(self, world: World) -> None:
         """The same for links that come and go while the transport stays."""

@@ -1,0 +1,16 @@
+"""Waiting for descriptors. Not ``select.select``, which takes none above 1023: some back ends open a dozen each."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterable
+
+__all__ = ["ready"]
+
+
+def ready(descriptors: Iterable[int], timeout: float) -> set[int]:
+    """Those of ``descriptors`` that are readable (or broken) within ``timeout`` seconds. Any thread."""
+    poll = select.poll()
+    for fd in descriptors:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(max(timeout, 0) * 1000)}
