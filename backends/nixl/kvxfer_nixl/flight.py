@@ -20,7 +20,7 @@ from kvxfer_nixl.link import Link
 __all__ = ["Flight"]
 
 PIECE_BYTES = 64 << 20
-"""Host memory in one piece: at most some 20 ms of copying."""
+"""Host memory in one piece: some 10 ms of copying."""
 PIECE_RUNS = 4096
 """Descriptors in one piece: at most some 20 ms of posting."""
 WINDOW = 4

@@ -32,7 +32,7 @@ from kvxfer_nixl.space import Space
 
 __all__ = ["NixlTransport"]
 
-BUDGET_S = 0.02
+BUDGET_S = 0.015
 """A call starts no more pieces after so long."""
 DRAIN_S = 1.0
 """How long ``close`` waits for NIXL to be done: ended in the middle of a READ over TCP, UCX 1.23 can abort the *peer*."""
