@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvxfer.bench.shapes import Model, Pool
-from kvxfer.config import Config
+from kvxfer.config import Config, Integrity
 from kvxfer.geometry import Claim, Planner
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
@@ -67,7 +68,7 @@ class Party:
             backend=setup.backend, backend_options=setup.options, transfer_timeout=WAIT_S,
             staging_bytes=setup.staging_bytes,
         )  # fmt: skip
-        self._agent: Agent | None = None
+        self._agents: dict[Integrity, tuple[Agent, Directory]] = {}
         self._mover: mv.Mover | None = None
         self._rounds = 0
         self._released = False
@@ -147,30 +148,33 @@ class Party:
 
     # --- session ---------------------------------------------------------------------------------------------------
 
-    def open_agent(self) -> Source:
+    def open_agent(self, integrity: Integrity) -> Source:
+        """An agent for transfers that are checked so; there may be one for each way."""
         if self._mover is not None:
             self._mover.close(10.0)
             self._mover = None
-        self._agent = Agent(self._pool.cache, self._config, self._setup.role)
-        self._directory = Directory(self._setup.role, self._agent.epoch, self._config.backend, "127.0.0.1", 0)
-        self._directory.publish((self._agent.member,))
-        return self._directory.source
+        config = msgspec.structs.replace(self._config, integrity=integrity)
+        agent = Agent(self._pool.cache, config, self._setup.role)
+        directory = Directory(self._setup.role, agent.epoch, config.backend, "127.0.0.1", 0)
+        self._agents[integrity] = agent, directory
+        directory.publish((agent.member,))
+        return directory.source
 
-    def offer(self, number: int, src: Ints) -> None:
-        assert self._agent is not None
+    def offer(self, integrity: Integrity, number: int, src: Ints) -> None:
+        agent, _ = self._agents[integrity]
         tokens = len(src) * self._pool.cache.groups[0].block_tokens
-        self._agent.offer(Offered(TransferId("bench", number), b"d", 1, tokens, (src,), True))
+        agent.offer(Offered(TransferId("bench", number), b"d", 1, tokens, (src,), True))
 
-    def fetch(self, number: int, dst: Ints, source: Source) -> dict[str, float]:
+    def fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source) -> dict[str, float]:
         """One load; ``call_s`` is what the engine's thread pays, ``seconds`` the time to its outcome."""
-        assert self._agent is not None
+        agent, _ = self._agents[integrity]
         tokens = len(dst) * self._pool.cache.groups[0].block_tokens
         spec = Fetch(str(number), TransferId("bench", number), b"d", source, (dst,), 0, tokens)
         begun = time.perf_counter()
-        self._agent.fetch(spec)
+        agent.fetch(spec)
         called = time.perf_counter()
         while time.perf_counter() < begun + WAIT_S:
-            events = self._agent.events()
+            events = agent.events()
             self._released |= any(isinstance(e, Released) for e in events)
             for event in events:
                 if isinstance(event, Ended):
@@ -180,12 +184,12 @@ class Party:
             time.sleep(0.0001)
         raise TimeoutError("the fetch did not end")
 
-    def settle(self) -> None:
+    def settle(self, integrity: Integrity) -> None:
         """Until the last transfer's memory is released here."""
-        assert self._agent is not None
+        agent, _ = self._agents[integrity]
         end = time.monotonic() + 10.0
         while not self._released and time.monotonic() < end:
-            self._released = any(isinstance(e, Released) for e in self._agent.events())
+            self._released = any(isinstance(e, Released) for e in agent.events())
             time.sleep(0.0005)
         self._released = False
 
@@ -203,9 +207,9 @@ class Party:
     def close(self) -> None:
         if self._mover is not None:
             self._mover.close(10.0)
-        if self._agent is not None:
-            self._agent.close()
-            self._directory.close()
+        for agent, directory in self._agents.values():
+            agent.close()
+            directory.close()
 
 
 @dataclass(frozen=True)

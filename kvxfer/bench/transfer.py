@@ -8,13 +8,14 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import typer
 
 from kvxfer.bench.party import Setup, run
 from kvxfer.bench.shapes import MODELS, Model
+from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError, KvxferError
 
 __all__ = ["measure", "transfer"]
@@ -58,9 +59,11 @@ class Remote:
 
 
 def measure(
-    backend: str, options: dict[str, Any], device: str, tokens: int, model: str, repeat: int, staging_bytes: int
-) -> dict[str, Any]:
-    """Run the benchmark; every figure with its unit in the key, GB meaning 1e9 bytes, medians of ``repeat`` rounds."""
+    backend: str, options: dict[str, Any], device: str, tokens: int, model: str, repeat: int, staging_bytes: int,
+    integrity: Integrity = "off",
+) -> dict[str, Any]:  # fmt: skip
+    """Run the benchmark, and the session's part also with ``integrity``; every figure with its unit in the key, GB
+    meaning 1e9 bytes, medians of ``repeat`` rounds."""
     shape = MODELS[model]
     need = -(-tokens // shape.block_tokens)
     blocks = need + need // 4 + 1
@@ -74,7 +77,7 @@ def measure(
     }  # fmt: skip
     with _parties(backend, options, shape, blocks, devices, staging_bytes) as (p, d):
         out |= _transport(p, d, src, dst, repeat)
-        out |= _session(p, d, src, dst, repeat)
+        out |= _session(p, d, src, dst, repeat, integrity)
     # The same bytes as one run in one block: what the library does when nothing is scattered.
     whole = Model(1, 1, out["kv_bytes"], 1)
     with _parties(backend, options, whole, 1, devices, staging_bytes) as (p, d):
@@ -125,26 +128,36 @@ def _transport(p: Remote, d: Remote, src: Any, dst: Any, repeat: int) -> dict[st
     }  # fmt: skip
 
 
-def _session(p: Remote, d: Remote, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
+def _session(p: Remote, d: Remote, src: Any, dst: Any, repeat: int, integrity: Integrity) -> dict[str, Any]:
+    """Transfers through agents; those that are checked in turn with others that are not."""
     d("clear")
-    source = p("open_agent")
-    d("open_agent")
-    rounds = []
+    ways: tuple[Integrity, ...] = ("off",) if integrity == "off" else ("off", integrity)
+    sources = {way: p("open_agent", way) for way in ways}
+    rounds: dict[Integrity, list[dict[str, float]]] = {way: [] for way in ways}
+    for way in ways:
+        d("open_agent", way)
     for i in range(repeat + 2):
-        p("offer", i, src)
-        time.sleep(0.05)  # the want must find it offered
-        rounds.append(d("fetch", i, dst, source))
-        p("settle")
-        d("settle")
+        for way in ways:
+            p("offer", way, i, src)
+            time.sleep(0.05)  # the want must find it offered
+            rounds[way].append(d("fetch", way, i, dst, sources[way]))
+            p("settle", way)
+            d("settle", way)
     _expect(d("matches", dst, src), "session")
-    warm = rounds[2:]
-    seconds = statistics.median(r["seconds"] for r in warm)
-    return {
-        "first_contact_ms": round(1e3 * rounds[0]["seconds"], 3),
-        "session_ms": round(1e3 * seconds, 3),
-        "session_GB_per_s": round(warm[0]["bytes"] / seconds / 1e9, 3),
-        "engine_thread_us": round(1e6 * statistics.median(r["call_s"] for r in warm), 1),
+    seconds = {way: statistics.median(r["seconds"] for r in rounds[way][2:]) for way in ways}
+    first, nbytes = rounds["off"][0]["seconds"], rounds["off"][0]["bytes"]
+    out: dict[str, Any] = {
+        "first_contact_ms": round(1e3 * first, 3),
+        "session_ms": round(1e3 * seconds["off"], 3),
+        "session_GB_per_s": round(nbytes / seconds["off"] / 1e9, 3),
+        "engine_thread_us": round(1e6 * statistics.median(r["call_s"] for r in rounds["off"][2:]), 1),
     }
+    if integrity != "off":
+        out["integrity"] = integrity
+        out["checked_session_ms"] = round(1e3 * seconds[integrity], 3)
+        out["checked_session_GB_per_s"] = round(nbytes / seconds[integrity] / 1e9, 3)
+        out["checked_to_unchecked"] = round(seconds["off"] / seconds[integrity], 3)
+    return out
 
 
 def _both(p: Remote, d: Remote) -> tuple[Any, Any]:
@@ -209,6 +222,7 @@ def transfer(
     repeat: Annotated[int, typer.Option(help="Rounds that count; two more warm up.", min=1)] = 5,
     options: Annotated[str, typer.Option(help="backend_options as a JSON object.")] = "{}",
     staging_bytes: Annotated[int, typer.Option(help="Staging memory on each side.")] = 64 << 20,
+    integrity: Annotated[str, typer.Option(help="Also measure with this check: off, sample or full.")] = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Move a request's scattered blocks between two processes and print what it took."""
@@ -216,11 +230,13 @@ def transfer(
         raise ConfigError(f"unknown model {model!r}: the shapes are {', '.join(MODELS)}")
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"unknown device {device!r}: cpu or cuda")
+    if integrity not in get_args(Integrity):
+        raise ConfigError(f"unknown integrity {integrity!r}: {', '.join(get_args(Integrity))}")
     try:
         chosen = json.loads(options)
     except json.JSONDecodeError as e:
         raise ConfigError(f"--options is not JSON: {e}") from None
-    out = measure(backend, chosen, device, tokens, model, repeat, staging_bytes)
+    out = measure(backend, chosen, device, tokens, model, repeat, staging_bytes, cast(Integrity, integrity))
     if as_json:
         typer.echo(json.dumps(out))
         return
