@@ -39,7 +39,7 @@ from tests.vllm.wire import Agent, Wire
 
 BLOCK = 16
 WRONG = 999
-ANSWER_S = 5.0
+ANSWER_S = 2.0
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -151,6 +151,7 @@ class Engine:
         self.done: dict[str, Done] = {}
         self.computed: dict[str, int] = {}  # tokens that went through our forward pass
         self.preempted: set[str] = set()
+        self.broken: set[str] = set()  # requests whose prompt was computed on KV that was not theirs
         self.stats: list[Any] = []
         self.count = 0
 
@@ -264,29 +265,36 @@ class Engine:
                 for row, extra in zip(self.tables[name], more, strict=True):
                     row.extend(extra)
             work.append((name, start))
-        out = {name: self._compute(name, start, output.num_scheduled_tokens[name]) for name, start in work}
+        spans = [(name, start, start + output.num_scheduled_tokens[name]) for name, start in work]
+        for span in spans:  # of all requests, before anything is read, as in each layer of a model
+            self._write(*span)
+        out = {span[0]: self._sample(*span) for span in spans}
         return [out[name] for name in output.num_scheduled_tokens]
 
     def _begin(self, name: str, table: Any) -> None:
         self.tables[name] = [list(row) for row in table]
         self.texts[name] = list(self.scheduler.requests[name].all_token_ids)
 
-    def _compute(self, name: str, start: int, n: int) -> list[int]:
-        text, end = self.texts[name], start + n
-        self.computed[name] = self.computed.get(name, 0) + n
+    def _write(self, name: str, start: int, end: int) -> None:
+        self.computed[name] = self.computed.get(name, 0) + end - start
+        known = hashes(self.texts[name][:end])
+        for g, row in enumerate(self.tables[name]):
+            for position in range(start, end):
+                self.memory[row[position // BLOCK], position % BLOCK] = _content(g, known[position])
+
+    def _sample(self, name: str, start: int, end: int) -> list[int]:
+        text = self.texts[name]
         known = hashes(text[:end])
         right = True
         for g, (group, row) in enumerate(zip(self.groups, self.tables[name], strict=True)):
-            first = max(0, start - group.window + 1) if group.window else 0
-            for position in range(first, start):
+            for position in range(max(0, start - group.window + 1) if group.window else 0, end):
                 block, slot = row[position // BLOCK], position % BLOCK
                 right &= bool(block and self.memory[block, slot] == _content(g, known[position]))
-            for position in range(start, end):
-                block, slot = row[position // BLOCK], position % BLOCK
-                self.memory[block, slot] = _content(g, known[position])
         if end < len(text):
+            if not right:
+                self.broken.add(name)
             return []
-        text.append(1 + known[-1] % 900 if right else WRONG)
+        text.append(1 + known[-1] % 900 if right and name not in self.broken else WRONG)
         return [text[-1]]
 
     # --- ends ------------------------------------------------------------------------------------------------------
@@ -308,9 +316,18 @@ class Engine:
             self._update()
         return self.scheduler.has_requests()
 
+    def lease_ends(self) -> None:
+        """Nobody has asked in time for what is still offered here."""
+        for agent in self.agents:
+            agent.lease_ends()
+
+    @property
+    def address(self) -> Any:
+        return ours(self.scheduler.connector)._sched._source
+
     def is_at(self, source: Any) -> bool:
         """Whether a consumer that names this source means us."""
-        here = ours(self.scheduler.connector)._sched._source
+        here = self.address
         return (source.host, source.port) == (here.host, here.port) and source.epoch in (0, here.epoch)
 
     @property

@@ -41,6 +41,7 @@ class Agent:
     loads: dict[str, Load] = field(default_factory=dict)
     renewed: list[TransferId] = field(default_factory=list)
     revoked: list[tuple[TransferId, bool, str]] = field(default_factory=list)
+    unwanted: set[TransferId] = field(default_factory=set)  # dropped before they were offered
     out: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -52,6 +53,8 @@ class Agent:
     def offer(self, offer: Offered, after: Any = None) -> None:
         if offer.generation > self.over.get(offer.transfer, -1):
             self.offers[offer.transfer] = offer
+            if offer.transfer in self.unwanted and offer.transfer not in self.over:
+                self._over(offer.transfer, offer.generation, Outcome(Kind.CANCELLED, "nobody wants it"))
 
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
         self.revoked.append((transfer, gone, reason))
@@ -66,7 +69,10 @@ class Agent:
 
     def fetch(self, fetch: Fetch) -> None:
         assert fetch.handle not in self.loads, f"{fetch.handle} is wanted twice"
-        self.loads[fetch.handle] = Load(fetch, self)
+        load = self.loads[fetch.handle] = Load(fetch, self)
+        producer = self.wire.peer(load)
+        if producer is not None:
+            producer.unwanted.discard(fetch.transfer)
 
     def cancel(self, handle: str, reason: str) -> None:
         load = self.loads.get(handle)
@@ -85,7 +91,11 @@ class Agent:
     # What a test or the wire does
 
     def end(self, load: Load, outcome: Outcome) -> None:
+        """The load's outcome; if that is bad, its producer hears that nobody reads any more."""
         load.ended = True
+        producer = self.wire.peer(load)
+        if producer is not None and not outcome.delivered:
+            producer.dropped(load.fetch, outcome.reason)
         self.out.append(Ended("consumer", load.fetch.transfer, load.fetch.handle, outcome, 1, 0.01))
 
     def quiet(self, load: Load) -> None:
@@ -96,10 +106,18 @@ class Agent:
         if producer is not None:
             producer._release(load.fetch.transfer)
 
-    def dropped(self, offer: Offered, reason: str) -> None:
+    def dropped(self, fetch: Fetch, reason: str) -> None:
         """Its reader has given it up."""
-        if self.offers.get(offer.transfer) is offer:
+        offer = self.offers.get(fetch.transfer)
+        if offer is None:
+            self.unwanted.add(fetch.transfer)
+        elif offer.digest == fetch.digest:  # else it meant something else by that name
             self._over(offer.transfer, offer.generation, Outcome(Kind.CANCELLED, reason))
+
+    def lease_ends(self) -> None:
+        """Nobody has asked in time for what is still offered."""
+        for offer in list(self.offers.values()):
+            self._over(offer.transfer, offer.generation, Outcome(Kind.FAILED, "it was not fetched within the lease"))
 
     def _over(self, transfer: TransferId, generation: int, outcome: Outcome) -> None:
         self.over[transfer] = generation
@@ -120,6 +138,10 @@ class Wire:
     def reading(self, producer: Agent) -> list[Load]:
         return [load for a in self.agents for load in a.loads.values() if load.producer is producer]
 
+    def peer(self, load: Load) -> Agent | None:
+        """Whom a load reads from, if there is such a one."""
+        return next((a for a in self.agents if a.rank == load.agent.rank and a.engine.is_at(load.fetch.source)), None)
+
     def loads(self, engine: Any = None) -> list[Load]:
         return [load for a in self.agents if engine in (None, a.engine) for load in a.loads.values()]
 
@@ -133,7 +155,7 @@ class Wire:
 
     def begin(self, load: Load) -> bool:
         """Join a load with its offer: from now on bytes may move. False: there is nothing to read yet, or never."""
-        peer = next((a for a in self.agents if a.rank == load.agent.rank and a.engine.is_at(load.fetch.source)), None)
+        peer = self.peer(load)
         transfer = load.fetch.transfer
         if peer is None:
             return self.fail(load, "no such engine")
@@ -180,12 +202,10 @@ class Wire:
         return True
 
     def fail(self, load: Load, reason: str, quiet: bool = True) -> bool:
-        """The load fails, and its producer hears of it. Unless `quiet`, its blocks may still be written to until `quiet`
+        """The load fails. Unless `quiet`, its blocks may still be written to until `quiet`
         is called."""
         if not load.ended:
             load.agent.end(load, Outcome(Kind.FAILED, reason))
-        if load.producer is not None and load.offer is not None:
-            load.producer.dropped(load.offer, reason)
         if quiet:
             self.quiet(load)
         return False

@@ -20,13 +20,19 @@ from rich.table import Table
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.transport import registry
+from kvxfer.transport.auto import AUTO
 
 
 def demo(
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV, see `kvxfer doctor`.")] = "zmq",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV (see `kvxfer doctor`), or auto.")] = "zmq",
     config: Annotated[str, typer.Option(help="Further settings of the connector, as a JSON object.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
+    chaos: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Instead kill, stop and restart servers at random for so long, under load."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the chaos.")] = 0,
 ) -> None:
     """Serve a tiny model by a prefill and a decode server; exit 0 if KV moved and every token is right."""
     settings = _settings(backend, config)
@@ -38,7 +44,10 @@ def demo(
     progress = Console(stderr=True, highlight=False)
     try:
         with _ended_by_sigterm(), _log_folder(keep_logs) as logs:
-            report = _run(settings, logs, progress)
+            if chaos is None:
+                report, show = _run(settings, logs, progress), _show
+            else:
+                report, show = _run_chaos(settings, logs, progress, chaos, seed), _show_chaos
     except ServerError as error:
         progress.print(f"FAILED: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -48,7 +57,7 @@ def demo(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        _show(report, Console())
+        show(report, Console())
     if report["objections"]:
         for objection in report["objections"]:
             progress.print(f"FAILED: {objection}", style="red", markup=False, soft_wrap=True)
@@ -64,7 +73,10 @@ def _settings(backend: str, config: str) -> dict[str, Any]:
         raise ConfigError(f"--config must be a JSON object, not {config}")
     settings = {"backend": backend, **further}
     # The servers check all of this again, but a minute later.
-    probe = registry.load(Config.from_mapping(settings).backend).probe()
+    checked = Config.from_mapping(settings).backend
+    if checked == AUTO:
+        return settings  # each engine chooses, by where its cache lies
+    probe = registry.load(checked).probe()
     if not probe.usable:
         raise ConfigError(f"back end {settings['backend']!r} does not work here: {probe.reason}")
     return settings
@@ -112,6 +124,22 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
     }
 
 
+def _run_chaos(settings: dict[str, Any], logs: Path, progress: Console, seconds: float, seed: int) -> dict[str, Any]:
+    from kvxfer_vllm.demo.chaos import chaos
+    from kvxfer_vllm.demo.model import write_model
+
+    start = time.monotonic()
+
+    def say(what: str) -> None:
+        progress.print(f"{time.monotonic() - start:6.1f} s  {what}")
+
+    say(f"starting servers; then {seconds:g} s of chaos from seed {seed} (back end {settings['backend']})")
+    with tempfile.TemporaryDirectory(prefix="kvxfer-model-") as folder:
+        write_model(Path(folder))
+        report = chaos(Path(folder), logs, settings, seconds, seed, say)
+    return {"backend": settings["backend"], **report, "seconds": time.monotonic() - start}
+
+
 def _show(report: dict[str, Any], console: Console) -> None:
     table = Table(title=f"KV moved from prefill to decode by {report['backend']}", title_justify="left")
     table.add_column("prompt", no_wrap=True)
@@ -136,6 +164,23 @@ def _show(report: dict[str, Any], console: Console) -> None:
             f"All tokens are identical to the plain server's; {report['external_kv_tokens']} prompt tokens "
             f"({report['kv_bytes'] / 1e6:.2f} MB of KV) came from the prefill server."
         )
+
+
+def _show_chaos(report: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"Requests by what the client did and how they ended (seed {report['seed']})", title_justify="left")
+    table.add_column("client: end", no_wrap=True)
+    table.add_column("requests", justify="right")
+    for end, count in report["requests"].items():
+        table.add_row(end, str(count))
+    console.print(table)
+    deeds = ", ".join(f"{deed} {count}x" for deed, count in report["havoc"].items())
+    console.print(f"Meanwhile: {deeds}.")
+    for name, has in report["resources"].items():
+        then, now = has["before"], has["after"]
+        changes = ", ".join(f"{what} {then[what]} -> {now[what]}" for what in then)
+        console.print(f"{name} ({'the same process' if has['same_process'] else 'restarted'}): {changes}")
+    if not report["objections"]:
+        console.print("Every request had the right tokens or an error, and nothing of it is left.")
 
 
 @contextlib.contextmanager

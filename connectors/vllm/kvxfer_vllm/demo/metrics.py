@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvxfer_vllm.demo.servers import Server
 
@@ -37,18 +38,32 @@ class Received:
 
 def received(server: Server) -> Received:
     """Read the totals now. Raises ServerError if the server does not export one of the metrics."""
-    families = {family.name: family.samples for family in text_string_to_metric_families(server.metrics())}
-
-    def total(name: str, counts: Callable[[dict[str, str]], bool] = lambda labels: True) -> float:
-        family = name.rpartition("_")[0]
-        if family not in families:
-            raise server.error(f"exports no metric {name}; is its kvxfer-vllm of this version?")
-        return sum(s.value for s in families[family] if s.name == name and counts(s.labels))
-
     by_source = "vllm:prompt_tokens_by_source_total"
+    page = _families(server)
     return Received(
-        tokens=int(total(by_source, lambda has: has["source"] == "external_kv_transfer")),
-        kv_bytes=int(total("kvxfer_kv_bytes_total")),
-        seconds=total("kvxfer_transfer_seconds_sum"),
-        failed=int(total("kvxfer_transfers_total", lambda has: has["outcome"] != "delivered")),
+        tokens=int(_total(page, server, by_source, lambda has: has["source"] == "external_kv_transfer")),
+        kv_bytes=int(_total(page, server, "kvxfer_kv_bytes_total")),
+        seconds=_total(page, server, "kvxfer_transfer_seconds_sum"),
+        failed=int(_total(page, server, "kvxfer_transfers_total", lambda has: has["outcome"] != "delivered")),
     )
+
+
+def total(server: Server, name: str) -> float:
+    """The sum of one metric over its labels. Raises ServerError if the server does not export it."""
+    return _total(_families(server), server, name)
+
+
+def _families(server: Server) -> dict[str, list[Sample]]:
+    return {family.name: family.samples for family in text_string_to_metric_families(server.metrics())}
+
+
+def _total(
+    page: dict[str, list[Sample]],
+    server: Server,
+    name: str,
+    counts: Callable[[dict[str, str]], bool] = lambda labels: True,
+) -> float:
+    for family in (name, name.rpartition("_")[0]):
+        if family in page:
+            return sum(s.value for s in page[family] if s.name == name and counts(s.labels))
+    raise server.error(f"exports no metric {name}; is its kvxfer-vllm of this version?")

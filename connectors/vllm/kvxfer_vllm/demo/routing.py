@@ -28,9 +28,14 @@ class Completion:
 
 
 def complete(
-    server: Server, prompt: str, max_tokens: int, kv_transfer_params: dict[str, Any] | None = None
+    server: Server,
+    prompt: str,
+    max_tokens: int,
+    kv_transfer_params: dict[str, Any] | None = None,
+    timeout: float = 60.0,
 ) -> Completion:
-    """One greedy completion, exactly `max_tokens` long. Raises ServerError if the server fails it."""
+    """One greedy completion, exactly `max_tokens` long. Raises ServerError if the server fails it, and NoAnswer (having
+    hung up, which makes the server abort it) after `timeout` seconds."""
     body: dict[str, Any] = {
         "model": MODEL_NAME,
         "prompt": prompt,
@@ -41,7 +46,7 @@ def complete(
     }
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = kv_transfer_params
-    answer = server.post("/v1/completions", body)
+    answer = server.post("/v1/completions", body, timeout)
     return Completion(
         prompt_tokens=answer["usage"]["prompt_tokens"],
         tokens=answer["choices"][0]["token_ids"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvxfer_vllm.demo.resources import Resources, resources
 
 MODEL_NAME = "tiny"
 BLOCK = 32
@@ -47,6 +50,10 @@ class ServerError(Exception):
     """A server did not start, ended by itself or failed a request; the message carries the end of its log."""
 
 
+class NoAnswer(ServerError):
+    """A server did not answer a request in time; the connection has been closed."""
+
+
 class Server:
     """One vLLM server with all its processes, started by the constructor and ended by `stop`.
 
@@ -70,13 +77,13 @@ class Server:
     ) -> None:
         self.name = name
         self.log = logs / f"{name}.log"
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--model", str(model), "--served-model-name", MODEL_NAME, *_FLAGS]
         if kv_transfer is not None:
             command += ["--kv-transfer-config", json.dumps(kv_transfer)]
-        with self.log.open("wb") as output:
+        with self.log.open("ab") as output:  # its predecessor of the same name may have written to it
             self._process = subprocess.Popen(
                 [*command, *flags],
                 stdin=subprocess.DEVNULL,
@@ -97,7 +104,8 @@ class Server:
             return False
 
     def post(self, path: str, body: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
-        """POST JSON, return the JSON answer. Raises ServerError for any status but 200, and on timeout."""
+        """POST JSON, return the JSON answer. Raises ServerError for any status but 200 and when the connection fails,
+        NoAnswer when `timeout` seconds are over."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
         try:
@@ -106,20 +114,26 @@ class Server:
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:500]
             raise self.error(f"answered {error.code} to {path}: {said}") from None
-        except OSError as error:
-            raise self.error(f"gave no answer to {path} within {timeout:.0f} s ({error})") from None
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+                raise self.error(f"gave no answer to {path} within {timeout:g} s", NoAnswer) from None
+            raise self.error(f"did not answer {path}: {error}") from None
 
     def metrics(self) -> str:
         """The server's page of Prometheus metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             return str(answer.read().decode())
 
-    def error(self, what: str) -> ServerError:
+    def resources(self) -> Resources:
+        """What all its processes hold."""
+        return resources(self._process.pid)
+
+    def error(self, what: str, kind: type[ServerError] = ServerError) -> ServerError:
         log = self.log.read_text(errors="replace")
         first = _RAISED.search(log)  # what vLLM calls the root cause stands pages above the end
         cause = f"\n--- the first error in its log, {self.log.name}: {first[1]}" if first else ""
         tail = "\n".join(log.splitlines()[-20:])
-        return ServerError(f"the {self.name} server {what}{cause}\n--- the end of its log:\n{tail}")
+        return kind(f"the {self.name} server {what}{cause}\n--- the end of its log:\n{tail}")
 
     def stop(self) -> None:
         """End all its processes, with a few seconds to do it by themselves. Idempotent."""
@@ -128,8 +142,19 @@ class Server:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
             pass  # killed next, as is whatever outlived a server that went in time
+        self.kill()
+
+    def kill(self) -> None:
+        """End all its processes at once, as a failing machine would. Idempotent."""
         self._signal(signal.SIGKILL)
         self._process.wait(10)
+
+    def pause(self) -> None:
+        """Stop all its processes until `resume`: alive, and silent."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
         try:
@@ -213,7 +238,8 @@ def await_ready(
         time.sleep(0.2)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,4 @@
-"""Every state that vLLM's scheduler can put a request into, on the real `Scheduler`: see docs/states.md.
-
-What `make` checks after each test belongs to every one of them: no request, block or memory of a transfer is left.
-"""
+"""Prompts of all lengths, cut into chunks or not, of which either side may have a part in its prefix cache."""
 
 from __future__ import annotations
 
@@ -9,32 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.cases import CACHES, decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, prompt
+from tests.vllm.engine import HYBRID, answer, prompt
 from tests.vllm.wire import Wire
-
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-CACHES = pytest.mark.parametrize("groups", [FULL, HYBRID, (Group(window=24),)], ids=["full", "hybrid", "window"])
-
-
-def prefill(p: Engine, text: list[int], n: int = 1, **more: Any) -> dict[str, Any]:
-    """Have P compute a prompt; the params that its router gives to D."""
-    name = p.add(text, OFFER, n=n, **more)
-    p.run(until=name)
-    params = p.done[name].params
-    assert params is not None and params["do_remote_prefill"]
-    return params
-
-
-def decode(d: Engine, text: list[int], params: dict[str, Any], *others: Engine, n: int = 4) -> str:
-    """Have D answer; the id of its request, whose tokens were right."""
-    name = d.add(text, params, n=n)
-    d.run(*others, until=name)
-    assert d.done[name].tokens == answer(text, n)
-    return name
-
-
-# --- prompts -------------------------------------------------------------------------------------------------------
 
 
 @CACHES
@@ -91,9 +66,6 @@ def test_many_at_once(make: Make) -> None:
     d.run(p)
     assert [d.done[name].tokens for name in names] == [answer(text, 4) for text in texts]
     assert all(d.computed[name] == 4 for name in names)
-
-
-# --- the prefix cache ----------------------------------------------------------------------------------------------
 
 
 @CACHES

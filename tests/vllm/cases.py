@@ -1,0 +1,49 @@
+"""What many tests of the states begin or end with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, prompt
+
+OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+CACHES = pytest.mark.parametrize("groups", [FULL, HYBRID, (Group(window=24),)], ids=["full", "hybrid", "window"])
+RUNNERS = pytest.mark.parametrize("resumes_as_new", [False, True], ids=["runner1", "runner2"])
+
+
+def prefill(p: Engine, text: list[int], n: int = 1, **more: Any) -> dict[str, Any]:
+    """Have P compute a prompt; the params that its router gives to D."""
+    name = p.add(text, OFFER, n=n, **more)
+    p.run(until=name)
+    p.step()  # which tells the workers that it is finished
+    params = p.done[name].params
+    assert params is not None and params["do_remote_prefill"]
+    return params
+
+
+def both(p: Engine, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a router that sends to both at once gives to P and to D."""
+    here = p.address
+    return (
+        {"do_remote_decode": True, "transfer_id": job},
+        {"do_remote_prefill": True, "transfer_id": job, "remote_host": here.host, "remote_port": here.port},
+    )
+
+
+def check(engine: Engine, name: str, text: list[int], n: int = 4) -> None:
+    assert engine.done[name].tokens == answer(text, n), f"{name}: wrong tokens"
+
+
+def decode(d: Engine, text: list[int], params: dict[str, Any], *others: Engine, n: int = 4) -> str:
+    """Have D answer; the id of its request, whose tokens were right."""
+    name = d.add(text, params, n=n)
+    d.run(*others, until=name)
+    assert d.done[name].tokens == answer(text, n)
+    return name
+
+
+def crowd(engine: Engine, *, of: int = 30, seed: int = 50, others: int = 2, n: int = 60) -> list[str]:
+    """Requests that want more and more blocks, so that those that came after them are preempted."""
+    return [engine.add(prompt(of, seed=seed + i), n=n, name=f"crowd{i}") for i in range(others)]

@@ -1,0 +1,201 @@
+"""Loads that fail, requests that are aborted, and consumers that cannot or will not take what is there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.vllm.cases import CACHES, OFFER, both, check, decode, prefill
+from tests.vllm.conftest import Make
+from tests.vllm.engine import HYBRID, prompt
+from tests.vllm.wire import Wire
+
+
+@CACHES
+@pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "moving"])
+def test_a_failed_load_is_recomputed(make: Make, wire: Wire, groups: Any, quiet: bool) -> None:
+    p, d = make(groups), make(groups, policy="recompute")
+    text = prompt(90)
+    params = prefill(p, text)
+    wire.paused = True
+    name = d.add(text, params)
+    d.steps(2)
+    (load,) = wire.loads(d)
+    wire.begin(load)
+    wire.fail(load, "the link broke", quiet=quiet)
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 90 + 3
+    if not quiet:
+        wire.scribble(load)
+        wire.quiet(load)
+
+
+@CACHES
+@pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "moving"])
+def test_a_failed_load_fails_its_request(make: Make, wire: Wire, groups: Any, quiet: bool) -> None:
+    """... and that one only."""
+    p, d = make(groups), make(groups, policy="fail")
+    text, other = prompt(90), prompt(50, seed=8)
+    params = prefill(p, text)
+    wire.paused = True
+    name, beside = d.add(text, params), d.add(other)
+    d.steps(2)
+    (load,) = wire.loads(d)
+    wire.begin(load)
+    wire.fail(load, "the link broke", quiet=quiet)
+    d.run(p, until=name)
+    assert d.done[name].reason == "error" and d.done[name].tokens == []
+    d.run(p, until=beside)
+    check(d, beside, other)
+    if not quiet:
+        wire.quiet(load)
+
+
+def test_a_dead_producer_costs_its_requests_only(make: Make, wire: Wire) -> None:
+    """predecessor 2.1.5: no wait is for ever, and nobody else waits."""
+    p, d = make(), make(blocks=200)
+    texts = [prompt(50 + i, seed=i) for i in range(4)]
+    all_params = [prefill(p, text) for text in texts]
+    wire.paused = True
+    names = [d.add(text, params) for text, params in zip(texts, all_params, strict=True)]
+    beside = d.add(prompt(20, seed=77))
+    d.run(until=beside)
+    for load in wire.loads(d):
+        wire.fail(load, "the peer is silent")
+    d.run()
+    for name, text in zip(names, texts, strict=True):
+        check(d, name, text)
+    p.lease_ends()
+
+
+def test_a_restarted_producer(make: Make, wire: Wire) -> None:
+    """predecessor 2.1.3: params of an engine that was there before name its epoch, which the new one does not have."""
+    p, d = make(), make()
+    text = prompt(60)
+    params = prefill(p, text)
+    stale = params | {"kvxfer_epoch": f"{int(params['kvxfer_epoch'], 16) ^ 1:x}"}
+    name = decode(d, text, stale, p)
+    assert d.computed[name] == 60 + 3
+    decode(d, text, params, p)
+
+
+@CACHES
+@pytest.mark.parametrize("when", ["queued", "allocated", "loading", "failed", "delivered", "running"])
+def test_abort_at_the_consumer(make: Make, wire: Wire, groups: Any, when: str) -> None:
+    p, d = make(groups), make(groups)
+    text = prompt(90)
+    params = prefill(p, text)
+    wire.paused = True
+    name = d.add(text, params, n=50)
+    if when == "allocated":
+        output = d.scheduler.schedule()
+        d.abort(name)
+        d.flight.append((output, d._execute(output)))
+        d._update()
+    elif when != "queued":
+        d.step()
+        (load,) = wire.loads(d)
+        if when == "failed":
+            wire.fail(load, "the link broke")
+            d.step()
+        elif when in ("delivered", "running"):
+            wire.read(load)
+            wire.settle(load)
+            d.steps(1 if when == "delivered" else 5)
+            assert d.status(name) == ("WAITING_FOR_REMOTE_KVS" if when == "delivered" else "RUNNING")
+    d.abort(name)
+    d.run(p)
+    if when == "queued":
+        assert not wire.loads(d)
+    wire.paused = False
+    again = d.add(text, params)  # a client that tries again with what it has
+    d.run(p, until=again)
+    check(d, again, text)
+
+
+@CACHES
+@pytest.mark.parametrize("when", ["queued", "prefilling", "decoding", "held"])
+def test_abort_at_the_producer(make: Make, wire: Wire, groups: Any, when: str) -> None:
+    """Its consumer, which came at the same time, computes itself."""
+    p, d = make(groups, budget=32), make(groups)
+    text = prompt(90)
+    to_p, to_d = both(p, "job")
+    a, b = p.add(text, to_p, n=1 if when == "held" else 30), d.add(text, to_d)
+    wire.paused = True
+    d.steps(2)
+    steps = {"queued": 0, "prefilling": 2, "decoding": 5, "held": 6}[when]
+    p.steps(steps)
+    p.abort(a)
+    p.run(until=None) if when != "held" else p.steps(3)
+    wire.paused = False
+    d.run(p, until=b)
+    check(d, b, text)
+    assert d.computed[b] == (1 + 3 if when == "held" else 90 + 3)
+
+
+def test_abort_of_everything(make: Make, wire: Wire) -> None:
+    p, d = make(HYBRID, blocks=100), make(HYBRID, blocks=100)
+    wire.paused = True
+    names = [d.add(prompt(40 + i, seed=i), prefill(p, prompt(40 + i, seed=i))) for i in range(6)]
+    d.steps(2)
+    for name in names:
+        d.abort(name)
+    for name in [p.add(prompt(80, seed=9 + i), OFFER, n=5) for i in range(4)]:
+        p.step()
+        p.abort(name)
+    d.run(p)
+
+
+def test_a_retry_under_the_same_id(make: Make, wire: Wire) -> None:
+    """predecessor 2.2.9: nothing of the first try is used for the second, which has another prompt."""
+    p, d = make(), make()
+    old, new = prompt(60), prompt(60, seed=1)
+    to_p, to_d = both(p, "job")
+    a = p.add(old, to_p, n=1)
+    p.run(until=a)
+    b = d.add(old, to_d)
+    wire.paused = True
+    d.steps(2)
+    d.abort(b)
+    d.run(p)
+    wire.paused = False
+    a2, b2 = p.add(new, to_p, n=1), d.add(new, to_d)
+    d.run(p, until=b2)
+    check(d, b2, new)
+    p.run(until=a2)
+    p.step()
+    p.lease_ends()  # D's want came before the offer, and was told what became of the first
+
+
+@pytest.mark.parametrize("suffix", ["", "-12345678"])
+def test_rejection_at_the_consumer(make: Make, suffix: str) -> None:
+    """The front end refuses the request; P is told, and frees its blocks long before the lease is over."""
+    p, d = make(), make()
+    text = prompt(60)
+    name = p.add(text, OFFER, n=1, name="cmpl-abc-0")
+    p.run(until=name)
+    params = p.done[name].params
+    assert params is not None and p.free < p.blocks - 1
+    d.reject(text, params, "cmpl-abc-0" + suffix)
+    d.run(p)
+
+
+def test_a_consumer_that_cannot_allocate_for_a_while(make: Make, wire: Wire) -> None:
+    """Its request waits in vLLM's queue; P's lease is renewed meanwhile."""
+    p, d = make(), make(blocks=12, caching=False, extra={"lease": 0.01})
+    text = prompt(90)
+    params = prefill(p, text)
+    before = d.add(prompt(100, seed=5), n=60)
+    d.step()
+    name = d.add(text, params)
+    while not p.agents[0].renewed:
+        assert before not in d.done, "D has not renewed the lease"
+        d.step()
+        time.sleep(0.005)  # the notice goes over a socket
+        p.step()
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3

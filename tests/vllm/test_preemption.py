@@ -1,0 +1,111 @@
+"""Preemption on both sides, at any time, and what a request does when it is resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.cases import CACHES, OFFER, RUNNERS, both, check, crowd, decode, prefill
+from tests.vllm.conftest import Make
+from tests.vllm.engine import FULL, prompt
+from tests.vllm.wire import Wire
+
+
+@CACHES
+@RUNNERS
+@pytest.mark.parametrize(("blocks", "budget"), [(13, 5), (14, 5), (15, 8), (16, 32), (18, 32)])
+def test_preemption_of_the_producer(make: Make, groups: Any, resumes_as_new: bool, blocks: int, budget: int) -> None:
+    """At some point of its prefill or its decoding, so before, during or after its offers; it is resumed and offered
+    again, under a generation of its own."""
+    p = make(groups, blocks=blocks * len(groups), budget=budget, seqs=4, resumes_as_new=resumes_as_new, caching=False)
+    d = make(groups)
+    crowded = crowd(p)
+    p.steps(16 if budget < 32 else 3)
+    text = prompt(90)
+    name = p.add(text, OFFER, n=50)
+    p.run(until=name)
+    assert groups != FULL or name in p.preempted
+    params = p.done[name].params
+    assert params is not None
+    decode(d, text, params, p)
+    p.run(d)
+    for i, other in enumerate(crowded):
+        check(p, other, prompt(30, seed=50 + i), 60)
+
+
+def test_preemption_of_the_producer_while_it_is_read(make: Make, wire: Wire) -> None:
+    """Both engines at once, by an id of the router's: D reads blocks that P then gives up. D is told, computes itself, and
+    P offers anew what nobody asks for any more."""
+    p, d = make(blocks=18, caching=False), make()
+    wire.paused = True
+    text = prompt(70)
+    crowded = crowd(p, of=60, others=2, n=60)
+    p.steps(3)
+    to_p, to_d = both(p, "job")
+    a = p.add(text, to_p, n=80)
+    b = d.add(text, to_d)
+    d.steps(2)
+    (load,) = wire.loads(d)
+    while not wire.begin(load):
+        p.step()
+    while a not in p.preempted:
+        p.step()
+    wire.read(load)  # of blocks that are others' by now
+    assert not wire.settle(load)
+    wire.paused = False
+    d.run(p, until=b)
+    check(d, b, text)
+    assert d.computed[b] == 70 + 3
+    p.run(d, until=a)
+    check(p, a, text, 80)
+    for i, other in enumerate(crowded):
+        check(p, other, prompt(60, seed=50 + i), 60)
+    p.lease_ends()
+
+
+@RUNNERS
+@CACHES
+def test_preemption_of_the_consumer(make: Make, groups: Any, resumes_as_new: bool) -> None:
+    """After its load, which is not repeated: it computes its prompt when it is resumed."""
+    p, d = make(groups), make(groups, blocks=14 * len(groups), resumes_as_new=resumes_as_new, caching=False)
+    text = prompt(90)
+    params = prefill(p, text)
+    crowded = crowd(d)
+    d.steps(2)
+    name = d.add(text, params, n=40)
+    d.run(p)
+    assert groups != FULL or name in d.preempted
+    check(d, name, text, 40)
+    for i, other in enumerate(crowded):
+        check(d, other, prompt(30, seed=50 + i), 60)
+
+
+def test_preemption_of_the_consumer_behind_running_requests(make: Make) -> None:
+    """predecessor 2.2.1: a resumed request stands behind running ones in the step, and loads or computes all the same."""
+    p, d = make(), make(blocks=22, caching=False)
+    texts = [prompt(60, seed=i) for i in range(4)]
+    names = [d.add(text, prefill(p, text), n=60) for text in texts]
+    d.run(p)
+    assert d.preempted
+    for name, text in zip(names, texts, strict=True):
+        check(d, name, text, 60)
+
+
+def test_preemption_of_all_by_a_cache_reset(make: Make) -> None:
+    """vLLM may take every running request's blocks, and start it again within the same step."""
+    p, d = make(), make()
+    text = prompt(70)
+    params = prefill(p, text)
+    b = d.add(text, params, n=20)
+    d.steps(4)
+    a = p.add(prompt(40, seed=3), OFFER, n=10)
+    p.steps(3)
+    for e in (p, d):
+        e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    p.run(d, until=a)
+    d.run(p, until=b)
+    check(d, b, text, 20)
+    again = p.done[a].params
+    assert again is not None
+    decode(d, prompt(40, seed=3), again, p)
