@@ -167,14 +167,18 @@ class Relay:
     """TCP between a port of its own and a target, which can freeze (half open: no bytes, no end) and cut."""
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target = host, int(port)
+        self.lead(target)
         self._server = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
         self._flow = threading.Event()
         self._flow.set()
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def lead(self, target: str) -> None:
+        """Where connections that are made from now on lead."""
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
 
     def _accept(self) -> None:
         while True:
@@ -247,6 +251,40 @@ def test_transfer_survives_a_cut_connection(relayed: tuple[Node, Node, Relay]) -
     end = d.settled(name(0))
     assert end.outcome.kind is Kind.DELIVERED, end
     assert d.blocks([15, 12]) == p.blocks([13, 11])
+
+
+# --- epochs --------------------------------------------------------------------------------------------------------
+
+
+def test_another_agent_answers_where_the_producer_was(node: Make, relayed: tuple[Node, Node, Relay]) -> None:
+    """The link's messages, and the hello that follows, reach an agent that started later at the same address, and that
+    offers other bytes under the same name."""
+    p, d, relay = relayed
+    half(p, d, 0)
+    mine = d.blocks([12])
+    other = node(seed=2)
+    other.offer(name(0), [13, 11], 8, 1, True)
+    relay.lead(other.address())
+    p.kill()
+    relay.cut()
+    end = d.settled(name(0))
+    assert end.outcome.kind is Kind.FAILED and "lived here before" in end.outcome.reason, end
+    assert d.blocks([12]) == mine, "a stranger's bytes came"
+    d.fetch(name(0), other.source, [15, 12], 8)  # by its right epoch it can be had
+    ends = d.wait(Ended, 2, transfer=name(0))
+    assert ends[1].outcome.kind is Kind.DELIVERED and d.blocks([15, 12]) == other.blocks([13, 11])
+
+
+def test_news_for_an_earlier_engine_is_not_heard(node: Make) -> None:
+    p, d = node(seed=1), node()
+    old = p.source
+    p.kill()
+    p = node(seed=2, port=old.port)
+    d.settle(old, name(0))
+    d.settle(p.source, name(1))  # the same way, later
+    heard: list[object] = []
+    until(lambda: bool(heard.extend(p.notices()) or heard))
+    assert heard == [name(1)]
 
 
 # --- leaks ---------------------------------------------------------------------------------------------------------
