@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -22,8 +23,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of one engine; both engines of a pair have their own and need not agree, save on the back end.
 
     Attributes:
-        backend: name under the entry point group `kvxfer.backends`, or `module:Class`.
-        backend_options: handed to the back end, which checks them itself.
+        backend: name under the entry point group `kvxfer.backends`, or `module:Class`, or `auto`: the first of a stated
+            order that works here (see `kvxfer.transport.auto`).
+        backend_options: handed to the back end, which checks them itself; with `auto`, options by back end.
         listen: address that control sockets bind to.
         port: port of the engine's directory; 0 takes any free one.
         advertise: host name or address given to peers; None gives them `listen`.
@@ -55,6 +57,15 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     peers: tuple[NonEmpty, ...] | None = None
     integrity: Integrity = "off"
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all peers must be on this host, since they are given a loopback address to dial."""
+        host = self.advertise or self.listen
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Config:
         """Read settings as they come out of JSON, YAML or an engine's own configuration.
@@ -73,7 +84,13 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             except msgspec.ValidationError as error:
                 expected = _expected(types[key], error)
                 raise ConfigError(f"kvxfer setting {key!r} cannot be {value!r}: {expected}") from None
-        return cls(**values)
+        config = cls(**values)
+        if config.listen in ("0.0.0.0", "::", "*") and config.advertise is None:
+            raise ConfigError(
+                f"kvxfer setting 'listen' is {config.listen!r}, which is no address that a peer could dial; "
+                "set 'advertise' to this host's name or address"
+            )
+        return config
 
 
 def _expected(type_: Any, error: msgspec.ValidationError) -> str:

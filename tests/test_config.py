@@ -87,3 +87,9 @@ def test_wrong_value_names_key_value_and_expectation(key: str, value: Any, expec
 def test_config_error_is_caught_as_kvxfer_error() -> None:
     with pytest.raises(KvxferError):
         Config.from_mapping({"port": -1})
+
+
+def test_listening_everywhere_needs_a_name_for_peers():
+    with pytest.raises(ConfigError, match=r"'listen'.*'advertise'"):
+        Config.from_mapping({"listen": "0.0.0.0"})
+    assert Config.from_mapping({"listen": "0.0.0.0", "advertise": "node-7"}).advertise == "node-7"

@@ -16,6 +16,7 @@ from rich.table import Table
 import kvxfer
 from kvxfer.errors import ConfigError
 from kvxfer.transport import registry
+from kvxfer.transport.auto import ORDER, choose
 
 # What bug reports need, under the names that distributions may have.
 _VERSIONS = {
@@ -39,6 +40,7 @@ def doctor(
         "host": _host(),
         "versions": {name: _version(names) for name, names in _VERSIONS.items()},
         "backends": {name: _examine(name) for name in registry.available()},
+        "auto": {f"{memory}, {'one host' if host else 'several hosts'}": _auto(memory, host) for memory, host in ORDER},
     }
     if as_json:
         typer.echo(json.dumps(report))
@@ -57,6 +59,13 @@ def _examine(name: str) -> dict[str, Any]:
         "memory": sorted(probe.memory),
         "facts": dict(probe.facts),
     }
+
+
+def _auto(memory: str, one_host: bool) -> str:
+    try:
+        return choose(memory, one_host).name
+    except ConfigError as error:
+        return str(error)
 
 
 def _version(names: list[str]) -> str | None:
@@ -103,3 +112,5 @@ def _show(report: dict[str, Any]) -> None:
         usable = "[green]yes[/]" if found["usable"] else "[red]no[/]"
         table.add_row(name, usable, ", ".join(found["memory"]), escape(found["reason"] + facts))
     console.print(table)
+    chosen = ", ".join(f"{name} ({where})" for where, name in report["auto"].items())
+    console.print(f"backend auto: {chosen}", highlight=False)

@@ -50,6 +50,7 @@ from kvxfer.session.values import (
     Stats,
 )
 from kvxfer.transport import Fence, load
+from kvxfer.transport.auto import resolve
 
 __all__ = ["Agent"]
 
@@ -72,11 +73,14 @@ class Agent:
     def __init__(self, cache: Cache, config: Config, engine: str = "") -> None:
         cache.check()
         self.cache, self.config, self.epoch = cache, config, new_epoch()
-        backend = load(config.backend)
+        choice, options = resolve(config.backend, config.backend_options, (r.device for r in cache.regions), config.one_host)
+        backend = load(choice)
+        settings = {"listen": config.listen, "advertise": config.advertise or config.listen}
+        options = {**{key: settings[key] for key in backend.inherits}, **options}
         name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
         self._hub = wire.Hub(Security.of(config))
         self._mover = mv.Mover(
-            lambda: backend(name, config.backend_options), cache.regions, stager(cache, config.staging_bytes),
+            lambda: backend(name, options), cache.regions, stager(cache, config.staging_bytes),
             self._post, grace=config.peer_timeout, quarantine_limit=sum(r.nbytes for r in cache.regions) // 4,
         )  # fmt: skip
         self._hasher = Hasher(cache.regions, self._post)
@@ -85,7 +89,7 @@ class Agent:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvxfer-control", daemon=True)
         try:
-            terms = Terms.of(config.backend, *self._mover.start(START_S), cache, config.integrity)
+            terms = Terms.of(choice, *self._mover.start(START_S), cache, config.integrity)
             self._router, port = self._hub.listen(config.listen, 0)
         except BaseException:
             self.close()

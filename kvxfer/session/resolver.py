@@ -15,6 +15,7 @@ from kvxfer.session import messages as m
 from kvxfer.session import wire
 from kvxfer.session.links import Target
 from kvxfer.session.values import Lane, Resolved
+from kvxfer.transport.auto import AUTO
 
 __all__ = ["Path", "Resolver"]
 
@@ -93,7 +94,7 @@ class Resolver:
 
     def _path(self, card: m.Card, source: Source, own: tuple[m.Member, ...] | None) -> Path | str:
         """The way to a source, or why there is none."""
-        if card.backend != self._backend:
+        if card.backend != self._backend and AUTO not in (card.backend, self._backend):  # else the hello finds out
             return (
                 f"engine {card.engine!r} at {source} uses back end {card.backend!r}, this engine {self._backend!r}; "
                 "configure the same on both"

@@ -154,6 +154,9 @@ class Transport(ABC):
 
     name: ClassVar[str]
     contract: ClassVar[int] = CONTRACT_VERSION
+    inherits: ClassVar[frozenset[str]] = frozenset()
+    """Options that an agent fills in from its own settings where the user did not set them: of ``listen`` (address to
+    bind to) and ``advertise`` (host name or address for peers), those that this back end has."""
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self.agent = agent

@@ -41,6 +41,7 @@ class NcclTransport(Transport):
     """
 
     name = "nccl"
+    inherits = frozenset({"listen", "advertise"})
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)

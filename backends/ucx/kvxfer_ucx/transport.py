@@ -57,6 +57,7 @@ class UcxTransport(Transport):
     """
 
     name = "ucx"
+    inherits = frozenset({"advertise"})
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)

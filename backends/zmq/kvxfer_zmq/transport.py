@@ -33,6 +33,7 @@ class ZmqTransport(Transport):
     use it."""
 
     name = "zmq"
+    inherits = frozenset({"listen", "advertise"})
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
