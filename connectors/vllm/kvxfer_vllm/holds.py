@@ -32,21 +32,22 @@ class Holds:
         """``pool``: vLLM's ``BlockPool``."""
         self._pool = pool
 
-    def keep(self, holder: Hashable, blocks: Iterable[int]) -> None:
-        """Reference these blocks, besides what ``holder`` has already. They must be in use at the time."""
+    def keep(self, holder: Hashable, blocks: Iterable[int]) -> bool:
+        """Reference these blocks, besides what ``holder`` has already. They must be in use at the time. False: they are
+        not held, since there is no pool."""
         if self._pool is None:
-            return
+            return False
         found = [self._pool.blocks[b] for b in blocks]
         self._pool.touch(found)
         self._kept.setdefault(holder, []).extend(found)
+        return True
 
     def quarantine(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """The same for blocks of which no more use is made, within the limit. False: they are not held."""
         wanted = list(blocks)
-        if self._pool is None or sum(self._quarantined.values()) + len(wanted) > self._limit:
+        if sum(self._quarantined.values()) + len(wanted) > self._limit or not self.keep(holder, wanted):
             log.warning("%s: %d blocks are given back while a transfer may still touch them", holder, len(wanted))
             return False
-        self.keep(holder, wanted)
         self._quarantined[holder] = self._quarantined.get(holder, 0) + len(wanted)
         return True
 

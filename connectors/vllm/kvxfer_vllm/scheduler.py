@@ -141,7 +141,6 @@ class SchedulerHalf:
                 return
             if external:
                 self._step_loads[self._loads[name]] = name
-                self._targets[name] = _ids(table)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request is over. True: its blocks stay until all ranks have reported them quiet."""
@@ -203,6 +202,8 @@ class SchedulerHalf:
             self._tell(release.source, Settle(release.source.epoch, (release.transfer,), release.reason))
         self._renew()
         commands = self._schedule.commands()
+        for want in commands.wants:
+            self._targets[self._step_loads[want.transfer]] = _ids(want.blocks)
         for revoke in commands.revokes:
             if revoke.gone and revoke.transfer in self._orphans:
                 self._orphans[revoke.transfer] = revoke.generation
@@ -241,8 +242,8 @@ class SchedulerHalf:
             (NULL,) * (first := max(0, total - window) // group.block) + row[first : group.blocks(total)] if window else ()
             for group, window, row in zip(self._groups, self._windows, table, strict=True)
         )
-        self._ends[name] = end
-        self._holds.keep(name, _ids(end))
+        if self._holds.keep(name, _ids(end)):
+            self._ends[name] = end
 
     def _grow(self, name: str, new: Sequence[Sequence[int]] | None, resumed: bool) -> None:
         """New blocks are appended; those of a resumed request replace its table."""
