@@ -1,4 +1,4 @@
-"""One side of a transfer benchmark, in a process of its own, driven over a pipe by ``transfer.py``.
+"""One side of a transfer benchmark, in a process of its own, driven by ``transfer.py``.
 
 Two figures are taken. *Transport*: both data threads are given the same part, from the later submission to the later
 end. *Session*: the producer has offered, the consumer fetches, from the call to the outcome.
@@ -28,7 +28,7 @@ from kvxfer.session.terms import Terms, stager
 from kvxfer.session.values import Move, Moved, PartRef
 from kvxfer.transport import Verb, load
 
-__all__ = ["Setup", "run"]
+__all__ = ["Party", "Setup"]
 
 WAIT_S = 120.0
 T = TransferId("bench", 0)
@@ -45,21 +45,10 @@ class Setup:
     staging_bytes: int
 
 
-def run(setup: Setup, pipe: Connection) -> None:
-    """Serve requests from the pipe until ``None``: each is (method, arguments), answered by (ok, value)."""
-    try:
-        party = Party(setup, pipe)
-        pipe.send((True, None))
-        while (call := pipe.recv()) is not None:
-            pipe.send((True, getattr(party, call[0])(*call[1:])))
-        party.close()
-    except BaseException as e:
-        pipe.send((False, f"{type(e).__name__}: {e}"))
-        raise
-
-
 class Party:
-    def __init__(self, setup: Setup, pipe: Connection) -> None:
+    """Its methods are called in turn, on one thread."""
+
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._pool = Pool(setup.model, setup.blocks, setup.device)
         if setup.role == "producer":

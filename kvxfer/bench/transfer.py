@@ -13,49 +13,13 @@ from typing import Annotated, Any, cast, get_args
 import numpy as np
 import typer
 
-from kvxfer.bench.party import Setup, run
+from kvxfer.bench.party import Party, Setup
+from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import MODELS, Model
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError, KvxferError
 
 __all__ = ["measure", "transfer"]
-
-
-class Remote:
-    """A party in its own process."""
-
-    def __init__(self, setup: Setup) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=run, args=(setup, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.role = setup.role
-        self.get()
-
-    def send(self, *call: Any) -> None:
-        self._pipe.send(call)
-
-    def get(self) -> Any:
-        if not self._pipe.poll(180):
-            raise KvxferError(f"the {self.role} did not answer within 180 s")
-        ok, value = self._pipe.recv()
-        if not ok:
-            raise KvxferError(f"the {self.role} failed: {value}")
-        return value
-
-    def __call__(self, *call: Any) -> Any:
-        self.send(*call)
-        return self.get()
-
-    def close(self) -> None:
-        try:
-            self._pipe.send(None)
-        except OSError:
-            pass
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
 
 
 def measure(
@@ -97,7 +61,7 @@ def _parties(
     with ExitStack() as stack:
         made = []
         for role, where in zip(("producer", "consumer"), devices, strict=True):
-            made.append(Remote(Setup(role, backend, options, model, blocks, where, staging_bytes)))
+            made.append(Remote(role, Party, Setup(role, backend, options, model, blocks, where, staging_bytes)))
             stack.callback(made[-1].close)
         yield made[0], made[1]
 

@@ -1,0 +1,79 @@
+"""Objects in processes of their own, called over a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvxfer.errors import KvxferError
+
+__all__ = ["Remote"]
+
+START_S, ANSWER_S = 180.0, 180.0
+
+
+def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+    """Serve requests until ``None``: each is (method, arguments), answered by (ok, value)."""
+    try:
+        served = make(*args)
+        pipe.send((True, None))
+        while (call := pipe.recv()) is not None:
+            pipe.send((True, getattr(served, call[0])(*call[1:])))
+        served.close()
+    except EOFError:
+        pass  # our parent is gone
+    except BaseException as e:
+        pipe.send((False, f"{type(e).__name__}: {e}"))
+        raise
+
+
+class Remote:
+    """What ``make(*args)`` returns, in a new process. ``name`` is for errors. The object needs a ``close``."""
+
+    def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:
+        context = mp.get_context("spawn")
+        self.name = name
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(make, args, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.get(START_S)
+
+    def send(self, *call: Any) -> None:
+        """Call a method, ``(name, *arguments)``, and do not wait."""
+        self._pipe.send(call)
+
+    def get(self, timeout: float = ANSWER_S) -> Any:
+        """The answer to the oldest ``send``. Raises ``KvxferError`` when the call failed or takes too long."""
+        if not self._pipe.poll(timeout):
+            raise KvxferError(f"the {self.name} did not answer within {timeout:g} s")
+        try:
+            ok, value = self._pipe.recv()
+        except EOFError:
+            raise KvxferError(f"the process of the {self.name} has died") from None
+        if not ok:
+            raise KvxferError(f"the {self.name} failed: {value}")
+        return value
+
+    def __call__(self, *call: Any) -> Any:
+        self.send(*call)
+        return self.get()
+
+    def kill(self) -> None:
+        """As by ``kill -9``."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def close(self) -> None:
+        """Have it close, and wait for its end."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._pipe.close()

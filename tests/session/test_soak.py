@@ -1,0 +1,34 @@
+"""The soak benchmark: a short run of it is flat, and it would say so if it were not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvxfer.bench.soak import ALLOWED, FIGURES, ROWS, WATCHED, complaints, measure
+
+
+@pytest.mark.slow
+def test_a_short_run_is_flat() -> None:
+    found = measure(9.0, 4.0)
+    assert found["complaints"] == []
+    assert found["restarts"] >= 1 and len(found["samples"]) >= ROWS - 4
+    assert found["outcomes"]["delivered"] > 100
+
+
+def rows(**slopes: float) -> list[dict[str, Any]]:
+    """Samples in which some figures of the producer grow from first to last."""
+    steady = dict.fromkeys(FIGURES, 10.0)
+    return [
+        {"seconds": i, "consumer": steady, "producer": {**steady, **{k: 10 + s * i / ROWS for k, s in slopes.items()}}}
+        for i in range(ROWS)
+    ]
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_what_grows_is_named(figure: str) -> None:
+    assert complaints(rows()) == []
+    assert complaints(rows(**{figure: ALLOWED[figure] / 2})) == [] or ALLOWED[figure] == 0
+    (complaint,) = complaints(rows(**{figure: 2 * ALLOWED[figure] + 2}))
+    assert figure in complaint and WATCHED[0] in complaint
