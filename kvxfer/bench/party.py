@@ -21,8 +21,8 @@ from kvxfer.config import Config, Integrity
 from kvxfer.geometry import Claim, Planner
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released
-from kvxfer.session import mover as mv
+from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, results
+from kvxfer.session.mover import Mover
 from kvxfer.session.parts import piece_bytes
 from kvxfer.session.terms import Terms, stager
 from kvxfer.session.values import Move, Moved, PartRef
@@ -58,7 +58,7 @@ class Party:
             staging_bytes=setup.staging_bytes,
         )  # fmt: skip
         self._agents: dict[Integrity, tuple[Agent, Directory]] = {}
-        self._mover: mv.Mover | None = None
+        self._mover: Mover | None = None
         self._rounds = 0
         self._released = False
 
@@ -69,19 +69,19 @@ class Party:
         backend = load(self._config.backend)
         self._results: queue.Queue[Any] = queue.Queue()
         cache = self._pool.cache
-        self._mover = mv.Mover(
+        self._mover = Mover(
             lambda: backend(self._setup.role, self._config.backend_options), cache.regions,
             stager(cache, self._config.staging_bytes), self._results.put, grace=5.0, quarantine_limit=1 << 62,
         )  # fmt: skip
         self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
         self._mover.endpoint("link", 1)
-        self._mine = bytes(self._take(mv.Endpoint).endpoint)
+        self._mine = bytes(self._take(results.Endpoint).endpoint)
         return self._mine
 
     def connect(self, theirs: bytes) -> str:
         assert self._mover is not None
         self._mover.connect("link", 1, self._mine, theirs)
-        self._take(mv.Connected)
+        self._take(results.Connected)
         return self._terms.mode
 
     def move(self, src: Ints, dst: Ints, other: Any, slots: Connection) -> dict[str, float]:
@@ -120,9 +120,9 @@ class Party:
                     return
                 case Moved(error=str(why)):
                     raise RuntimeError(f"the part ended with: {why}")
-                case mv.SlotReady():
+                case results.SlotReady():
                     slots.send((result.piece, result.offset, result.nbytes))
-                case mv.SlotTaken():
+                case results.SlotTaken():
                     slots.send((result.piece, 0, 0))
             while slots.poll():
                 self._mover.slot(ref, *slots.recv())

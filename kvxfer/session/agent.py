@@ -20,12 +20,12 @@ from kvxfer.geometry import Cache
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.security import Complaints, Security
 from kvxfer.session import messages as m
-from kvxfer.session import mover as mv
-from kvxfer.session import wire
+from kvxfer.session import results, wire
 from kvxfer.session.consumer import Consumer
 from kvxfer.session.fences import Fences
 from kvxfer.session.hasher import Hasher
 from kvxfer.session.links import Inbound, Lost, Outbound
+from kvxfer.session.mover import Mover
 from kvxfer.session.producer import Producer
 from kvxfer.session.resolver import Path, Resolver
 from kvxfer.session.terms import Terms, stager
@@ -79,7 +79,7 @@ class Agent:
         options = {**{key: settings[key] for key in backend.inherits}, **options}
         name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
         self._hub = wire.Hub(Security.of(config))
-        self._mover = mv.Mover(
+        self._mover = Mover(
             lambda: backend(name, options), cache.regions, stager(cache, config.staging_bytes),
             self._post, grace=config.peer_timeout, quarantine_limit=sum(r.nbytes for r in cache.regions) // 4,
         )  # fmt: skip
@@ -160,7 +160,7 @@ class Agent:
         self._inbox.append(step)
         self._hub.wake()
 
-    def _post(self, result: mv.Result | Hashed) -> None:
+    def _post(self, result: results.Result | Hashed) -> None:
         self._do(partial(self._result, result))
 
     # --- the control thread ----------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class Agent:
         self._out.know(route.targets)
         return self._consumer.resolved(source, route.resolved, now)
 
-    def _result(self, result: mv.Result | Hashed, now: float) -> list[Action]:
+    def _result(self, result: results.Result | Hashed, now: float) -> list[Action]:
         match result:
             case Moved():
                 machine = self._consumer if result.ref.role == "consumer" else self._producer
@@ -312,22 +312,22 @@ class Agent:
             case Hashed():
                 machine = self._consumer if result.ref.role == "consumer" else self._producer
                 return machine.hashed(result, now)
-            case mv.Endpoint() | mv.Connected() | mv.Broken():
+            case results.Endpoint() | results.Connected() | results.Broken():
                 return self._linked(result, now)
-            case mv.Disconnected():
+            case results.Disconnected():
                 return [] if isinstance(result.link, bytes) else self._consumer.link_closed(result.link, now)
-            case mv.SlotReady():
+            case results.SlotReady():
                 r = result.ref
                 slot = m.Slot(r.transfer, r.attempt, r.part, result.piece, result.offset, result.nbytes)
                 self._in.send(r.link, slot)
-            case mv.SlotTaken():
+            case results.SlotTaken():
                 r = result.ref
                 self._out.send(r.link, m.Taken(r.transfer, r.attempt, r.part, result.piece))
-            case mv.Reset():
+            case results.Reset():
                 return self._reset(f"the back end was reset: {result.reason}", now)
         return []
 
-    def _linked(self, result: mv.Endpoint | mv.Connected | mv.Broken, now: float) -> list[Action]:
+    def _linked(self, result: results.Endpoint | results.Connected | results.Broken, now: float) -> list[Action]:
         """The data thread's word about a link."""
         link = result.link
         if isinstance(link, bytes):

@@ -17,7 +17,8 @@ from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache, Claim, Planner
 from kvxfer.session import messages as m
 from kvxfer.session import wire
-from kvxfer.session.mover import Broken, Connected, Endpoint, Mover
+from kvxfer.session.mover import Mover
+from kvxfer.session.results import Broken, Connected, Endpoint
 from kvxfer.session.terms import Terms
 from kvxfer.session.values import LinkId, LinkInfo, PartRef, link_name
 

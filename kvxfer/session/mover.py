@@ -10,92 +10,28 @@ or too much is quarantined.
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from kvxfer.geometry import Region
 from kvxfer.session.jobs import Job, Wire, make_job
+from kvxfer.session.mailbox import Mailbox
+from kvxfer.session.results import Broken, Connected, Disconnected, Endpoint, Reset, Result, SlotReady, SlotTaken
 from kvxfer.session.staging import Staging
 from kvxfer.session.values import LinkId, Move, Moved, PartRef
 from kvxfer.transport import Capabilities, Completion, Transport, Verb
 
-__all__ = ["Broken", "Connected", "Disconnected", "Endpoint", "Mover", "Reset", "Result", "SlotReady", "SlotTaken"]
+__all__ = ["Mover"]
 
 log = logging.getLogger("kvxfer.mover")
 
 REOPEN_S = 1.0
 """Shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
 REOPEN_MOST_S = 30.0
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Answer to ``endpoint``: the bytes for the peer, or why there are none."""
-
-    link: LinkId
-    number: int
-    endpoint: bytes
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Connected:
-    """Answer to ``connect``."""
-
-    link: LinkId
-    number: int
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A link on which nothing can move any more, though nobody asked to close it."""
-
-    link: LinkId
-    number: int
-    error: str
-
-
-@dataclass(frozen=True)
-class Disconnected:
-    """Answer to ``disconnect``: nothing comes over the link into our memory any more."""
-
-    link: LinkId
-
-
-@dataclass(frozen=True)
-class SlotReady:
-    """Staged read: piece ``piece`` of a part that we serve lies packed in our staging memory."""
-
-    ref: PartRef
-    piece: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class SlotTaken:
-    """Staged read: we have copied a piece out of the peer's staging memory."""
-
-    ref: PartRef
-    piece: int
-
-
-@dataclass(frozen=True)
-class Reset:
-    """The back end was closed and made anew: all links are void, all memory is quiet."""
-
-    reason: str
-
-
-Result = Endpoint | Connected | Broken | Disconnected | Moved | SlotReady | SlotTaken | Reset
 
 
 @dataclass
@@ -122,9 +58,7 @@ class Mover:
         self._make, self._regions, self._stage, self._post = make, regions, stage, post
         self._grace, self._limit = grace, quarantine_limit
         self._staging: Staging | None = None
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()
+        self._inbox = Mailbox()
         self._transport: Transport | None = None
         self._reopen, self._wait = 0.0, REOPEN_S
         self._asked: list[tuple[LinkId, int]] = []  # for endpoints, while the back end is down
@@ -154,47 +88,38 @@ class Mover:
 
     def endpoint(self, link: LinkId, number: int) -> None:
         """Begin a link; ``number`` tells it from earlier ones of that name."""
-        self._do(self._endpoint, link, number)
+        self._inbox.post(self._endpoint, link, number)
 
     def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
-        self._do(self._connect, link, number, mine, theirs)
+        self._inbox.post(self._connect, link, number, mine, theirs)
 
     def disconnect(self, link: LinkId) -> None:
-        self._do(self._disconnect, link)
+        self._inbox.post(self._disconnect, link)
 
     def move(self, action: Move) -> None:
-        self._do(self._move, action)
+        self._inbox.post(self._move, action)
 
     def abort(self, ref: PartRef) -> None:
-        self._do(self._abort, ref)
+        self._inbox.post(self._abort, ref)
 
     def slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
         """A ``Slot`` or ``Taken`` message for this part (``offset`` is -1 for ``Taken``)."""
-        self._do(self._slot, ref, piece, offset, nbytes)
+        self._inbox.post(self._slot, ref, piece, offset, nbytes)
 
     def close(self, timeout: float) -> None:
         """End everything and wait for the thread, ``timeout`` seconds at most (it is a daemon thread)."""
-        self._do(self._stop)
+        self._inbox.post(self._stop)
         if self._thread.is_alive():
             self._thread.join(timeout)
             if self._thread.is_alive():
                 log.error("the back end did not close within %g s; its thread is abandoned", timeout)
                 return
-        with self._wake_lock:
-            if self._wake >= 0:
-                os.close(self._wake)
-            self._wake = -1
+        self._inbox.close()
 
     @property
     def quarantined_bytes(self) -> int:
         """Bytes of parts that have ended but whose memory the back end may still touch."""
         return sum(job.nbytes for job in list(self._quarantine.values()))
-
-    def _do(self, call: Callable[..., None], *args: Any) -> None:
-        self._inbox.append(lambda: call(*args))
-        with self._wake_lock:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
 
     # --- the data thread -------------------------------------------------------------------------------------------
 
@@ -228,7 +153,7 @@ class Mover:
     def _turn(self) -> None:
         transport = self._transport
         poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
+        poller.register(self._inbox, select.POLLIN)
         fd = None if transport is None else transport.fileno()
         if fd is not None:
             poller.register(fd, select.POLLIN)
@@ -237,10 +162,8 @@ class Mover:
             poller.poll(wait * 1000)
         elif not poller.poll(0):  # poll knows whole milliseconds only
             time.sleep(wait)
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        while self._inbox:
-            self._inbox.popleft()()
+        for call in self._inbox.take():
+            call()
             if self._stopping:
                 return
         if self._transport is None:

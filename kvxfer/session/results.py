@@ -1,0 +1,72 @@
+"""What the data thread tells the control thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvxfer.session.values import LinkId, Moved, PartRef
+
+__all__ = ["Broken", "Connected", "Disconnected", "Endpoint", "Reset", "Result", "SlotReady", "SlotTaken"]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Answer to ``endpoint``: the bytes for the peer, or why there are none."""
+
+    link: LinkId
+    number: int
+    endpoint: bytes
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Connected:
+    """Answer to ``connect``."""
+
+    link: LinkId
+    number: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A link on which nothing can move any more, though nobody asked to close it."""
+
+    link: LinkId
+    number: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """Answer to ``disconnect``: nothing comes over the link into our memory any more."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True)
+class SlotReady:
+    """Staged read: piece ``piece`` of a part that we serve lies packed in our staging memory."""
+
+    ref: PartRef
+    piece: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SlotTaken:
+    """Staged read: we have copied a piece out of the peer's staging memory."""
+
+    ref: PartRef
+    piece: int
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The back end was closed and made anew: all links are void, all memory is quiet."""
+
+    reason: str
+
+
+Result = Endpoint | Connected | Broken | Disconnected | Moved | SlotReady | SlotTaken | Reset
