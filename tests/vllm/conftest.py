@@ -27,7 +27,16 @@ def wire() -> Wire:
 
 
 @pytest.fixture
-def make(wire: Wire, tmp_path: pathlib.Path) -> Iterator[Make]:
+def overlap() -> bool:
+    """Whether engines plan a step before they see the last one's result; a module may have it both ways."""
+    return False
+
+
+both_ways = pytest.fixture(params=[False, True], ids=["stepwise", "overlapped"])(lambda request: request.param)
+
+
+@pytest.fixture
+def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
     """Makes engines; afterwards none of them may remember a request or miss a block."""
     engines: list[Engine] = []
     names = itertools.count()
@@ -40,7 +49,7 @@ def make(wire: Wire, tmp_path: pathlib.Path) -> Iterator[Make]:
             kv_load_failure_policy=policy, kv_connector_extra_config=more.pop("extra", {}),
         )  # fmt: skip
         ours = {key: more.pop(key) for key in ("budget", "seqs", "caching") if key in more}
-        engine = Engine(wire, vllm_config(folder, transfer, **ours), groups, **more)
+        engine = Engine(wire, vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more})
         engines.append(engine)
         return engine
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import secrets
 import time
 import zlib
 from collections import deque
@@ -39,7 +40,7 @@ from tests.vllm.wire import Agent, Wire
 
 BLOCK = 16
 WRONG = 999
-ANSWER_S = 2.0
+ANSWER_S = 20.0
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -169,7 +170,7 @@ class Engine:
     ) -> str:  # fmt: skip
         """Queue a request; the result is its id."""
         self.count += 1
-        name = f"{name or f'r{self.count}'}-{self.count:08x}"
+        name = f"{name or f'r{self.count}'}-{secrets.token_hex(4)}"  # as vLLM does: no other engine calls it so
         extra = {"kv_transfer_params": params} if params is not None else None
         self.scheduler.add_request(
             Request(

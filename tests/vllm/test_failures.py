@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, prefill
-from tests.vllm.conftest import Make
+from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import HYBRID, prompt
 from tests.vllm.wire import Wire
+
+overlap = both_ways
 
 
 @CACHES

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from tests.vllm.cases import CACHES, OFFER, RUNNERS, both, check, crowd, decode, prefill
-from tests.vllm.conftest import Make
+from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import FULL, prompt
 from tests.vllm.wire import Wire
+
+overlap = both_ways
 
 
 @CACHES
@@ -94,7 +96,7 @@ def test_preemption_of_the_consumer_behind_running_requests(make: Make) -> None:
 
 def test_preemption_of_all_by_a_cache_reset(make: Make) -> None:
     """vLLM may take every running request's blocks, and start it again within the same step."""
-    p, d = make(), make()
+    p, d = make(overlap=False), make(overlap=False)  # else vLLM refuses to
     text = prompt(70)
     params = prefill(p, text)
     b = d.add(text, params, n=20)

@@ -183,7 +183,7 @@ class SchedulerHalf:
             ],
             lora=None if lora is None else lora.lora_name,
             salt=request.cache_salt,
-            embeds=None if embeds is None else _bytes(embeds),
+            embeds=None if embeds is None else _embeds(embeds, getattr(request, "prompt_is_token_ids", None)),
         )
 
     # --- steps -----------------------------------------------------------------------------------------------------
@@ -389,10 +389,12 @@ def _ids(table: Table) -> tuple[int, ...]:
     return tuple(b for row in table for b in row if b != NULL)
 
 
-def _bytes(tensor: Any) -> bytes:
+def _embeds(tensor: Any, is_token: Sequence[bool] | None) -> bytes:
+    """A hash of prompt embeddings, and of which positions they stand for if there are token ids, too."""
     import hashlib
 
     import torch
 
     raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(raw, digest_size=16).digest()
+    mask = b"" if is_token is None else bytes(map(int, is_token))
+    return hashlib.blake2b(raw, digest_size=16, key=hashlib.blake2b(mask).digest()).digest()

@@ -1,0 +1,85 @@
+"""What the KV of a prompt depends on besides its tokens: a consumer whose request differs in that never takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+from tests.vllm.cases import OFFER
+from tests.vllm.conftest import Make
+from tests.vllm.engine import Engine, prompt
+
+
+def lora(name: str) -> dict[str, Any]:
+    return {"lora_request": LoRARequest(lora_name=name, lora_int_id=1, lora_path="/nowhere")}
+
+
+def image(content: str, offset: int = 8) -> dict[str, Any]:
+    where = PlaceholderRange(offset=offset, length=16)
+    return {"mm_features": [MultiModalFeatureSpec(data=None, modality="image", identifier=content, mm_position=where)]}
+
+
+def embeds(seed: int, mask: int | None = None) -> dict[str, Any]:
+    values = torch.full((60, 8), float(seed), dtype=torch.bfloat16)
+    if mask is None:
+        return {"tokens": None, "prompt_embeds": values}
+    return {"prompt_embeds": values, "prompt_is_token_ids": [i < mask for i in range(60)]}
+
+
+CASES = [
+    ({}, {"tokens": prompt(60, seed=1)}),
+    ({}, {"tokens": [*prompt(59), 3]}),
+    ({}, lora("a")),
+    (lora("a"), lora("b")),
+    ({}, {"cache_salt": "s"}),
+    ({"cache_salt": "s"}, {"cache_salt": "t"}),
+    (image("cat"), image("dog")),
+    (image("cat"), image("cat", offset=9)),
+    (image("cat"), {}),
+    (embeds(1), embeds(2)),
+    (embeds(1), {}),
+    (embeds(1, mask=20), embeds(1, mask=30)),
+    (embeds(1, mask=20), embeds(2, mask=20)),
+]
+
+
+def engine(make: Make) -> Engine:
+    """One that takes images: what their encoder makes of them is of no matter here."""
+    e = make()
+    e.scheduler.max_num_encoder_input_tokens = 1000
+    e.scheduler.encoder_cache_manager = EncoderCacheManager(1000)
+    return e
+
+
+def ask(e: Engine, params: dict[str, Any], n: int, request: dict[str, Any]) -> str:
+    return e.add(request.get("tokens", prompt(60)), params, n=n, **{k: v for k, v in request.items() if k != "tokens"})
+
+
+@pytest.mark.parametrize(("there", "here"), CASES)
+def test_requests_that_differ(make: Make, there: dict[str, Any], here: dict[str, Any]) -> None:
+    p, d = engine(make), engine(make)
+    a = ask(p, OFFER, 1, there)
+    p.run(until=a)
+    params = p.done[a].params
+    assert params is not None
+    b = ask(d, params, 4, here)
+    d.run(p, until=b)
+    assert d.computed[b] == 60 + 3, "D took what was computed for another request"
+    p.lease_ends()
+
+
+@pytest.mark.parametrize("request_", [{}, lora("a"), {"cache_salt": "s"}, image("cat"), embeds(1), embeds(1, mask=20)])
+def test_requests_that_are_the_same(make: Make, request_: dict[str, Any]) -> None:
+    p, d = engine(make), engine(make)
+    a = ask(p, OFFER, 1, request_)
+    p.run(until=a)
+    params = p.done[a].params
+    assert params is not None
+    b = ask(d, params, 4, request_)
+    d.run(p, until=b)
+    assert d.computed[b] == 1 + 3

@@ -1,0 +1,108 @@
+"""Engines of several tensor-parallel ranks: every rank reports every id once, and a request's outcome is the AND."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.cases import CACHES, check, decode, prefill
+from tests.vllm.conftest import Make, both_ways
+from tests.vllm.engine import HYBRID, Engine, Group, answer, ours, prompt
+from tests.vllm.wire import Load, Wire
+
+overlap = both_ways
+
+
+def begin(d: Engine, wire: Wire, text: list[int], p: Engine) -> tuple[str, list[Load]]:
+    params = prefill(p, text)
+    wire.paused = True
+    name = d.add(text, params)
+    d.steps(2)
+    loads = wire.loads(d)
+    assert len(loads) == 2 and all(wire.begin(load) for load in loads)
+    return name, loads
+
+
+@CACHES
+def test_two_ranks(make: Make, groups: tuple[Group, ...]) -> None:
+    p, d = make(groups, ranks=2), make(groups, ranks=2)
+    text = prompt(90)
+    name = decode(d, text, prefill(p, text), p)
+    assert d.computed[name] == 1 + 3
+
+
+def test_ranks_end_at_different_times(make: Make, wire: Wire) -> None:
+    """D goes on when its last rank has delivered, P frees when its last rank is done."""
+    p, d = make(ranks=2), make(ranks=2)
+    text = prompt(90)
+    name, (one, two) = begin(d, wire, text, p)
+    free = p.free
+    wire.read(one)
+    assert wire.settle(one)
+    p.steps(4)
+    d.steps(4)
+    assert p.free == free and d.status(name) == "WAITING_FOR_REMOTE_KVS"
+    wire.read(two)
+    assert wire.settle(two)
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "moving"])
+@pytest.mark.parametrize("first", ["failed", "delivered"])
+def test_one_rank_fails(make: Make, wire: Wire, policy: str, quiet: bool, first: str) -> None:
+    """While the other delivers: the request fails, once, and its blocks are kept as long as one rank writes to them."""
+    p, d = make(HYBRID, ranks=2), make(HYBRID, ranks=2, policy=policy)
+    text = prompt(90)
+    name, (bad, good) = begin(d, wire, text, p)
+    for which in (bad, good) if first == "failed" else (good, bad):
+        if which is bad:
+            wire.fail(bad, "the link broke", quiet=quiet)
+        else:
+            wire.read(good)
+            wire.settle(good)
+        d.steps(3)
+    d.run(p, until=name)
+    assert d.done[name].tokens == (answer(text, 4) if policy == "recompute" else [])
+    if not quiet:
+        written = {int(b) for row in bad.fetch.blocks for b in row if b >= 0}
+        taken = d.pool.get_new_blocks(d.free)
+        assert written.isdisjoint(b.block_id for b in taken)
+        d.pool.free_blocks(taken)
+        wire.quiet(bad)
+
+
+def test_all_ranks_fail_and_get_quiet_one_after_the_other(make: Make, wire: Wire) -> None:
+    p, d = make(ranks=2), make(ranks=2)
+    text = prompt(90)
+    name, loads = begin(d, wire, text, p)
+    wire.fail(loads[0], "the link broke", quiet=False)
+    d.steps(3)
+    wire.quiet(loads[0])  # before the other rank has failed
+    d.steps(3)
+    wire.fail(loads[1], "the link broke", quiet=False)
+    d.run(p, until=name)
+    check(d, name, text)
+    before = d.free
+    wire.quiet(loads[1])
+    d.run(p)
+    assert d.free > before
+
+
+def test_ranks_give_a_lease_up_at_different_times(make: Make, wire: Wire) -> None:
+    p = make(ranks=2)
+    prefill(p, prompt(60))
+    free = p.free
+    p.agents[0].lease_ends()
+    p.steps(4)
+    assert p.free == free
+    p.agents[1].lease_ends()
+    p.run()
+
+
+def test_the_directory_names_all_ranks(make: Make) -> None:
+    p = make(ranks=2)
+    p.step()
+    half = ours(p.scheduler.connector)._sched
+    assert {m.cache.rank.tp for m in half._directory._members} == {0, 1}
