@@ -1,0 +1,206 @@
+"""Clients of a prefill and a decode side that run for a while, rightly and wrongly, and what became of their requests.
+
+Every request must end with the plain server's tokens or with an error, within `HANG_S`; afterwards all servers must
+answer rightly again and hold nothing of what went on.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvxfer_vllm.demo.metrics import total
+from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
+from kvxfer_vllm.demo.servers import NoAnswer, Server, ServerError, await_ready, connector, free_port
+from kvxfer_vllm.demo.story import OUTPUT_TOKENS, PROMPTS
+
+HANG_S = 90.0
+"""A request that has no answer by then counts as hung: the deadlines below, a pause, and two busy cores."""
+SETTLE_S = 60.0
+"""Within this after the last request all blocks are free again: a lease, and some more."""
+SETTINGS = {"transfer_timeout": 10.0, "peer_timeout": 5.0, "lease": 20.0}
+RSS_SLACK = 96 << 20
+DESCRIPTORS_SLACK = 64
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Tally:
+    """What became of the requests. Any thread.
+
+    Attributes:
+        counts: requests by what the client did and how it ended.
+        wrong: descriptions of answers with other tokens than the plain server's.
+        hung: descriptions of requests without an answer.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    hung: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, deed: str, end: str) -> None:
+        with self._lock:
+            self.counts[f"{deed}: {end}"] += 1
+
+
+class Stage:
+    """Prefill servers and a decode server by name, any of which may be replaced while clients use them."""
+
+    def __init__(
+        self, model: Path, logs: Path, settings: Mapping[str, Any], prefills: int, flags: Iterable[str] = ()
+    ) -> None:
+        self._model, self._logs, self._flags = model, logs, list(flags)
+        self._settings = {**SETTINGS, **settings}
+        self.prefills = tuple(f"prefill-{n}" for n in range(prefills))
+        self.names = (*self.prefills, "decode")
+        self._ports = {name: free_port() for name in self.names}
+        self._servers: dict[str, Server] = {}
+
+    def __getitem__(self, name: str) -> Server:
+        return self._servers[name]
+
+    def start(self, name: str) -> Server:
+        """Start a server, at the control address that its predecessor of this name had."""
+        config = {**self._settings, "port": self._ports[name]}
+        if name == "decode":
+            kv_transfer = {**connector("kv_consumer", config), "kv_load_failure_policy": "recompute"}
+        else:
+            kv_transfer = connector("kv_producer", config)
+        self._servers[name] = Server(name, self._model, self._logs, kv_transfer, self._flags)
+        return self._servers[name]
+
+    def stop(self) -> None:
+        for server in self._servers.values():
+            server.stop()
+
+
+class Client(threading.Thread):
+    """Sends requests one after another, rightly or not, until told to stop."""
+
+    DEEDS = (
+        *["well"] * 4, "repeats params", "mixes params up", "withholds params", "leaves decode", "leaves after prefill",
+    )  # fmt: skip
+
+    def __init__(
+        self, stage: Stage, expected: Mapping[str, list[int]], tally: Tally, seed: int, ends: threading.Event
+    ) -> None:
+        super().__init__(daemon=True)
+        self._stage, self._expected, self._tally, self._ends = stage, expected, tally, ends
+        self._random = random.Random(seed)
+
+    def run(self) -> None:
+        while not self._ends.is_set():
+            deed = self._random.choice(self.DEEDS)
+            prompt, other = self._random.sample(sorted(self._expected), 2)
+            try:
+                self._tally.add(deed, self._do(deed, prompt, other))
+            except NoAnswer as error:
+                self._tally.hung.append(f"{deed}: {error}")
+            except ServerError:
+                self._tally.add(deed, "error")
+                self._ends.wait(0.2)
+
+    def _do(self, deed: str, prompt: str, other: str) -> str:
+        prefill, decode = self._stage[self._random.choice(self._stage.prefills)], self._stage["decode"]
+        if deed == "withholds params":
+            return self._judge(deed, prompt, complete(decode, prompt, OUTPUT_TOKENS, None, HANG_S).tokens)
+        offer = complete(prefill, other if deed == "mixes params up" else prompt, 1, PREFILL_PARAMS, HANG_S)
+        if deed == "leaves after prefill":
+            return "left"
+        if deed == "leaves decode":
+            try:
+                complete(decode, prompt, OUTPUT_TOKENS, offer.kv_transfer_params, self._random.uniform(0.01, 0.5))
+            except NoAnswer:
+                return "left"
+            return "answered before"
+        for _ in range(2 if deed == "repeats params" else 1):
+            tokens = complete(decode, prompt, OUTPUT_TOKENS, offer.kv_transfer_params, HANG_S).tokens
+            end = self._judge(deed, prompt, tokens)
+        return end
+
+    def _judge(self, deed: str, prompt: str, tokens: list[int]) -> str:
+        if tokens == self._expected[prompt]:
+            return "right"
+        self._tally.wrong.append(f"{deed}: {len(prompt)} tokens beginning {prompt[:30]!r}")
+        return "WRONG"
+
+
+@contextmanager
+def staged(
+    model: Path, logs: Path, settings: Mapping[str, Any], prefills: int, say: Say, flags: Iterable[str] = ()
+) -> Iterator[tuple[Stage, dict[str, list[int]]]]:
+    """A stage with all its servers up and acquainted, and the tokens that a plain server makes of each prompt."""
+    with ExitStack() as stack:
+        stage = Stage(model, logs, settings, prefills, flags)
+        stack.callback(stage.stop)
+        plain = Server("plain", model, logs)
+        stack.callback(plain.stop)
+        await_ready([plain, *map(stage.start, stage.names)], 400, lambda server: say(f"{server.name} answers"))
+        expected = {prompt: complete(plain, prompt, OUTPUT_TOKENS).tokens for prompt in PROMPTS.values()}
+        plain.stop()
+        for name in stage.prefills:
+            prefill_then_decode(stage[name], stage["decode"], PROMPTS["several chunks"], OUTPUT_TOKENS)
+        yield stage, expected
+
+
+def under_load(
+    stage: Stage, expected: Mapping[str, list[int]], clients: int, seed: int, meanwhile: Callable[[], None]
+) -> dict[str, Any]:
+    """Have `clients` send requests while `meanwhile` runs, then see what became of them and of the servers.
+
+    Returns:
+        `requests` by what the client did and how it ended, `resources` of each server before and after, and
+        `objections`, which is empty if all went as promised.
+    """
+    before = {name: (stage[name], stage[name].resources()) for name in stage.names}
+    tally, ends = Tally(), threading.Event()
+    threads = [Client(stage, expected, tally, seed * 1000 + n, ends) for n in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        meanwhile()
+    finally:
+        ends.set()
+    for thread in threads:
+        thread.join(2 * HANG_S)
+    objections = [*(f"wrong tokens: {w}" for w in tally.wrong), *(f"hung: {h}" for h in tally.hung)]
+    objections += [f"client {n} is still waiting" for n, thread in enumerate(threads) if thread.is_alive()]
+    objections += _afterwards(stage, expected)
+    resources = {}
+    for name in stage.names:
+        server, then = before[name]
+        now = stage[name].resources()
+        resources[name] = {"before": then.as_dict(), "after": now.as_dict(), "same_process": server is stage[name]}
+        if server is stage[name]:
+            objections += [f"{name}: {o}" for o in now.growth(then, RSS_SLACK, DESCRIPTORS_SLACK)]
+    return {"requests": dict(sorted(tally.counts.items())), "resources": resources, "objections": objections}
+
+
+def _afterwards(stage: Stage, expected: Mapping[str, list[int]]) -> list[str]:
+    """What is wrong once nobody disturbs any more: wrong answers, failed ones, blocks that are not free again."""
+    found = []
+    for prompt, tokens in expected.items():
+        for name in stage.prefills:
+            try:
+                answer = prefill_then_decode(stage[name], stage["decode"], prompt, OUTPUT_TOKENS)
+            except ServerError as error:
+                found.append(f"after the chaos {name} or decode fails: {error}")
+                continue
+            if answer.tokens != tokens:
+                found.append(f"after the chaos wrong tokens by {name} for {len(prompt)} tokens")
+    deadline = time.monotonic() + SETTLE_S
+    for name in stage.names:
+        while (used := total(stage[name], "vllm:kv_cache_usage_perc")) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if used:
+            found.append(f"{name}: {used:.2%} of the KV cache is still in use {SETTLE_S:g} s after the last request")
+    return found
