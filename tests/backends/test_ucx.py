@@ -25,11 +25,14 @@ from kvxfer_ucx import UcxTransport  # noqa: E402  (only where it can be used)
 from kvxfer_ucx.link import Offer  # noqa: E402
 from kvxfer_ucx.options import Options  # noqa: E402
 
-TCP = {"ucx": {"TLS": "tcp"}}
+# A peer that closes, or dies, before it has dialled is found out by this alone.
+SOON = {"connect_timeout_s": 4}
+TCP = {"ucx": {"TLS": "tcp"}, **SOON}
 
 
 class TestSharedMemory(ConformanceSuite):
     backend = UcxTransport
+    options: ClassVar[dict[str, Any]] = SOON
 
 
 class TestTcp(ConformanceSuite):
