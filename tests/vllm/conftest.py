@@ -48,7 +48,7 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
             kv_connector="KVXferConnector", kv_connector_module_path="kvxfer_vllm", kv_role=role,
             kv_load_failure_policy=policy, kv_connector_extra_config=more.pop("extra", {}),
         )  # fmt: skip
-        ours = {key: more.pop(key) for key in ("budget", "seqs", "caching") if key in more}
+        ours = {key: more.pop(key) for key in ("budget", "seqs", "caching", "hybrid") if key in more}
         engine = Engine(wire, vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more})
         engines.append(engine)
         return engine

@@ -15,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,14 +93,15 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 def vllm_config(
-    folder: pathlib.Path, transfer: KVTransferConfig, *, budget: int = 64, seqs: int = 8, caching: bool = True
-) -> VllmConfig:
+    folder: pathlib.Path, transfer: KVTransferConfig, *, budget: int = 64, seqs: int = 8, caching: bool = True,
+    hybrid: bool = True,
+) -> VllmConfig:  # fmt: skip
     (folder / "config.json").write_text(json.dumps(MODEL))
     return VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0),
         scheduler_config=SchedulerConfig(
             max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=2048, enable_chunked_prefill=True,
-            is_encoder_decoder=False, disable_hybrid_kv_cache_manager=False,
+            is_encoder_decoder=False, disable_hybrid_kv_cache_manager=not hybrid,
         ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
         kv_transfer_config=transfer,
@@ -233,7 +235,7 @@ class Engine:
         results = []
         for worker in self.workers:
             kv = KVConnectorOutput()
-            worker.start_load_kv(None)
+            worker.start_load_kv(SimpleNamespace(attn_metadata=None))
             worker.wait_for_save()
             found = worker.get_transfer_results(output.finished_req_ids)
             kv.finished_sending, kv.finished_recving = found.finished_sending, found.finished_recving

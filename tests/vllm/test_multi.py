@@ -1,0 +1,153 @@
+"""Our connector as one of several inside vLLM's `MultiConnector`."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import prometheus_client
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+import kvxfer_vllm
+from tests.vllm.cases import OFFER, check, decode, prefill
+from tests.vllm.conftest import Make
+from tests.vllm.engine import FULL, HYBRID, Engine, ours, prompt
+from tests.vllm.wire import Wire
+
+OURS = {"kv_connector": "KVXferConnector", "kv_connector_module_path": "kvxfer_vllm", "kv_role": "kv_both"}
+
+
+def sibling(**extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "Sibling", "kv_connector_module_path": "tests.vllm.sibling", "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }  # fmt: skip
+
+
+def multi(*children: dict[str, Any]) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": list(children)},
+    )  # fmt: skip
+
+
+ORDERS = pytest.mark.parametrize("ours_first", [True, False], ids=["first", "last"])
+
+
+def order(ours_first: bool, other: dict[str, Any]) -> KVTransferConfig:
+    return multi(OURS, other) if ours_first else multi(other, OURS)
+
+
+@ORDERS
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("patience", [0, 3, 30])
+def test_beside_one_that_saves(make: Make, wire: Wire, ours_first: bool, groups: Any, patience: int) -> None:
+    """A finished request's blocks stay until both have let them go, whoever is first."""
+    transfer = order(ours_first, sibling(patience=patience))
+    p, d = make(groups, transfer=transfer), make(groups, transfer=transfer)
+    text = prompt(90)
+    params = prefill(p, text)
+    wire.paused = True
+    name = d.add(text, params)
+    d.steps(2)
+    p.steps(10)
+    assert p.free < p.blocks - 1, "the sibling's word alone has freed what is to be read"
+    wire.paused = False
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3
+    p.steps(5)
+    assert (p.free == p.blocks - 1) == (patience < 30), "our word alone has freed what the sibling saves"
+
+
+def test_beside_the_example(make: Make, tmp_path: pathlib.Path) -> None:
+    """vLLM's own `ExampleConnector`, which knows of one group only."""
+    example = {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "store")},
+    }  # fmt: skip
+    p, d = make(transfer=multi(OURS, example), hybrid=False), make(transfer=multi(OURS, example), hybrid=False)
+    text = prompt(90)
+    name = decode(d, text, prefill(p, text), p)
+    assert d.computed[name] == 1 + 3
+
+
+@ORDERS
+def test_handshakes(make: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool) -> None:
+    """`MultiConnector` gives the first child's metadata to all, and some raise on what is not theirs: ours goes another
+    way there, and what comes from others is ignored."""
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())  # as in a worker process: not ours
+    transfer = order(ours_first, sibling(strict=True))
+    p, d = make(transfer=transfer), make(transfer=transfer)
+    text = prompt(90)
+    decode(d, text, prefill(p, text), p)
+    assert [m is p.agents[0].member for m in ours(p.scheduler.connector)._sched._directory._members] == [True]
+
+
+def test_handshake_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others find the engine before its first step."""
+    p = make()
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", p.workers[0])
+    assert p.workers[0].get_handshake_metadata() is not None
+    assert len(ours(p.scheduler.connector)._sched._directory._members) == 1
+    p.step()
+
+
+def loads(engine: Engine) -> list[Any]:
+    return [load for stats in engine.stats for load in stats["KVXferConnector"]["loads"]]
+
+
+def test_statistics(make: Make, wire: Wire) -> None:
+    """What crosses to the front end is rebuilt there, logged and exported under our name."""
+    kvxfer_vllm.register()
+    transfer = multi(OURS, sibling())
+    p, d = make(transfer=transfer, ranks=2), make(transfer=transfer, ranks=2)
+    text = prompt(90)
+    decode(d, text, prefill(p, text), p)
+    other = prompt(70, seed=1)
+    params = prefill(p, other)
+    wire.paused = True
+    name = d.add(other, params)
+    d.steps(2)
+    for load in wire.loads(d):
+        wire.fail(load, "the link broke")
+    wire.paused = False
+    d.run(p, until=name)
+    assert [load[0] for load in loads(d)] == ["delivered", "delivered", "failed", "failed"]
+    rebuilt = MultiConnector.build_kv_connector_stats(d.stats[0])
+    assert rebuilt is not None
+    assert rebuilt.reduce()["KVXferConnector"]["loads"] == 2
+    registry = prometheus_client.CollectorRegistry()
+    config: Any = d.scheduler.vllm_config
+    metrics = MultiConnector.build_prom_metrics(config, _types(registry), ["engine"], {0: ["0"]})
+    for stats in d.stats:
+        metrics.observe(stats, 0)
+    assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "delivered"}) == 2
+    assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "failed"}) == 2
+    assert registry.get_sample_value("kvxfer_transfer_seconds_count", {"engine": "0"}) == 2
+
+
+def _types(registry: prometheus_client.CollectorRegistry) -> dict[Any, Any]:
+    """Prometheus' own metrics, registered apart from the process's."""
+    kinds = prometheus_client.Counter, prometheus_client.Histogram, prometheus_client.Gauge
+
+    def apart(kind: Any) -> Any:
+        return lambda **kw: kind(registry=registry, **kw)
+
+    return {kind: apart(kind) for kind in kinds}
+
+
+def test_abort_and_preemption_beside_one_that_saves(make: Make, wire: Wire) -> None:
+    transfer = multi(OURS, sibling(patience=5))
+    p, d = make(transfer=transfer), make(transfer=transfer, blocks=22, caching=False)
+    texts = [prompt(60, seed=i) for i in range(4)]
+    names = [d.add(text, prefill(p, text), n=60) for text in texts]
+    gone = p.add(prompt(80, seed=9), OFFER, n=30)
+    p.steps(4)
+    p.abort(gone)
+    d.run(p)
+    for name, text in zip(names, texts, strict=True):
+        check(d, name, text, 60)
