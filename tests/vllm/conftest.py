@@ -51,6 +51,7 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
         ours = {key: more.pop(key) for key in ("budget", "seqs", "caching", "hybrid") if key in more}
         engine = Engine(wire, vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more})
         engines.append(engine)
+        engine.step()  # its workers introduce themselves
         return engine
 
     try:

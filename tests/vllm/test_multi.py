@@ -93,7 +93,6 @@ def test_handshake_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", p.workers[0])
     assert p.workers[0].get_handshake_metadata() is not None
     assert len(ours(p.scheduler.connector)._sched._directory._members) == 1
-    p.step()
 
 
 def loads(engine: Engine) -> list[Any]:

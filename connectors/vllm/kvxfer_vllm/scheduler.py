@@ -60,6 +60,7 @@ class SchedulerHalf:
         self._windows = windows_of(kv_cache_config)
         self._schedule = Schedule(self._groups, self._source if self._world > 1 else None)
         self._holds = Holds(kv_cache_config.num_blocks // 4)
+        self._seen: set[str] = set()
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, TransferId] = {}  # request -> what it loads
         self._step_loads: dict[TransferId, str] = {}
@@ -80,9 +81,10 @@ class SchedulerHalf:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """A request is new (or asked about again): learn what it offers or loads."""
-        if request.request_id in self._offers or request.request_id in self._loads:
+        """Learn what a request offers or loads, the first time that we hear of it. What it is found to be it stays."""
+        if request.request_id in self._seen:
             return
+        self._seen.add(request.request_id)
         try:
             params = request.kv_transfer_params or self._legacy(request)
             if params:
@@ -137,7 +139,6 @@ class SchedulerHalf:
                 log.error("request %s cannot be loaded: %s", name, e)
                 self._doomed[name] = _ids(table)
                 self._schedule.consumer.finish(name, f"the consumer cannot load it: {e}")
-                del self._loads[name]
                 return
             if external:
                 self._step_loads[self._loads[name]] = name
@@ -152,6 +153,7 @@ class SchedulerHalf:
         offered = self._schedule.producer.offered(name)
         held = self._schedule.finish(name, _filled(table, self._ends.pop(name, None)), whole)
         transfer = self._offers.pop(name, None)
+        self._seen.discard(name)
         for of in (self._loads, self._computed, self._tables):
             of.pop(name, None)  # type: ignore[attr-defined]
         if transfer is None:
@@ -166,10 +168,10 @@ class SchedulerHalf:
         )
 
     def _orphan(self, transfer: TransferId, offered: Table) -> None:
-        """A request is aborted that has offered these blocks: nobody may read them any more, but somebody may be at it.
-        vLLM frees them when we return."""
+        """A request is aborted that has offered these blocks: nobody may read them any more, but somebody may be at it, if
+        our ranks can be found at all. vLLM frees them when we return."""
         blocks = _ids(offered)
-        if blocks and self._holds.quarantine(transfer, blocks):
+        if blocks and self._members and self._holds.quarantine(transfer, blocks):
             self._orphans.setdefault(transfer, 0)
 
     def _digest(self, request: Request) -> bytes:
@@ -363,7 +365,7 @@ class SchedulerHalf:
     def __len__(self) -> int:
         """How much is remembered of requests and transfers; 0 when there are none."""
         kept = (
-            self._offers, self._loads, self._computed, self._tables, self._targets, self._over, self._moving,
+            self._seen, self._offers, self._loads, self._computed, self._tables, self._targets, self._over, self._moving,
             self._ends, self._held, self._orphans, self._quiet, self._holds,
         )  # fmt: skip
         return len(self._schedule) + sum(map(len, kept))
