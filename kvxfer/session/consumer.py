@@ -17,7 +17,7 @@ from kvxfer.identity import Source
 from kvxfer.session import messages as m
 from kvxfer.session.life import LaneEvent, LaneState
 from kvxfer.session.loading import Load, Way
-from kvxfer.session.parts import covered, plan_part, to_hash
+from kvxfer.session.parts import plan_part, to_hash
 from kvxfer.session.timers import Timers
 from kvxfer.session.values import (
     Abort,
@@ -180,11 +180,12 @@ class Consumer:
         if lane.state is S.MOVING:
             if done.error is None:
                 out += self._complete(f, lane, now)
-            else:
-                if not done.collateral:
-                    out += self._fail(f, f"moving a part from {link_name(link)}: {done.error}", now)
-                # A back end has no word for a link that is of no more use, so none outlives an error.
+            elif done.collateral:
                 out += self.link_reset(link, done.error, now)
+            elif lane.error is None:
+                # If that is because the producer has ended its half, its Gone is on its way and says what follows.
+                lane.error = done.error
+                self._questions.set(lane.attempt, now + self._retry)
         return out + self._resume(f, lane, now) + self._release(f)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
@@ -259,12 +260,8 @@ class Consumer:
         assert info is not None
         lane.on(E.LINK_UP)
         self._tries.pop(lane.attempt, None)
-        lane.attempt, lane.generation, lane.final = next(self._attempts), -1, False
+        lane.begin(next(self._attempts), owed=info.mode == "write")
         self._tries[lane.attempt] = f, lane
-        lane.spans.clear()
-        lane.to_hash.clear()
-        lane.checksum = 0
-        lane.owed, lane.asked = info.mode == "write", 0
         return self._ask(f, lane, now)
 
     def _ask(self, f: Load, lane: Way, now: float) -> list[Action]:
@@ -276,11 +273,12 @@ class Consumer:
             checksum = m.pack_checksum(lane.checksum)
             return [Send(link, m.Check(spec.transfer, lane.attempt, lane.generation, checksum))]
         if lane.state is S.WANTING:
-            blocks = tuple(m.pack_blocks(b) for b in spec.blocks)
-            left = max(f.deadline - now, 0.0)
-            return [Send(link, m.Want(
-                spec.transfer, lane.attempt, spec.digest, spec.start, spec.tokens, blocks, lane.spec.readers, left
-            ))]  # fmt: skip
+            return [Send(link, f.want(lane, now))]
+        if lane.state is S.MOVING and lane.error is not None:
+            # Nobody explains it. A back end has no word for a link that is of no more use, so none outlives an error.
+            self._questions.cancel(lane.attempt)
+            out = self._fail(f, f"moving a part from {link_name(link)}: {lane.error}", now)
+            return out + self.link_reset(link, lane.error, now)
         reason = f.outcome.reason if f.outcome else "void"
         if self._links.get(link) is None or lane.asked > REMINDERS:
             self._questions.cancel(lane.attempt)
@@ -289,7 +287,7 @@ class Consumer:
 
     def _have(self, f: Load, lane: Way, msg: m.Have, now: float) -> list[Action]:
         info = self._links.get(lane.spec.link)
-        if info is None or msg.part in lane.spans:
+        if info is None or msg.part in lane.spans or lane.error is not None:
             return []
         if lane.state in (S.WANTING, S.MOVING) and lane.generation not in (-1, msg.generation):
             return self._fail(f, f"{link_name(lane.spec.link)} mixed generations in one attempt", now)
@@ -325,7 +323,7 @@ class Consumer:
 
     def _complete(self, f: Load, lane: Way, now: float) -> list[Action]:
         """If all parts are here and cover what was wanted: ask whether they can be trusted."""
-        if lane.flight or not lane.final or not covered(lane.spans.values(), f.spec.start, f.spec.tokens):
+        if not lane.complete(f.spec.start, f.spec.tokens):
             return []
         lane.on(E.COMPLETE)
         lane.asked = 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvxfer.geometry import CopyPlan
+from kvxfer.session import messages as m
 from kvxfer.session.life import LANE, LaneEvent, LaneState
+from kvxfer.session.parts import covered
 from kvxfer.session.values import Fetch, Lane, LinkId, Outcome, PartRef
 
 __all__ = ["Load", "Way"]
@@ -24,6 +26,7 @@ class Way:
     flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     checksum: int = 0  # of all that has been hashed; checksums add up
+    error: str | None = None  # a part of the attempt could not be moved
     owed: bool = False  # the producer may write into our memory until it says Gone or the link is closed
     resets: int = 0
     asked: int = 0  # how often the present question has been asked
@@ -36,9 +39,21 @@ class Way:
         self.state = after
         return True
 
+    def begin(self, attempt: int, owed: bool) -> None:
+        """The next attempt: nothing is left of the one before."""
+        self.attempt, self.generation, self.final, self.error = attempt, -1, False, None
+        self.owed, self.asked, self.checksum = owed, 0, 0
+        self.spans.clear()
+        self.to_hash.clear()
+
     @property
     def quiet(self) -> bool:
         return not self.flight and not self.owed
+
+    def complete(self, start: int, tokens: int) -> bool:
+        """Whether all parts are here and cover what is wanted."""
+        whole = self.final and covered(self.spans.values(), start, tokens)
+        return whole and not self.flight and self.error is None
 
 
 @dataclass
@@ -51,6 +66,12 @@ class Load:
     lanes: dict[LinkId, Way] | None = None  # None: the route is not known yet
     outcome: Outcome | None = None
     nbytes: int = 0
+
+    def want(self, lane: Way, now: float) -> m.Want:
+        """What a lane asks for."""
+        s = self.spec
+        blocks, left = tuple(m.pack_blocks(b) for b in s.blocks), max(self.deadline - now, 0.0)
+        return m.Want(s.transfer, lane.attempt, s.digest, s.start, s.tokens, blocks, lane.spec.readers, left)
 
     @property
     def quiet(self) -> bool:

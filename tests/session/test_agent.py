@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,25 @@ def test_cancel_on_either_side(engine, options):
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=other, handle="late"))
     end = d.wait(Ended, count=2)[1]
     assert end.outcome.kind is Kind.FAILED and "aborted" in end.outcome.reason
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_preempted_while_moving(engine, verbs):
+    """The producer's engine takes its blocks away under a part on its way, and computes them anew: the consumer waits,
+    whether it learns of it first from the producer or from its back end."""
+    way = {"verbs": verbs, "delay_s": 0.02}
+    p, d = engine(dict(way), seed=1, blocks=64), engine(dict(way), blocks=64)
+    for i in range(12):
+        t, mine, theirs = TransferId("own/1/again", i), [2 * i, 2 * i + 1], [2 * i + 1, 2 * i]
+        d.agents[0].fetch(fetch(p.source, mine, 8, transfer=t, handle=str(i)))
+        p.agents[0].offer(offered(theirs[:1], 4, transfer=t, final=False))
+        time.sleep(0.002 * i)
+        p.agents[0].revoke(t, 1, "preempted", gone=False)
+        p.agents[0].offer(offered(theirs, 8, transfer=t, generation=2))
+    ends = d.wait(Ended, count=12)
+    assert all(e.outcome.delivered for e in ends), ends
+    for i in range(12):
+        assert np.array_equal(d.block(2 * i), p.block(2 * i + 1)) and np.array_equal(d.block(2 * i + 1), p.block(2 * i))
 
 
 def test_many_transfers_at_once(engine, options):
