@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer_vllm.scheduler import SchedulerHalf
 from tests.vllm.cases import CACHES, OFFER, RUNNERS, both, check, crowd, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import FULL, prompt
@@ -111,3 +112,19 @@ def test_preemption_of_all_by_a_cache_reset(make: Make) -> None:
     again = p.done[a].params
     assert again is not None
     decode(d, prompt(40, seed=3), again, p)
+
+
+@RUNNERS
+@pytest.mark.parametrize(("blocks", "budget"), [(13, 5), (15, 8), (16, 32), (18, 32)])
+def test_tables_told_in_increments(
+    make: Make, monkeypatch: pytest.MonkeyPatch, resumes_as_new: bool, blocks: int, budget: int
+) -> None:
+    """vLLM 0.29 shows new blocks only; the whole table is put together from those, across preemptions."""
+    step = SchedulerHalf.step
+
+    def without(self: SchedulerHalf, output: Any) -> Any:
+        output.kv_connector_block_state = None
+        return step(self, output)
+
+    monkeypatch.setattr(SchedulerHalf, "step", without)
+    test_preemption_of_the_producer(make, FULL, resumes_as_new, blocks, budget)

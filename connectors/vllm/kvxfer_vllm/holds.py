@@ -11,7 +11,9 @@ import logging
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-__all__ = ["Holds"]
+from kvxfer.schedule import NULL, Table
+
+__all__ = ["Holds", "blocks_of"]
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -61,3 +63,8 @@ class Holds:
     def __len__(self) -> int:
         """References held."""
         return sum(map(len, self._kept.values()))
+
+
+def blocks_of(table: Table) -> tuple[int, ...]:
+    """The blocks of a table."""
+    return tuple(b for row in table for b in row if b != NULL)

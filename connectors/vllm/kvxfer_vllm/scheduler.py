@@ -6,23 +6,23 @@ All methods run on the engine-core thread; none blocks. The directory has a thre
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import Rank
 from kvxfer.identity import Address, Source, TransferId, digest, external_id, new_epoch
-from kvxfer.schedule import NULL, Schedule, ScheduleError, Table
+from kvxfer.schedule import NULL, Schedule, ScheduleError
 from kvxfer.session import Directory, Member, Renew, Settle
 from kvxfer_vllm import params as p
-from kvxfer_vllm.holds import Holds
+from kvxfer_vllm.giving import Giving
+from kvxfer_vllm.holds import Holds, blocks_of
 from kvxfer_vllm.metadata import Handshake, Report, Step
 from kvxfer_vllm.migration import params_of
 from kvxfer_vllm.settings import groups_of, model_identity, windows_of
+from kvxfer_vllm.taking import Taking
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,25 +56,20 @@ class SchedulerHalf:
         )
         here = self._directory.source
         self._source = Source(here.host, here.port, here.epoch)
-        self._groups = groups_of(kv_cache_config)
-        self._windows = windows_of(kv_cache_config)
-        self._schedule = Schedule(self._groups, self._source if self._world > 1 else None)
+        groups = groups_of(kv_cache_config)
+        self._schedule = Schedule(groups, self._source if self._world > 1 else None)
         self._holds = Holds(kv_cache_config.num_blocks // 4)
+        self._giving = Giving(
+            self._schedule.producer, self._holds, groups, windows_of(kv_cache_config), self._world
+        )
+        self._taking = Taking(self._schedule.consumer, self._holds)
         self._seen: set[str] = set()
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, TransferId] = {}  # request -> what it loads
         self._step_loads: dict[TransferId, str] = {}
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads that failed before they began, and their blocks
-        self._targets: dict[str, tuple[int, ...]] = {}  # request -> blocks that are being loaded
-        self._over: set[str] = set()  # requests whose load vLLM counts as over though it still touches memory
-        self._moving: dict[str, set[Rank]] = {}  # ... and where it does
         self._computed: dict[str, int] = {}  # request -> local tokens at its last match
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
-        self._ends: dict[str, Table] = {}  # what windows held at the end of a prompt, which we keep
-        self._held: dict[str, TransferId] = {}  # finished requests whose blocks vLLM keeps for us
-        self._freed: list[str] = []  # those of them that it may free
-        self._orphans: dict[TransferId, int] = {}  # aborted, with blocks that may still be read: the last generation
-        self._quiet: dict[TransferId, dict[Rank, int]] = {}  # ranks that are done, up to which generation
         self._members: dict[Rank, Member] = {}
         self._renewed = 0.0
 
@@ -137,7 +132,7 @@ class SchedulerHalf:
             except ScheduleError as e:
                 # An exception here would end the engine; a load that fails at once costs this request only.
                 log.error("request %s cannot be loaded: %s", name, e)
-                self._doomed[name] = _ids(table)
+                self._doomed[name] = blocks_of(table)
                 self._schedule.consumer.finish(name, f"the consumer cannot load it: {e}")
                 return
             if external:
@@ -149,30 +144,17 @@ class SchedulerHalf:
 
         name = request.request_id
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        table = _table(block_ids)
-        offered = self._schedule.producer.offered(name)
-        held = self._schedule.finish(name, _filled(table, self._ends.pop(name, None)), whole)
         transfer = self._offers.pop(name, None)
         self._seen.discard(name)
         for of in (self._loads, self._computed, self._tables):
             of.pop(name, None)  # type: ignore[attr-defined]
-        if transfer is None:
-            return False, None
-        if not held:
-            self._holds.drop(name)
-            self._orphan(transfer, offered)
-            return False, None
-        self._held[name] = transfer
+        self._schedule.consumer.finish(name)
+        held = self._giving.finished(name, transfer, _table(block_ids), whole, found=bool(self._members))
+        if not held or transfer is None:
+            return held, None
         return True, p.answer(
             transfer, self._source, self._engine, name, self._tp, block_ids, request.num_prompt_tokens
         )
-
-    def _orphan(self, transfer: TransferId, offered: Table) -> None:
-        """A request is aborted that has offered these blocks: nobody may read them any more, but somebody may be at it, if
-        our ranks can be found at all. vLLM frees them when we return."""
-        blocks = _ids(offered)
-        if blocks and self._members and self._holds.quarantine(transfer, blocks):
-            self._orphans.setdefault(transfer, 0)
 
     def _digest(self, request: Request) -> bytes:
         lora = request.lora_request
@@ -195,8 +177,7 @@ class SchedulerHalf:
         for name in output.preempted_req_ids or ():
             self._schedule.preempt(name)
             self._tables.pop(name, None)
-            if self._ends.pop(name, None) is not None:
-                self._holds.drop(name)
+            self._giving.preempted(name)
         if self._offers:
             self._follow(output)
         renewals = self._notices()
@@ -205,12 +186,9 @@ class SchedulerHalf:
         self._renew()
         commands = self._schedule.commands()
         for want in commands.wants:
-            self._targets[self._step_loads[want.transfer]] = _ids(want.blocks)
-        for revoke in commands.revokes:
-            if revoke.gone and revoke.transfer in self._orphans:
-                self._orphans[revoke.transfer] = revoke.generation
-        step = Step(commands, self._step_loads, self._doomed, renewals, tuple(self._freed))
-        self._step_loads, self._doomed, self._freed = {}, {}, []
+            self._taking.begins(self._step_loads[want.transfer], blocks_of(want.blocks))
+        step = Step(commands, self._step_loads, self._doomed, renewals, self._giving.step(commands))
+        self._step_loads, self._doomed = {}, {}
         return step
 
     def _follow(self, output: SchedulerOutput) -> None:
@@ -228,24 +206,9 @@ class SchedulerHalf:
             if name in self._schedule.producer:
                 table = whole(name) if whole is not None else None
                 rows = _table(table if table is not None else self._tables[name])
-                scheduled = output.num_scheduled_tokens[name]
-                self._schedule.producer.step(name, computed, scheduled, rows)
-                self._keep_end(name, computed + scheduled, rows)
+                self._giving.runs(name, computed, output.num_scheduled_tokens[name], rows)
             else:
                 self._tables.pop(name, None)
-
-    def _keep_end(self, name: str, progress: int, table: Table) -> None:
-        """Keep what the last prompt token attends to in windows. vLLM gives that up with the next token, the block in
-        front even with the last one of the prompt, and a consumer computes that token itself."""
-        total = self._schedule.producer.total(name)
-        if not any(self._windows) or progress < total or name in self._ends:
-            return
-        end = tuple(
-            (NULL,) * (first := max(0, total - window) // group.block) + row[first : group.blocks(total)] if window else ()
-            for group, window, row in zip(self._groups, self._windows, table, strict=True)
-        )
-        if self._holds.keep(name, _ids(end)):
-            self._ends[name] = end
 
     def _grow(self, name: str, new: Sequence[Sequence[int]] | None, resumed: bool) -> None:
         """New blocks are appended; those of a resumed request replace its table."""
@@ -287,61 +250,26 @@ class SchedulerHalf:
         if isinstance(report, Report):
             self._learn(report)
         for name in output.finished_recving or ():
-            self._targets.pop(name, None)
-            if name in self._moving:
-                self._over.add(name)
-            else:
-                self._schedule.consumer.loaded(name)
+            self._taking.over(name)
         for name in output.finished_sending or ():
-            transfer = self._held.pop(name, None)
-            if transfer is not None:  # not our word: whoever gave it knows that nobody reads any more
-                self._schedule.producer.released(transfer, sys.maxsize)
-                self._holds.drop(name)
+            self._giving.sent(name)
 
     def _learn(self, report: Report) -> None:
         if report.members:
             self._members |= report.members
             self._announce()
         for name, ranks in report.moving.items():
-            if name not in self._moving:  # vLLM is about to free the blocks
-                self._holds.keep(name, self._targets.get(name, ()))
-                self._schedule.consumer.preempt(name)
-            self._moving.setdefault(name, set()).update(ranks)
+            self._taking.moving(name, ranks)
         for name, ranks in report.still.items():
-            self._moving[name] -= ranks
-            if not self._moving[name]:
-                del self._moving[name]
-                self._holds.drop(name)
-                if name in self._over:
-                    self._over.remove(name)
-                    self._schedule.consumer.loaded(name)
+            self._taking.still(name, ranks)
         for transfer, generations in report.released.items():
-            self._released(transfer, generations)
-
-    def _released(self, transfer: TransferId, ranks: dict[Rank, int]) -> None:
-        """Some ranks are done with an offer, up to a generation."""
-        done = self._quiet.setdefault(transfer, {})
-        for rank, generation in ranks.items():
-            done[rank] = max(generation, done.get(rank, -1))
-        if len(done) < self._world:
-            return
-        reached = min(done.values())
-        if reached >= self._orphans.get(transfer, sys.maxsize):
-            del self._orphans[transfer]
-            self._holds.drop(transfer)
-        request = self._schedule.producer.released(transfer, reached)
-        if request is not None:
-            del self._held[request]
-            self._holds.drop(request)
-            self._freed.append(request)
-        if request is not None or len(set(done.values())) == 1:
-            del self._quiet[transfer]  # else a rank spoke of an earlier request with this id, and will speak again
+            self._giving.released(transfer, generations)
 
     @property
     def holding(self) -> bool:
         """Whether blocks are kept of which vLLM knows no request: it must go on making steps, or it will not hear that
         they are free."""
-        return bool(self._orphans or self._moving)
+        return self._giving.waiting or self._taking.waiting
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -365,8 +293,7 @@ class SchedulerHalf:
     def __len__(self) -> int:
         """How much is remembered of requests and transfers; 0 when there are none."""
         kept = (
-            self._seen, self._offers, self._loads, self._computed, self._tables, self._targets, self._over, self._moving,
-            self._ends, self._held, self._orphans, self._quiet, self._holds,
+            self._seen, self._offers, self._loads, self._computed, self._tables, self._giving, self._taking, self._holds,
         )  # fmt: skip
         return len(self._schedule) + sum(map(len, kept))
 
@@ -374,21 +301,6 @@ class SchedulerHalf:
 def _table(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """vLLM's block table with its null block spelt as ours."""
     return tuple(tuple(NULL if b == NULL_BLOCK else b for b in row) for row in block_ids)
-
-
-def _filled(table: Table, end: Table | None) -> Table:
-    """A table with the blocks that we have kept in place of those that vLLM has given up."""
-    if end is None:
-        return table
-    return tuple(
-        tuple(k if b == NULL else b for b, k in zip_longest(row, kept[: len(row)], fillvalue=NULL))
-        for row, kept in zip(table, end, strict=True)
-    )
-
-
-def _ids(table: Table) -> tuple[int, ...]:
-    """The blocks of a table."""
-    return tuple(b for row in table for b in row if b != NULL)
 
 
 def _embeds(tensor: Any, is_token: Sequence[bool] | None) -> bytes:

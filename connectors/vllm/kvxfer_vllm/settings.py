@@ -40,9 +40,6 @@ def settings_of(vllm_config: VllmConfig) -> Config:
         raise ConfigError("kvxfer does not support decode context parallelism: set decode_context_parallel_size to 1")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise ConfigError("kvxfer does not support prefill context parallelism: set prefill_context_parallel_size to 1")
-    if parallel.pipeline_parallel_size > 1:
-        # Tried with vLLM 0.32 on CPUs: the engine ends with a KeyError on the first request that is offered.
-        raise ConfigError("kvxfer does not support pipeline-parallel engines yet: set pipeline_parallel_size to 1")
     if getattr(model, "is_encoder_decoder", False):
         raise ConfigError("kvxfer does not support encoder-decoder models: it does not move cross-attention caches")
     return config
