@@ -28,7 +28,7 @@ from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Fetch, Kind, Offered, Released
+from kvxfer.session import Agent, Directory, Fetch, Kind, Offered, Released
 
 __all__ = ["complaints", "measure", "soak"]
 
@@ -39,6 +39,8 @@ STEP_S, LOAD = 0.05, 4
 """Every so often, so many transfers begin between each two engines that exchange any."""
 TIMES = {"transfer_timeout": 5.0, "lease": 5.0, "peer_timeout": 2.0}
 FATES = {"good": 70, "cancelled": 6, "revoked": 6, "anew": 6, "never fetched": 6, "never offered": 6}
+LATE, MOST_LATE = ("no outcome within", "time for it is over", "within the lease", "silent"), 0.01
+"""Reasons that a busy machine brings about, and the share of transfers for which they are no complaint."""
 ROWS = 20
 WATCHED = ("producer", "consumer")
 FIGURES = ("rss_MiB", "descriptors", "threads", "fetches", "leases", "quarantined_bytes")
@@ -63,14 +65,13 @@ class Engine:
     def source(self) -> Source:
         return self._directory.source
 
-    def step(self, calls: list[tuple[Any, ...]]) -> list[tuple[TransferId, str]]:
-        """Do what the engine is asked for; returns what has ended: (transfer, kind of outcome or "released")."""
+    def step(self, calls: list[tuple[Any, ...]]) -> list[tuple[TransferId, str, str]]:
+        """Do what the engine is asked for; returns what has ended: (transfer, kind of outcome or "released", reason)."""
         for name, *args in calls:
             getattr(self, f"_{name}")(*args)
         return [
-            (e.transfer, "released" if isinstance(e, Released) else str(e.outcome.kind))
+            (e.transfer, "released", "") if isinstance(e, Released) else (e.transfer, str(e.outcome.kind), e.outcome.reason)
             for e in self._agent.events()
-            if isinstance(e, Ended | Released)
         ]
 
     def _offer(self, transfer: TransferId, generation: int, blocks: list[int], final: bool) -> None:
@@ -125,13 +126,15 @@ class Side:
 
 
 class Load:
-    """Drives the engines. ``counts``: what became of the transfers into the consumer that is watched."""
+    """Drives the engines. ``counts``: what became of the transfers into the consumer that is watched. ``wrong``: what
+    should not have happened. ``late``: what should have gone well, and was too slow."""
 
     def __init__(self, make: Any) -> None:
         self._make = make
         self.sides = {name: Side(*make(name)) for name in (*WATCHED, "mortal producer", "mortal consumer")}
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.late: list[str] = []
         self._numbers = 0
         self._fates: dict[TransferId, str] = {}
         self._sent: dict[TransferId, list[int]] = {}
@@ -183,17 +186,20 @@ class Load:
         for who, call in later:
             self.sides[who].calls.append(call)
         for name, side in self.sides.items():
-            for transfer, what in side.remote.get():
+            for transfer, what, why in side.remote.get():
                 if what == "released":
                     side.free += side.lent.pop(transfer, [])
                 elif name == "consumer":
-                    self._ended(side, transfer, what)
+                    self._ended(side, transfer, what, why)
 
-    def _ended(self, side: Side, transfer: TransferId, kind: str) -> None:
+    def _ended(self, side: Side, transfer: TransferId, kind: str, why: str) -> None:
         self.counts[kind] += 1
         fate = self._fates.pop(transfer, "")
         if fate in ("good", "anew") and kind != Kind.DELIVERED:
-            self.wrong.append(f"{transfer} should have gone well and is {kind}")
+            if any(sign in why for sign in LATE):
+                self.late.append(f"{transfer} is {kind}: {why}")
+            else:
+                self.wrong.append(f"{transfer} should have gone well and is {kind}: {why}")
         sent = self._sent.pop(transfer, None)
         if kind == Kind.DELIVERED and (sent is None or not side.remote("matches", side.lent[transfer], sent)):
             self.wrong.append(f"{transfer} delivered wrong bytes")
@@ -229,9 +235,12 @@ def measure(
             time.sleep(STEP_S)
             rest = load.vitals()
         wrong = [*load.wrong[:10], *complaints(rows), *left(load)]
+        if len(load.late) > MOST_LATE * load.counts.total() + 1:
+            wrong += [f"{len(load.late)} transfers were too slow", *load.late[:3]]
         wrong += [f"{n}: {v[k]:g} {k} are left" for n, v in rest.items() for k in FIGURES[3:] if v[k]]
         return {
-            "backend": backend, "seconds": seconds, "restarts": turn, "outcomes": dict(load.counts), "samples": rows,
+            "backend": backend, "seconds": seconds, "restarts": turn, "outcomes": dict(load.counts),
+            "late": len(load.late), "samples": rows,
             "at_rest": rest, "complaints": wrong,
         }  # fmt: skip
 
