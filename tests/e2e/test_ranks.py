@@ -1,4 +1,4 @@
-"""Engines of different tensor parallel sizes, real servers with real worker processes."""
+"""Engines of different tensor and pipeline parallel sizes, real servers with real worker processes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ def pair(cluster: Cluster, model: Path, logs: Path, prefill: list[str], decode: 
 
 
 TWO = ["--tensor-parallel-size", "2"]
+# vLLM 0.32 on CPUs makes the buffers between stages while it warms up, which it does not with --enforce-eager.
+STAGES = ["--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 1, "backend": "eager"}']
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [([], TWO), (TWO, []), (TWO, TWO)],
-    ids=["TP 1 to TP 2", "TP 2 to TP 1", "TP 2 to TP 2"],
+    [([], TWO), (TWO, []), (TWO, TWO), (STAGES, []), (STAGES, TWO)],
+    ids=["TP 1 to TP 2", "TP 2 to TP 1", "TP 2 to TP 2", "PP 2 to PP 1", "PP 2 to TP 2"],
 )
 def test_tokens_are_those_of_one_plain_server(
     cluster: Cluster, model: Path, tmp_path: Path, prefill: list[str], decode: list[str]
