@@ -109,6 +109,8 @@ class Consumer:
         for f, lane in self._on_link(link):
             if lane.state is S.LINKING:
                 out += self._want(f, lane, now)
+            elif lane.state is S.CHECKING:
+                out += self._ask(f, lane, now)
         return out
 
     def link_reset(self, link: LinkId, reason: str, now: float) -> list[Action]:
@@ -124,7 +126,7 @@ class Consumer:
                 if lane.resets > RESETS:
                     out += self._fail(f, f"the link to {link_name(link)} broke {lane.resets} times: {reason}", now)
                 out += [Abort(ref) for ref in lane.flight]
-        if any(lane.state in (S.LINKING, S.PAUSED) for _, lane in lanes):
+        if any(lane.state in (S.LINKING, S.PAUSED, S.CHECKING) for _, lane in lanes):
             self._links[link] = None
             out.append(Dial(link))
         else:
@@ -145,7 +147,7 @@ class Consumer:
         """What ``Close`` or ``Dial`` has closed is closed: nothing can come into our memory from there any more."""
         out: list[Action] = []
         for f, lane in list(self._on_link(link)):
-            if lane.owed and lane.state in (S.PAUSED, S.FAILED):
+            if lane.owed and lane.state in (S.PAUSED, S.FAILED, S.CHECKING):
                 out += self._acquit(f, lane, now)
         return out
 
@@ -270,8 +272,8 @@ class Consumer:
         lane.asked += 1
         spec, link = f.spec, lane.spec.link
         if lane.state is S.CHECKING:
-            checksum = m.pack_checksum(lane.checksum)
-            return [Send(link, m.Check(spec.transfer, lane.attempt, lane.generation, checksum))]
+            check = m.Check(spec.transfer, lane.attempt, lane.generation, m.pack_checksum(lane.checksum))
+            return [Send(link, check)] if self._links.get(link) is not None else []  # else once there is a link
         if lane.state is S.WANTING:
             return [Send(link, f.want(lane, now))]
         if lane.state is S.MOVING and lane.error is not None:

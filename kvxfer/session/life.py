@@ -70,7 +70,8 @@ LANE: Life[LaneState, LaneEvent] = Life(
         (_L.MOVING, _e.HAVE): _L.MOVING,
         (_L.MOVING, _e.COMPLETE): _L.CHECKING,
         (_L.CHECKING, _e.VERDICT): _L.DELIVERED,
-        **{(s, e): _L.PAUSED for s in _TRIED for e in (_e.LINK_RESET, _e.GONE_AGAIN)},
+        **{(s, _e.LINK_RESET): _L.PAUSED for s in (_L.WANTING, _L.MOVING)},
+        **{(s, _e.GONE_AGAIN): _L.PAUSED for s in _TRIED},
         (_L.PAUSED, _e.QUIET): _L.LINKING,
         **{(s, e): _L.FAILED for s in _OPEN for e in (_e.LINK_DOWN, _e.FAIL)},
         **{(s, _e.GONE): _L.FAILED for s in _TRIED},
@@ -82,6 +83,7 @@ LANE: Life[LaneState, LaneEvent] = Life(
         "the outcome stands": _pairs(_OVER, set(_e) - {_e.COMPLETE, _e.QUIET, _e.LINK_UP}),
         "the verdict is asked for once all parts are here": _pairs((_L.WANTING, _L.MOVING), (_e.VERDICT,)),
         "the parts cover all that is wanted": frozenset({(_L.CHECKING, _e.HAVE)}),
+        "the bytes are here: the question is put again over the next link": frozenset({(_L.CHECKING, _e.LINK_RESET)}),
         "there is no attempt that could be void": _pairs((_L.LINKING, _L.PAUSED), (_e.LINK_RESET,)),
     },
     never={

@@ -57,8 +57,8 @@ class Producer:
         self._links: dict[LinkId, Link] = {}
         self._leases: Timers[TransferId] = Timers()
         self._budgets: Timers[Key] = Timers()
-        # For questions that are repeated after all has been said.
-        self._last_words: Recent[Key, m.Verdict | m.Gone] = Recent(lease, MOST_WORDS)
+        # For questions that are repeated after all has been said, on whatever link: by the reader's epoch and attempt.
+        self._last_words: Recent[tuple[int, int], m.Verdict | m.Gone] = Recent(lease, MOST_WORDS)
         self._over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
 
     # --- from the engine -------------------------------------------------------------------------------------------
@@ -124,8 +124,6 @@ class Producer:
             if serve.on(E.LINK_DOWN):
                 self._lend(serve.holding, now)
             out += serve.aborts + self._drop_if_over(serve, now)
-        for key in [k for k in self._last_words.keys() if k[0] == link]:
-            self._last_words.pop(key)
         return out
 
     def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
@@ -137,14 +135,15 @@ class Producer:
             return []
         if isinstance(msg, m.Drop):
             return self._drop(link, serve, msg, now)
-        said = self._last_words.get((link, msg.attempt))
+        said = self._last_words.get((self._links[link].info.peer, msg.attempt))
         if said is not None:
             return [Send(link, said)]
         if isinstance(msg, m.Want):
             return self._want(link, msg, now) if serve is None else []
         if serve is not None:
             return self._check(serve, msg, now)
-        return [self._last_word(link, m.Gone(msg.transfer, msg.attempt, "it is not being served", False), now)]
+        # Of a link before this one, perhaps; then the consumer may want it again.
+        return [Send(link, m.Gone(msg.transfer, msg.attempt, "it is not being served", True))]
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """One of our own part batches has ended."""
@@ -313,7 +312,7 @@ class Producer:
                 out += self._count(h, Outcome(Kind.CANCELLED, reason), now)
         if serve is not None:
             return out + self._stop(serve, reason, False, now)
-        said = self._last_words.get((link, msg.attempt))
+        said = self._last_words.get((reader, msg.attempt))
         if not isinstance(said, m.Gone):
             said = m.Gone(msg.transfer, msg.attempt, "it is not being served", False)
         # Also the answer to its Want, should that come later.
@@ -355,7 +354,7 @@ class Producer:
     def _last_word(self, link: LinkId, word: m.Verdict | m.Gone, now: float) -> Send:
         """What there is to say of an attempt that is over, now and whenever it is asked about again."""
         if link in self._links:
-            self._last_words.put((link, word.attempt), word, now)
+            self._last_words.put((self._links[link].info.peer, word.attempt), word, now)
         return Send(link, word)
 
     def _drop_if_over(self, serve: Serve, now: float) -> list[Action]:

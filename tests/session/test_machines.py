@@ -83,6 +83,30 @@ def test_all_is_delivered_when_nothing_goes_wrong(setting: Setting) -> None:
     assert world.decodes.outcomes == {"delivered": 7 * RANKS}  # the last is the world's own
 
 
+@each_setting
+def test_a_connection_that_breaks_costs_nothing_while_no_bytes_move(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even when all bytes are here, and the producer's last word is lost with the link."""
+    for module in ("world", "engines"):  # so that there is time for all of it
+        monkeypatch.setattr(f"tests.session.world.{module}.TIMEOUT", 20.0)
+    for moment in range(60):
+        world = World(replace(setting, faults=False), Script(b""))
+        world.prefills.prefill(*TRANSFERS[5])
+        world.decodes.fetch(*TRANSFERS[5], world.source)
+        for rank in range(RANKS):
+            while world.prefills.orders[rank]:
+                world.prefills.work(rank)
+        world.elapse(moment / 20)
+        if not all(op.done for op in world.backend.ops):
+            continue  # bytes on their way are lost with their connection, and the transfer with them
+        for consumer in world.consumers:
+            for link in [x for x in consumer.links.values() if x.up_c]:  # others are none yet
+                world.network.cut(link, again=True)
+        world.end()
+        assert world.decodes.outcomes == {"delivered": 2 * RANKS}, f"cut after {moment / 20} s"
+
+
 class Hostile(RuleBasedStateMachine):
     """The same world, each step chosen by hypothesis."""
 
