@@ -24,7 +24,7 @@ def test_settings_are_read() -> None:
     assert settings_of(config({"backend": "cma", "lease": 7.0})).lease == 7.0
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"])
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_parallelism_that_is_not_supported(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} to 1"):
         settings_of(config(**{name: 2}))
