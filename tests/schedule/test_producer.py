@@ -348,3 +348,20 @@ class TestWithdraw:
         tracker.step("r", 0, 40, [[5, 6, 7]])
         assert not tracker.finish("r", [[5, 6, 7]], True)
         assert not tracker.commands() and len(tracker) == 0
+
+
+class TestWhatIsOffered:
+    def test_blocks_that_others_may_be_reading(self) -> None:
+        tracker = tracking(FULL, 40)
+        assert (tracker.offered("r"), tracker.total("r")) == (((),), 40)
+        tracker.step("r", 0, 20, [[5, 6]])
+        assert tracker.offered("r") == ((5,),)
+        tracker.preempt("r")
+        assert tracker.offered("r") == ((),)
+
+    def test_none_of_a_request_that_is_over_or_was_never_tracked(self) -> None:
+        tracker = tracking(FULL, 40)
+        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.finish("r", [[5, 6]], complete=False)
+        for request in ("r", "other"):
+            assert (tracker.offered(request), tracker.total(request)) == (((),), 0)
