@@ -176,7 +176,6 @@ class SchedulerHalf:
         """Follow what this step computes, and say what the workers must know with it."""
         for name in output.preempted_req_ids or ():
             self._schedule.preempt(name)
-            self._tables.pop(name, None)
             self._giving.preempted(name)
         if self._offers:
             self._follow(output)
