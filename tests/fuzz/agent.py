@@ -46,6 +46,7 @@ class Unhandled(logging.Handler):
 
 class Rig:
     def __init__(self) -> None:
+        self.level = logging.getLogger("kvxfer").level
         logging.getLogger("kvxfer").setLevel(logging.ERROR)
         self.unhandled = Unhandled()
         logging.getLogger("kvxfer").addHandler(self.unhandled)
@@ -157,6 +158,7 @@ class Rig:
         self.agent.close()
         self.directory.close()
         logging.getLogger("kvxfer").removeHandler(self.unhandled)
+        logging.getLogger("kvxfer").setLevel(self.level)
 
     def _router(self) -> Any:
         sock = self.context.socket(zmq.ROUTER)
