@@ -10,6 +10,10 @@ from kvxfer_vllm.demo.servers import Cluster, running
 from tests.conftest import require
 
 
+PATIENT = {"backend": "zmq", "transfer_timeout": 60.0, "peer_timeout": 30.0}
+"""For tests of what arrives, not of when: with a dozen processes on two cores, a healthy one can be silent for long."""
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -21,5 +25,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Prefill and decode with kvxfer over zmq between them, and a plain server."""
     require("vllm")
-    with running(model, tmp_path_factory.mktemp("logs"), {"backend": "zmq"}) as servers:
+    with running(model, tmp_path_factory.mktemp("logs"), PATIENT) as servers:
         yield servers

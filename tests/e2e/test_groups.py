@@ -9,6 +9,7 @@ from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
 from tests.conftest import require
+from tests.e2e.conftest import PATIENT
 from tests.e2e.two_groups import WINDOW, write_two_groups
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -25,13 +26,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     write_two_groups(folder / "model")
     with ExitStack() as stack:
 
-        def start(name: str, *transfer: str) -> Server:
-            config = {"backend": transfer[1]} if transfer else {}
-            server = Server(name, folder / "model", folder, connector(transfer[0], config) if transfer else None)
+        def start(name: str, role: str | None = None) -> Server:
+            server = Server(name, folder / "model", folder, connector(role, PATIENT) if role else None)
             stack.callback(server.stop)
             return server
 
-        cluster = Cluster(start("plain"), start("prefill", "kv_producer", "zmq"), start("decode", "kv_consumer", "zmq"))
+        cluster = Cluster(start("plain"), start("prefill", "kv_producer"), start("decode", "kv_consumer"))
         await_ready([cluster.plain, cluster.prefill, cluster.decode], 300)
         yield cluster
 

@@ -11,6 +11,7 @@ import pytest
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
+from tests.e2e.conftest import PATIENT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -29,7 +30,7 @@ def pair(cluster: Cluster, model: Path, logs: Path, prefill: list[str], decode: 
         def start(name: str, role: str, flags: list[str], shared: Server) -> Server:
             if not flags:
                 return shared
-            server = Server(name, model, logs, connector(role, {"backend": "zmq"}), flags)
+            server = Server(name, model, logs, connector(role, PATIENT), flags)
             stack.callback(server.stop)
             return server
 
