@@ -47,6 +47,11 @@ class Engine:
         table = np.array(blocks, np.int64)
         self.agent.fetch(Fetch(str(transfer), transfer, b"d", source, (table,), 0, tokens))
 
+    def several(self, calls: list[tuple[Any, ...]]) -> None:
+        """Calls of these methods, each with its name first, in one go."""
+        for method, *arguments in calls:
+            getattr(self, method)(*arguments)
+
     def events(self) -> list[Event]:
         return self.agent.events()
 

@@ -56,23 +56,23 @@ def run(pool: ThreadPoolExecutor, producers: list[Node], consumers: list[Node]) 
     wanted, half = threading.Barrier(2 * ENGINES), threading.Barrier(ENGINES)
 
     def want(c: int) -> None:
-        for i in range(EACH):
-            for p, producer in enumerate(producers):
-                consumers[c].fetch(names[p, c, i], producer.source, blocks(p, i), 2 * TOKENS)
+        asked = [(p, i) for i in range(EACH) for p in every]
+        consumers[c].several(
+            [("fetch", names[p, c, i], producers[p].source, blocks(p, i), 2 * TOKENS) for p, i in asked]
+        )
         wanted.wait(60)
 
     def have(p: int) -> None:
         """One block of each, once all are wanted; when that is done everywhere, the other. The first producer dies."""
         wanted.wait(60)
         mine = [(c, i) for i in range(EACH) for c in every]
-        for c, i in mine:
-            producers[p].offer(names[p, c, i], blocks(c, i)[:1], TOKENS, 1, False)
+        producers[p].several([("offer", names[p, c, i], blocks(c, i)[:1], TOKENS, 1, False) for c, i in mine])
         half.wait(60)
-        for n, (c, i) in enumerate(mine):
-            if p == 0 and n == len(mine) // 2:
-                producers[0].kill()
-                return
-            producers[p].offer(names[p, c, i], blocks(c, i), 2 * TOKENS, 1, True)
+        if p == 0:
+            del mine[COUNT // 2 :]
+        producers[p].several([("offer", names[p, c, i], blocks(c, i), 2 * TOKENS, 1, True) for c, i in mine])
+        if p == 0:
+            producers[p].kill()
 
     begun = time.monotonic()
     for job in [pool.submit(want, c) for c in every] + [pool.submit(have, p) for p in every]:
