@@ -9,7 +9,6 @@ from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.servers import Cluster, running
 from tests.conftest import require
 
-
 PATIENT = {"backend": "zmq", "transfer_timeout": 60.0, "peer_timeout": 30.0}
 """For tests of what arrives, not of when: with a dozen processes on two cores, a healthy one can be silent for long."""
 
