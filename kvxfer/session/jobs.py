@@ -89,7 +89,7 @@ class Job:
         self.quiet = True
 
     def slot(self, piece: int, offset: int, nbytes: int) -> None:
-        """The peer speaks of a piece; only staged reads care."""
+        """The peer speaks of a piece; only staged jobs care."""
 
     def stop(self, reason: str) -> None:
         """Submit nothing more; the first reason counts."""
@@ -257,11 +257,16 @@ class Staged(Job):
 
 
 class StagedSend(Staged):
-    """Two-sided, producer: pack a piece, send it, free its slot."""
+    """Two-sided, producer: pack a piece, send it (and say so), free its slot."""
+
+    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
+        super().__init__(action, wire)
+        self._sink = sink
 
     def advance(self) -> None:
         while (piece := self.begin()) is not None:
             self.one_run(Verb.SEND, piece, after=self.pack(piece))
+            self._sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
@@ -269,7 +274,20 @@ class StagedSend(Staged):
 
 
 class StagedRecv(Staged):
-    """Two-sided, consumer: receive a piece into a slot, unpack it."""
+    """Two-sided, consumer: receive a piece into a slot, unpack it. It begins before it is told that the piece is being
+    sent only while slots are plenty (see ``staging.py``)."""
+
+    def __init__(self, action: Move, wire: Wire) -> None:
+        super().__init__(action, wire)
+        self._announced = 0
+
+    def slot(self, piece: int, offset: int, nbytes: int) -> None:
+        self._announced = max(self._announced, piece + 1)
+
+    def take(self) -> Slot | None:
+        slot = self.staging.take(self.ref.link, self.ref.role, sure=self.pieces[0][0] < self._announced)
+        self.starving = slot is None
+        return slot
 
     def advance(self) -> None:
         self.settle()
@@ -376,7 +394,7 @@ def make_job(action: Move, wire: Wire, sink: SlotSink) -> Job:
         return Direct(action, wire)
     match action.verb, action.ref.role:
         case Verb.SEND, _:
-            return StagedSend(action, wire)
+            return StagedSend(action, wire, sink)
         case Verb.RECV, _:
             return StagedRecv(action, wire)
         case Verb.READ, "producer":

@@ -147,7 +147,8 @@ class Have(_Base, frozen=True, tag="have"):
 
 
 class Slot(_Base, frozen=True, tag="slot"):
-    """Producer, staged read: piece ``piece`` of the part lies packed at ``offset`` of the producer's staging memory."""
+    """Producer, staged: piece ``piece`` of the part lies packed at ``offset`` of the producer's staging memory, to be read;
+    or, where it is sent, is on its way."""
 
     transfer: TransferId
     attempt: Number

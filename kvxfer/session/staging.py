@@ -1,8 +1,11 @@
 """Staging memory: a bounded area cut into equal slots, through which staged parts pass packed.
 
 Used by the data thread only. A link may hold at most half of the slots (its credits), so that one stopped
-peer cannot starve the others, and neither direction may hold all, so that two engines that each wait for the
-other's slots cannot block each other.
+peer cannot starve the others.
+
+No circle of engines may wait for each other's slots, however many there are. A producer holds a slot until its consumer
+has one too; so a consumer keeps ``RESERVED`` slots for pieces of which it knows that their producer has one already. What
+holds these ends without anybody else's slot, therefore whatever is announced moves in the end.
 """
 
 from __future__ import annotations
@@ -19,6 +22,13 @@ __all__ = ["SLOTS", "Slot", "Staging"]
 
 SLOTS = 8
 """Slots an area is cut into: enough to overlap packing, moving and unpacking, few enough to keep pieces long."""
+
+
+RESERVED = SLOTS // 4
+"""Slots that neither a producer's pieces nor those a consumer merely expects may take."""
+
+_MOST = {"producer": SLOTS // 2, "consumer": SLOTS - RESERVED}
+_EXPECTED = SLOTS - RESERVED - _MOST["producer"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,11 @@ class Staging:
         self._held: Counter[LinkId] = Counter()
         self._ways: Counter[Role] = Counter()
 
-    def take(self, owner: LinkId, role: Role) -> Slot | None:
-        """A free slot for a link, or ``None`` while there is none or the credits of link or direction are used up."""
-        if not self._free or self._held[owner] >= SLOTS // 2 or self._ways[role] >= SLOTS * 3 // 4:
+    def take(self, owner: LinkId, role: Role, sure: bool = True) -> Slot | None:
+        """A free slot for a link, or ``None`` while there is none or the credits of link or direction are used up.
+        ``sure``: whether it will be used without a further slot of the peer's."""
+        most = _MOST[role] if sure else _EXPECTED
+        if not self._free or self._held[owner] >= SLOTS // 2 or self._ways[role] >= most:
             return None
         self._held[owner] += 1
         self._ways[role] += 1

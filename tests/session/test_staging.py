@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvxfer.geometry import Region
 from kvxfer.identity import TransferId
+from kvxfer.session.staging import Staging
 from kvxfer.testing.fake import Network
 from tests.session.conftest import Ended, Released, fetch, offered
 
@@ -55,3 +57,23 @@ def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
     d.wait(Released, count=failures + 1)
     p.wait(Released, count=failures + 1)
     assert d.agents[0].stats().quarantined_bytes == p.agents[0].stats().quarantined_bytes == 0
+
+
+
+def test_what_a_peer_already_has_a_slot_for_always_finds_one():
+    """Or a circle of engines could wait for each other's slots: see ``test_stress.py``, where it happened."""
+    memory = np.zeros(8 * 4096, np.uint8)
+    staging = Staging((Region(memory.ctypes.data, memory.nbytes),), memory.nbytes, "cpu")
+    links = [bytes([n]) for n in range(8)]
+    held = [slot for link in links if (slot := staging.take(link, "producer")) is not None]
+    held += [slot for link in links if (slot := staging.take(link, "consumer", sure=False)) is not None]
+    assert 0 < len(held) < 8
+    sure = staging.take(links[7], "consumer")
+    assert sure is not None
+    assert staging.take(links[7], "consumer", sure=False) is None
+    staging.give(sure)
+    for slot in held:
+        staging.give(slot)
+    expected = [staging.take(link, "consumer") for link in links]
+    assert staging.take(links[0], "producer") is not None, "nor may consumers keep producers from theirs"
+    assert None in expected
