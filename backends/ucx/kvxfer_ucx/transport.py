@@ -69,6 +69,8 @@ class UcxTransport(Transport):
         self._offers: dict[bytes, Offer] = {}
         # Tokens of endpoints whose owners may be dialling us, or do so yet.
         self._expected: set[bytes] = set()
+        self._late: list[Any] = []  # endpoints of those who dialled after we closed
+        self._retiring: list[Any] = []
         self._links: dict[int, Link] = {}
         self._numbers = 0
         self._sealed = self._closed = False
@@ -246,11 +248,14 @@ class UcxTransport(Transport):
             _log.warning("%s: UCX did not let go of %d connections in %g s", self.agent, left, CLOSE_S)
         self._wakeup.close()
         self._ending, self._closing = [], []
-        if self._expected:
-            retire(self._listener, self._worker, self._context)
-        # Destroyed in this order: what is above stands on what is below.
-        self._listener = None
+        held: list[Any] = [self._listener, self._worker, self._context]
         self._worker = self._context = None
+        if self._expected:
+            self._retiring = held
+            retire(held, self._late)
+        self._listener = None
+        while not self._expected and held:  # in this order: what is above stands on what is below
+            del held[0]
 
     def fileno(self) -> int | None:
         return self._wakeup.fileno()
@@ -308,11 +313,13 @@ class UcxTransport(Transport):
 
     def _on_request(self, request: int) -> None:
         """Somebody connects. Called by UCX within progress."""
-        if self._closed:
-            return
         ucxx = self._library.ucxx
         try:
-            endpoint = self._listener.create_endpoint_from_conn_request(request, True)
+            listener = self._listener or self._retiring[0]
+            endpoint = listener.create_endpoint_from_conn_request(request, True)
+            if self._closed:
+                self._late.append(endpoint)  # not to be closed within progress
+                return
             connection = Connection(self._library, self._messages, endpoint)
             connection.expect(2 * TOKEN_BYTES)
         except ucxx.UCXError as e:
