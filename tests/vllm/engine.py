@@ -37,6 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvxfer.geometry import Rank
 from kvxfer_vllm import KVXferConnector
+from kvxfer_vllm.compat import REPORTS_BY_REQUEST
 from tests.vllm.wire import Agent, Wire
 
 BLOCK = 16
@@ -237,9 +238,12 @@ class Engine:
             kv = KVConnectorOutput()
             worker.start_load_kv(SimpleNamespace(attn_metadata=None))
             worker.wait_for_save()
-            found = worker.get_transfer_results(output.finished_req_ids)
-            kv.finished_sending, kv.finished_recving = found.finished_sending, found.finished_recving
-            kv.failed_recving = found.failed_recving
+            if REPORTS_BY_REQUEST:
+                found = worker.get_transfer_results(output.finished_req_ids)
+                kv.finished_sending, kv.finished_recving = found.finished_sending, found.finished_recving
+                kv.failed_recving = found.failed_recving
+            else:
+                kv.finished_sending, kv.finished_recving = worker.get_finished(output.finished_req_ids)
             kv.invalid_block_ids = worker.get_block_ids_with_load_errors()
             kv.kv_connector_stats = worker.get_kv_connector_stats()
             kv.kv_connector_worker_meta = worker.build_connector_worker_meta()
@@ -340,7 +344,8 @@ class Engine:
     def assert_clean(self) -> None:
         """Nothing is left of any request, neither in vLLM nor in the connector."""
         s = self.scheduler
-        assert not s.requests and not s.running and not s.waiting and not s.kv_holding_waiting
+        assert not s.requests and not s.running and not s.waiting
+        assert not getattr(s, "kv_holding_waiting", None)  # vLLM 0.31 and later
         assert self.free == self.blocks - 1, "blocks have leaked"
         assert all(b.ref_cnt == 0 for b in self.pool.blocks if not b.is_null)
         assert len(ours(s.connector)._sched) == 0, "the scheduler half remembers something"

@@ -121,6 +121,8 @@ class SchedulerHalf:
             return 0, False
         self._computed[request.request_id] = computed
         tokens = self._schedule.consumer.matched(request.request_id, computed)
+        if request.skip_reading_prefix_cache:  # it needs its whole prompt computed; vLLM before 0.31 leaves that to us
+            return 0, False
         return tokens, bool(tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
