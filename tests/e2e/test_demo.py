@@ -78,7 +78,7 @@ def test_interrupting_the_demo_ends_all_servers(number: signal.Signals, processe
     require("vllm")
     mark = f"KVXFER_TEST={uuid.uuid4()}"
     environment = {**os.environ, **dict([mark.split("=")])}
-    running = subprocess.Popen([KVXFER, "demo"], stderr=subprocess.PIPE, text=True, env=environment)
+    running = subprocess.Popen([KVXFER, "demo"], stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=unignore)
     deadline = time.monotonic() + 150
     while len(marked(mark)) < processes and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -88,6 +88,11 @@ def test_interrupting_the_demo_ends_all_servers(number: signal.Signals, processe
     assert running.returncode == 130
     assert "interrupted" in said and "Traceback" not in said
     assert marked(mark) == []
+
+
+def unignore() -> None:
+    """A shell without job control starts background jobs, this test's run perhaps, with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def marked(mark: str) -> list[str]:
