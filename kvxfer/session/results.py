@@ -46,7 +46,7 @@ class Disconnected:
 
 @dataclass(frozen=True)
 class SlotReady:
-    """Staged read: piece ``piece`` of a part that we serve lies packed in our staging memory."""
+    """Piece ``piece`` of a part that we serve lies packed in our staging memory, to be read; or, sent, is on its way."""
 
     ref: PartRef
     piece: int

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["retire"]
+__all__ = ["destroy", "retire"]
 
 GRACE_S = 1.0
 """A peer that dials sends its first bytes at once; one that was told where to dial before we closed does so within this."""
@@ -23,9 +23,15 @@ _retired: dict[int, list[Any]] = {}
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_retired))
 
 
+def destroy(held: list[Any]) -> None:
+    """Let go of each in turn, the first first."""
+    while held:
+        del held[0]
+
+
 def retire(held: list[Any], late: list[Any]) -> None:
-    """Turn away who dials for ``GRACE_S``, then destroy what is ``held``, in a thread of its own: a listener, its worker,
-    the worker's context. Any thread, once nothing else uses them. ``late``: the listener's callback puts the endpoints
+    """Turn away who dials for ``GRACE_S``, then ``destroy`` what is ``held``, in a thread of its own: a listener, its
+    worker, the worker's context. Any thread, once nothing else uses them. ``late``: the listener's callback puts the endpoints
     of those who dial here."""
     _retired[id(held)] = held
     threading.Thread(target=_linger, args=(held, late), name="kvxfer-ucx-retired", daemon=True).start()
@@ -34,11 +40,10 @@ def retire(held: list[Any], late: list[Any]) -> None:
 def _linger(held: list[Any], late: list[Any]) -> None:
     until = time.monotonic() + GRACE_S
     while time.monotonic() < until:
-        while held[1].progress_once():
+        while held[1].progress_once() and time.monotonic() < until:
             pass
         while late:
             late.pop().close_blocking()
         time.sleep(PAUSE_S)
     del _retired[id(held)]
-    while held:  # in this order: what is above stands on what is below
-        del held[0]
+    destroy(held)

@@ -25,7 +25,7 @@ from kvxfer_ucx.library import load
 from kvxfer_ucx.link import STREAMS, TAGS, TOKEN_BYTES, Half, Link, Offer
 from kvxfer_ucx.messages import Messages, Pieces
 from kvxfer_ucx.options import Options, make_context
-from kvxfer_ucx.retired import retire
+from kvxfer_ucx.retired import destroy, retire
 
 __all__ = ["UcxTransport"]
 
@@ -70,7 +70,6 @@ class UcxTransport(Transport):
         # Tokens of endpoints whose owners may be dialling us, or do so yet.
         self._expected: set[bytes] = set()
         self._late: list[Any] = []  # endpoints of those who dialled after we closed
-        self._retiring: list[Any] = []
         self._links: dict[int, Link] = {}
         self._numbers = 0
         self._sealed = self._closed = False
@@ -90,6 +89,8 @@ class UcxTransport(Transport):
             self._listener = ucxx.UCXListener.create(self._worker, self._options.port, self._on_request)
         except ucxx.UCXError as e:
             raise TransportError(f"UCX cannot listen on port {self._options.port or 'any'}: {e}") from e
+        # In the order in which they must go: what is above stands on what is below.
+        self._held: list[Any] = [self._listener, self._worker, self._context]
         self._messages = Messages(self._library.ucp, self._worker.handle)
         self._wakeup = Wakeup()
         self._wakeup.add(self._worker.epoll_file_descriptor, "ucx")
@@ -248,14 +249,11 @@ class UcxTransport(Transport):
             _log.warning("%s: UCX did not let go of %d connections in %g s", self.agent, left, CLOSE_S)
         self._wakeup.close()
         self._ending, self._closing = [], []
-        held: list[Any] = [self._listener, self._worker, self._context]
-        self._worker = self._context = None
-        if self._expected:
-            self._retiring = held
-            retire(held, self._late)
-        self._listener = None
-        while not self._expected and held:  # in this order: what is above stands on what is below
-            del held[0]
+        self._listener = self._worker = self._context = None
+        if self._expected or self._late:
+            retire(self._held, self._late)
+        else:
+            destroy(self._held)
 
     def fileno(self) -> int | None:
         return self._wakeup.fileno()
@@ -315,8 +313,7 @@ class UcxTransport(Transport):
         """Somebody connects. Called by UCX within progress."""
         ucxx = self._library.ucxx
         try:
-            listener = self._listener or self._retiring[0]
-            endpoint = listener.create_endpoint_from_conn_request(request, True)
+            endpoint = self._held[0].create_endpoint_from_conn_request(request, True)
             if self._closed:
                 self._late.append(endpoint)  # not to be closed within progress
                 return

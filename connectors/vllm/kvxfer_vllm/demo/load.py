@@ -117,11 +117,12 @@ class Client(threading.Thread):
         if deed == "leaves after prefill":
             return "left"
         if deed == "leaves decode":
+            patience = self._random.uniform(0.01, 0.5)
             try:
-                complete(decode, prompt, OUTPUT_TOKENS, offer.kv_transfer_params, self._random.uniform(0.01, 0.5))
+                tokens = complete(decode, prompt, OUTPUT_TOKENS, offer.kv_transfer_params, patience).tokens
             except NoAnswer:
                 return "left"
-            return "answered before"
+            return self._judge(deed, prompt, tokens)
         for _ in range(2 if deed == "repeats params" else 1):
             tokens = complete(decode, prompt, OUTPUT_TOKENS, offer.kv_transfer_params, HANG_S).tokens
             end = self._judge(deed, prompt, tokens)
