@@ -75,8 +75,9 @@ class Agent:
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         choice, options = resolve(config.backend, config.backend_options, (r.device for r in cache.regions), config.one_host)
         backend = load(choice)
-        settings = {"listen": config.listen, "advertise": config.advertise or config.listen}
-        options = {**{key: settings[key] for key in backend.inherits}, **options}
+        if not backend.inherits & options.keys():  # an address set for the back end goes with none of ours
+            ours = {"listen": config.listen, "advertise": config.advertise or config.listen}
+            options = {**options, **{key: ours[key] for key in backend.inherits}}
         name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
         self._hub = wire.Hub(Security.of(config))
         self._mover = Mover(

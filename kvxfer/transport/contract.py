@@ -155,7 +155,7 @@ class Transport(ABC):
     name: ClassVar[str]
     contract: ClassVar[int] = CONTRACT_VERSION
     inherits: ClassVar[frozenset[str]] = frozenset()
-    """Options that an agent fills in from its own settings where the user did not set them: of ``listen`` (address to
+    """Options that an agent fills in from its own settings where the user set none of them: of ``listen`` (address to
     bind to) and ``advertise`` (host name or address for peers), those that this back end has."""
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.identity import TransferId
+from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import auto
 from kvxfer.transport.auto import ORDER, choose, resolve
 from tests.session.conftest import Ended, engine, fetch, offered
@@ -85,3 +89,25 @@ def test_sockets_of_the_back_end_listen_where_the_engine_does(engine) -> None:  
     """An operator of several hosts says it once."""
     with pytest.raises(TransportError, match=r"cannot listen on 198\.51\.100\.7 port"):  # of nobody: RFC 5737
         engine({"backend": "zmq"}, listen="198.51.100.7")
+
+
+@pytest.mark.parametrize(
+    ("options", "gets"),
+    [
+        ({}, {"listen": "127.0.0.1", "advertise": "node-7"}),
+        ({"listen": "127.0.0.2"}, {"listen": "127.0.0.2"}),  # which is then what it advertises, and not node-7
+    ],
+    ids=["none of its own", "one of its own"],
+)
+def test_what_a_back_end_inherits(engine, monkeypatch: pytest.MonkeyPatch, options: Any, gets: Any) -> None:  # noqa: F811
+    seen: list[Mapping[str, Any]] = []
+    make = FakeTransport.__init__
+
+    def recording(self: FakeTransport, agent: str, given: Mapping[str, Any]) -> None:
+        seen.append(given)
+        make(self, agent, {})
+
+    monkeypatch.setattr(FakeTransport, "__init__", recording)
+    monkeypatch.setattr(FakeTransport, "inherits", frozenset({"listen", "advertise"}))
+    engine(dict(options), advertise="node-7")
+    assert seen == [gets]
