@@ -56,6 +56,9 @@ __all__ = ["Agent"]
 
 log = logging.getLogger("kvxfer.agent")
 
+LONGEST_WAIT_S = 1.0
+STALL_S = 0.5
+"""A turn later than this was not waiting for anything."""
 START_S = 60.0
 
 Step = Callable[[float], list[Action]]
@@ -103,6 +106,7 @@ class Agent:
         self._out = Outbound(self._hub, self._mover, terms, self.epoch, engine, config.peer_timeout)
         self._resolver = Resolver(self._hub, self.member, config.backend, config.transfer_timeout)
         self._complain = Complaints(log)
+        self._awake = time.monotonic()
         self._thread.start()
 
     # --- any thread ------------------------------------------------------------------------------------------------
@@ -175,6 +179,7 @@ class Agent:
 
     def _turn(self) -> None:
         ready = self._hub.poll(self._wait())
+        self._pardon(time.monotonic())
         self._drain()
         if self._router in ready:
             self._read_router()
@@ -185,13 +190,22 @@ class Agent:
             self._take(partial(self._resolved, source, route))
         self._timers(time.monotonic())
 
+    def _pardon(self, now: float) -> None:
+        """While this process or its host did not run (stopped, frozen, starved), nobody could be heard: that is not the
+        peers' silence."""
+        stalled, self._awake = now - self._awake - LONGEST_WAIT_S, now
+        if stalled > STALL_S:
+            log.warning("this process did not run for about %.1f s", stalled)
+            self._in.pardon(stalled)
+            self._out.pardon(stalled)
+
     def _wait(self) -> float:
         """Seconds until something is due."""
         if self._fences:
             return 0.001
         clocks = self._consumer, self._producer, self._resolver, self._out, self._in
         due = [t for clock in clocks if (t := clock.next_tick()) is not None]
-        return min(max(min(due, default=1e18) - time.monotonic(), 0.001), 1.0)
+        return min(max(min(due, default=1e18) - time.monotonic(), 0.001), LONGEST_WAIT_S)
 
     def _drain(self) -> None:
         """Take in what the engine and the data thread have said."""

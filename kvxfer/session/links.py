@@ -150,6 +150,11 @@ class Inbound:
     def next_tick(self) -> float | None:
         return min((0.0 if k.deaf else k.heard + self._silence for k in self._links.values()), default=None)
 
+    def pardon(self, seconds: float) -> None:
+        """For so long nobody could be heard."""
+        for known in self._links.values():
+            known.heard += seconds
+
     def reset(self, reason: str) -> list[LinkId]:
         """Give all links up; their consumers are told to dial anew."""
         gone = list(self._links)
@@ -295,6 +300,11 @@ class Outbound:
     def next_tick(self) -> float | None:
         waits = (min(o.pinged + self._silence / 4, o.heard + self._silence) for o in self._links.values() if o.mine)
         return min(waits, default=None)
+
+    def pardon(self, seconds: float) -> None:
+        """For so long nobody could be heard."""
+        for o in self._links.values():
+            o.heard += seconds
 
     def drop(self, link: LinkId) -> None:
         """Close a link; it may be dialled again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,47 +20,47 @@ PROMPTS = [
     "exactly a few blocks: " + "ab" * 117,
     "many chunks: " + "".join(chr(97 + n * n % 26) for n in range(700)),
 ]
+TWO = ["--tensor-parallel-size", "2"]
+# vLLM 0.32 on CPUs makes the buffers between stages while it warms up, which it does not with --enforce-eager.
+STAGES = ["--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 1, "backend": "eager"}']
+SMALL_STEPS = ["--max-num-batched-tokens", "96"]
 
 
-@contextmanager
-def pair(cluster: Cluster, model: Path, logs: Path, prefill: list[str], decode: list[str]) -> Iterator[Cluster]:
-    """A pair with flags of its own; the plain server is shared. Only what differs from one rank is started anew."""
+@pytest.fixture(scope="module")
+def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """Each started once; every prefill server serves every decode server."""
+    logs = tmp_path_factory.mktemp("ranks")
     with ExitStack() as stack:
 
-        def start(name: str, role: str, flags: list[str], shared: Server) -> Server:
-            if not flags:
-                return shared
+        def start(name: str, role: str, flags: list[str]) -> Server:
             server = Server(name, model, logs, connector(role, PATIENT), flags)
             stack.callback(server.stop)
             return server
 
-        made = Cluster(
-            cluster.plain,
-            start("prefill", "kv_producer", prefill, cluster.prefill),
-            start("decode", "kv_consumer", decode, cluster.decode),
-        )
-        await_ready([made.prefill, made.decode], 300.0, lambda server: None)
-        yield made
-
-
-TWO = ["--tensor-parallel-size", "2"]
-# vLLM 0.32 on CPUs makes the buffers between stages while it warms up, which it does not with --enforce-eager.
-STAGES = ["--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 1, "backend": "eager"}']
+        started = {
+            "prefill TP 2": start("prefill-tp-2", "kv_producer", [*TWO, *SMALL_STEPS]),
+            "prefill PP 2": start("prefill-pp-2", "kv_producer", STAGES),
+            "decode TP 2": start("decode-tp-2", "kv_consumer", TWO),
+        }
+        await_ready(started.values(), 300.0)
+        yield started | {"prefill TP 1": cluster.prefill, "decode TP 1": cluster.decode}
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [([], TWO), (TWO, []), (TWO, TWO), (STAGES, []), (STAGES, TWO)],
-    ids=["TP 1 to TP 2", "TP 2 to TP 1", "TP 2 to TP 2", "PP 2 to PP 1", "PP 2 to TP 2"],
+    [("TP 1", "TP 2"), ("TP 2", "TP 1"), ("TP 2", "TP 2"), ("PP 2", "TP 1"), ("PP 2", "TP 2")],
+    ids=lambda ranks: ranks.replace(" ", ""),
 )
 def test_tokens_are_those_of_one_plain_server(
-    cluster: Cluster, model: Path, tmp_path: Path, prefill: list[str], decode: list[str]
+    cluster: Cluster, servers: dict[str, Server], prefill: str, decode: str
 ) -> None:
-    with pair(cluster, model, tmp_path, prefill, decode) as servers:
-        for prompt in PROMPTS:
-            before = received(servers.decode)
-            tokens = prefill_then_decode(servers.prefill, servers.decode, prompt, 24).tokens
-            moved = received(servers.decode) - before
-            assert tokens == complete(servers.plain, prompt, 24).tokens
-            assert moved.failed == 0
-            assert moved.tokens > 0, "nothing came from prefill: this would test recomputation"
+    """The TP 2 prefill server also computes in smaller steps than the decode servers."""
+    producer, consumer = servers[f"prefill {prefill}"], servers[f"decode {decode}"]
+    for text in PROMPTS:
+        prompt = f"{prefill} {decode} {text}"  # no other case's, which the prefix cache would know
+        before = received(consumer)
+        tokens = prefill_then_decode(producer, consumer, prompt, 24).tokens
+        moved = received(consumer) - before
+        assert tokens == complete(cluster.plain, prompt, 24).tokens
+        assert moved.failed == 0
+        assert moved.tokens > 0, "nothing came from prefill: this would test recomputation"

@@ -163,6 +163,16 @@ def test_a_short_stop_is_survived(node: Make) -> None:
     assert d.settled(name(0)).outcome.kind is Kind.DELIVERED
 
 
+def test_a_host_that_froze_blames_no_peer(node: Make) -> None:
+    """Both sides stand still for longer than the silence that they bear: neither could hear the other."""
+    p, d = node(seed=1, peer_timeout=2.0, transfer_timeout=30.0), node(peer_timeout=2.0, transfer_timeout=30.0)
+    half(p, d, 0)
+    with p.stopped(), d.stopped():
+        time.sleep(5.0)
+    rest(p, 0)
+    assert d.settled(name(0)).outcome.kind is Kind.DELIVERED
+
+
 class Relay:
     """TCP between a port of its own and a target, which can freeze (half open: no bytes, no end) and cut."""
 

@@ -1,0 +1,26 @@
+"""Every back end that moves CPU memory here, between real servers; zmq is the shared pair's (test_pair.py), nixl the
+demo's (test_demo.py)."""
+
+from pathlib import Path
+
+import pytest
+
+from kvxfer.transport import registry
+from kvxfer_vllm.demo.servers import Cluster, running
+from kvxfer_vllm.demo.story import PROMPTS, compare, objections
+from tests.conftest import require
+from tests.e2e.conftest import PATIENT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+
+@pytest.mark.parametrize("backend", sorted({*registry.available(), "cma"} - {"zmq", "nixl"}))
+def test_tokens_are_those_of_a_plain_server(cluster: Cluster, model: Path, tmp_path: Path, backend: str) -> None:
+    require(backend)
+    if "cpu" not in registry.load(backend).probe().memory:
+        pytest.skip(f"{backend} does not move CPU memory here")
+    config = {**PATIENT, "backend": backend, "backend_options": {}}
+    with running(model, tmp_path, config, plain=cluster.plain) as servers:
+        outcomes = [compare(servers, name, prompt) for name, prompt in PROMPTS.items()]
+    assert objections(outcomes) == []
+    assert sum(outcome.received.kv_bytes for outcome in outcomes) > 0
