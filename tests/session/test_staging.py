@@ -49,6 +49,7 @@ def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
         d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=t, handle=str(i)))
         d.wait(Ended, count=i + 1)  # failed, or tried again on a new link where the old one had to be closed
         d.wait(Released, count=i + 1)
+    before = d.agents[0].stats()
     good = TransferId("own/1/good", 0)
     p.agents[0].offer(offered(list(range(32)), 128, transfer=good))
     d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=good))
@@ -56,7 +57,9 @@ def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
     assert np.array_equal(d.block(31), p.block(31))
     d.wait(Released, count=failures + 1)
     p.wait(Released, count=failures + 1)
-    assert d.agents[0].stats().quarantined_bytes == p.agents[0].stats().quarantined_bytes == 0
+    after = d.agents[0].stats()
+    assert after.quarantined_bytes == p.agents[0].stats().quarantined_bytes == 0
+    assert (after.staged - before.staged, after.direct) == (1, 0)
 
 
 

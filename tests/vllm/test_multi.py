@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 import kvxfer_vllm
+from kvxfer.session import Stats
 from tests.vllm.cases import OFFER, check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import FULL, HYBRID, Engine, ours, prompt
@@ -114,6 +115,8 @@ def test_statistics(make: Make, wire: Wire) -> None:
     for load in wire.loads(d):
         wire.fail(load, "the link broke")
     wire.paused = False
+    for agent, quarantined in zip((a for a in wire.agents if a.engine is d), (100, 20), strict=True):
+        agent.said = Stats(fetches=0, holdings=0, quarantined_bytes=quarantined, corrupt=1, direct=3, staged=2)
     d.run(p, until=name)
     assert [load[0] for load in loads(d)] == ["delivered", "delivered", "failed", "failed"]
     rebuilt = MultiConnector.build_kv_connector_stats(d.stats[0])
@@ -127,6 +130,10 @@ def test_statistics(make: Make, wire: Wire) -> None:
     assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "delivered"}) == 2
     assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "failed"}) == 2
     assert registry.get_sample_value("kvxfer_transfer_seconds_count", {"engine": "0"}) == 2
+    assert registry.get_sample_value("kvxfer_parts_total", {"engine": "0", "way": "direct"}) == 6
+    assert registry.get_sample_value("kvxfer_parts_total", {"engine": "0", "way": "staged"}) == 4
+    assert registry.get_sample_value("kvxfer_corrupt_total", {"engine": "0"}) == 2
+    assert registry.get_sample_value("kvxfer_quarantined_bytes", {"engine": "0"}) == 120
 
 
 def _types(registry: prometheus_client.CollectorRegistry) -> dict[Any, Any]:

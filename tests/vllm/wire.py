@@ -12,7 +12,7 @@ from typing import Any
 
 from kvxfer.geometry import Rank
 from kvxfer.identity import TransferId, new_epoch
-from kvxfer.session import Ended, Event, Fetch, Offered, Outcome, Released
+from kvxfer.session import Ended, Event, Fetch, Offered, Outcome, Released, Stats
 from kvxfer.session.values import Kind
 
 JUNK = -1
@@ -43,6 +43,10 @@ class Agent:
     revoked: list[tuple[TransferId, bool, str]] = field(default_factory=list)
     unwanted: set[TransferId] = field(default_factory=set)  # dropped before they were offered
     out: list[Event] = field(default_factory=list)
+    said: Stats = Stats(fetches=0, holdings=0, quarantined_bytes=0, corrupt=0, direct=0, staged=0)
+
+    def stats(self) -> Stats:
+        return self.said
 
     def __post_init__(self) -> None:
         self.cache = SimpleNamespace(rank=self.rank, regions=[SimpleNamespace(device="cpu")])

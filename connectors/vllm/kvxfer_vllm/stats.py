@@ -6,34 +6,54 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvxfer.session import Ended
+from kvxfer.session import Ended, Stats
 
 __all__ = ["KVXferPromMetrics", "KVXferStats"]
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
+COUNTS = ("corrupt", "direct", "staged")
+"""What of an agent's stats only ever grows."""
+
+
 class KVXferStats(KVConnectorStats):
-    """``data["loads"]``: one ``[outcome, bytes, seconds]`` for each load that has ended on a rank."""
+    """``data["loads"]``: one ``[outcome, bytes, seconds]`` for each load that has ended on a rank. ``data["counts"]``: by
+    how much the agents' counts have grown. ``data["quarantined"]``: bytes, of the ranks where they have changed."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data=data or {"loads": []})
+        super().__init__(data=data or {})
+        if not data:
+            self.reset()
 
     def record(self, event: Ended) -> None:
+        """A load has ended."""
         self.data["loads"].append([str(event.outcome.kind), event.nbytes, event.seconds])
 
+    def note(self, rank: str, before: Stats | None, now: Stats) -> None:
+        """A rank's agent says this now, and said that before."""
+        for name in COUNTS:
+            grown = getattr(now, name) - (getattr(before, name) if before else 0)
+            if grown:
+                self.data["counts"][name] = self.data["counts"].get(name, 0) + grown
+        if now.quarantined_bytes != (before.quarantined_bytes if before else 0):
+            self.data["quarantined"][rank] = now.quarantined_bytes
+
     def reset(self) -> None:
-        self.data = {"loads": []}
+        self.data = {"loads": [], "counts": {}, "quarantined": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         self.data["loads"] += other.data["loads"]
+        for name, n in other.data["counts"].items():
+            self.data["counts"][name] = self.data["counts"].get(name, 0) + n
+        self.data["quarantined"] |= other.data["quarantined"]
         return self
 
     def is_empty(self) -> bool:
-        return not self.data["loads"]
+        return not any(self.data.values())
 
     def reduce(self) -> dict[str, int | float]:
-        loads = self.data["loads"]
+        loads, counts = self.data["loads"], self.data["counts"]
         good = [x for x in loads if x[0] == "delivered"]
         seconds = sum(x[2] for x in good)
         return {
@@ -41,6 +61,9 @@ class KVXferStats(KVConnectorStats):
             "not delivered": len(loads) - len(good),
             "MB": round(sum(x[1] for x in good) / 1e6, 3),
             "mean ms": round(1e3 * seconds / max(len(good), 1), 3),
+            "parts direct": counts.get("direct", 0),
+            "parts staged": counts.get("staged", 0),
+            "corrupt": counts.get("corrupt", 0),
         }
 
 
@@ -62,7 +85,24 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             name="kvxfer_transfers", documentation="Loads that have ended, by outcome.",
             labelnames=[*labelnames, "outcome"],
         )  # fmt: skip
+        self._parts = self._counter_cls(
+            name="kvxfer_parts", documentation="Parts of transfers moved by this side, direct or staged.",
+            labelnames=[*labelnames, "way"],
+        )  # fmt: skip
+        self._corrupt = self._counter_cls(
+            name="kvxfer_corrupt", documentation="Transfers whose checksum was not that of what was sent.",
+            labelnames=labelnames,
+        )  # fmt: skip
+        self._quarantined = self._gauge_cls(
+            name="kvxfer_quarantined_bytes", documentation="Of ended transfers, which the back end may still touch.",
+            labelnames=labelnames,
+        )  # fmt: skip
+        self._by_rank: dict[int, dict[str, int]] = {}
         for values in per_engine_labelvalues.values():
+            self._corrupt.labels(*values)
+            self._quarantined.labels(*values)
+            for way in ("direct", "staged"):
+                self._parts.labels(*values, way)
             self._bytes.labels(*values)
             self._seconds.labels(*values)
             for outcome in ("delivered", "failed", "cancelled"):
@@ -75,5 +115,12 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             if outcome == "delivered":
                 self._bytes.labels(*values).inc(nbytes)
                 self._seconds.labels(*values).observe(seconds)
+        counts = transfer_stats_data["counts"]
+        self._corrupt.labels(*values).inc(counts.get("corrupt", 0))
+        for way in ("direct", "staged"):
+            self._parts.labels(*values, way).inc(counts.get(way, 0))
+        by_rank = self._by_rank.setdefault(engine_idx, {})
+        by_rank |= transfer_stats_data["quarantined"]
+        self._quarantined.labels(*values).set(sum(by_rank.values()))
 
 

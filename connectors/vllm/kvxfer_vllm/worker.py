@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvxfer import memory
 from kvxfer.config import Config
 from kvxfer.geometry import Rank
-from kvxfer.session import Agent, Ended, Fetch, Offered
+from kvxfer.session import Agent, Ended, Fetch, Offered, Stats
 from kvxfer_vllm import compat
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.metadata import Handshake, Report, Step
@@ -42,6 +42,7 @@ class WorkerHalf:
         self._early: dict[str, str] = {}  # those of them that vLLM was told of -> request
         self._quarantine = kv_cache_config.num_blocks // 4 if compat.HOLDS_BLOCKS else 0  # blocks of such, at most
         self._stats = KVXferStats()
+        self._noted: Stats | None = None
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
         """The cache is allocated: describe it and start the agent."""
@@ -169,6 +170,10 @@ class WorkerHalf:
         return out or None
 
     def stats(self) -> KVXferStats | None:
+        if self._agent is not None:
+            before, self._noted = self._noted, self._agent.stats()
+            rank = self._on[1].cache.rank
+            self._stats.note(f"{rank.pp}.{rank.tp}", before, self._noted)
         if self._stats.is_empty():
             return None
         out, self._stats = self._stats, KVXferStats()
