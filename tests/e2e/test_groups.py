@@ -1,16 +1,16 @@
-"""Two KV-cache groups on real servers: a sliding window, with null blocks where it has passed, beside full attention."""
+"""Two KV-cache groups on real servers: beside full attention a sliding window, with null blocks where it has passed, and
+a recurrent state."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
-from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
+from kvxfer_vllm.demo.servers import Cluster, running
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
-from tests.e2e.two_groups import WINDOW, write_two_groups
+from tests.e2e.models import WINDOW, write_recurrent, write_window
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -18,21 +18,18 @@ TEXT = ", ".join(f"{n} times {n + 3} is {n * (n + 3)}" for n in range(1, 60))
 LENGTHS = {"within the window": WINDOW - 10, "one block past it": WINDOW + 40, "several chunks": 700, "the same again": 700}
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+# With prefix caching vLLM keeps states of several prefixes, which kvxfer does not move.
+MODELS = [(write_window, []), (write_recurrent, ["--no-enable-prefix-caching"])]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=["window", "recurrent"])
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Plain, prefill and decode."""
     require("vllm")
-    folder = tmp_path_factory.mktemp("two-groups")
-    write_two_groups(folder / "model")
-    with ExitStack() as stack:
-
-        def start(name: str, role: str | None = None) -> Server:
-            server = Server(name, folder / "model", folder, connector(role, PATIENT) if role else None)
-            stack.callback(server.stop)
-            return server
-
-        cluster = Cluster(start("plain"), start("prefill", "kv_producer"), start("decode", "kv_consumer"))
-        await_ready([cluster.plain, cluster.prefill, cluster.decode], 300)
+    folder = tmp_path_factory.mktemp("groups")
+    write, flags = request.param
+    write(folder / "model")
+    with running(folder / "model", folder, PATIENT, flags=flags) as cluster:
         yield cluster
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, prompt
+from tests.vllm.engine import FULL, HYBRID, STATEFUL, Engine, Group, answer, prompt
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-CACHES = pytest.mark.parametrize("groups", [FULL, HYBRID, (Group(window=24),)], ids=["full", "hybrid", "window"])
+CACHES = pytest.mark.parametrize(
+    "groups", [FULL, HYBRID, (Group(window=24),), STATEFUL], ids=["full", "hybrid", "window", "stateful"]
+)
 RUNNERS = pytest.mark.parametrize("resumes_as_new", [False, True], ids=["runner1", "runner2"])
 
 

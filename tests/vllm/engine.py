@@ -30,7 +30,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -41,6 +41,7 @@ from kvxfer_vllm.compat import REPORTS_BY_REQUEST
 from tests.vllm.wire import Agent, Wire
 
 BLOCK = 16
+LONGEST = 2048
 WRONG = 999
 ANSWER_S = 20.0
 
@@ -53,16 +54,20 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Group:
-    """A KV-cache group; `window`: tokens that a token attends to, itself included, or 0 for all."""
+    """A KV-cache group; `window`: tokens that a token attends to, itself included, or 0 for all. `state`: it keeps one
+    recurrent state for a request instead."""
 
     window: int = 0
+    state: bool = False
 
     def spec(self) -> Any:
+        if self.state:
+            return MambaSpec(block_size=LONGEST, shapes=((2048,),), dtypes=(torch.int8,))
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
         return SlidingWindowSpec(**shape, sliding_window=self.window) if self.window else FullAttentionSpec(**shape)
 
 
-FULL, HYBRID = (Group(),), (Group(), Group(window=24))
+FULL, HYBRID, STATEFUL = (Group(),), (Group(), Group(window=24)), (Group(), Group(state=True))
 
 
 @dataclass
@@ -101,7 +106,7 @@ def vllm_config(
     return VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=2048, enable_chunked_prefill=True,
+            max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LONGEST, enable_chunked_prefill=True,
             is_encoder_decoder=False, disable_hybrid_kv_cache_manager=not hybrid,
         ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
@@ -136,7 +141,7 @@ class Engine:
         scheduler = AsyncScheduler if overlap else Scheduler
         self.scheduler = scheduler(
             vllm_config=config, kv_cache_config=kv, structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK, log_stats=True,
+            block_size=LONGEST if any(g.state for g in groups) else BLOCK, hash_block_size=BLOCK, log_stats=True,
         )  # fmt: skip
         self.scheduler.use_v2_model_runner = resumes_as_new
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -285,7 +290,11 @@ class Engine:
     def _write(self, name: str, start: int, end: int) -> None:
         self.computed[name] = self.computed.get(name, 0) + end - start
         known = hashes(self.texts[name][:end])
-        for g, row in enumerate(self.tables[name]):
+        for g, (group, row) in enumerate(zip(self.groups, self.tables[name], strict=True)):
+            if group.state:
+                good = not start or self.memory[row[0], 0] == _content(g, known[start - 1])
+                self.memory[row[0], 0] = _content(g, known[end - 1]) if good else WRONG
+                continue
             for position in range(start, end):
                 self.memory[row[position // BLOCK], position % BLOCK] = _content(g, known[position])
 
@@ -294,6 +303,9 @@ class Engine:
         known = hashes(text[:end])
         right = True
         for g, (group, row) in enumerate(zip(self.groups, self.tables[name], strict=True)):
+            if group.state:
+                right &= bool(row[0] and self.memory[row[0], 0] == _content(g, known[end - 1]))
+                continue
             for position in range(max(0, start - group.window + 1) if group.window else 0, end):
                 block, slot = row[position // BLOCK], position % BLOCK
                 right &= bool(block and self.memory[block, slot] == _content(g, known[position]))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cases import CACHES, decode, prefill
+from tests.vllm.cases import CACHES, OFFER, decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import HYBRID, answer, prompt
+from tests.vllm.engine import HYBRID, STATEFUL, answer, prompt
 from tests.vllm.wire import Wire
 
 
@@ -24,9 +24,14 @@ def test_prompts_of_all_lengths(make: Make, groups: Any, n: int) -> None:
 
 @CACHES
 def test_a_prompt_of_one_token(make: Make, groups: Any) -> None:
-    """Its only token is computed at D: nothing is loaded, and P is told so."""
+    """Its only token is computed at D: nothing is loaded, and P is told so. There is no state before it to offer."""
     p, d = make(groups), make(groups)
     text = prompt(1)
+    if groups == STATEFUL:
+        name = p.add(text, OFFER, n=1)
+        p.run(until=name)
+        assert p.done[name].params is None
+        return
     decode(d, text, prefill(p, text), p)
 
 

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvxfer.errors import ConfigError
 from kvxfer_vllm.settings import groups_of, settings_of
@@ -36,7 +38,22 @@ def test_a_mistyped_setting_names_the_nearest() -> None:
 
 
 def test_a_kind_of_cache_that_is_not_supported() -> None:
-    mamba = type("MambaSpec", (), {"block_size": 16})()
-    group = SimpleNamespace(kv_cache_spec=mamba, enable_kv_transfer=True, host_resident=False)
-    with pytest.raises(ConfigError, match="group 0: it holds MambaSpec"):
+    cross = type("CrossAttentionSpec", (), {"block_size": 16})()
+    group = SimpleNamespace(kv_cache_spec=cross, enable_kv_transfer=True, host_resident=False)
+    with pytest.raises(ConfigError, match="group 0: it holds CrossAttentionSpec"):
+        groups_of(SimpleNamespace(kv_cache_groups=[group]))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"mamba_cache_mode": "align"}, "mamba_cache_mode 'align'.*--no-enable-prefix-caching"),
+        ({"mamba_cache_mode": "all"}, "mamba_cache_mode 'all'"),
+        ({"num_speculative_blocks": 2}, "speculative decoding"),
+    ],
+)
+def test_more_than_one_recurrent_state_for_a_request(more: dict[str, Any], words: str) -> None:
+    state = MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.int8,), **more)
+    group = SimpleNamespace(kv_cache_spec=state, enable_kv_transfer=True, host_resident=False)
+    with pytest.raises(ConfigError, match=words):
         groups_of(SimpleNamespace(kv_cache_groups=[group]))

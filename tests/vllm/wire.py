@@ -180,7 +180,12 @@ class Wire:
         assert load.producer is not None and load.offer is not None
         src, dst = load.producer.engine, load.agent.engine
         fetch = load.fetch
+        if any(group.state for group in dst.groups) and load.offer.tokens != fetch.tokens:
+            return self.fail(load, "the state is that after another token")
         for g, group in enumerate(dst.groups):
+            if group.state:
+                dst.memory[fetch.blocks[g][0], 0] = src.memory[load.offer.blocks[g][0], 0]
+                continue
             first = max(fetch.start, fetch.tokens - group.window + 1) if group.window else fetch.start
             for position in range(fetch.start, fetch.tokens):
                 i, slot = divmod(position, dst.block)

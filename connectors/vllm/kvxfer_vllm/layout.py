@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvxfer_vllm import recurrent
 from kvxfer_vllm.settings import layer_specs
 
 __all__ = ["Layout", "expand"]
+
+Kind = Literal["full", "window", "state"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ class Layout:
             spec = layer_specs(group.kv_cache_spec)[0]
             window = getattr(spec, "sliding_window", None)
             kernel_tokens = group.kv_cache_spec.block_size // ratios[-1]
-            groups.append(Group(kernel_tokens, "window" if window else "full", int(window or 0)))
+            state = type(spec).__name__ in recurrent.SPECS
+            kind: Kind = "state" if state else "window" if window else "full"
+            groups.append(Group(kernel_tokens, kind, int(window or 0)))
             for name in present:
                 layer = per_layer[name] if per_layer is not None else group.kv_cache_spec
                 for shape, offset in _planes(name, tensors[name], layer, g, kernel_tokens, config, rank, regions):
@@ -104,6 +109,8 @@ def _planes(
     regions: _Regions,
 ) -> list[tuple[tuple[Any, ...], int]]:
     """(everything of a view that layers may share, the layer's offset) for each plane of one layer."""
+    if type(spec).__name__ in recurrent.SPECS:
+        return [_state(name, t, spec, group, config, rank, regions)]
     item = t.element_size()
     blocks, slots, states, content = t.shape
     if t.dim() != 4 or states != tokens or t.stride(3) != 1:
@@ -126,6 +133,19 @@ def _planes(
     if kind == "attention" and quant == "NONE" and k + v == content * item:
         return [(shape("k", k, encoding, token), offset), (shape("v", v, encoding, token), offset + k)]
     return [(shape("latent" if kind == "mla" else "kv", content * item, encoding, token), offset)]
+
+
+def _state(
+    name: str, t: torch.Tensor, spec: Any, group: int, config: VllmConfig, rank: Rank, regions: _Regions
+) -> tuple[tuple[Any, ...], int]:  # fmt: skip
+    """Pages whose content only the layer knows. Each rank of a tensor-parallel engine holds a slice of its own, which fits
+    no other slice: the ranks stand where others have heads."""
+    size, nbytes = config.parallel_config.tensor_parallel_size, int(spec.state_content_size_bytes)
+    if t.dim() != 4 or t.shape[1:3] != (1, 1) or t.stride(3) != 1 or t.shape[3] * t.element_size() < nbytes:
+        raise ConfigError(f"layer {name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known")
+    heads = None if getattr(spec, "tp_replicated", False) else Heads(rank.tp, 1, size, nbytes)
+    stride = t.stride(0) * t.element_size()
+    return ("state", group, t.shape[0], stride, nbytes, recurrent.encoding(spec), heads, None), regions.offset(t)
 
 
 def _heads(name: str, spec: Any, slots: int, stride: int, config: VllmConfig, rank: Rank) -> Heads:

@@ -21,6 +21,7 @@ from kvxfer_vllm.giving import Giving
 from kvxfer_vllm.holds import Holds, blocks_of
 from kvxfer_vllm.metadata import Handshake, Report, Step
 from kvxfer_vllm.migration import params_of
+from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.settings import groups_of, model_identity, windows_of
 from kvxfer_vllm.taking import Taking
 
@@ -57,6 +58,7 @@ class SchedulerHalf:
         here = self._directory.source
         self._source = Source(here.host, here.port, here.epoch)
         groups = groups_of(kv_cache_config)
+        self._recurrent = any(group.kind == "state" for group in groups)
         self._schedule = Schedule(groups, self._source if self._world > 1 else None)
         self._holds = Holds(kv_cache_config.num_blocks // 4)
         self._giving = Giving(
@@ -98,11 +100,13 @@ class SchedulerHalf:
         )
 
     def _take_up(self, request: Request, params: dict[str, Any]) -> None:
-        name = request.request_id
+        name, content = request.request_id, self._digest(request)
         external = external_id(name)
         if self._produces and p.is_offer(params):
             transfer = p.offered_id(params, self._source.epoch, external)
-            if self._schedule.producer.arrive(name, transfer, self._digest(request), request.num_prompt_tokens):
+            if self._recurrent:
+                leave_last_token(request)
+            if self._schedule.producer.arrive(name, transfer, content, request.num_prompt_tokens):
                 self._offers[name] = transfer
         if self._consumes and p.is_load(params):
             want = p.wanted(params, external)
@@ -112,7 +116,7 @@ class SchedulerHalf:
             transfer, source = want
             # The last prompt token is computed here in any case, so its KV need not come.
             tokens = request.num_prompt_tokens - 1
-            if self._schedule.consumer.arrive(name, transfer, self._digest(request), source, tokens):
+            if self._schedule.consumer.arrive(name, transfer, content, source, tokens):
                 self._loads[name] = transfer
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:

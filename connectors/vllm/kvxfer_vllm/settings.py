@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.schedule import Group
+from kvxfer_vllm import recurrent
 from kvxfer_vllm.migration import check_hosts, translate
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
             out.append(Group("full", spec.block_size))
         elif names <= _WINDOW:
             out.append(Group("window", spec.block_size))
+        elif names <= recurrent.SPECS:
+            recurrent.check_spec(i, layer_specs(spec)[0])
+            out.append(Group("state", spec.block_size))
         else:
             raise ConfigError(f"kvxfer does not support KV-cache group {i}: it holds {', '.join(sorted(names))}")
     return tuple(out)

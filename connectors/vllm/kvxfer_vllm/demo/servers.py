@@ -182,6 +182,7 @@ def running(
     plain: Server | None = None,
     timeout: float = 300.0,
     on_ready: Callable[[Server], None] = lambda server: None,
+    flags: Iterable[str] = (),
 ) -> Iterator[Cluster]:
     """Start the servers side by side, hand them out once all answer, and end them whatever happens.
 
@@ -193,14 +194,16 @@ def running(
         plain: a plain server that runs already, to share it; it is left running.
         timeout: seconds for all to answer.
         on_ready: told about each server when it answers.
+        flags: further command-line flags of each server.
 
     Raises:
         ServerError: one of them ended or did not answer in time.
     """
+    flags = list(flags)
     with ExitStack() as stack:
 
         def start(name: str, kv_transfer: Mapping[str, Any] | None) -> Server:
-            server = Server(name, model, logs, kv_transfer)
+            server = Server(name, model, logs, kv_transfer, flags)
             stack.callback(server.stop)
             return server
 

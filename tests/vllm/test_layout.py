@@ -1,0 +1,61 @@
+"""vLLM's tensors as a cache: a recurrent state, which only the same rank of an engine of the same size can take over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+from kvxfer.errors import ConfigError
+from kvxfer.geometry import Cache, Incompatible, Planner, Rank, route
+from kvxfer_vllm.layout import Layout
+
+BLOCKS, PAGE = 6, 96
+STATES = {"shapes": ((3, 8), (10,)), "dtypes": (torch.bfloat16, torch.float32)}  # 48 + 40 bytes in pages of 96
+
+
+def cache(rank: int = 0, size: int = 1, **more: Any) -> Cache:
+    spec = MambaSpec(**{"block_size": 2048, "page_size_padded": PAGE, **STATES, **more})
+    names = ["layer.0", "layer.1"]
+    kv = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, spec)])
+    memory = torch.zeros(len(names) * BLOCKS * PAGE, dtype=torch.int8)
+    tensors = {n: memory[i * BLOCKS * PAGE :][: BLOCKS * PAGE].view(BLOCKS, 1, 1, PAGE) for i, n in enumerate(names)}
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=size))
+    out = Layout.of(tensors, kv, config, Rank(0, rank)).cache
+    out.check()
+    return out
+
+
+CLAIMS = route([cache()], [cache()])[Rank(0, 0)].claims[Rank(0, 0)]
+
+
+def test_the_state_after_the_last_token_is_moved() -> None:
+    runs = Planner(cache(), cache(), CLAIMS).plan([[4]], [[2]], 0, 700).runs()
+    assert runs.length.tolist() == [88, 88]
+    assert (runs.src - runs.src[0]).tolist() == (runs.dst - runs.dst[0]).tolist() == [0, BLOCKS * PAGE]
+    assert runs.src[0] - runs.dst[0] == 2 * PAGE
+
+
+def test_each_rank_takes_over_its_own_slice() -> None:
+    routes = route([cache(rank, 2) for rank in range(2)], [cache(rank, 2) for rank in range(2)])
+    assert {rank: list(found.claims) for rank, found in routes.items()} == {r: [r] for r in (Rank(0, 0), Rank(0, 1))}
+
+
+@pytest.mark.parametrize(("of", "to"), [(2, 1), (1, 2)])
+def test_slices_do_not_make_a_whole(of: int, to: int) -> None:
+    with pytest.raises(Incompatible, match="head"):
+        route([cache(rank, of) for rank in range(of)], [cache(rank, to) for rank in range(to)])
+
+
+@pytest.mark.parametrize("more", [{"dtypes": (torch.float16, torch.float32)}, {"shapes": ((8, 3), (10,))}])
+def test_other_states_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(Incompatible, match="vllm/state/MAMBA2"):
+        Planner(cache(), cache(**more), CLAIMS)
+
+
+def test_pages_too_small_for_their_states_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layer\.0.*for 4088 bytes is not known"):
+        cache(shapes=((3, 8), (1010,)), page_size_padded=4096)
