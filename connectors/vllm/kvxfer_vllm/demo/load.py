@@ -137,7 +137,13 @@ class Client(threading.Thread):
 
 @contextmanager
 def staged(
-    model: Path, logs: Path, settings: Mapping[str, Any], prefills: int, say: Say, flags: Iterable[str] = ()
+    model: Path,
+    logs: Path,
+    settings: Mapping[str, Any],
+    prefills: int,
+    say: Say,
+    flags: Iterable[str] = (),
+    prompts: Iterable[str] = PROMPTS.values(),
 ) -> Iterator[tuple[Stage, dict[str, list[int]]]]:
     """A stage with all its servers up and acquainted, and the tokens that a plain server makes of each prompt."""
     with ExitStack() as stack:
@@ -146,7 +152,7 @@ def staged(
         plain = Server("plain", model, logs)
         stack.callback(plain.stop)
         await_ready([plain, *map(stage.start, stage.names)], 400, lambda server: say(f"{server.name} answers"))
-        expected = {prompt: complete(plain, prompt, OUTPUT_TOKENS).tokens for prompt in PROMPTS.values()}
+        expected = {prompt: complete(plain, prompt, OUTPUT_TOKENS).tokens for prompt in prompts}
         plain.stop()
         for name in stage.prefills:
             prefill_then_decode(stage[name], stage["decode"], PROMPTS["several chunks"], OUTPUT_TOKENS)
@@ -154,20 +160,27 @@ def staged(
 
 
 def under_load(
-    stage: Stage, expected: Mapping[str, list[int]], clients: int, seed: int, meanwhile: Callable[[], None]
+    stage: Stage,
+    expected: Mapping[str, list[int]],
+    clients: int,
+    seed: int,
+    meanwhile: Callable[[], None],
+    warm_up: float = 0.0,
 ) -> dict[str, Any]:
-    """Have `clients` send requests while `meanwhile` runs, then see what became of them and of the servers.
+    """Have `clients` send requests while `meanwhile` runs, then see what became of them and of the servers. What these
+    hold after `warm_up` seconds of load is what they are measured by.
 
     Returns:
         `requests` by what the client did and how it ended, `resources` of each server before and after, and
         `objections`, which is empty if all went as promised.
     """
-    before = {name: (stage[name], stage[name].resources()) for name in stage.names}
     tally, ends = Tally(), threading.Event()
     threads = [Client(stage, expected, tally, seed * 1000 + n, ends) for n in range(clients)]
     for thread in threads:
         thread.start()
     try:
+        time.sleep(warm_up)
+        before = {name: (stage[name], stage[name].resources()) for name in stage.names}
         meanwhile()
     finally:
         ends.set()
