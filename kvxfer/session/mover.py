@@ -65,6 +65,7 @@ class Mover:
         self._peers: dict[LinkId, _Peer] = {}
         self._jobs: dict[PartRef, Job] = {}
         self._restless: dict[PartRef, Job] = {}  # those that may go on without an event of their own
+        self._doubtful: set[LinkId] = set()  # something has failed on them
         self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
         self._batches: dict[int, Job] = {}
         self._aborted: dict[PartRef, float] = {}
@@ -171,6 +172,7 @@ class Mover:
             return
         for done in self._transport.poll():
             self._completed(done)
+        self._inspect()
         for job in list(self._restless.values()):
             self._advance(job)
         self._overdue()
@@ -243,8 +245,21 @@ class Mover:
                 job.collateral = True
         self._post(Broken(link, known.number, reason))
 
+    def _inspect(self) -> None:
+        """Links on which something has failed: those that are lost are made anew, and what else moves on them with it."""
+        doubtful, self._doubtful = self._doubtful, set()
+        for link in doubtful:
+            self._doubt(link)
+
+    def _doubt(self, link: LinkId) -> None:
+        known = self._peers.get(link)
+        why = None if known is None or self._transport is None else self._transport.lost(known.peer)
+        if why is not None:
+            self._break(link, why)
+
     def _move(self, action: Move) -> None:
         ref = action.ref
+        self._doubt(ref.link)
         known = self._peers.get(ref.link)
         if known is None or known.broken or self._transport is None:
             self._post(Moved(ref, "the link is broken", True, 0, collateral=True))
@@ -282,6 +297,8 @@ class Mover:
         job = self._batches.pop(done.batch, None)
         if job is None:
             return
+        if done.error is not None:
+            self._doubtful.add(job.ref.link)
         try:
             job.completed(done)
         except Exception as e:

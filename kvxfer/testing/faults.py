@@ -159,6 +159,9 @@ class Faulty(Transport):
             self._inner.close()
         return done
 
+    def lost(self, peer: int) -> str | None:
+        return self._inner.lost(peer)
+
     def abort(self, batch: int) -> None:
         self._inner.abort(batch)
 

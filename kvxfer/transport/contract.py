@@ -211,6 +211,11 @@ class Transport(ABC):
         """End everything and give all resources back. After it returns, memory is quiet unless ``quiet`` is ``never``.
         Idempotent."""
 
+    def lost(self, peer: int) -> str | None:
+        """Why a link is of no more use (its batches will all fail), or ``None`` while that is not known. The session asks
+        when a batch has failed, and makes a lost link anew."""
+        return None
+
     def fileno(self) -> int | None:
         """A descriptor that polls readable when ``poll`` should be called. ``None``: ``poll_interval_s`` counts."""
         return None

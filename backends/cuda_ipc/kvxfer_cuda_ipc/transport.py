@@ -197,6 +197,10 @@ class CudaIpcTransport(Transport):
         self._leaving.append(link)
         self._wakeup.set()
 
+    def lost(self, peer: int) -> str | None:
+        link = self._links.get(peer)
+        return None if link is None else link.line.down
+
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         self._check_open()
         link = self._links.get(batch.peer)

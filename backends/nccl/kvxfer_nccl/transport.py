@@ -159,6 +159,10 @@ class NcclTransport(Transport):
             link.end(TransportError("the link was closed on this side"), "the other side closed the link")
             self._ending[peer] = link
 
+    def lost(self, peer: int) -> str | None:
+        link = self._links.get(peer)
+        return None if link is None or link.cause is None else str(link.cause)
+
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         self._check()
         link = self._links.get(batch.peer)

@@ -157,6 +157,10 @@ class NixlTransport(Transport):
         link.close("this side has closed the link")
         self._wakeup.set()
 
+    def lost(self, peer: int) -> str | None:
+        link = self._links.get(peer)
+        return None if link is None or link.error is None else str(link.error)
+
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         self._check()
         link = self._link(batch.peer)

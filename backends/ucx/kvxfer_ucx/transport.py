@@ -183,6 +183,10 @@ class UcxTransport(Transport):
             self._ending.append(link)
             self._wakeup.set()
 
+    def lost(self, peer: int) -> str | None:
+        link = self._links.get(peer)
+        return None if link is None or link.cause is None else str(link.cause)
+
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         self._check()
         if batch.verb not in (Verb.SEND, Verb.RECV):

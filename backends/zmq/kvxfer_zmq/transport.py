@@ -116,6 +116,10 @@ class ZmqTransport(Transport):
             link.cut("the link was closed here", "the other side closed the link")
             self._heat(peer)
 
+    def lost(self, peer: int) -> str | None:
+        link = self._links.get(peer)
+        return None if link is None else link.broken
+
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         self._check()
         link = self._links.get(batch.peer)

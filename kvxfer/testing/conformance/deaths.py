@@ -15,7 +15,8 @@ class Deaths(Suite):
     def test_the_peer_is_killed(self, world: World, part: Part, moment: str) -> None:
         """The death of a peer's process, before it has connected, with batches in flight, or between them, ends every
         batch of that link within ``notice_s`` seconds with an error that names the peer and the cause: those in flight,
-        and those submitted later (for these ``submit`` may raise at once). What had completed stays complete."""
+        and those submitted later (for these ``submit`` may raise at once). What had completed stays complete. ``lost``
+        says why the link is of no more use, or never calls one lost."""
         a, b = world.local(), world.mortal()
         world.allocate(a, b)
         in_flight = []
@@ -32,6 +33,8 @@ class Deaths(Suite):
         assert all(r.error is not None for r in ended), "a batch with a dead peer succeeded"
         mine = [Started([h for h in s.halves if h[0] is a]) for s in in_flight]
         ended += world.finish(*mine, seconds=self.notice_s)
+        lost = a.transport.lost(link.peers[a.name])
+        assert lost is None or lost.strip(), "a link is lost for no reason"
         for error in [r.error for r in ended if r.error is not None]:
             cause = error.replace(b.name, "")
             assert b.name in error and len(cause.split()) > 3, f"the peer is {b.name!r}; the error: {error}"

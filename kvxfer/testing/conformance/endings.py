@@ -37,7 +37,8 @@ class Endings(Suite):
 
     def test_a_half_without_its_other_half_can_be_aborted(self, world: World, part: Part) -> None:
         """When the peer never takes part, abort ends the batch all the same. What it ended (``capabilities.abort``: one
-        batch, or everything with the peer) does not stop what comes after: on the same link, or on a new one."""
+        batch, or everything with the peer) does not stop what comes after: on the same link, which ``lost`` must not call
+        lost then, or on a new one."""
         a, b = world.local(), world.other()
         world.allocate(a, b)
         link = world.link(a, b)
@@ -55,6 +56,7 @@ class Endings(Suite):
             a.disconnect(link.peers[a.name])
             b.disconnect(link.peers[b.name])
             link = world.link(a, b)
+        assert a.transport.lost(link.peers[a.name]) is None, "a link that works is called lost"
         world.move(link, part.way, *part.sides(a, b), Runs.of([0], [5], [100_000]))
 
     def test_aborting_what_is_over_does_nothing(self, world: World, way: Way) -> None:
