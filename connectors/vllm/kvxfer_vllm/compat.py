@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.errors import ConfigError
+from kvxfer.schedule import Group
 
 __all__ = ["HIT_SOURCE", "HOLDS_BLOCKS", "REPORTS_BY_REQUEST", "check_groups", "stands_alone", "transfer_results"]
 
@@ -33,11 +35,18 @@ def stands_alone(connector: Any) -> bool:
     return not has_kv_transfer_group() or get_kv_transfer_group() is connector
 
 
-def check_groups(groups: int) -> None:
+def check_groups(groups: Sequence[Group]) -> None:
     """Refuse what this release cannot do safely. Raises ``ConfigError``."""
-    if groups > 1 and not REPORTS_BY_REQUEST:
+    if REPORTS_BY_REQUEST:
+        return
+    if len(groups) > 1:
         raise ConfigError(
-            f"this vLLM ends the engine when a load fails in a model with {groups} KV-cache groups; "
+            f"this vLLM ends the engine when a load fails in a model with {len(groups)} KV-cache groups; "
+            "use vLLM 0.30 or later"
+        )
+    if any(group.kind != "full" for group in groups):
+        raise ConfigError(
+            "this vLLM goes on with a wrong KV cache when a load fails in a model with a sliding window; "
             "use vLLM 0.30 or later"
         )
 
