@@ -209,7 +209,7 @@ class Consumer:
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
-            states = {str(lane.state) for lane in (f.lanes or {}).values()} or {"resolving"}
+            states = {str(lane.state) for lane in (f.lanes or {}).values()} or {f"looking for {f.spec.source}"}
             out += self._fail(f, f"no outcome within {self._timeout:g} s (still {', '.join(sorted(states))})", now)
         for attempt in self._questions.due(now):
             f, lane = self._tries[attempt]

@@ -5,6 +5,8 @@ Used by the control thread only. Unanswered questions are repeated until the fet
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,7 +21,11 @@ from kvxfer.transport.auto import AUTO
 
 __all__ = ["Path", "Resolver"]
 
+log = logging.getLogger("kvxfer.resolver")
+
 REPEAT_S = 0.5
+REDIAL_S = 5.0
+"""A directory that is silent for so long is dialled anew, in case that only the connection is at fault."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class _Query:
     """A question to a directory that is open since its last ``wanted``."""
 
     socket: wire.Socket
+    dialled: float
     wanted: float
     asked: float
 
@@ -66,10 +73,20 @@ class Resolver:
     def _query(self, directory: Source, now: float) -> None:
         q = self._queries.get(directory)
         if q is None:
-            sock = self._hub.dial(wire.address(directory.host, directory.port))
-            q = self._queries[directory] = _Query(sock, now, now)
-            wire.send(sock, m.Lookup(m.PROTOCOL))
+            q = self._queries[directory] = _Query(self._dial(directory), now, now, now)
         q.wanted = now
+
+    def _redial(self, directory: Source, q: _Query, now: float) -> None:
+        log.warning("directory %s has not answered for %.0f s; dialling it anew", directory, now - q.dialled)
+        silent, q.dialled, q.asked = q.socket, now, now
+        with contextlib.suppress(PeerError):  # no socket is to be had now: the old one must do
+            q.socket = self._dial(directory)
+            self._hub.drop(silent)
+
+    def _dial(self, directory: Source) -> wire.Socket:
+        sock = self._hub.dial(wire.address(directory.host, directory.port))
+        wire.send(sock, m.Lookup(m.PROTOCOL))
+        return sock
 
     def receive(self, ready: set[wire.Socket], now: float) -> Iterator[tuple[Source, Path | str]]:
         for directory, q in [(d, q) for d, q in self._queries.items() if q.socket in ready]:
@@ -117,6 +134,8 @@ class Resolver:
             if now - q.wanted >= self._patience:
                 self._close(directory)
                 yield from self._failed(directory, f"it did not answer within {self._patience:g} s")
+            elif now - q.dialled >= REDIAL_S:
+                self._redial(directory, q, now)
             elif now - q.asked >= REPEAT_S:
                 q.asked = now
                 wire.send(q.socket, m.Lookup(m.PROTOCOL))

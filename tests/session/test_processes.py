@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvxfer.errors import ConfigError
+from kvxfer.identity import Source
 from kvxfer.session import Ended, Kind, Released
 from kvxfer.transport import load
 from tests.session.node import Node, name
@@ -211,6 +212,10 @@ class Relay:
         for end in (source, sink):
             end.close()
 
+    @property
+    def connections(self) -> int:
+        return len(self._open) // 2
+
     def freeze(self) -> None:
         self._flow.clear()
 
@@ -261,6 +266,20 @@ def test_transfer_survives_a_cut_connection(relayed: tuple[Node, Node, Relay]) -
     end = d.settled(name(0))
     assert end.outcome.kind is Kind.DELIVERED, end
     assert d.blocks([15, 12]) == p.blocks([13, 11])
+
+
+def test_directory_whose_connection_leads_nowhere_is_dialled_anew(node: Make) -> None:
+    p, d = node(seed=1, lease=30.0), node(transfer_timeout=30.0)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # takes connections and never says a word
+        relay = Relay(f"tcp://127.0.0.1:{nobody.getsockname()[1]}")
+        at_relay = Source("127.0.0.1", int(relay.address.rpartition(":")[2]), p.source.epoch)
+        p.offer(name(0), [13], 4, 1, True)
+        d.fetch(name(0), at_relay, [15], 4)
+        until(lambda: relay.connections == 1)
+        relay.lead(f"tcp://127.0.0.1:{p.source.port}")
+        end = d.settled(name(0), timeout=30.0)
+        relay.close()
+    assert end.outcome.kind is Kind.DELIVERED and d.blocks([15]) == p.blocks([13])
 
 
 # --- epochs --------------------------------------------------------------------------------------------------------
