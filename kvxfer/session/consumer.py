@@ -79,7 +79,7 @@ class Consumer:
         """Begin. Raises ``ValueError`` when the handle is in use."""
         if spec.handle in self._fetches:
             raise ValueError(f"a fetch named {spec.handle!r} is still alive")
-        f = self._fetches[spec.handle] = Load(spec, now, now + self._timeout)
+        f = self._fetches[spec.handle] = Load(spec, now, now + self._timeout, now)
         self._deadlines.set(spec.handle, f.deadline)
         route = self._routes.get(spec.source)
         return [Resolve(spec.source, spec.own)] if route is None else self._start(f, route, now)
@@ -298,6 +298,7 @@ class Consumer:
         if msg.piece_bytes > info.piece_bytes:
             return self._fail(f, f"{link_name(lane.spec.link)} sends larger pieces than were agreed on", now)
         self._questions.cancel(lane.attempt)
+        f.heard = now
         lane.generation = msg.generation
         lane.final |= msg.final
         lane.spans[msg.part] = msg.lo, msg.hi
@@ -374,7 +375,10 @@ class Consumer:
         f.outcome = outcome
         spec = f.spec
         self._deadlines.cancel(spec.handle)
-        out: list[Action] = [Report(Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, now - f.began))]
+        ended = Ended(
+            "consumer", spec.transfer, spec.handle, outcome, f.nbytes, now - f.began, waited=f.heard - f.began
+        )
+        out: list[Action] = [Report(ended)]
         for link, lane in (f.lanes or {}).items():
             if lane.state is S.DELIVERED:
                 continue

@@ -63,6 +63,7 @@ class Load:
     spec: Fetch
     began: float
     deadline: float
+    heard: float  # when the last part was announced
     lanes: dict[LinkId, Way] | None = None  # None: the route is not known yet
     outcome: Outcome | None = None
     nbytes: int = 0

@@ -17,7 +17,7 @@ Table = tuple[Ints, ...]
 
 
 PIECE_LEAST = 8 << 20
-"""Bytes of a piece below which its fixed costs show."""
+"""Bytes of a piece below which its fixed costs show; half a slot, where that is more: slots are sized for the link."""
 DEPTH = 8
 """Pieces that a small part is cut into, so that packing, moving and unpacking overlap."""
 
@@ -72,4 +72,4 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
     if not plan.rows or plan.nbytes >= info.stage_below * plan.rows:
         return 0
     longest = max(int(s.counts.max()) * s.template.unit for s in plan.sheets)
-    return min(info.piece_bytes, max(PIECE_LEAST, plan.nbytes // DEPTH, longest))
+    return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 2, plan.nbytes // DEPTH, longest))

@@ -51,7 +51,11 @@ Mode = Literal["read", "write", "sendrecv"]
 
 @dataclass(frozen=True)
 class Ended:
-    """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``."""
+    """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``.
+
+    ``seconds``: from the call that began it. ``waited``: consumer, how many of these had passed when it heard of the last
+    part, so that the rest was spent on moving and checking.
+    """
 
     role: Role
     transfer: TransferId
@@ -60,6 +64,7 @@ class Ended:
     nbytes: int
     seconds: float
     generation: int = -1  # producer: the last one that was offered or revoked
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class HostContext:
 
 class HostGpu:
     slots: ClassVar[int] = 3
+    pace: ClassVar[float] = 1e9
     context: ClassVar[HostContext] = HostContext()
 
     def __init__(self) -> None:

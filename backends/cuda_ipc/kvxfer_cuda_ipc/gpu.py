@@ -29,26 +29,35 @@ THREADS = 512
 
 CLOSE_S = 10.0
 
-NON_BLOCKING, DISABLE_TIMING = 1, 2
+LARGE = 8 << 20
+"""A launch of so many bytes shows how fast the link is."""
+
+NON_BLOCKING, TIMED = 1, 0
 WORK = struct.Struct("<QQIIIIIIQQII")
 """``Work`` of the kernel."""
 
 
 @dataclass(eq=False)
 class _Slot:
-    """Where the segments of one launch stand, on the host and on the device, and the event that ends it."""
+    """Where the segments of one launch stand, on the host and on the device, and the events around it."""
 
     host: Ints
     host_address: int
     device: int
-    event: Any
+    begin: Any
+    end: Any
+    nbytes: int = 0
 
 
 class Gpu:
-    """Starts launches and tells when they are over; they run one after the other. Any one thread at a time."""
+    """Starts launches and tells when they are over; they run one after the other. Any one thread at a time.
+
+    ``pace``: bytes a second of the last large launch, by the GPU's own clock: what the host sees has its delays in it.
+    """
 
     def __init__(self, context: Context, options: Options) -> None:
         self.context, self._api = context, context.api
+        self.pace = 400e9
         self._copies = CopyEngines() if options.engine == "copy" else None
         self._ctas = options.ctas
         self._started = self._finished = 0
@@ -71,7 +80,7 @@ class Gpu:
             self._free = [
                 _Slot(
                     words[i], self._host + i * size // SLOTS, self._device + i * size // SLOTS,
-                    check("making an event", api.cuEventCreate(DISABLE_TIMING)),
+                    *(check("making an event", api.cuEventCreate(TIMED)) for _ in range(2)),
                 )
                 for i in range(SLOTS)
             ]  # fmt: skip
@@ -87,11 +96,13 @@ class Gpu:
         with self.context:
             if after is not None:
                 check("waiting for the engine's event", self._api.cuStreamWaitEvent(self._stream, after, 0))
+            check("recording an event", self._api.cuEventRecord(slot.begin, self._stream))
             if self._copies is not None:
                 self._copies.start(launch, int(self._stream))
             else:
                 self._launch(launch, slot)
-            check("recording an event", self._api.cuEventRecord(slot.event, self._stream))
+            check("recording an event", self._api.cuEventRecord(slot.end, self._stream))
+        slot.nbytes = launch.nbytes
         self._under_way.append(slot)
         self._started += 1
         return self._started
@@ -103,13 +114,17 @@ class Gpu:
             before = self._finished
             with self.context:
                 while self._under_way:
-                    (error,) = self._api.cuEventQuery(self._under_way[0].event)
+                    (error,) = self._api.cuEventQuery(self._under_way[0].end)
                     if error == NOT_READY:
                         if self._finished == before and time.monotonic() < until:
                             continue
                         break
                     check("a copy on the GPU", (error,))
-                    self._free.append(self._under_way.popleft())
+                    slot = self._under_way.popleft()
+                    if slot.nbytes >= LARGE:
+                        took = check("timing a copy", self._api.cuEventElapsedTime(slot.begin, slot.end))
+                        self.pace = slot.nbytes / max(took * 1e-3, 1e-6)
+                    self._free.append(slot)
                     self._finished += 1
         return self._finished
 
@@ -123,7 +138,8 @@ class Gpu:
         api = self._api
         with self.context:
             for slot in self._free:
-                check("ending an event", api.cuEventDestroy(slot.event))
+                for event in (slot.begin, slot.end):
+                    check("ending an event", api.cuEventDestroy(event))
             check("ending the stream", api.cuStreamDestroy(self._stream))
             check("freeing pinned memory", api.cuMemFreeHost(self._host))
             check("freeing GPU memory", api.cuMemFree(self._device))

@@ -44,11 +44,8 @@ LOOK_S = 0.00003
 LATE_S = 0.001
 """How long to leave a batch alone at most that is late."""
 
-EARLY_S = 0.00003
-"""How long before it should be over a batch gets our full attention."""
-
-LARGE = 8 << 20
-"""A batch of so many bytes shows how fast the link is."""
+EARLY_S = 0.0001
+"""How long before it should be over a batch gets our full attention: a timer may wake us so much too late."""
 
 
 @dataclass(eq=False)
@@ -94,7 +91,6 @@ class CudaIpcTransport(Transport):
         self._leaving: list[_Link] = []  # disconnected, and perhaps still in use by a launch
         self._numbers = 0
         self._jobs: dict[int, _Job] = {}
-        self._pace = 400e9  # bytes a second
         self._wakeup = Wakeup()
         self._lines = Lines(self._wakeup)
         self._closed = False
@@ -305,8 +301,6 @@ class CudaIpcTransport(Transport):
         job.link.line.check()
         if job.error is None and job.link.line.down is not None:
             return PeerError(job.link.line.down)
-        if job.error is None and job.begun is not None and job.nbytes >= LARGE:
-            self._pace = job.nbytes / max(time.monotonic() - job.begun, 1e-6)
         return job.error
 
     @staticmethod
@@ -342,7 +336,7 @@ class CudaIpcTransport(Transport):
 
     def _expected(self, job: _Job) -> float:
         """When a batch that was begun should be over."""
-        return (job.begun or 0.0) + job.nbytes / self._pace
+        return (job.begun or 0.0) + job.nbytes / job.gpu.pace
 
     def _patience(self) -> float:
         """Until when to wait for what is over almost now: a timer could not wake us in time for it."""
