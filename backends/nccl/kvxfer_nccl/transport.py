@@ -177,7 +177,8 @@ class NcclTransport(Transport):
         number = self._number()
         nbytes = int(lengths.sum())
         link.post(Post(number, batch.verb, batch.local, batch.stream, addresses, lengths, nbytes, after))
-        self._wake(batch.peer)
+        self._step(batch.peer, time.monotonic())  # at once: whoever submits several must not delay the first
+        self._arm()
         return number
 
     def poll(self) -> list[Completion]:
@@ -193,9 +194,9 @@ class NcclTransport(Transport):
         self._greet(now)
         for number in hot:
             self._step(number, now)
-        self._wakeup.at(min([*self._due.values(), *(due for _, due in self._strangers.values())], default=None))
         ended = self._ended.copy()
         self._ended.clear()  # the links hold on to this very list
+        self._arm()
         return ended
 
     def abort(self, batch: int) -> None:
@@ -234,6 +235,12 @@ class NcclTransport(Transport):
 
     def fileno(self) -> int | None:
         return self._wakeup.fileno()
+
+    def _arm(self) -> None:
+        """Have ``poll`` called when the next thing is due, and at once if a batch has ended outside of it."""
+        self._wakeup.at(min([*self._due.values(), *(due for _, due in self._strangers.values())], default=None))
+        if self._ended:
+            self._wakeup.set()
 
     # Links
 
