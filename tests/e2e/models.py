@@ -14,33 +14,26 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from kvxfer_vllm.demo.model import write_model
+from kvxfer_vllm.demo.model import LAYERS, SPREAD, VOCAB, write_model
 
 Weights = dict[str, np.ndarray]
 
-LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 128, 256, 4, 2, 32, 512
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 128, 256, 4, 2, 32
 WINDOW = 64
 """Tokens; two blocks of 32."""
 TAPS = 3
 """Tokens that a short convolution sees."""
-SPREAD = 0.12
 
-_COMMON: dict[str, Any] = {
-    "num_hidden_layers": LAYERS,
+_SHAPE: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": INTERMEDIATE,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD_DIM,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
     "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
     "pad_token_id": 0,
-    "dtype": "float32",
 }
+"""What differs from the model that ``write_model`` writes."""
 
 
 def write_window(folder: Path) -> None:
@@ -80,7 +73,8 @@ def write_recurrent(folder: Path) -> None:
 
 def _write(folder: Path, config: dict[str, Any], weights: Callable[[np.random.Generator], Weights]) -> None:
     write_model(folder)
-    (folder / "config.json").write_text(json.dumps({**_COMMON, **config}, indent=1))
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, **_SHAPE, **config}, indent=1))
     save_file(weights(np.random.default_rng(0)), folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -12,7 +12,6 @@ __all__ = ["KVXferPromMetrics", "KVXferStats"]
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
-
 COUNTS = ("corrupt", "direct", "staged")
 """What of an agent's stats only ever grows."""
 
@@ -33,11 +32,13 @@ class KVXferStats(KVConnectorStats):
     def note(self, rank: str, before: Stats | None, now: Stats) -> None:
         """A rank's agent says this now, and said that before."""
         for name in COUNTS:
-            grown = getattr(now, name) - (getattr(before, name) if before else 0)
-            if grown:
-                self.data["counts"][name] = self.data["counts"].get(name, 0) + grown
+            self._count(name, getattr(now, name) - (getattr(before, name) if before else 0))
         if now.quarantined_bytes != (before.quarantined_bytes if before else 0):
             self.data["quarantined"][rank] = now.quarantined_bytes
+
+    def _count(self, name: str, n: int) -> None:
+        if n:
+            self.data["counts"][name] = self.data["counts"].get(name, 0) + n
 
     def reset(self) -> None:
         self.data = {"loads": [], "counts": {}, "quarantined": {}}
@@ -45,7 +46,7 @@ class KVXferStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         self.data["loads"] += other.data["loads"]
         for name, n in other.data["counts"].items():
-            self.data["counts"][name] = self.data["counts"].get(name, 0) + n
+            self._count(name, n)
         self.data["quarantined"] |= other.data["quarantined"]
         return self
 
