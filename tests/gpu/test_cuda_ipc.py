@@ -116,11 +116,13 @@ def test_work_of_the_engine_comes_first(world: World) -> None:
     world.allocate(a, b)
     link = world.link(a, b)
     tensor = a._memories[0][0]._tensor
-    before, runs = b.content(0), Runs.of([0], [0], [1_000_000])
+    runs = Runs.of([0], [0], [1_000_000])
+    world.move(link, Way.WRITE, a, b, runs)  # the first of its kind loads a kernel, for which the driver waits for the GPU
+    before = b.content(0)
     with torch.cuda.device(tensor.device):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(400_000_000)
+            torch.cuda._sleep(1_000_000_000)
             tensor.fill_(77)
             after = fence(str(tensor.device))
     started = link.start(Way.WRITE, a, b, runs, fences={a.name: after})
@@ -173,7 +175,7 @@ def test_everything_is_given_back(world: World) -> None:
     party, other = world.local(), world.process("other")
     for p in (party, other):
         p.allocate([256 << 20], 1)
-    world.move(world.link(party, other), Way.READ, other, party, Runs.of([0], [0], [1 << 20]))
+    world.succeed(world.link(party, other).start(Way.READ, other, party, Runs.of([0], [0], [1 << 20])))
     party.close()
     free = torch.cuda.mem_get_info(0)[0]
     for _ in range(20):

@@ -86,7 +86,7 @@ class Tools:
     way: Callable[[bytes, bool], Way]
     say: Callable[[Message], None]
     complete: Callable[[Completion], None]
-    start: Callable[[str, Callable[[], T]], Task[T]]
+    start: Callable[[Callable[[], T]], Task[T]]
     bury: Callable[[Pipe], Task[None]]
 
 
@@ -147,7 +147,7 @@ class Lane:
 
     def _open(self, unique_id: bytes) -> None:
         pipe = self.tools.binding.pipe(self.tools.way(unique_id, self.verb is Verb.SEND))
-        self.pipe, self.opening = pipe, self.tools.start("open", pipe.open)
+        self.pipe, self.opening = pipe, self.tools.start(pipe.open)
 
     def _opened(self) -> None:
         """See what became of an opening."""
@@ -258,7 +258,7 @@ class Sender(Lane):
 
     def step(self, now: float) -> float | None:
         if self._ready and self.waiting and self._naming is None:
-            self._naming = self.tools.start("name", self.tools.binding.unique_id)
+            self._naming = self.tools.start(self.tools.binding.unique_id)
         if self._naming is not None and self._naming.done:
             naming, self._naming = self._naming, None
             if naming.error is not None:

@@ -55,7 +55,7 @@ class Link:
         tools: Tools = Tools(binding, options, device, way, self._say, complete, self._start, self._bury)
         self._sender, self._receiver = Sender(tools), Receiver(tools)
         if self.dials:
-            self._dialling = self._start("dial", lambda: dial(theirs.host, theirs.port, options.connect_timeout_s))
+            self._dialling = self._start(lambda: dial(theirs.host, theirs.port, options.connect_timeout_s))
 
     @property
     def dials(self) -> bool:
@@ -184,11 +184,11 @@ class Link:
 
     # Threads
 
-    def _start(self, name: str, call: Callable[[], T]) -> Task[T]:
-        return Task(name, call, self._wake)
+    def _start(self, call: Callable[[], T]) -> Task[T]:
+        return Task(call, self._wake)
 
     def _bury(self, pipe: Pipe) -> Task[None]:
-        burial: Task[None] = Task("abort", pipe.abort, self._wake)
+        burial: Task[None] = Task(pipe.abort, self._wake)
         self._burials.append(burial)
         return burial
 
