@@ -117,7 +117,8 @@ def test_work_of_the_engine_comes_first(world: World) -> None:
     link = world.link(a, b)
     tensor = a._memories[0][0]._tensor
     runs = Runs.of([0], [0], [1_000_000])
-    world.move(link, Way.WRITE, a, b, runs)  # the first of its kind loads a kernel, for which the driver waits for the GPU
+    tensor.fill_(1)  # the first use of a kernel loads it, for which the driver waits for the GPU
+    world.move(link, Way.WRITE, a, b, runs)
     before = b.content(0)
     with torch.cuda.device(tensor.device):
         stream = torch.cuda.Stream()

@@ -49,6 +49,7 @@ class TestCuda(ConformanceSuite):
     memory = "cuda"
     rounds = 24
     patience_s = 60.0
+    closing_s = 0.8
 
     @pytest.fixture
     def world(self) -> Iterator[World]:

@@ -250,7 +250,8 @@ class Suite:
     ``backend``: the class. ``options``: for every instance. ``memory``: ``cpu`` or ``cuda``.
     ``in_process``: false for a back end that cannot have two instances in one process (or not in one thread).
     ``patience_s``: how long anything may take. ``notice_s``: how long the death of a peer may go unnoticed.
-    ``rounds``: of connecting, moving and closing, after which nothing may have leaked.
+    ``rounds``: of connecting, moving and closing, after which nothing may have leaked. ``closing_s``: how long the library
+    goes on closing a link after ``disconnect`` has returned; what is being closed is no leak.
     """
 
     __test__ = False
@@ -262,6 +263,7 @@ class Suite:
     patience_s: ClassVar[float] = 20.0
     notice_s: ClassVar[float] = 15.0
     rounds: ClassVar[int] = 200
+    closing_s: ClassVar[float] = 0.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -73,6 +73,7 @@ class Resources(Suite):
                 a.disconnect(link.peers[a.name])
                 b.disconnect(link.peers[b.name])
                 world.turn()
+                world.run(self.closing_s)
 
         few = max(3, self.rounds // 20)
         rounds(few)
