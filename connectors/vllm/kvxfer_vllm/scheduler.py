@@ -100,15 +100,18 @@ class SchedulerHalf:
         )
 
     def _take_up(self, request: Request, params: dict[str, Any]) -> None:
+        offers, loads = self._produces and p.is_offer(params), self._consumes and p.is_load(params)
+        if not offers and not loads:
+            return
         name, content = request.request_id, self._digest(request)
         external = external_id(name)
-        if self._produces and p.is_offer(params):
+        if offers:
             transfer = p.offered_id(params, self._source.epoch, external)
             if self._recurrent:
                 leave_last_token(request)
             if self._schedule.producer.arrive(name, transfer, content, request.num_prompt_tokens):
                 self._offers[name] = transfer
-        if self._consumes and p.is_load(params):
+        if loads:
             want = p.wanted(params, external)
             if isinstance(want, str):
                 log.warning("request %s is computed here: %s", name, want)
