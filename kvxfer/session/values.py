@@ -54,7 +54,7 @@ class Ended:
     """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``.
 
     ``seconds``: from the call that began it. ``waited``: consumer, how many of these had passed when it heard of the last
-    part, so that the rest was spent on moving and checking.
+    part that it heard of (0: of none), so that the rest was spent on moving and checking.
     """
 
     role: Role

@@ -213,7 +213,7 @@ class Transport(ABC):
 
     def lost(self, peer: int) -> str | None:
         """Why a link is of no more use (its batches will all fail), or ``None`` while that is not known. The session asks
-        when a batch has failed, and makes a lost link anew."""
+        when a batch has failed and before each part that it moves, and makes a lost link anew. Must not block."""
         return None
 
     def fileno(self) -> int | None:

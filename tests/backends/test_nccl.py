@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Link, Started, Suite, Way, World
 from kvxfer_nccl import NcclTransport
 from kvxfer_nccl.binding import Binding
+from kvxfer_nccl.tasks import Task
 from kvxfer_nccl.twin import TwinBinding, TwinPipe, TwinTransport
 from kvxfer_nccl.wire import Endpoint
 from tests.backends.nccl_faults import LARGE, SMALL, Faults
@@ -29,6 +31,16 @@ engine = agents.engine  # the fixture
 
 class TestTwin(ConformanceSuite):
     backend = TwinTransport
+
+
+def test_threads_are_used_again() -> None:
+    """Each new one would keep what NCCL allocates on it."""
+    used = []
+    for _ in range(20):
+        task = Task(threading.current_thread, lambda: None)
+        assert task.wait(time.monotonic() + 10.0)
+        used.append(task.value)
+    assert len(set(used)) <= 4
 
 
 class TestFaults(Faults):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from kvxfer_vllm import recurrent
 from kvxfer_vllm.settings import layer_specs
 
 __all__ = ["Layout", "expand"]
-
-Kind = Literal["full", "window", "state"]
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,10 @@ class Layout:
             spec = layer_specs(group.kv_cache_spec)[0]
             window = getattr(spec, "sliding_window", None)
             kernel_tokens = group.kv_cache_spec.block_size // ratios[-1]
-            state = type(spec).__name__ in recurrent.SPECS
-            kind: Kind = "state" if state else "window" if window else "full"
-            groups.append(Group(kernel_tokens, kind, int(window or 0)))
+            if recurrent.is_state(spec):
+                groups.append(Group(kernel_tokens, "state"))
+            else:
+                groups.append(Group(kernel_tokens, "window" if window else "full", int(window or 0)))
             for name in present:
                 layer = per_layer[name] if per_layer is not None else group.kv_cache_spec
                 for shape, offset in _planes(name, tensors[name], layer, g, kernel_tokens, config, rank, regions):
@@ -109,7 +108,7 @@ def _planes(
     regions: _Regions,
 ) -> list[tuple[tuple[Any, ...], int]]:
     """(everything of a view that layers may share, the layer's offset) for each plane of one layer."""
-    if type(spec).__name__ in recurrent.SPECS:
+    if recurrent.is_state(spec):
         return [_state(name, t, spec, group, config, rank, regions)]
     item = t.element_size()
     blocks, slots, states, content = t.shape

@@ -13,10 +13,12 @@ from kvxfer.errors import ConfigError, KvxferError
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["SPECS", "check_spec", "encoding", "leave_last_token"]
+__all__ = ["check_spec", "encoding", "is_state", "leave_last_token"]
 
-SPECS = {"MambaSpec"}
-"""vLLM's name for all kinds of recurrent state."""
+
+def is_state(spec: Any) -> bool:
+    """Whether a layer's cache is a recurrent state; vLLM has one name for all kinds of it."""
+    return type(spec).__name__ == "MambaSpec"
 
 
 def check_spec(group: int, spec: Any) -> None:

@@ -103,7 +103,7 @@ class SchedulerHalf:
         offers, loads = self._produces and p.is_offer(params), self._consumes and p.is_load(params)
         if not offers and not loads:
             return
-        name, content = request.request_id, self._digest(request)
+        name, content = request.request_id, self._digest(request)  # of the whole prompt, before it may be cut
         external = external_id(name)
         if offers:
             transfer = p.offered_id(params, self._source.epoch, external)

@@ -51,15 +51,16 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
     out = []
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        names = {type(s).__name__ for s in layer_specs(spec)}
+        specs = layer_specs(spec)
+        names = {type(s).__name__ for s in specs}
         if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
             raise ConfigError(f"kvxfer does not support KV-cache group {i} ({', '.join(names)}): it must stay local")
         if names <= _FULL:
             out.append(Group("full", spec.block_size))
         elif names <= _WINDOW:
             out.append(Group("window", spec.block_size))
-        elif names <= recurrent.SPECS:
-            recurrent.check_spec(i, layer_specs(spec)[0])
+        elif all(map(recurrent.is_state, specs)):
+            recurrent.check_spec(i, specs[0])
             out.append(Group("state", spec.block_size))
         else:
             raise ConfigError(f"kvxfer does not support KV-cache group {i}: it holds {', '.join(sorted(names))}")
