@@ -31,6 +31,7 @@ from kvxfer.session.resolver import Path, Resolver
 from kvxfer.session.terms import Terms, stager
 from kvxfer.session.values import (
     Abort,
+    Acquit,
     Action,
     Close,
     Dial,
@@ -264,6 +265,8 @@ class Agent:
             case Abort():
                 self._mover.abort(action.ref)
                 self._hasher.cancel(action.ref)
+            case Acquit():
+                self._mover.acquit(action.ref)
             case Hash():
                 self._hasher.hash(action)
             case Report():
@@ -300,6 +303,8 @@ class Agent:
             link, msg = found
             if isinstance(msg, m.Taken):
                 self._mover.slot(self._in.ref(link, msg), msg.piece, 0, 0)
+            elif isinstance(msg, m.Slot):
+                self._mover.slot(self._in.ref(link, msg), msg.piece, msg.offset, msg.nbytes)
             else:
                 self._take(partial(self._producer.message, link, msg))
 
@@ -337,7 +342,7 @@ class Agent:
             case results.SlotReady():
                 r = result.ref
                 slot = m.Slot(r.transfer, r.attempt, r.part, result.piece, result.offset, result.nbytes)
-                self._in.send(r.link, slot)
+                (self._in if r.role == "producer" else self._out).send(r.link, slot)
             case results.SlotTaken():
                 r = result.ref
                 self._out.send(r.link, m.Taken(r.transfer, r.attempt, r.part, result.piece))

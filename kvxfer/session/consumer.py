@@ -21,6 +21,7 @@ from kvxfer.session.parts import plan_part, to_hash
 from kvxfer.session.timers import Timers
 from kvxfer.session.values import (
     Abort,
+    Acquit,
     Action,
     Close,
     Dial,
@@ -308,7 +309,7 @@ class Consumer:
             return self._fail(f, f"what {link_name(lane.spec.link)} has does not fit what is wanted: {e}", now)
         ref = PartRef("consumer", lane.spec.link, f.spec.transfer, lane.attempt, msg.part)
         hashed = to_hash(plan, info, ref)
-        if info.mode == "write":
+        if info.mode == "write" and not msg.piece_bytes:
             f.nbytes += plan.nbytes
             if hashed is None:
                 return self._complete(f, lane, now)
@@ -317,7 +318,7 @@ class Consumer:
         lane.flight.add(ref)
         if hashed is not None:
             lane.to_hash[ref] = hashed
-        verb = Verb.READ if info.mode == "read" else Verb.RECV
+        verb = Verb.RECV if info.mode == "sendrecv" else Verb(info.mode)
         return [Move(ref, verb, plan, msg.stream, msg.piece_bytes)]
 
     def _plan(self, f: Load, info: LinkInfo, msg: m.Have) -> CopyPlan:
@@ -343,12 +344,13 @@ class Consumer:
 
     def _gone(self, f: Load, lane: Way, msg: m.Gone, now: float) -> list[Action]:
         out: list[Action] = []
-        lane.owed = False
         if not msg.again and lane.on(E.GONE):
             self.corrupt += msg.corrupt
             out += self._fail(f, f"{link_name(lane.spec.link)} gave it up: {msg.reason}", now)
         elif msg.again and lane.on(E.GONE_AGAIN):
             out += [Abort(ref) for ref in lane.flight]
+        if lane.owed:
+            out += [Acquit(ref) for ref in lane.flight]
         return out + self._acquit(f, lane, now)
 
     def _acquit(self, f: Load, lane: Way, now: float) -> list[Action]:

@@ -157,15 +157,15 @@ def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan, hi: int) 
     if hashed is not None:
         serve.hashing.add(ref)
         out.append(Hash(ref, hashed, "source"))
-    if info.mode == "write":
+    if info.mode == "write" and not have.piece_bytes:
         serve.flight.add(ref)
         serve.unsent[ref] = have
         return [Move(ref, Verb.WRITE, plan, have.stream, have.piece_bytes), *out]
     if info.mode == "read" and not have.piece_bytes:
         serve.holding.nbytes += plan.nbytes
         return [Send(serve.link, have), *out]
-    serve.flight.add(ref)  # a staged read needs us to pack
-    verb = Verb.SEND if info.mode == "sendrecv" else Verb.READ
+    serve.flight.add(ref)  # what is read or written staged needs us to pack
+    verb = Verb.SEND if info.mode == "sendrecv" else Verb(info.mode)
     return [Send(serve.link, have), Move(ref, verb, plan, have.stream, have.piece_bytes), *out]
 
 

@@ -86,9 +86,9 @@ class Inbound:
                 self._hello(link, msg, now)
             case m.Ping() if known is not None:
                 self.send(link, m.Pong(msg.number))
-            case m.Want() | m.Check() | m.Drop() | m.Taken() if known is not None and known.up:
+            case m.Want() | m.Check() | m.Drop() | m.Slot() | m.Taken() if known is not None and known.up:
                 return link, msg
-            case m.Want() | m.Check() | m.Drop() | m.Taken() | m.Ping() if known is None:
+            case m.Want() | m.Check() | m.Drop() | m.Slot() | m.Taken() | m.Ping() if known is None:
                 self._refuse(link, "this link is not known here (any more)", again=True)
             case _:
                 raise PeerError(f"a {type(msg).__name__} makes no sense here")
@@ -173,7 +173,7 @@ class Inbound:
             self._mover.disconnect(link)
 
     @staticmethod
-    def ref(link: LinkId, msg: m.Taken) -> PartRef:
+    def ref(link: LinkId, msg: m.Slot | m.Taken) -> PartRef:
         return PartRef("producer", link, msg.transfer, msg.attempt, msg.part)
 
 

@@ -131,7 +131,8 @@ class Have(_Base, frozen=True, tag="have"):
     """Producer: part ``part`` holds the tokens ``[lo, hi)``; with ``final`` also the window and state groups.
 
     What it means for the bytes depends on the link's verb. Read: take them. Send: they come on ``stream`` onwards.
-    Write: they are in your memory. ``piece_bytes`` is 0 for direct runs, else the part comes packed in pieces.
+    Write: they are in your memory, or, staged, will be written where you lend slots. ``piece_bytes`` is 0 for direct runs,
+    else the part comes packed in pieces.
     """
 
     transfer: TransferId
@@ -147,8 +148,12 @@ class Have(_Base, frozen=True, tag="have"):
 
 
 class Slot(_Base, frozen=True, tag="slot"):
-    """Producer, staged: piece ``piece`` of the part lies packed at ``offset`` of the producer's staging memory, to be read;
-    or, where it is sent, is on its way."""
+    """Word of piece ``piece`` of a staged part.
+
+    Producer: it lies packed at ``offset`` of the producer's staging memory, to be read; or, where it is sent, is on its
+    way; or, where it is written, is in the slot that was lent for it. Consumer, where it is written: a slot for it, at
+    ``offset`` of the consumer's staging memory.
+    """
 
     transfer: TransferId
     attempt: Number

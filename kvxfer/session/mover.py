@@ -1,7 +1,7 @@
 """The data thread: owns the back end, moves parts, says how each ended.
 
 The control thread posts commands and gets results through a callback; neither ever waits for the other. Each part is
-a *job* (``jobs.py``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of transfers;
+a *job* (``jobs/``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of transfers;
 the one clock is for aborts, which must end in bounded time: a batch that does not end within ``grace`` seconds of
 its abort costs its link, memory that does not get quiet costs the back end (``reset``), when nothing else is moving
 or too much is quarantined.
@@ -103,6 +103,10 @@ class Mover:
     def abort(self, ref: PartRef) -> None:
         self._inbox.post(self._abort, ref)
 
+    def acquit(self, ref: PartRef) -> None:
+        """The peer has ended its half of this part for good."""
+        self._inbox.post(self._acquit, ref)
+
     def slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
         """A ``Slot`` or ``Taken`` message for this part (``offset`` is -1 for ``Taken``)."""
         self._inbox.post(self._slot, ref, piece, offset, nbytes)
@@ -173,8 +177,11 @@ class Mover:
         for done in self._transport.poll():
             self._completed(done)
         self._inspect()
-        for job in list(self._restless.values()):
-            self._advance(job)
+        given = -1
+        while self._staging is not None and given != self._staging.given:  # a slot may be what another job waits for
+            given = self._staging.given
+            for job in list(self._restless.values()):
+                self._advance(job)
         self._overdue()
 
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
@@ -228,9 +235,9 @@ class Mover:
             self._aborted.setdefault(job.ref, time.monotonic() + self._grace)
             job.stop("the link was closed")
             self._advance(job)
-        if self._backend.capabilities.quiet == "peer_close":
-            for ref in [r for r in self._quarantine if r.link == link]:
-                self._calm(ref)
+        caps = self._backend.capabilities
+        for ref in [r for r, j in self._quarantine.items() if r.link == link and j.calmed_by_close(caps)]:
+            self._calm(ref)
         for verb in Verb:
             self._lines.pop((link, verb), None)
 
@@ -293,6 +300,16 @@ class Mover:
             self._backend.abort(batch)
         self._advance(job)
 
+    def _acquit(self, ref: PartRef) -> None:
+        job = self._jobs.get(ref) or self._quarantine.get(ref)
+        if job is None:
+            return
+        job.stop("the peer has ended its half")
+        job.acquit()
+        self._advance(job)
+        if ref in self._quarantine and job.quiet:
+            self._calm(ref)
+
     def _completed(self, done: Completion) -> None:
         job = self._batches.pop(done.batch, None)
         if job is None:
@@ -334,12 +351,12 @@ class Mover:
         self._restless.pop(job.ref, None)
         self._aborted.pop(job.ref, None)
         known = self._peers.get(job.ref.link)
-        closing = self._backend.capabilities.quiet == "peer_close"
+        closing = job.calmed_by_close(self._backend.capabilities)
         if closing and (known is None or known.peer != job.wire.peer):
             job.calm()  # what was to make it quiet has happened
         if not job.quiet:
             self._quarantine[job.ref] = job
-            if closing:
+            if closing and not job.lends:  # of what was lent, the peer will speak
                 self._break(job.ref.link, "memory of a failed transfer has to be made quiet")
         self._post(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral))
 

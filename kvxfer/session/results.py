@@ -46,7 +46,8 @@ class Disconnected:
 
 @dataclass(frozen=True)
 class SlotReady:
-    """Piece ``piece`` of a part that we serve lies packed in our staging memory, to be read; or, sent, is on its way."""
+    """What the peer is to be told of piece ``piece``. By a producer: it lies packed in our staging memory, to be read; it
+    is on its way, where it is sent; it is written into the slot that was lent. By a consumer: a slot to write it into."""
 
     ref: PartRef
     piece: int

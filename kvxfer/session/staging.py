@@ -59,6 +59,7 @@ class Staging:
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
         self._held: Counter[LinkId] = Counter()
         self._ways: Counter[Role] = Counter()
+        self.given = 0  # how many slots have come back
 
     def take(self, owner: LinkId, role: Role, sure: bool = True) -> Slot | None:
         """A free slot for a link, or ``None`` while there is none or the credits of link or direction are used up.
@@ -76,6 +77,7 @@ class Staging:
         if not self._held[slot.owner]:
             del self._held[slot.owner]
         self._ways[slot.role] -= 1
+        self.given += 1
         self._free.append(slot.offset)
 
     def pack(self, plan: CopyPlan, slot: Slot) -> Fence:

@@ -53,12 +53,8 @@ class Terms:
         else:
             on_host = all(r.device == "cpu" for r in cache.regions)
             below = caps.run_bytes if on_host else max(caps.run_bytes, CUDA_RUN)
-        if mode == "write":
-            if below == ALWAYS:
-                raise ConfigError(
-                    f"back end {backend!r} can only write, and not into this cache's memory; choose another"
-                )
-            below = 0
+        if mode == "write" and caps.quiet not in ("batch", "peer_close"):
+            below = ALWAYS  # closing a link would not keep its writes out of the cache
         return cls(backend, mode, cache, staging.piece_bytes, below, integrity)
 
     def hello(self, endpoint: bytes, expect: int, epoch: int, engine: str, claims: Sequence[Claim]) -> m.Hello:

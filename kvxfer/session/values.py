@@ -18,7 +18,7 @@ from kvxfer.session.messages import Message
 from kvxfer.transport import Verb
 
 __all__ = [
-    "Abort", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Hash", "Hashed", "Kind", "Lane", "LinkId",
+    "Abort", "Acquit", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Hash", "Hashed", "Kind", "Lane", "LinkId",
     "LinkInfo", "Move", "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role",
     "Send", "Stats", "link_name",
 ]  # fmt: skip
@@ -216,6 +216,13 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Acquit:
+    """The producer has ended its half of this part for good: nothing of it comes into what was lent to it any more."""
+
+    ref: PartRef
+
+
+@dataclass(frozen=True)
 class Hash:
     """Checksum what this plan moves, on our side of it; answer with ``hashed``. An ``Abort`` may end it early."""
 
@@ -229,7 +236,7 @@ class Report:
     event: Event
 
 
-Action = Resolve | Dial | Close | Send | Move | Abort | Hash | Report
+Action = Resolve | Dial | Close | Send | Move | Abort | Acquit | Hash | Report
 
 
 @dataclass(frozen=True)

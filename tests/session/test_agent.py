@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvxfer.identity import TransferId
+from tests.conftest import require
 from tests.session.conftest import Ended, Kind, Released, fetch, offered
 
 VERBS = {
@@ -18,6 +19,7 @@ VERBS = {
     "all": {},
     "staged sendrecv": {"verbs": ["send", "recv"], "gathers": False},
     "staged read": {"verbs": ["read"], "gathers": False},
+    "staged write": {"verbs": ["write"], "gathers": False},
     "zmq": {"backend": "zmq"},
 }
 T = TransferId("own/1/x", 0)
@@ -111,6 +113,19 @@ def test_cancel_on_either_side(engine, options):
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=other, handle="late"))
     end = d.wait(Ended, count=2)[1]
     assert end.outcome.kind is Kind.FAILED and "aborted" in end.outcome.reason
+
+
+def test_nixl_that_only_writes_goes_through_slots_that_are_lent(engine):
+    """Nothing but closing all of NIXL ends a write that is on its way, so none goes into blocks of the cache."""
+    require("nixl")
+    options = {"backend": "nixl", "verbs": ["write"]}
+    p, d = engine(dict(options), seed=1, blocks=64), engine(dict(options), blocks=64)
+    p.agents[0].offer(offered(list(range(64)), 250, transfer=T))
+    d.agents[0].fetch(fetch(p.source, list(range(63, -1, -1)), 250, transfer=T))
+    (end,) = d.wait(Ended)
+    assert end.outcome.delivered, end
+    assert all(np.array_equal(d.block(63 - i), p.block(i)) for i in range(62))
+    assert p.agents[0].stats().staged == d.agents[0].stats().staged == 1
 
 
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)

@@ -25,6 +25,7 @@ WAYS = {
     "sendrecv": {"verbs": ["send", "recv"]},
     "all": {},
     "staged read": {"verbs": ["read"], "gathers": False},
+    "staged write": {"verbs": ["write"], "gathers": False},
     "staged sendrecv": {"verbs": ["send", "recv"], "gathers": False},
 }
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())

@@ -21,12 +21,14 @@ SETTINGS = {
     "read": Setting("read"),
     "staged read": Setting("read", staged=True),
     "write": Setting("write"),
+    "staged write": Setting("write", staged=True),
     "sendrecv": Setting("sendrecv"),
     "read, hashed": Setting("read", integrity="full"),
     "write, hashed": Setting("write", integrity="full"),
     "sendrecv, a sample hashed": Setting("sendrecv", integrity="sample"),
     "read, abort by peer": Setting("read", scope="peer"),
     "write, abort by peer": Setting("write", scope="peer"),
+    "staged write, abort by peer, hashed": Setting("write", staged=True, scope="peer", integrity="full"),
     "sendrecv, abort by peer": Setting("sendrecv", scope="peer"),
 }
 STEPS = 100_000

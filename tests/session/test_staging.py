@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ def transfers(n: int) -> list[TransferId]:
     return [TransferId("own/1/staged", i) for i in range(n)]
 
 
-@pytest.mark.parametrize("verbs", [["read"], ["send", "recv"]], ids=str)
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
 def test_staged_and_direct_parts_keep_their_order_on_one_link(engine, verbs):
     """Rows of whole blocks go direct here, those of a partial last block do not; a part has more pieces than slots."""
     options = {"verbs": verbs, "run_bytes": 256}
@@ -38,7 +40,7 @@ def test_staged_and_direct_parts_keep_their_order_on_one_link(engine, verbs):
 
 
 @pytest.mark.parametrize(("quiet", "failures"), [("batch", 9), ("peer_close", 9), ("backend_reset", 2)])
-@pytest.mark.parametrize("verbs", [["read"], ["send", "recv"]], ids=str)
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
 def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
     net = Network()
     options = {"verbs": verbs, "gathers": False, "quiet": quiet, "network": net}
@@ -61,6 +63,38 @@ def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
     assert after.quarantined_bytes == p.agents[0].stats().quarantined_bytes == 0
     assert (after.staged - before.staged, after.direct) == (1, 0)
 
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_slots_come_back_after_a_cancel(engine, verbs):
+    """The consumer gives up while a piece is on its way for long, more often than there are slots."""
+    net, times = Network(), 9
+    net.delay_s = 60.0
+    options = {"verbs": verbs, "gathers": False, "network": net}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    for i, t in enumerate(transfers(times)):
+        p.agents[0].offer(offered(list(range(32)), 128, transfer=t))
+        d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=t, handle=str(i)))
+        while d.agents[0].stats().staged <= i:
+            time.sleep(0.001)
+        d.agents[0].cancel(str(i), "client left")
+        d.wait(Released, count=i + 1)
+    net.delay_s = 0.0
+    good = TransferId("own/1/good", 0)
+    p.agents[0].offer(offered(list(range(32)), 128, transfer=good))
+    d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=good))
+    assert d.wait(Ended, count=times + 1)[times].outcome.delivered
+    assert np.array_equal(d.block(31), p.block(31))
+
+
+@pytest.mark.parametrize(("quiet", "staged"), [("batch", 0), ("peer_close", 0), ("backend_reset", 1)])
+def test_a_write_that_no_close_would_end_lands_in_staging(engine, quiet, staged):
+    options = {"verbs": ["write"], "quiet": quiet, "run_bytes": 1}
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    p.agents[0].offer(offered([3, 1], 8, transfer=transfers(1)[0]))
+    d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=transfers(1)[0]))
+    assert d.wait(Ended)[0].outcome.delivered
+    assert np.array_equal(d.block(5), p.block(3))
+    assert (p.agents[0].stats().staged, d.agents[0].stats().staged) == (staged, staged)
 
 
 def test_what_a_peer_already_has_a_slot_for_always_finds_one():

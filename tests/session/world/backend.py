@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvxfer.identity import TransferId
 from kvxfer.session.values import Move, Moved, PartRef
 from kvxfer.transport import Verb
@@ -36,11 +38,23 @@ class Backend:
             if self.world.setting.scope == "peer":
                 self._break(agent, op.link)
 
+    def acquit(self, agent: Agent, ref: PartRef) -> None:
+        """The producer's half is over for good: what was lent for it is our own again."""
+        for op in [o for o in self.ops if o.agent is agent and o.ref == ref and o.lends]:
+            self._finish(op, "acquitted", quiet=True)
+            self._regain(op)
+
     def fail(self, agent: Agent, link: Link, why: str) -> None:
         """A link was closed here: what was moving on it ends."""
-        for op in self.ops:
-            if op.agent is agent and op.link is link:
-                self._finish(op, why, quiet=True, collateral=True)
+        for op in [o for o in self.ops if o.agent is agent and o.link is link]:
+            self._finish(op, why, quiet=True, collateral=True)
+            if op.lends:
+                self._regain(op)
+
+    def _regain(self, op: Op) -> None:
+        if not op.quiet:
+            op.quiet = True
+            self._tell(op.agent, Moved(op.ref, "ended earlier", True, 0))
 
     def check_quiet(self, agent: Agent, transfer: TransferId, generations: range) -> None:
         """The producer's memory of a transfer was given back: nothing of it may move."""
@@ -73,6 +87,9 @@ class Backend:
         if op.verb is Verb.READ and op.agent is op.link.producer:
             self._serve(op)
             return
+        if op.verb is Verb.WRITE and self.world.setting.staged:
+            self._pass_on(op)
+            return
         self._copy(op, half)
         if half:
             self.world.later(LATEST / 2, None, lambda: self._advance(op))
@@ -89,7 +106,21 @@ class Backend:
         else:
             self.world.later(LATEST, None, lambda: self._advance(op))
 
-    def _copy(self, op: Op, half: bool = False) -> None:
+    def _pass_on(self, op: Op) -> None:
+        """A staged write: the producer's half takes the bytes along once the consumer has lent it slots, the consumer's
+        half has them when that is done."""
+        halves = [o for o in self.ops if o.link is op.link and o.agent is not op.agent]
+        other = next((o for o in halves if (o.ref.attempt, o.ref.part) == (op.ref.attempt, op.ref.part)), None)
+        if not op.lends and other is not None and not other.done:
+            op.payload = bytes(op.link.producer.memory)
+            self._finish(op, None)
+        elif op.lends and other is not None and other.payload is not None:
+            self._copy(op, source=np.frombuffer(other.payload, np.uint8))
+            self._finish(op, None)
+        else:
+            self.world.later(LATEST, None, lambda: self._advance(op))
+
+    def _copy(self, op: Op, half: bool = False, source: np.ndarray | None = None) -> None:
         consumer, producer = op.link.consumer, op.link.producer
         runs = op.plan.runs()
         pairs = list(zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True))
@@ -98,7 +129,7 @@ class Backend:
                 block = byte // (D_TOKENS * UNIT) % BLOCKS
                 theirs = consumer.owner.get(block, "nobody") is consumer.tries.get(op.ref.attempt, "no attempt")
                 check(theirs, f"{op.ref} writes into block {block}, which was given to somebody else")
-            consumer.memory[d : d + n] = producer.memory[s : s + n]
+            consumer.memory[d : d + n] = (producer.memory if source is None else source)[s : s + n]
 
     def _quiet(self) -> bool:
         return self.world.calm or not self.world.script.chance(64)
@@ -106,9 +137,11 @@ class Backend:
     def _finish(self, op: Op, error: str | None, quiet: bool = True, collateral: bool = False) -> None:
         if op.done:
             return
+        # What was lent stays in the producer's hands until it says that it is done, or the link is closed.
+        quiet = quiet if error is None or not op.lends or collateral else error == "acquitted"
         op.done, op.quiet = True, quiet
         self._tell(op.agent, Moved(op.ref, error, quiet, 0 if error else op.plan.nbytes, collateral))
-        if not quiet:
+        if not quiet and not op.lends:
             self.world.later(QUIET, None, lambda: self._calm(op))
 
     def _calm(self, op: Op) -> None:

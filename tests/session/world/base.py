@@ -147,3 +147,9 @@ class Op:
     done: bool = False
     aborted: bool = False
     quiet: bool = True
+    payload: bytes | None = None  # a staged write's, in slots that were lent
+
+    @property
+    def lends(self) -> bool:
+        """The consumer's half of a staged write."""
+        return self.verb is Verb.WRITE and self.agent is self.link.consumer

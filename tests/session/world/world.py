@@ -15,6 +15,7 @@ from kvxfer.session.consumer import Consumer
 from kvxfer.session.producer import Producer
 from kvxfer.session.values import (
     Abort,
+    Acquit,
     Action,
     Close,
     Dial,
@@ -112,6 +113,8 @@ class World:
                     self._hash(agent, action)
                 case Abort(ref=ref):
                     self.backend.abort(agent, ref)
+                case Acquit(ref=ref):
+                    self.backend.acquit(agent, ref)
                 case Dial(link=name):
                     self.network.dial(agent, name)
                 case Close(link=name):

@@ -1,148 +1,20 @@
-"""Jobs: how one part becomes batches. Run by the mover on the data thread; never block.
-
-A direct job submits the plan's runs as they are. Staged jobs cut the plan into pieces and pass them through slots of
-staging memory: pack, move as one long run, unpack, several pieces in flight at once.
-"""
+"""Parts that pass packed through slots of staging memory, piece by piece, several pieces in flight."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry import CopyPlan, Region
-from kvxfer.session.staging import Slot, Staging
-from kvxfer.session.values import Move, PartRef
-from kvxfer.transport import Batch, Completion, Fence, Transport, Verb
+from kvxfer.geometry import CopyPlan
+from kvxfer.session.jobs.job import PIECES, STAGE, Job, SlotSink, Wire
+from kvxfer.session.staging import Slot
+from kvxfer.session.values import Move
+from kvxfer.transport import Batch, Completion, Fence, Verb
 
-__all__ = ["Job", "Wire", "make_job"]
-
-CACHE, STAGE = 0, 1
-PIECES = 1 << 20
-"""Stream numbers set aside for each part: pieces of part n are numbered from ``n * PIECES``."""
-
-SlotSink = Callable[[PartRef, int, int, int], None]
-
-
-@dataclass(frozen=True)
-class Wire:
-    """What a job needs of the mover: the back end, the peer, memory, and the table of batches in flight."""
-
-    transport: Transport
-    peer: int
-    regions: tuple[Region, ...]
-    staging: Staging | None
-    batches: dict[int, Job]
-
-
-class Job:
-    """One part on its way. ``advance`` is called after every event; the job has ended when nothing of it is in flight
-    and it is either complete or stopped."""
-
-    def __init__(self, action: Move, wire: Wire) -> None:
-        self.ref = action.ref
-        self.action = action
-        self.wire = wire
-        self.batches: set[int] = set()
-        self.error: str | None = None
-        self.quiet = True
-        self.collateral = False
-        self.nbytes = action.plan.nbytes
-        # What is sent, received or served on a link goes in the order of its parts, whole parts one after the other:
-        # the order in which the peer expects it. A job submits when it is the first in line.
-        self.line: deque[Job] | None = None
-
-    @property
-    def complete(self) -> bool:
-        raise NotImplementedError
-
-    @property
-    def ended(self) -> bool:
-        return not self.batches and (self.complete or self.error is not None)
-
-    @property
-    def submitting(self) -> bool:
-        """Whether it has batches still to submit."""
-        raise NotImplementedError
-
-    @property
-    def my_turn(self) -> bool:
-        return self.line is None or (len(self.line) > 0 and self.line[0] is self)
-
-    @property
-    def waiting_on_device(self) -> bool:
-        return False
-
-    @property
-    def restless(self) -> bool:
-        """Whether it should be advanced without an event of its own: when the device is done, or a slot is free."""
-        return self.waiting_on_device
-
-    def advance(self) -> None:
-        """Do what can be done now."""
-
-    def calm(self) -> None:
-        """What was not quiet has become so."""
-        self.quiet = True
-
-    def slot(self, piece: int, offset: int, nbytes: int) -> None:
-        """The peer speaks of a piece; only staged jobs care."""
-
-    def stop(self, reason: str) -> None:
-        """Submit nothing more; the first reason counts."""
-        if self.error is None:
-            self.error = reason
-
-    def completed(self, done: Completion) -> None:
-        self.batches.discard(done.batch)
-        self.quiet &= done.quiet
-        if done.error is not None:
-            self.stop(str(done.error) or type(done.error).__name__)
-
-    def _submit(self, batch: Batch, after: Fence | None = None) -> int:
-        number = self.wire.transport.submit(batch, after)
-        self.batches.add(number)
-        self.wire.batches[number] = self
-        return number
-
-
-class Direct(Job):
-    """The plan's own runs in one batch."""
-
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        self._begun = False
-
-    @property
-    def complete(self) -> bool:
-        return self._begun
-
-    @property
-    def submitting(self) -> bool:
-        return not self._begun and self.error is None
-
-    def advance(self) -> None:
-        if not self.submitting or not self.my_turn:
-            return
-        self._begun = True
-        plan, verb = self.action.plan, self.action.verb
-        if plan.nbytes == 0:
-            return
-        incoming = verb in (Verb.READ, Verb.RECV)
-        stream = self.action.stream * PIECES
-        if self.wire.transport.capabilities.factored:
-            none = np.empty(0, dtype=np.int64)
-            self._submit(Batch(verb, self.wire.peer, CACHE, none, none, CACHE, none, stream, plan))
-            return
-        runs = plan.runs()
-        local, remote = (runs.dst, runs.src) if incoming else (runs.src, runs.dst)
-        one_sided = verb in (Verb.READ, Verb.WRITE)
-        self._submit(
-            Batch(verb, self.wire.peer, CACHE, runs.length, local, CACHE, remote if one_sided else None, stream)
-        )
+__all__ = ["StagedLend", "StagedRead", "StagedRecv", "StagedSend", "StagedServe", "StagedWrite"]
 
 
 @dataclass
@@ -342,14 +214,14 @@ class StagedServe(Staged):
         self._packing.clear()
 
 
-class StagedRead(Staged):
-    """One-sided read, consumer: read each announced piece into a slot of our own, unpack it, say so."""
+class Named(Staged):
+    """Pieces that begin when the peer names a slot of its own for them, in whatever order."""
 
     def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
         super().__init__(action, wire)
         self._sink = sink
         self._plans = dict(self.pieces)
-        self._announced: deque[tuple[int, int]] = deque()
+        self._named: deque[tuple[int, int]] = deque()
         self.pieces.clear()
 
     @property
@@ -361,23 +233,33 @@ class StagedRead(Staged):
         if plan is None:
             return
         if plan.nbytes != nbytes:
-            self.stop(f"piece {piece} has {nbytes} bytes at the producer and {plan.nbytes} here")
+            self.stop(f"piece {piece} has {nbytes} bytes at the peer and {plan.nbytes} here")
             return
-        self._announced.append((piece, offset))
+        self._named.append((piece, offset))
+
+    def next_named(self) -> tuple[_Piece, int] | None:
+        """The next piece with a slot for it here, and its place at the peer; or nothing now."""
+        while self.error is None and self._named:
+            slot = self.take()
+            if slot is None:
+                return None
+            number, offset = self._named.popleft()
+            plan = self._plans.pop(number, None)
+            if plan is not None:
+                return _Piece(number, plan, slot), offset
+            self.staging.give(slot)  # it was named twice
+        return None
+
+
+class StagedRead(Named):
+    """One-sided read, consumer: read each announced piece into a slot of our own, unpack it, say so."""
 
     def advance(self) -> None:
         for piece in self.settle():
             self._sink(self.ref, piece.number, -1, 0)
-        while self.error is None and self._announced:
-            slot = self.take()
-            if slot is None:
-                return
-            number, offset = self._announced.popleft()
-            plan = self._plans.pop(number, None)
-            if plan is None:
-                self.staging.give(slot)
-                continue
-            self.one_run(Verb.READ, _Piece(number, plan, slot), remote=offset)
+        while (named := self.next_named()) is not None:
+            piece, offset = named
+            self.one_run(Verb.READ, piece, remote=offset)
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
@@ -388,17 +270,62 @@ class StagedRead(Staged):
             self.give_back(piece, done.quiet)
 
 
-def make_job(action: Move, wire: Wire, sink: SlotSink) -> Job:
-    """The job for a part, by verb and whether it is staged."""
-    if not action.piece_bytes:
-        return Direct(action, wire)
-    match action.verb, action.ref.role:
-        case Verb.SEND, _:
-            return StagedSend(action, wire, sink)
-        case Verb.RECV, _:
-            return StagedRecv(action, wire)
-        case Verb.READ, "producer":
-            return StagedServe(action, wire, sink)
-        case Verb.READ, _:
-            return StagedRead(action, wire, sink)
-    raise TransportError(f"a staged {action.verb} is not something this version can do")
+class StagedWrite(Named):
+    """One-sided write, producer: pack each piece for which a slot was lent, write it there, say so."""
+
+    def advance(self) -> None:
+        while (named := self.next_named()) is not None:
+            piece, offset = named
+            self.one_run(Verb.WRITE, piece, remote=offset, after=self.pack(piece))
+
+    def completed(self, done: Completion) -> None:
+        super().completed(done)
+        piece = self.held.pop(done.batch)
+        self.give_back(piece, done.quiet)
+        if done.error is None and self.error is None:
+            self._sink(self.ref, piece.number, 0, piece.plan.nbytes)
+
+
+class StagedLend(Staged):
+    """One-sided write, consumer: lend a slot for each piece, unpack what was written there. When it is stopped, lent slots
+    stay out until the producer has ended its half or the link is closed."""
+
+    lends = True
+
+    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
+        super().__init__(action, wire)
+        self._sink = sink
+        self._written: deque[_Piece] = deque()
+
+    @property
+    def complete(self) -> bool:
+        return super().complete and not self._written
+
+    def slot(self, piece: int, offset: int, nbytes: int) -> None:
+        lent = self.held.get(piece)
+        if lent is None:
+            return
+        if lent.plan.nbytes != nbytes:
+            self.stop(f"piece {piece} has {nbytes} bytes at the producer and {lent.plan.nbytes} here")
+            return
+        self._written.append(self.held.pop(piece))
+
+    def advance(self) -> None:
+        self.settle()
+        while self._written:
+            self.land(self._written.popleft())
+        while (piece := self.begin()) is not None:
+            self.held[piece.number] = piece
+            self._sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
+
+    def stop(self, reason: str) -> None:
+        super().stop(reason)
+        for piece in self._written:
+            self.staging.give(piece.slot)
+        self._written.clear()
+        self.quiet &= not self.held
+        self.stranded += self.held.values()
+        self.held.clear()
+
+    def acquit(self) -> None:
+        self.calm()
