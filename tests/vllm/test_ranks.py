@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.cases import CACHES, check, decode, prefill
+from tests.vllm.cases import CACHES, HOLDING, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import HYBRID, Engine, Group, answer, ours, prompt
 from tests.vllm.wire import Load, Wire
@@ -73,6 +73,7 @@ def test_one_rank_fails(make: Make, wire: Wire, policy: str, quiet: bool, first:
         wire.quiet(bad)
 
 
+@HOLDING
 def test_all_ranks_fail_and_get_quiet_one_after_the_other(make: Make, wire: Wire) -> None:
     p, d = make(ranks=2), make(ranks=2)
     text = prompt(90)

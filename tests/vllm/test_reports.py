@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from kvxfer_vllm.compat import REPORTS_BY_REQUEST
 from tests.vllm.cases import OFFER
 from tests.vllm.conftest import Make
 from tests.vllm.engine import FULL, HYBRID, Engine, ours, prompt
@@ -87,6 +88,7 @@ def test_received(plain: Any, groups: Any) -> None:
     assert len(e.engine.done[name].new_token_ids) == 1
 
 
+@pytest.mark.skipif(not REPORTS_BY_REQUEST, reason="this vLLM takes failed loads by block only")
 @POLICIES
 def test_failed_by_request(plain: Any, policy: str) -> None:
     e = plain(policy=policy)

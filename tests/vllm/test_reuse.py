@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvxfer_vllm.holds import Holds
-from tests.vllm.cases import OFFER, both, check, decode, prefill
+from tests.vllm.cases import HOLDING, OFFER, both, check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, Engine, Group, answer, prompt
 from tests.vllm.wire import Load, Wire
@@ -54,6 +54,7 @@ def blocks_of(load: Load) -> tuple[set[int], set[int]]:
     return tuple({int(b) for row in rows for b in row if b >= 0} for rows in (load.offer.blocks, load.fetch.blocks))  # type: ignore[return-value]
 
 
+@HOLDING
 @HELD
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.usefixtures("references")
@@ -77,6 +78,7 @@ def test_a_failed_load_that_still_writes(make: Make, wire: Wire, held: bool, pol
         assert written <= handed_out
 
 
+@HOLDING
 @HELD
 @pytest.mark.usefixtures("references")
 def test_late_bytes_of_a_failed_load(make: Make, wire: Wire, held: bool) -> None:
@@ -197,6 +199,7 @@ def test_a_held_offer(make: Make, wire: Wire) -> None:
     check(d, b, text)
 
 
+@HOLDING
 def test_quarantine_has_a_limit(make: Make, wire: Wire) -> None:
     """Loads that fail and do not get quiet may keep a quarter of the pool; more wait with their requests, which keep their
     own blocks."""
@@ -246,6 +249,7 @@ def test_aborts_have_a_limit(make: Make, wire: Wire) -> None:
         check(d, name, text)
 
 
+@HOLDING
 def test_a_transfer_that_fails_is_not_begun_again_while_it_moves(make: Make, wire: Wire) -> None:
     p, d = make(), make()
     text = prompt(90)
@@ -265,6 +269,7 @@ def test_a_transfer_that_fails_is_not_begun_again_while_it_moves(make: Make, wir
     decode(d, text, params, p)
 
 
+@HOLDING
 def test_quarantine_is_given_back(make: Make, wire: Wire) -> None:
     """Failure after failure, each quiet before the next: none of their requests has to wait."""
     p, d = make(blocks=100), make(blocks=30)
