@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class CopyPlan:
     sheets: tuple[Sheet, ...]
     parts: tuple[Part, ...] = ()
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(s.nbytes for s in self.sheets)
 

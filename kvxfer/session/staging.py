@@ -4,14 +4,16 @@ Used by the data thread only. A link may hold at most half of the slots (its cre
 peer cannot starve the others.
 
 No circle of engines may wait for each other's slots, however many there are. A producer holds a slot until its consumer
-has one too; so a consumer keeps ``RESERVED`` slots for pieces of which it knows that their producer has one already. What
-holds these ends without anybody else's slot, therefore whatever is announced moves in the end.
+has one too; so ``RESERVED`` slots are kept for pieces of which a consumer knows that their producer has one already. What
+holds these ends without anybody else's slot, therefore whatever is announced moves in the end. As many are kept for
+producers, since the others may wait for one of theirs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 from kvxfer import memory
 from kvxfer.geometry import CopyPlan, Region
@@ -25,17 +27,20 @@ SLOTS = 8
 
 
 RESERVED = SLOTS // 4
-"""Slots that neither a producer's pieces nor those a consumer merely expects may take."""
+"""Slots that neither a producer's pieces nor those a consumer merely expects may take; and that no consumer may take."""
 
-_MOST = {"producer": SLOTS // 2, "consumer": SLOTS - RESERVED}
-_EXPECTED = SLOTS - RESERVED - _MOST["producer"]
+CREDITS = SLOTS // 2
+"""Slots that a link may hold, that producers may hold together, and that may be held for pieces merely expected."""
+
+Use = Literal["sent", "known", "expected"]
+"""What a slot is for: a producer's piece; a consumer's whose producer has a slot, or needs ours first; or may not yet."""
 
 
 @dataclass(frozen=True)
 class Slot:
     offset: int
     owner: LinkId
-    role: Role
+    use: Use
 
 
 class Staging:
@@ -58,25 +63,31 @@ class Staging:
         """All slots are free: nothing can touch them any more."""
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
         self._held: Counter[LinkId] = Counter()
-        self._ways: Counter[Role] = Counter()
+        self._used: Counter[Use] = Counter()
         self.given = 0  # how many slots have come back
 
     def take(self, owner: LinkId, role: Role, sure: bool = True) -> Slot | None:
-        """A free slot for a link, or ``None`` while there is none or the credits of link or direction are used up.
-        ``sure``: whether it will be used without a further slot of the peer's."""
-        most = _MOST[role] if sure else _EXPECTED
-        if not self._free or self._held[owner] >= SLOTS // 2 or self._ways[role] >= most:
+        """A free slot for a link, or ``None`` while there is none or the credits of link or use are used up. ``sure``:
+        whether a consumer's will be used without the peer's waiting for a slot that others may have."""
+        use: Use = "sent" if role == "producer" else "known" if sure else "expected"
+        if not self._free or self._held[owner] >= CREDITS or not self._may(use):
             return None
         self._held[owner] += 1
-        self._ways[role] += 1
-        return Slot(self._free.pop(), owner, role)
+        self._used[use] += 1
+        return Slot(self._free.pop(), owner, use)
+
+    def _may(self, use: Use) -> bool:
+        used = self._used
+        if use != "sent" and used["known"] + used["expected"] >= SLOTS - RESERVED:
+            return False
+        return use == "known" or (used[use] < CREDITS and used["sent"] + used["expected"] < SLOTS - RESERVED)
 
     def give(self, slot: Slot) -> None:
         """Return a slot that nothing touches any more."""
         self._held[slot.owner] -= 1
         if not self._held[slot.owner]:
             del self._held[slot.owner]
-        self._ways[slot.role] -= 1
+        self._used[slot.use] -= 1
         self.given += 1
         self._free.append(slot.offset)
 

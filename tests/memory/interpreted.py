@@ -29,6 +29,18 @@ def by_kernel(space: memory.Space, made: CopyPlan, side: memory.Side, staged: me
         stream += sheet.nbytes
 
 
+def by_pieces(space: memory.Space, made: CopyPlan, side: memory.Side, staged: memory.Space, at: int) -> None:
+    """As staged parts are moved: cut, each piece in a launch of its own and not in order."""
+    launcher, stream, pieces = launch.Launcher(space, programs=3), staged.region.address + at, []
+    for piece in made.split(max(64, made.nbytes // 3)):
+        pieces.append((piece, stream))
+        stream += piece.nbytes
+    for piece, begin in reversed(pieces):
+        for sheet in piece.sheets:
+            launcher.move(sheet, side, begin, pack=side == "source")
+            begin += sheet.nbytes
+
+
 def by_index(space: memory.Space, made: CopyPlan, side: memory.Side, staged: memory.Space, at: int) -> None:
     def wrap(address: int, nbytes: int) -> torch.Tensor:
         (held,) = [r for r in (*space.regions, staged.region) if 0 <= address - r.address <= r.nbytes - nbytes]
@@ -60,7 +72,7 @@ def check(move, case: Case, at: int) -> None:  # type: ignore[no-untyped-def]
         assert np.array_equal(case.consumer.stores[c].image, image)
 
 
-@pytest.mark.parametrize("move", [by_kernel, by_index])
+@pytest.mark.parametrize("move", [by_kernel, by_pieces, by_index])
 def test_any_layout(move) -> None:  # type: ignore[no-untyped-def]
     @SOME
     @given(cases(), st.integers(0, 17))

@@ -3,6 +3,7 @@ Triton's interpreter the same runs on host memory."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import reduce
 from math import gcd
 from typing import Any
@@ -28,6 +29,19 @@ _SPAN = 1 << 16
 """Bytes of a row that one job moves, so that few long rows keep many programs busy."""
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """One side of a sheet on the device: what its pieces have in common. ``segments``: int64 ``[3, segments]``, see
+    ``move_rows``; ``base``: the second row of it, here. ``grain``: what all addresses, strides and sizes are multiples
+    of, up to 16. ``longest``: bytes of its longest row."""
+
+    cells: Any
+    segments: Any
+    base: Ints
+    grain: int
+    longest: int
+
+
 class Launcher:
     """Launches for one space, on torch's current stream. ``programs``: how many run at once, at most."""
 
@@ -38,28 +52,39 @@ class Launcher:
         self._memory = space.regions[0].address // 16 * 16 if space.regions else 0
         self._moved = np.array([r.address - s - self._memory for r, s in zip(space.regions, space.starts, strict=True)])
         self._cells: WeakKeyDictionary[Template, dict[Side, tuple[Any, int, list[int]]]] = WeakKeyDictionary()
+        self._placed: WeakKeyDictionary[Sheet, dict[Side, _Placed]] = WeakKeyDictionary()
         self._units: WeakKeyDictionary[Bundle, dict[int, tuple[Template, Any]]] = WeakKeyDictionary()
         self._factors: dict[int, Any] = {}
 
     def move(self, sheet: Sheet, side: Side, stream: int, *, pack: bool) -> None:
         """Between the sheet's rows on one side and the packed stream at this address.
         Raises ``ValueError`` when a row would leave its region."""
-        template = sheet.template
-        base, size = sheet.stream()
-        places = sheet.src_at if side == "source" else sheet.dst_at
-        cells, grain = self._table(template, side, places, size)
-        unit = gcd(grain, stream, _grain(places), _grain(base), _grain(size), 16)
-        longest, n_rows = int(size.max()), len(template)
-        words = _power(min(_TILE, longest // min(unit, 8)))
+        template, whole = sheet.template, sheet.whole or sheet
+        placed = self._place(whole, side)
+        stream -= int(placed.base[sheet.first])
+        unit = gcd(placed.grain, stream)
+        n_segments, n_rows = len(sheet.counts), len(template)
+        words = _power(min(_TILE, placed.longest // min(unit, 8)))
         rows = _TILE // words
-        spans = -(-longest // _SPAN)
-        span = -(-longest // unit // spans)
-        jobs = len(places) * -(-n_rows // rows) * spans
+        spans = -(-placed.longest // _SPAN)
+        span = -(-placed.longest // unit // spans)
+        jobs = n_segments * -(-n_rows // rows) * spans
         move_rows[(min(jobs, self._programs),)](
-            cells, self._upload(places, base, size), self._memory, stream, len(places), n_rows,
+            placed.cells, placed.segments, len(placed.base), sheet.first, self._memory, stream, n_segments, n_rows,
             *_axes(template, side), spans, span,
             UNIT=unit, ROWS=rows, WORDS=words, PACK=pack, num_warps=_WARPS,
         )  # fmt: skip
+
+    def _place(self, sheet: Sheet, side: Side) -> _Placed:
+        """A sheet goes to the device once, whatever pieces it is cut into."""
+        sides = self._placed.setdefault(sheet, {})
+        if side not in sides:
+            base, size = sheet.stream()
+            places = sheet.src_at if side == "source" else sheet.dst_at
+            cells, grain = self._table(sheet.template, side, places, size)
+            grain = gcd(grain, _grain(places), _grain(base), _grain(size))
+            sides[side] = _Placed(cells, self._upload(places, base, size), base, grain, int(size.max()))
+        return sides[side]
 
     def digest(self, part: Part, side: Side, out: Any) -> None:
         """Add the checksum of a part, read on one side, to ``out`` (int64 ``[1]``, on the device)."""

@@ -33,7 +33,8 @@ class Staged(Job):
         if wire.staging is None:
             raise TransportError("a staged part needs staging memory, and there is none")
         self.staging = wire.staging
-        self.pieces = deque(enumerate(action.plan.split(action.piece_bytes)))
+        self._rest = enumerate(action.plan.split(action.piece_bytes))
+        self.ahead = next(self._rest, None)  # the number and plan of the piece to begin next
         self.held: dict[int, _Piece] = {}  # batch or piece number -> the piece that holds a slot
         self.unpacking: list[_Piece] = []
         self.stranded: list[_Piece] = []  # their slots may still be touched
@@ -41,7 +42,7 @@ class Staged(Job):
 
     @property
     def submitting(self) -> bool:
-        return bool(self.pieces) and self.error is None
+        return self.ahead is not None and self.error is None
 
     @property
     def restless(self) -> bool:
@@ -49,7 +50,7 @@ class Staged(Job):
 
     @property
     def complete(self) -> bool:
-        return not self.pieces and not self.held and not self.unpacking
+        return self.ahead is None and not self.held and not self.unpacking
 
     @property
     def ended(self) -> bool:
@@ -61,16 +62,16 @@ class Staged(Job):
 
     def stop(self, reason: str) -> None:
         super().stop(reason)
-        self.pieces.clear()
+        self.ahead = None
 
     def begin(self) -> _Piece | None:
         """The next piece with a slot for it, or nothing now."""
-        if not self.submitting or not self.my_turn:
+        if self.ahead is None or self.error is not None or not self.my_turn:
             return None
         slot = self.take()
         if slot is None:
             return None
-        number, plan = self.pieces.popleft()
+        (number, plan), self.ahead = self.ahead, next(self._rest, None)
         return _Piece(number, plan, slot)
 
     def take(self) -> Slot | None:
@@ -129,16 +130,24 @@ class Staged(Job):
 
 
 class StagedSend(Staged):
-    """Two-sided, producer: pack a piece, send it (and say so), free its slot."""
+    """Two-sided, producer: say which pieces have a slot, pack and send them, free their slots."""
 
     def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
         super().__init__(action, wire)
         self._sink = sink
 
     def advance(self) -> None:
-        while (piece := self.begin()) is not None:
-            self.one_run(Verb.SEND, piece, after=self.pack(piece))
-            self._sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
+        begun = deque(iter(self.begin, None))
+        if begun:
+            last = begun[-1]
+            self._sink(self.ref, last.number, last.slot.offset, last.plan.nbytes)
+        try:
+            while begun:
+                piece = begun.popleft()
+                self.one_run(Verb.SEND, piece, after=self.pack(piece))
+        finally:
+            for piece in begun:
+                self.staging.give(piece.slot)
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
@@ -157,7 +166,8 @@ class StagedRecv(Staged):
         self._announced = max(self._announced, piece + 1)
 
     def take(self) -> Slot | None:
-        slot = self.staging.take(self.ref.link, self.ref.role, sure=self.pieces[0][0] < self._announced)
+        sure = self.ahead is not None and self.ahead[0] < self._announced
+        slot = self.staging.take(self.ref.link, self.ref.role, sure)
         self.starving = slot is None
         return slot
 
@@ -220,9 +230,9 @@ class Named(Staged):
     def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
         super().__init__(action, wire)
         self._sink = sink
-        self._plans = dict(self.pieces)
+        self._plans = dict([self.ahead, *self._rest] if self.ahead is not None else [])
         self._named: deque[tuple[int, int]] = deque()
-        self.pieces.clear()
+        self.ahead = None
 
     @property
     def complete(self) -> bool:
