@@ -1,7 +1,7 @@
 """One side of a transfer benchmark, in a process of its own, driven by ``transfer.py``.
 
-Two figures are taken. *Transport*: both data threads are given the same part, from the later submission to the later
-end. *Session*: the producer has offered, the consumer fetches, from when it has heard of the offer to the outcome.
+Two figures are taken. *Transport*: both data threads are given the same part, from when the later one takes it up to the
+later end. *Session*: the producer has offered, the consumer fetches, from when it has heard of the offer to the outcome.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Party:
         cache = self._pool.cache
         self._mover = Mover(
             lambda: backend(self._setup.role, self._config.backend_options), cache.regions,
-            stager(cache, self._config.staging_bytes), self._results.put, grace=5.0, quarantine_limit=1 << 62,
+            stager(cache, self._config.staging_bytes), self._note, grace=5.0, quarantine_limit=1 << 62,
         )  # fmt: skip
         self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
         self._mover.endpoint("link", 1)
@@ -98,17 +98,22 @@ class Party:
         incoming = {"read": Verb.READ, "write": None, "sendrecv": Verb.RECV}[mode]
         outgoing = {"read": Verb.READ if piece else None, "write": Verb.WRITE, "sendrecv": Verb.SEND}[mode]
         verb = outgoing if producer else incoming
-        begun = time.perf_counter()
+        begun = done = 0.0
         self._rounds += 1
         if verb is not None:
             ref = PartRef(self._setup.role, "link", T, 1, self._rounds)  # type: ignore[arg-type]
             self._mover.move(Move(ref, verb, plan, self._rounds, piece))
-            self._until_moved(ref, slots)
-        done = time.perf_counter()
+            seconds = self._until_moved(ref, slots)
+            begun, done = self._ended - seconds, self._ended
         return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
 
-    def _until_moved(self, ref: PartRef, slots: Connection) -> None:
-        """Wait for the part's end, passing word of staged pieces between the two data threads."""
+    def _note(self, result: Any) -> None:
+        """On the data thread."""
+        self._ended = time.monotonic()  # a clock that all processes of a host share
+        self._results.put(result)
+
+    def _until_moved(self, ref: PartRef, slots: Connection) -> float:
+        """Wait for the part's end, passing word of staged pieces between the two data threads; how long it took."""
         assert self._mover is not None
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end:
@@ -116,8 +121,8 @@ class Party:
             with suppress(queue.Empty):
                 result = self._results.get(timeout=0.0001)
             match result:
-                case Moved(error=None):
-                    return
+                case Moved(error=None, seconds=seconds):
+                    return seconds
                 case Moved(error=str(why)):
                     raise RuntimeError(f"the part ended with: {why}")
                 case results.SlotReady():

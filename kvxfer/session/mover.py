@@ -272,7 +272,9 @@ class Mover:
             self._post(Moved(ref, "the link is broken", True, 0, collateral=True))
             return
         wire = Wire(self._transport, known.peer, self._regions, self._staging, self._batches)
+        begun = time.monotonic()
         job = make_job(action, wire, self._post_slot)
+        job.begun = begun
         self._jobs[ref] = job
         if action.verb is not Verb.WRITE and (action.verb is not Verb.READ or ref.role == "producer"):
             job.line = self._lines.setdefault((ref.link, action.verb), deque())
@@ -358,7 +360,8 @@ class Mover:
             self._quarantine[job.ref] = job
             if closing and not job.lends:  # of what was lent, the peer will speak
                 self._break(job.ref.link, "memory of a failed transfer has to be made quiet")
-        self._post(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral))
+        took = time.monotonic() - job.begun
+        self._post(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
 
     def _overdue(self) -> None:
         now = time.monotonic()

@@ -242,13 +242,15 @@ Action = Resolve | Dial | Close | Send | Move | Abort | Acquit | Hash | Report
 @dataclass(frozen=True)
 class Moved:
     """The end of a part on this side; comes again, quiet, when it was not quiet the first time. ``quiet``: the back end
-    no longer touches its memory here. ``collateral``: it ended only because its link broke under something else."""
+    no longer touches its memory here. ``collateral``: it ended only because its link broke under something else.
+    ``seconds``: from when the data thread took it up."""
 
     ref: PartRef
     error: str | None
     quiet: bool
     nbytes: int
     collateral: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Job:
         self.quiet = True
         self.collateral = False
         self.nbytes = action.plan.nbytes
+        self.begun = 0.0  # when the data thread took it up
         # What is sent, received or served on a link goes in the order of its parts, whole parts one after the other:
         # the order in which the peer expects it. A job submits when it is the first in line.
         self.line: deque[Job] | None = None
