@@ -107,13 +107,11 @@ class Staged(Job):
             raise
         self.unpacking.append(piece)
 
-    def settle(self) -> list[_Piece]:
+    def settle(self) -> None:
         """Pieces whose unpacking has finished; their slots are free again."""
-        over = [p for p in self.unpacking if p.fence is None or p.fence.passed()]
-        for piece in over:
+        for piece in [p for p in self.unpacking if p.fence is None or p.fence.passed()]:
             self.unpacking.remove(piece)
             self.staging.give(piece.slot)
-        return over
 
     def give_back(self, piece: _Piece, quiet: bool) -> None:
         """A piece that ends here; a slot that is not quiet stays out until it is."""
@@ -262,11 +260,10 @@ class Named(Staged):
 
 
 class StagedRead(Named):
-    """One-sided read, consumer: read each announced piece into a slot of our own, unpack it, say so."""
+    """One-sided read, consumer: read each announced piece into a slot of our own, say so, unpack it."""
 
     def advance(self) -> None:
-        for piece in self.settle():
-            self._sink(self.ref, piece.number, -1, 0)
+        self.settle()
         while (named := self.next_named()) is not None:
             piece, offset = named
             self.one_run(Verb.READ, piece, remote=offset)
@@ -275,6 +272,7 @@ class StagedRead(Named):
         super().completed(done)
         piece = self.held.pop(done.batch)
         if done.error is None and self.error is None:
+            self._sink(self.ref, piece.number, -1, 0)
             self.land(piece)
         else:
             self.give_back(piece, done.quiet)
