@@ -6,19 +6,23 @@ later end. *Session*: the producer has offered, the consumer fetches, from when 
 
 from __future__ import annotations
 
-import queue
+import os
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from kvxfer.bench.raw import Raw, find
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config, Integrity
-from kvxfer.geometry import Claim, Planner
+from kvxfer.errors import KvxferError
+from kvxfer.geometry import Claim, CopyPlan, Planner
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
 from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, results
@@ -59,6 +63,7 @@ class Party:
         )  # fmt: skip
         self._agents: dict[Integrity, tuple[Agent, Directory]] = {}
         self._mover: Mover | None = None
+        self._raw: Raw | None = None
         self._rounds = 0
         self._released = False
 
@@ -67,7 +72,8 @@ class Party:
     def open_mover(self) -> bytes:
         """Start a data thread of its own; returns the endpoint for the other side."""
         backend = load(self._config.backend)
-        self._results: queue.Queue[Any] = queue.Queue()
+        self._results: deque[Any] = deque()
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         cache = self._pool.cache
         self._mover = Mover(
             lambda: backend(self._setup.role, self._config.backend_options), cache.regions,
@@ -87,12 +93,8 @@ class Party:
     def move(self, src: Ints, dst: Ints, other: Any, slots: Connection) -> dict[str, float]:
         """Move all the blocks once; ``other`` is the peer's cache, ``slots`` a pipe to it for staged reads."""
         assert self._mover is not None
-        producer = self._setup.role == "producer"
-        cache, mode = self._pool.cache, self._terms.mode
-        source, sink = (cache, other) if producer else (other, cache)
-        view = cache.views[0]
-        claims = [Claim(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
-        plan = Planner(source, sink, claims).plan((src,), (dst,), 0, len(src) * cache.groups[0].block_tokens)
+        producer, mode = self._setup.role == "producer", self._terms.mode
+        plan = self._plan(src, dst, other)
         info = _Info(self._terms.piece_bytes, self._terms.stage_below)
         piece = piece_bytes(plan, info)  # type: ignore[arg-type]
         incoming = {"read": Verb.READ, "write": None, "sendrecv": Verb.RECV}[mode]
@@ -107,38 +109,80 @@ class Party:
             begun, done = self._ended - seconds, self._ended
         return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
 
+    def _plan(self, src: Ints, dst: Ints, other: Any) -> CopyPlan:
+        cache = self._pool.cache
+        source, sink = (cache, other) if self._setup.role == "producer" else (other, cache)
+        view = cache.views[0]
+        claims = [Claim(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
+        return Planner(source, sink, claims).plan((src,), (dst,), 0, len(src) * cache.groups[0].block_tokens)
+
     def _note(self, result: Any) -> None:
         """On the data thread."""
         self._ended = time.monotonic()  # a clock that all processes of a host share
-        self._results.put(result)
+        self._results.append(result)
+        os.eventfd_write(self._news, 1)
 
     def _until_moved(self, ref: PartRef, slots: Connection) -> float:
         """Wait for the part's end, passing word of staged pieces between the two data threads; how long it took."""
         assert self._mover is not None
-        end = time.monotonic() + WAIT_S
-        while time.monotonic() < end:
-            result: Any = None
-            with suppress(queue.Empty):
-                result = self._results.get(timeout=0.0001)
-            match result:
-                case Moved(error=None, seconds=seconds):
-                    return seconds
-                case Moved(error=str(why)):
-                    raise RuntimeError(f"the part ended with: {why}")
-                case results.SlotReady():
-                    slots.send((result.piece, result.offset, result.nbytes))
-                case results.SlotTaken():
-                    slots.send((result.piece, 0, 0))
-            while slots.poll():
+        while ready := wait([self._news, slots], WAIT_S):
+            if slots in ready:
                 self._mover.slot(ref, *slots.recv())
+            for result in self._heard():
+                match result:
+                    case Moved(error=None, seconds=seconds):
+                        return seconds
+                    case Moved(error=str(why)):
+                        raise RuntimeError(f"the part ended with: {why}")
+                    case results.SlotReady():
+                        slots.send((result.piece, result.offset, result.nbytes))
+                    case results.SlotTaken():
+                        slots.send((result.piece, 0, 0))
         raise TimeoutError("the part did not end")
 
+    def _heard(self) -> Iterator[Any]:
+        """What the data thread has said."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._news)
+        while self._results:
+            yield self._results.popleft()
+
     def _take(self, kind: type) -> Any:
-        result: Any = self._results.get(timeout=WAIT_S)
+        wait([self._news], WAIT_S)
+        result: Any = next(self._heard(), None)
         error = getattr(result, "error", None)
         if not isinstance(result, kind) or error:
             raise RuntimeError(f"expected {kind.__name__}, got {result}")
         return result
+
+    # --- the library by itself -------------------------------------------------------------------------------------
+
+    def open_raw(self) -> bytes | None:
+        """The endpoint for the other side; ``None`` where there is no such library, or not for this memory."""
+        made = find(self._setup.backend)
+        with suppress(KvxferError):
+            self._raw = None if made is None else made(self._setup.role, self._pool.cache.regions[0], self._setup.options)
+        return None if self._raw is None else self._raw.endpoint()
+
+    def connect_raw(self, theirs: bytes) -> bool:
+        """Whether ``move_raw`` takes both sides."""
+        assert self._raw is not None
+        self._raw.connect(theirs)
+        return self._raw.two_sided
+
+    def move_raw(self, src: Ints, dst: Ints, other: Any, scattered: bool) -> dict[str, float]:
+        """The same blocks with a message or descriptor a run, or as many bytes in one."""
+        assert self._raw is not None
+        plan = self._plan(src, dst, other)
+        runs = plan.runs()
+        here, there = (runs.src, runs.dst) if self._setup.role == "producer" else (runs.dst, runs.src)
+        lengths = runs.length
+        if not scattered:
+            here = there = np.zeros(1, np.int64)
+            lengths = np.array([plan.nbytes])
+        begun = time.monotonic()
+        self._raw.move(here, there, lengths)
+        return {"begun": begun, "done": time.monotonic(), "runs": len(lengths)}
 
     # --- session ---------------------------------------------------------------------------------------------------
 
@@ -205,6 +249,8 @@ class Party:
     def close(self) -> None:
         if self._mover is not None:
             self._mover.close(10.0)
+        if self._raw is not None:
+            self._raw.close()
         for agent, directory in self._agents.values():
             agent.close()
             directory.close()

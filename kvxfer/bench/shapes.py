@@ -34,6 +34,7 @@ MODELS = {
     "llama-3-8b": Model(32, 8, 512, 16),
     "llama-3-70b-tp4": Model(80, 2, 512, 16),
     "deepseek-mla": Model(61, 1, 1152, 64),
+    "pages-of-16k": Model(1, 1, 1024, 16),  # no model: pages for comparing transports
 }
 
 

@@ -41,16 +41,18 @@ def measure(
     }  # fmt: skip
     with _parties(backend, options, shape, blocks, devices, staging_bytes) as (p, d):
         out |= _transport(p, d, src, dst, repeat)
+        out |= _library(p, d, src, dst, repeat, out["kv_bytes"])
         out |= _session(p, d, src, dst, repeat, integrity)
     # The same bytes as one run in one block: what the library does when nothing is scattered.
     whole = Model(1, 1, out["kv_bytes"], 1)
     with _parties(backend, options, whole, 1, devices, staging_bytes) as (p, d):
         one = _transport(p, d, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)
     out["one_message_GB_per_s"] = one["transport_GB_per_s"]
-    for figure in ("transport", "session"):
-        for ceiling in ("raw_copy", "one_message"):
-            ratio = out[f"{figure}_GB_per_s"] / out[f"{ceiling}_GB_per_s"]
-            out[f"{figure}_to_{ceiling}"] = round(ratio, 3)
+    for figure in ("transport", "session", "one_message"):
+        for ceiling in ("raw_copy", "one_message", "raw_runs", "raw_one_message"):
+            if figure != ceiling and f"{ceiling}_GB_per_s" in out:
+                ratio = out[f"{figure}_GB_per_s"] / out[f"{ceiling}_GB_per_s"]
+                out[f"{figure}_to_{ceiling}"] = round(ratio, 3)
     return out
 
 
@@ -90,6 +92,32 @@ def _transport(p: Remote, d: Remote, src: Any, dst: Any, repeat: int) -> dict[st
         "transport_ms": round(1e3 * statistics.median(seconds), 3),
         "transport_GB_per_s": round(nbytes / statistics.median(seconds) / 1e9, 3),
     }  # fmt: skip
+
+
+def _library(p: Remote, d: Remote, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[str, Any]:
+    """The back end's library by itself, with a message or descriptor a run and, in turn, with one for all bytes."""
+    theirs, ours = d("open_raw"), p("open_raw")
+    if ours is None or theirs is None:
+        return {}
+    caches = p("cache"), d("cache")
+    p.send("connect_raw", theirs)
+    d("connect_raw", ours)
+    both = p.get()
+    d("clear")
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for i in range(repeat + 2):
+        for scattered in (False, True):
+            if both:
+                p.send("move_raw", src, dst, caches[1], scattered)
+            d.send("move_raw", src, dst, caches[0], scattered)
+            sides = _both(p, d) if both else (d.get(),)
+            if i >= 2:
+                seconds[scattered].append(max(s["done"] for s in sides) - max(s["begun"] for s in sides))
+            if scattered and i == 0:
+                _expect(d("matches", dst, src), "raw library's")
+                runs = sides[-1]["runs"]
+    one, many = (nbytes / statistics.median(seconds[scattered]) / 1e9 for scattered in (False, True))
+    return {"raw_runs": runs, "raw_runs_GB_per_s": round(many, 3), "raw_one_message_GB_per_s": round(one, 3)}
 
 
 def _session(p: Remote, d: Remote, src: Any, dst: Any, repeat: int, integrity: Integrity) -> dict[str, Any]:

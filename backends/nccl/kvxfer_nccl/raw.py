@@ -1,0 +1,45 @@
+"""NCCL by itself, for ``kvxfer bench transfer``: one communicator, a group of one operation a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvxfer.errors import TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.geometry.plan import Ints
+from kvxfer_nccl.binding import Way
+from kvxfer_nccl.nccl import load
+from kvxfer_nccl.options import Options
+
+__all__ = ["NcclRaw"]
+
+
+class NcclRaw:
+    """Fulfils ``kvxfer.bench.raw.Raw``."""
+
+    two_sided = True
+
+    def __init__(self, role: str, region: Region, options: Mapping[str, Any]) -> None:
+        if region.device == "cpu":
+            raise TransportError("NCCL moves memory of GPUs only")
+        self._binding = load()
+        self._sends, self._region, self._options = role == "producer", region, Options.parse(options)
+        self._id = self._binding.unique_id() if self._sends else b""
+
+    def endpoint(self) -> bytes:
+        return self._id
+
+    def connect(self, theirs: bytes) -> None:
+        way = Way(self._id or theirs, self._sends, self._region.device, [self._region], self._options)
+        self._pipe = self._binding.pipe(way)
+        self._pipe.open()
+
+    def move(self, here: Ints, there: Ints, lengths: Ints) -> None:
+        (self._pipe.send if self._sends else self._pipe.recv)(self._region.address + here, lengths)
+        mark = self._pipe.mark()
+        while not mark.passed():
+            pass
+
+    def close(self) -> None:
+        self._pipe.abort()

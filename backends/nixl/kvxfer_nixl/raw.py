@@ -1,0 +1,54 @@
+"""NIXL by itself, for ``kvxfer bench transfer``: one READ a transfer, made and posted anew, one descriptor a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvxfer.geometry.cache import Region
+from kvxfer.geometry.plan import Ints
+from kvxfer_nixl.agent import Agent, Rows
+from kvxfer_nixl.options import Options
+from kvxfer_nixl.space import device_of
+
+__all__ = ["NixlRaw"]
+
+
+class NixlRaw:
+    """Fulfils ``kvxfer.bench.raw.Raw``."""
+
+    two_sided = False
+
+    def __init__(self, role: str, region: Region, options: Mapping[str, Any]) -> None:
+        self._agent = Agent(f"raw-{role}-{os.getpid()}", Options.parse(options))
+        self._address = region.address
+        self._cuda, self._device = device_of(region.device)
+        self._agent.register([region], self._cuda, self._device)
+
+    def endpoint(self) -> bytes:
+        return msgspec.msgpack.encode((self._address, self._cuda, self._device, self._agent.metadata()))
+
+    def connect(self, theirs: bytes) -> None:
+        self._there, self._cuda_there, self._device_there, metadata = msgspec.msgpack.decode(theirs)
+        self._peer = self._agent.add(metadata)
+
+    def move(self, here: Ints, there: Ints, lengths: Ints) -> None:
+        agent = self._agent
+        local = self._cuda, _rows(self._address + here, lengths, self._device)
+        remote = self._cuda_there, _rows(self._there + there, lengths, self._device_there)
+        handle = agent.prepare("read", local, remote, self._peer)
+        done = agent.post(handle)
+        while not done:
+            done = agent.done(handle)
+        agent.release(handle)
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+def _rows(addresses: Ints, lengths: Ints, device: int) -> Rows:
+    return np.column_stack((addresses, lengths, np.full(len(lengths), device))).astype(np.uint64)

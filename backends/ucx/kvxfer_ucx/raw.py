@@ -1,0 +1,84 @@
+"""ucxx by itself, for ``kvxfer bench transfer``: its synchronous layer, one tagged message a run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvxfer.geometry.cache import Region
+from kvxfer.geometry.plan import Ints
+from kvxfer_ucx import cuda
+from kvxfer_ucx.library import load
+from kvxfer_ucx.options import Options, make_context
+
+__all__ = ["UcxRaw"]
+
+
+class _OnGpu:
+    """A run in a GPU's memory, as ucxx takes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def _on_host(address: int, nbytes: int) -> Any:
+    return (ctypes.c_uint8 * nbytes).from_address(address)
+
+
+class UcxRaw:
+    """Fulfils ``kvxfer.bench.raw.Raw``."""
+
+    two_sided = True
+
+    def __init__(self, role: str, region: Region, options: Mapping[str, Any]) -> None:
+        self._sends = role == "producer"
+        self._region, self._on_gpu = region, region.device != "cpu"
+        if self._on_gpu:
+            cuda.use(int(region.device.partition(":")[2] or 0))
+        self._library = load()
+        ucxx = self._library.ucxx
+        self._context = make_context(self._library, Options.parse(options))
+        self._worker = ucxx.UCXWorker(self._context)
+        self._endpoint: Any = None
+        self._listener = ucxx.UCXListener.create(self._worker, 0, self._accept) if self._sends else None
+
+    def _accept(self, request: int) -> None:
+        assert self._listener is not None
+        self._endpoint = self._listener.create_endpoint_from_conn_request(request, True)
+
+    def endpoint(self) -> bytes:
+        return msgspec.msgpack.encode(self._listener.port if self._listener is not None else 0)
+
+    def connect(self, theirs: bytes) -> None:
+        ucxx, port = self._library.ucxx, msgspec.msgpack.decode(theirs)
+        if not self._sends:
+            self._endpoint = ucxx.UCXEndpoint.create(self._worker, "127.0.0.1", port, True)
+        while self._endpoint is None:
+            self._worker.progress()
+        word = bytearray(1)
+        array = self._library.array(word)
+        self._finish([self._post(array)])
+
+    def move(self, here: Ints, there: Ints, lengths: Ints) -> None:
+        address, array, run = self._region.address, self._library.array, _OnGpu if self._on_gpu else _on_host
+        runs = zip(here.tolist(), lengths.tolist(), strict=True)
+        self._finish([self._post(array(run(address + at, n))) for at, n in runs])
+
+    def _post(self, array: Any) -> Any:
+        tag = self._library.ucxx.UCXXTag(1)
+        return (self._endpoint.tag_send if self._sends else self._endpoint.tag_recv)(array, tag)
+
+    def _finish(self, requests: list[Any]) -> None:
+        for request in requests:
+            while not request.completed:
+                self._worker.progress()
+            request.check_error()
+
+    def close(self) -> None:
+        self._endpoint.close_blocking()
+        self._endpoint = self._listener = self._worker = self._context = None
