@@ -4,42 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer import memory
-from kvxfer.geometry import CopyPlan, Region
+from kvxfer.geometry import CopyPlan
 from tests.geometry.engines import Case, cases
 from tests.geometry.test_law import links, plan
 from tests.geometry.test_pairs import engine
-from tests.geometry.zoo import KINDS, Kind, Spec, Store
+from tests.geometry.zoo import KINDS, Kind, Spec
 
 torch = pytest.importorskip("torch")
+
+from tests.gpu.device import OnDevice  # noqa: E402  (needs torch)
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda:0"
-
-
-class OnDevice:
-    """A copy of a store's memory on the GPU."""
-
-    def __init__(self, store: Store) -> None:
-        self.image: Any = torch.from_numpy(store.image.copy()).to(DEVICE)
-        base = self.image.data_ptr()
-        regions = tuple(
-            Region(base + start, r.nbytes, DEVICE)
-            for start, r in zip(store.cache.starts, store.cache.regions, strict=True)
-        )
-        self.cache = msgspec.structs.replace(store.cache, regions=regions)
-        self.space = memory.space(regions) if regions else None
-
-    def bytes(self) -> np.ndarray:
-        torch.cuda.synchronize()
-        return self.image.cpu().numpy()
 
 
 def wait(fence: memory.Fence) -> None:
@@ -61,8 +44,8 @@ def content(space: memory.Space) -> np.ndarray:
 def check(case: Case, at: int, where: str) -> None:
     case.fill()
     after = {c: case.expect(s)[0] for c, s in case.consumer.stores.items()}
-    sources = {p: OnDevice(s) for p, s in case.producer.stores.items()}
-    sinks = {c: OnDevice(s) for c, s in case.consumer.stores.items()}
+    sources = {p: OnDevice(s, DEVICE) for p, s in case.producer.stores.items()}
+    sinks = {c: OnDevice(s, DEVICE) for c, s in case.consumer.stores.items()}
     for p, c, claims in links(case):
         made = plan(case, p, c, claims)
         if not made.nbytes:
@@ -75,8 +58,6 @@ def check(case: Case, at: int, where: str) -> None:
         wait(sinks[c].space.unpack(made, staged, at))
     for c, image in after.items():
         assert np.array_equal(sinks[c].bytes(), image)
-
-
 
 
 @pytest.mark.parametrize(("kind", "src"), [(k, s) for k in KINDS for s in k.layouts], ids=lambda x: getattr(x, "name", x))
@@ -120,7 +101,7 @@ def test_the_checksum_is_that_of_the_host(case: Case) -> None:
         made = plan(case, p, c, claims)
         store = case.producer.stores[p]
         if store.cache.regions:
-            found = OnDevice(store).space.checksum(made, "source")
+            found = OnDevice(store, DEVICE).space.checksum(made, "source")
             assert found.value == memory.space(store.cache.regions).checksum(made, "source").value
             assert found.fence.passed()
 
@@ -134,7 +115,7 @@ def test_the_checksum_of_units_of_any_size(size: int) -> None:
     made = plan(case, p, c, claims)
     store = case.producer.stores[p]
     want = memory.space(store.cache.regions).checksum(made, "source").value
-    assert OnDevice(store).space.checksum(made, "source").value == want
+    assert OnDevice(store, DEVICE).space.checksum(made, "source").value == want
 
 
 def large() -> tuple[Case, CopyPlan]:
@@ -149,7 +130,7 @@ def test_work_waits_for_its_fence() -> None:
     """The model is still writing when packing is asked for."""
     case, made = large()
     (store,) = case.producer.stores.values()
-    source, staged = OnDevice(store), staging(made.nbytes, "device")
+    source, staged = OnDevice(store, DEVICE), staging(made.nbytes, "device")
     wait(source.space.pack(made, staged))  # compiles
     torch.cuda._sleep(200_000_000)
     source.image.fill_(0x5A)
@@ -164,15 +145,15 @@ def test_packing_into_memory_that_the_device_cannot_see_is_refused() -> None:
     case, made = large()
     (store,) = case.producer.stores.values()
     with pytest.raises(ValueError, match="pinned host memory only"):
-        OnDevice(store).space.pack(made, memory.allocate(made.nbytes))
+        OnDevice(store, DEVICE).space.pack(made, memory.allocate(made.nbytes))
     with pytest.raises(ValueError, match="lie in no region"):
-        OnDevice(store).space.pack(made, staging(made.nbytes, "device"), 1)
+        OnDevice(store, DEVICE).space.pack(made, staging(made.nbytes, "device"), 1)
 
 
 def test_device_memory_does_not_grow() -> None:
     case, made = large()
     (store,) = case.producer.stores.values()
-    source, staged = OnDevice(store), staging(made.nbytes, "device")
+    source, staged = OnDevice(store, DEVICE), staging(made.nbytes, "device")
     used = []
     for _ in range(60):
         wait(source.space.pack(made, staged))

@@ -1,0 +1,64 @@
+"""Between engines whose caches differ in layout and block size, on GPUs, by agents: straight, and through staging memory."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.identity import TransferId
+from kvxfer.session import Agent, Directory, Ended, Fetch, Offered
+from tests.conftest import require
+from tests.geometry.engines import Case
+from tests.geometry.test_pairs import engine
+from tests.geometry.zoo import KINDS, Spec
+
+torch = pytest.importorskip("torch")
+
+from tests.gpu.device import OnDevice  # noqa: E402  (needs torch)
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, START = 150, 7
+T = TransferId("own/1/converted", 0)
+
+
+@pytest.mark.parametrize(("backend", "staged"), [("cuda_ipc", 0), ("zmq", 1), ("nixl", 1), ("ucx", 1)])
+@pytest.mark.parametrize(
+    ("src", "dst", "there", "here"),
+    [
+        ("nhd", "hnd", 16, 16), ("hnd", "nhd", 16, 32), ("nhd", "nhd", 32, 64), ("nhd", "hnd", 64, 16),
+        ("fi", "fa", 16, 64), ("fa", "hnd", 32, 16), ("blhnc", "fi", 24, 64),
+    ],
+)  # fmt: skip
+def test_any_layout_and_block_size(backend: str, staged: int, src: str, dst: str, there: int, here: int) -> None:
+    require(backend)
+    convert(backend, staged, ("cuda:0", f"cuda:{min(1, torch.cuda.device_count() - 1)}"), src, dst, there, here)
+
+
+def convert(backend: str, staged: int, devices: tuple[str, str], src: str, dst: str, there: int, here: int) -> None:
+    spec = Spec(KINDS[0], ("l0", "l1", "l2"), (64, 64), 4)
+    case = Case((spec,), engine(spec, src, there, 1, TOKENS, 1), engine(spec, dst, here, 1, TOKENS, 2), START, TOKENS)
+    case.fill()
+    (producer,), (consumer,) = case.producer.stores.values(), case.consumer.stores.values()
+    expected, _ = case.expect(consumer)
+    source, sink = (OnDevice(store, device) for store, device in zip((producer, consumer), devices, strict=True))
+    config = Config.from_mapping({"backend": backend, "transfer_timeout": 60.0})
+    p, d = (Agent(held.cache, config, name) for held, name in ((source, "p"), (sink, "d")))
+    directory = Directory("p", p.epoch, config.backend, "127.0.0.1", 0)
+    try:
+        directory.publish((p.member,))
+        p.offer(Offered(T, b"d", 1, TOKENS, tuple(case.producer.tables), True))
+        d.fetch(Fetch("r", T, b"d", directory.source, tuple(case.consumer.tables), START, TOKENS))
+        until, ends = time.monotonic() + 70.0, []
+        while not ends and time.monotonic() < until:
+            ends = [e for e in d.events() if isinstance(e, Ended)]
+            time.sleep(0.001)
+        assert ends and ends[0].outcome.delivered, ends
+        assert (d.stats().direct, d.stats().staged) == (1 - staged, staged)
+        assert np.array_equal(sink.bytes(), expected)
+    finally:
+        for closing in (d, p, directory):
+            closing.close()
