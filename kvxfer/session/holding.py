@@ -141,16 +141,16 @@ def unfit(offer: Offered, want: m.Want, info: LinkInfo) -> str | None:
     return None
 
 
-def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan, hi: int) -> list[Action]:
-    """The next part, up to token ``hi``: what tells the consumer of it, moves it and hashes it."""
+def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan, hi: int, final: bool) -> list[Action]:
+    """The next part, up to token ``hi``, the last one if ``final``: what tells the consumer of it, moves it and hashes it."""
     want, info, number = serve.want, link.info, serve.part
     serve.on(ServeEvent.ANNOUNCE)
     ref = PartRef("producer", serve.link, want.transfer, want.attempt, number)
     have = m.Have(
-        want.transfer, want.attempt, offer.generation, number, serve.sent, hi, offer.final,
+        want.transfer, want.attempt, offer.generation, number, serve.sent, hi, final,
         tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, piece_bytes(plan, info),
     )  # fmt: skip
-    serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, offer.final, offer.generation
+    serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
     link.stream += 1
     out: list[Action] = []
     hashed = to_hash(plan, info, ref)

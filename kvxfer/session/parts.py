@@ -18,6 +18,8 @@ Table = tuple[Ints, ...]
 
 PIECE_LEAST = 8 << 20
 """Bytes of a piece below which its fixed costs show; half a slot, where that is more: slots are sized for the link."""
+CHECKED, CHECKED_LEAST = 8, 4 << 20
+"""Parts that a large one is cut into where parts are hashed, and bytes below which that is not worth the messages."""
 DEPTH = 8
 """Pieces that a small part is cut into, so that packing, moving and unpacking overlap."""
 
@@ -58,6 +60,14 @@ def aligned(cache: Cache, tokens: int) -> int:
     """The largest count up to ``tokens`` that cuts no block of a full group: where an unfinished part may end."""
     step = lcm(*(g.block_tokens for g in cache.groups if g.kind == "full"))
     return tokens // step * step
+
+
+def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
+    """Where the tokens ``[lo, hi)`` end, cut into parts: what is hashed goes in several, so that one is read while the
+    next one moves. ``plan``: that of all of them."""
+    parts = 1 if info.integrity == "off" else min(CHECKED, plan.nbytes // CHECKED_LEAST)
+    ends = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
+    return [*sorted(end for end in ends if lo < end < hi), hi]
 
 
 def to_hash(plan: CopyPlan, info: LinkInfo, ref: PartRef) -> CopyPlan | None:

@@ -13,7 +13,7 @@ from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.session.holding import Holding, Key, Link, Over, Serve, announce, follows, unfit, words
 from kvxfer.session.life import ServeEvent, ServeState
-from kvxfer.session.parts import Table, aligned, plan_part
+from kvxfer.session.parts import Table, aligned, cuts, plan_part
 from kvxfer.session.timers import Recent, Timers
 from kvxfer.session.values import (
     Action,
@@ -281,9 +281,18 @@ class Producer:
             )
         except PlanError as e:
             return self._stop(serve, f"the block tables do not join: {e}", False, now)
-        if serve.part >= m.MAX_PARTS:
-            return self._stop(serve, f"it came in more than {m.MAX_PARTS} parts", False, now)
-        return announce(serve, link, offer, plan, hi)
+        out: list[Action] = []
+        ends = cuts(serve.sent, hi, plan, info)
+        for end in ends:
+            if serve.part >= m.MAX_PARTS:
+                return out + self._stop(serve, f"it came in more than {m.MAX_PARTS} parts", False, now)
+            final = offer.final and end == hi
+            if len(ends) > 1:
+                plan = plan_part(
+                    info.planner, offer.blocks, serve.blocks, want.start, want.tokens, serve.sent, end, final
+                )
+            out += announce(serve, link, offer, plan, end, final)
+        return out
 
     def _check(self, serve: Serve, msg: m.Check, now: float) -> list[Action]:
         offer = serve.holding.offer

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Released
+from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Released, parts
+from kvxfer.testing.fake import Network
 from tests.geometry.engines import Case, cases
 from tests.geometry.test_law import links, plan
 from tests.session.conftest import fetch, offered
@@ -60,6 +61,22 @@ def test_right_bytes_pass(engine, way, integrity):
     end, sent = move(p, d)
     assert end.outcome.delivered and sent.outcome.delivered and right(p, d)
     assert p.agents[0].stats().corrupt == d.agents[0].stats().corrupt == 0
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+@each_way
+def test_what_is_hashed_goes_in_several_parts(engine, way, spoilt, monkeypatch):
+    """So that one is read while the next one moves; each counts."""
+    monkeypatch.setattr(parts, "CHECKED_LEAST", 16)
+    net = Network()
+    ends = [engine({**way, "network": net}, seed=seed, integrity="full") for seed in (1, None)]
+    if spoilt:
+        net.disturb("corrupt")
+    end, _ = move(*ends)
+    counted = [e.agents[0].stats() for e in ends]
+    assert max(c.direct + c.staged for c in counted) > 1
+    assert end.outcome.delivered == right(*ends) == (not spoilt), end
+    assert not spoilt or "integrity" in end.outcome.reason
 
 
 @pytest.mark.parametrize("how", ["fake", "faults"])

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from kvxfer.session import parts
 from kvxfer.session.life import LANE, SERVE, Life
 from tests.session.world import Script, Setting, World
 from tests.session.world.base import RANKS, TRANSFERS
@@ -33,6 +34,14 @@ SETTINGS = {
 }
 STEPS = 100_000
 NOISE = st.binary(min_size=500, max_size=2000)
+
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is hashed goes in several parts even here."""
+    monkeypatch.setattr(parts, "CHECKED_LEAST", 8)
+
 
 each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 
