@@ -153,19 +153,22 @@ def _sum(space: CpuSpace, bundle: Bundle, tokens: int, at: Ints, first: Words, s
     pieces = [p for g in grids(space, units, side) for p in _pieces(g, max(1, _CHUNK // (8 * words)))]
     folded = np.empty((max(prod(g.shape) for g in pieces), words), np.uint64)
     some = max(1, _UNITS // len(units))
-    digests, total = np.empty((min(some, len(at)), len(units)), np.uint64), 0
+    digests, total, half = np.empty((min(some, len(at)), len(units)), np.uint64), 0, np.uint64(32)
+    steps = []
+    for g in pieces:
+        # Read in the order of memory, where rows follow each other and numpy takes them as one.
+        order, rows = tuple(sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis])), folded[: prod(g.shape)]
+        shape = tuple(g.shape[axis] for axis in order)
+        into = digests[:, g.first : g.first + len(rows)].reshape(-1, *g.shape).transpose(0, *(a + 1 for a in order))
+        steps.append((g, (*order, -1), rows, rows.reshape(*shape, words), into))
     for lo in range(0, len(at), some):
         places = at[lo : lo + some].tolist()
         for i, place in enumerate(places):
-            for g in pieces:
-                # Read in the order of memory, where rows follow each other and numpy takes them as one.
-                order, rows = sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis]), prod(g.shape)
-                content = space.words(g, place, bundle.unit).transpose(*order, -1)
-                out = folded[:rows].reshape(content.shape)
-                np.right_shift(content, np.uint64(32), out=out)
+            for g, order, rows, out, into in steps:
+                content = space.words(g, place, bundle.unit).transpose(order)
+                np.right_shift(content, half, out=out)
                 np.bitwise_xor(out, content, out=out)
-                found = np.einsum("ij,j->i", folded[:rows], factors).reshape(content.shape[:-1])
-                digests[i, g.first : g.first + rows].reshape(g.shape).transpose(order)[...] = found
+                into[i] = np.einsum("ij,j->i", rows, factors).reshape(into.shape[1:])
         positions = keys + first[lo : lo + some, None]
         total += int(mix((digests[: len(places)] + length) ^ positions).sum())
     return total
