@@ -63,9 +63,9 @@ def aligned(cache: Cache, tokens: int) -> int:
 
 
 def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
-    """Where the tokens ``[lo, hi)`` end, cut into parts: what a host hashes goes in several, so that one is read while
+    """Where the tokens ``[lo, hi)`` end, cut into parts: what a host hashes in full goes in several, so that one is read while
     the next one moves (a GPU is done with it before a message comes through). ``plan``: that of all of them."""
-    hashed = info.integrity != "off" and all(r.device == "cpu" for r in info.planner.src.regions)
+    hashed = info.integrity == "full" and all(r.device == "cpu" for r in info.planner.src.regions)
     parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if hashed else 1
     ends = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
     return [*sorted(end for end in ends if lo < end < hi), hi]
