@@ -16,24 +16,33 @@ from __future__ import annotations
 
 from kvxfer.session.jobs.direct import Direct
 from kvxfer.session.jobs.job import Job, SlotSink, Wire
-from kvxfer.session.jobs.staged import StagedLend, StagedRead, StagedRecv, StagedSend, StagedServe, StagedWrite
-from kvxfer.session.values import Move
+from kvxfer.session.jobs.staged import (
+    Staged,
+    StagedLend,
+    StagedRead,
+    StagedRecv,
+    StagedSend,
+    StagedServe,
+    StagedWrite,
+)
+from kvxfer.session.values import Move, Role
 from kvxfer.transport import Verb
 
 __all__ = ["Job", "Wire", "make_job"]
+
+
+STAGED: dict[tuple[Verb, Role], type[Staged]] = {
+    (Verb.SEND, "producer"): StagedSend,
+    (Verb.RECV, "consumer"): StagedRecv,
+    (Verb.READ, "producer"): StagedServe,
+    (Verb.READ, "consumer"): StagedRead,
+    (Verb.WRITE, "producer"): StagedWrite,
+    (Verb.WRITE, "consumer"): StagedLend,
+}
 
 
 def make_job(action: Move, wire: Wire, sink: SlotSink) -> Job:
     """The job for a part, by verb and role and whether it is staged."""
     if not action.piece_bytes:
         return Direct(action, wire)
-    producer = action.ref.role == "producer"
-    match action.verb:
-        case Verb.SEND:
-            return StagedSend(action, wire, sink)
-        case Verb.RECV:
-            return StagedRecv(action, wire)
-        case Verb.READ:
-            return (StagedServe if producer else StagedRead)(action, wire, sink)
-        case Verb.WRITE:
-            return (StagedWrite if producer else StagedLend)(action, wire, sink)
+    return STAGED[action.verb, action.ref.role](action, wire, sink)

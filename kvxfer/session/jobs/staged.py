@@ -14,7 +14,7 @@ from kvxfer.session.staging import Slot
 from kvxfer.session.values import Move
 from kvxfer.transport import Batch, Completion, Fence, Verb
 
-__all__ = ["StagedLend", "StagedRead", "StagedRecv", "StagedSend", "StagedServe", "StagedWrite"]
+__all__ = ["Staged", "StagedLend", "StagedRead", "StagedRecv", "StagedSend", "StagedServe", "StagedWrite"]
 
 
 @dataclass
@@ -28,8 +28,9 @@ class _Piece:
 class Staged(Job):
     """What all staged jobs share: the pieces still to begin, and the slots they hold."""
 
-    def __init__(self, action: Move, wire: Wire) -> None:
+    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
         super().__init__(action, wire)
+        self.sink = sink
         if wire.staging is None:
             raise TransportError("a staged part needs staging memory, and there is none")
         self.staging = wire.staging
@@ -130,15 +131,11 @@ class Staged(Job):
 class StagedSend(Staged):
     """Two-sided, producer: say which pieces have a slot, pack and send them, free their slots."""
 
-    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
-        super().__init__(action, wire)
-        self._sink = sink
-
     def advance(self) -> None:
         begun = deque(iter(self.begin, None))
         if begun:
             last = begun[-1]
-            self._sink(self.ref, last.number, last.slot.offset, last.plan.nbytes)
+            self.sink(self.ref, last.number, last.slot.offset, last.plan.nbytes)
         try:
             while begun:
                 piece = begun.popleft()
@@ -156,8 +153,8 @@ class StagedRecv(Staged):
     """Two-sided, consumer: receive a piece into a slot, unpack it. It begins before it is told that the piece is being
     sent only while slots are plenty (see ``staging.py``)."""
 
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
+    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
+        super().__init__(action, wire, sink)
         self._announced = 0
 
     def slot(self, piece: int, offset: int, nbytes: int) -> None:
@@ -187,8 +184,7 @@ class StagedServe(Staged):
     """One-sided read, producer: pack pieces, tell the consumer where they lie, free each when it says it took it."""
 
     def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
-        super().__init__(action, wire)
-        self._sink = sink
+        super().__init__(action, wire, sink)
         self._packing: list[_Piece] = []
 
     @property
@@ -206,7 +202,7 @@ class StagedServe(Staged):
         for piece in [p for p in self._packing if p.fence is None or p.fence.passed()]:
             self._packing.remove(piece)
             self.held[piece.number] = piece
-            self._sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
+            self.sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
 
     def slot(self, piece: int, offset: int, nbytes: int) -> None:
         taken = self.held.pop(piece, None)
@@ -226,8 +222,7 @@ class Named(Staged):
     """Pieces that begin when the peer names a slot of its own for them, in whatever order."""
 
     def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
-        super().__init__(action, wire)
-        self._sink = sink
+        super().__init__(action, wire, sink)
         self._plans = dict([self.ahead, *self._rest] if self.ahead is not None else [])
         self._named: deque[tuple[int, int]] = deque()
         self.ahead = None
@@ -272,7 +267,7 @@ class StagedRead(Named):
         super().completed(done)
         piece = self.held.pop(done.batch)
         if done.error is None and self.error is None:
-            self._sink(self.ref, piece.number, -1, 0)
+            self.sink(self.ref, piece.number, -1, 0)
             self.land(piece)
         else:
             self.give_back(piece, done.quiet)
@@ -291,7 +286,7 @@ class StagedWrite(Named):
         piece = self.held.pop(done.batch)
         self.give_back(piece, done.quiet)
         if done.error is None and self.error is None:
-            self._sink(self.ref, piece.number, 0, piece.plan.nbytes)
+            self.sink(self.ref, piece.number, 0, piece.plan.nbytes)
 
 
 class StagedLend(Staged):
@@ -301,8 +296,7 @@ class StagedLend(Staged):
     lends = True
 
     def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
-        super().__init__(action, wire)
-        self._sink = sink
+        super().__init__(action, wire, sink)
         self._written: deque[_Piece] = deque()
 
     @property
@@ -324,7 +318,7 @@ class StagedLend(Staged):
             self.land(self._written.popleft())
         while (piece := self.begin()) is not None:
             self.held[piece.number] = piece
-            self._sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
+            self.sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
 
     def stop(self, reason: str) -> None:
         super().stop(reason)
