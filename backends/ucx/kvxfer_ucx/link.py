@@ -29,10 +29,6 @@ DRAIN_S = 5.0
 FENCE_INTERVAL_S = 0.00005, 0.0005
 """How often a fence is asked whether it has passed: at first (packing on a GPU takes no longer), and in the end."""
 
-SIDE_BY_SIDE = 2
-"""Sends of GPU memory that are under way at a time. UCX moves all that it has side by side: more would end late and
-together, and leave the wire idle while the next are packed."""
-
 _DATA, _ACK, _WELCOME = 0, 1, 2
 
 
@@ -142,7 +138,7 @@ class Link:
         self._say(_WELCOME, 0, True)
 
     def submit(self, half: Half) -> None:
-        if self._open and self.cause is None and half.after is None and half.nbytes and self._may_go(half):
+        if self._open and self.cause is None and half.after is None and half.nbytes:
             self._post(half)
         else:
             self._waiting.append(half)
@@ -164,10 +160,9 @@ class Link:
         if self.cause is None:
             if self._welcome is not None and self._welcome.done():
                 self._open, self._welcome = self._welcome.status == OK, None
+            if self._open and self._waiting:
+                ended += self._start()
         if self._going:
-            ended += self._finish(now)
-        if self._open and self._waiting and self.cause is None:
-            ended += self._start()
             ended += self._finish(now)
         if self._said:
             self._said = [p for p in self._said if not p.done()]
@@ -218,15 +213,10 @@ class Link:
                 self._waiting.append(half)
             elif not half.nbytes:
                 ended.append(Completion(half.number))
-            elif self._may_go(half):
-                self._post(half)
             else:
-                self._waiting.append(half)
+                self._post(half)
         self._interval = min(2 * self._interval, FENCE_INTERVAL_S[1])
         return ended
-
-    def _may_go(self, half: Half) -> bool:
-        return half.verb is Verb.RECV or self.plain or sum(h.verb is Verb.SEND for h in self._going) < SIDE_BY_SIDE
 
     def _post(self, half: Half) -> None:
         assert self._connection is not None  # it is open
