@@ -392,11 +392,11 @@ class Mover:
             self._post(Moved(job.ref, job.error, not never, 0, collateral=True))
         for known in (self._jobs, self._restless, self._lines, self._batches, self._aborted, self._peers):
             known.clear()
-        if not never:
+        if not never:  # else slots that were in use stay out of use, as the cache's blocks do
             for ref in list(self._quarantine):
                 self._calm(ref)
-        if self._staging is not None:
-            self._staging.reset()
+            if self._staging is not None:
+                self._staging.reset()
         self._post(Reset(reason))
         self._try_open()
 
