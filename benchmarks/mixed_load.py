@@ -3,8 +3,8 @@
 Clients send prompts that share prefixes, are left half way, repeat, mix up or withhold what the prefill server said; the
 caches hold a few requests only, so that the engines preempt. Prints a line a minute and one JSON object at the end; exits 1
 unless every request had the plain server's tokens or a clean error, blocks, threads and descriptors are back where they
-were, and memory has not grown in the second half of the time. In the first it does: a vLLM server without a connector, too,
-takes 100 to 200 MiB more while it sees its first few thousand requests.
+were, and memory has not grown in the second half of the time. In the first it does, as that of a vLLM server without a
+connector does.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ import numpy as np
 from kvxfer.bench.raw import Raw, find
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config, Integrity
-from kvxfer.errors import KvxferError
 from kvxfer.geometry import Claim, CopyPlan, Planner
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
@@ -72,7 +71,7 @@ class Party:
     def open_mover(self) -> bytes:
         """Start a data thread of its own; returns the endpoint for the other side."""
         backend = load(self._config.backend)
-        self._results: deque[Any] = deque()
+        self._results: deque[tuple[float, Any]] = deque()
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         cache = self._pool.cache
         self._mover = Mover(
@@ -97,7 +96,7 @@ class Party:
         plan = self._plan(src, dst, other)
         info = _Info(self._terms.piece_bytes, self._terms.stage_below)
         piece = piece_bytes(plan, info)  # type: ignore[arg-type]
-        incoming = {"read": Verb.READ, "write": None, "sendrecv": Verb.RECV}[mode]
+        incoming = {"read": Verb.READ, "write": Verb.WRITE if piece else None, "sendrecv": Verb.RECV}[mode]
         outgoing = {"read": Verb.READ if piece else None, "write": Verb.WRITE, "sendrecv": Verb.SEND}[mode]
         verb = outgoing if producer else incoming
         begun = done = 0.0
@@ -105,8 +104,7 @@ class Party:
         if verb is not None:
             ref = PartRef(self._setup.role, "link", T, 1, self._rounds)  # type: ignore[arg-type]
             self._mover.move(Move(ref, verb, plan, self._rounds, piece))
-            seconds = self._until_moved(ref, slots)
-            begun, done = self._ended - seconds, self._ended
+            begun, done = self._until_moved(ref, slots)
         return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
 
     def _plan(self, src: Ints, dst: Ints, other: Any) -> CopyPlan:
@@ -118,20 +116,19 @@ class Party:
 
     def _note(self, result: Any) -> None:
         """On the data thread."""
-        self._ended = time.monotonic()  # a clock that all processes of a host share
-        self._results.append(result)
+        self._results.append((time.monotonic(), result))  # a clock that all processes of a host share
         os.eventfd_write(self._news, 1)
 
-    def _until_moved(self, ref: PartRef, slots: Connection) -> float:
-        """Wait for the part's end, passing word of staged pieces between the two data threads; how long it took."""
+    def _until_moved(self, ref: PartRef, slots: Connection) -> tuple[float, float]:
+        """Wait for the part's end, passing word of staged pieces between the two data threads; its beginning and end."""
         assert self._mover is not None
         while ready := wait([self._news, slots], WAIT_S):
             if slots in ready:
                 self._mover.slot(ref, *slots.recv())
-            for result in self._heard():
+            for at, result in self._heard():
                 match result:
                     case Moved(error=None, seconds=seconds):
-                        return seconds
+                        return at - seconds, at
                     case Moved(error=str(why)):
                         raise RuntimeError(f"the part ended with: {why}")
                     case results.SlotReady():
@@ -140,8 +137,8 @@ class Party:
                         slots.send((result.piece, 0, 0))
         raise TimeoutError("the part did not end")
 
-    def _heard(self) -> Iterator[Any]:
-        """What the data thread has said."""
+    def _heard(self) -> Iterator[tuple[float, Any]]:
+        """What the data thread has said, and when."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._news)
         while self._results:
@@ -149,7 +146,7 @@ class Party:
 
     def _take(self, kind: type) -> Any:
         wait([self._news], WAIT_S)
-        result: Any = next(self._heard(), None)
+        _, result = next(self._heard(), (0.0, None))
         error = getattr(result, "error", None)
         if not isinstance(result, kind) or error:
             raise RuntimeError(f"expected {kind.__name__}, got {result}")
@@ -158,11 +155,12 @@ class Party:
     # --- the library by itself -------------------------------------------------------------------------------------
 
     def open_raw(self) -> bytes | None:
-        """The endpoint for the other side; ``None`` where there is no such library, or not for this memory."""
+        """The endpoint for the other side; ``None`` where the back end names no such library."""
         made = find(self._setup.backend)
-        with suppress(KvxferError):
-            self._raw = None if made is None else made(self._setup.role, self._pool.cache.regions[0], self._setup.options)
-        return None if self._raw is None else self._raw.endpoint()
+        if made is None:
+            return None
+        self._raw = made(self._setup.role == "producer", self._pool.cache.regions[0], self._setup.options)
+        return self._raw.endpoint()
 
     def connect_raw(self, theirs: bytes) -> bool:
         """Whether ``move_raw`` takes both sides."""

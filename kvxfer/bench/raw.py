@@ -19,15 +19,15 @@ GROUP = "kvxfer.raw"
 
 
 class Raw(Protocol):
-    """One side, in a process of its own, with one region of memory. ``role``: ``producer`` or ``consumer``; bytes go to
-    the consumer. Methods block, as plainly written programs do, and raise whatever the library raises.
+    """One side, in a process of its own, with one region of memory. ``sends``: bytes go from this side to the other.
+    Methods block, as plainly written programs do, and raise whatever the library raises.
 
-    ``two_sided``: ``move`` is called on both sides; else on the consumer's only.
+    ``two_sided``: ``move`` is called on both sides; else on the receiving one only.
     """
 
     two_sided: ClassVar[bool]
 
-    def __init__(self, role: str, region: Region, options: Mapping[str, Any]) -> None: ...
+    def __init__(self, sends: bool, region: Region, options: Mapping[str, Any]) -> None: ...
 
     def endpoint(self) -> bytes:
         """What the other side's ``connect`` takes."""

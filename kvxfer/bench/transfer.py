@@ -43,7 +43,7 @@ def measure(
         out |= _transport(p, d, src, dst, repeat)
         out |= _library(p, d, src, dst, repeat, out["kv_bytes"])
         out |= _session(p, d, src, dst, repeat, integrity)
-    # The same bytes as one run in one block: what the library does when nothing is scattered.
+    # The same bytes as one run in one block: what the back end does when nothing is scattered.
     whole = Model(1, 1, out["kv_bytes"], 1)
     with _parties(backend, options, whole, 1, devices, staging_bytes) as (p, d):
         one = _transport(p, d, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)

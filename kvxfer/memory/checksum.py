@@ -159,7 +159,7 @@ def _sum(space: CpuSpace, bundle: Bundle, tokens: int, at: Ints, first: Words, s
         # Read in the order of memory, where rows follow each other and numpy takes them as one.
         order, rows = tuple(sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis])), folded[: prod(g.shape)]
         shape = tuple(g.shape[axis] for axis in order)
-        into = digests[:, g.first : g.first + len(rows)].reshape(-1, *g.shape).transpose(0, *(a + 1 for a in order))
+        into = digests[:, g.first : g.first + len(rows)].reshape(len(digests), *g.shape).transpose(0, *(a + 1 for a in order))
         steps.append((g, (*order, -1), rows, rows.reshape(*shape, words), into))
     for lo in range(0, len(at), some):
         places = at[lo : lo + some].tolist()

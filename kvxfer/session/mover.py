@@ -108,7 +108,7 @@ class Mover:
         self._inbox.post(self._acquit, ref)
 
     def slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
-        """A ``Slot`` or ``Taken`` message for this part (``offset`` is -1 for ``Taken``)."""
+        """A ``Slot`` or ``Taken`` message for this part (of ``Taken`` only ``piece`` counts)."""
         self._inbox.post(self._slot, ref, piece, offset, nbytes)
 
     def close(self, timeout: float) -> None:

@@ -18,13 +18,12 @@ from kvxfer_cma.vm import IOV_MAX
 __all__ = ["CmaRaw"]
 
 
-
 class CmaRaw:
     """Fulfils ``kvxfer.bench.raw.Raw``."""
 
     two_sided = False
 
-    def __init__(self, role: str, region: Region, options: Mapping[str, Any]) -> None:
+    def __init__(self, sends: bool, region: Region, options: Mapping[str, Any]) -> None:
         allow_any()
         self._address = region.address
         self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
 from kvxfer_nccl.binding import Way
@@ -20,11 +19,9 @@ class NcclRaw:
 
     two_sided = True
 
-    def __init__(self, role: str, region: Region, options: Mapping[str, Any]) -> None:
-        if region.device == "cpu":
-            raise TransportError("NCCL moves memory of GPUs only")
+    def __init__(self, sends: bool, region: Region, options: Mapping[str, Any]) -> None:
         self._binding = load()
-        self._sends, self._region, self._options = role == "producer", region, Options.parse(options)
+        self._sends, self._region, self._options = sends, region, Options.parse(options)
         self._id = self._binding.unique_id() if self._sends else b""
 
     def endpoint(self) -> bytes:

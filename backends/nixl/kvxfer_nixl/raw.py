@@ -23,8 +23,8 @@ class NixlRaw:
 
     two_sided = False
 
-    def __init__(self, role: str, region: Region, options: Mapping[str, Any]) -> None:
-        self._agent = Agent(f"raw-{role}-{os.getpid()}", Options.parse(options))
+    def __init__(self, sends: bool, region: Region, options: Mapping[str, Any]) -> None:
+        self._agent = Agent(f"raw-{os.getpid()}", Options.parse(options))
         self._address = region.address
         self._cuda, self._device = device_of(region.device)
         self._agent.register([region], self._cuda, self._device)

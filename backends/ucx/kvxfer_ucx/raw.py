@@ -35,9 +35,8 @@ class UcxRaw:
 
     two_sided = True
 
-    def __init__(self, role: str, region: Region, options: Mapping[str, Any]) -> None:
-        self._sends = role == "producer"
-        self._region, self._on_gpu = region, region.device != "cpu"
+    def __init__(self, sends: bool, region: Region, options: Mapping[str, Any]) -> None:
+        self._sends, self._region, self._on_gpu = sends, region, region.device != "cpu"
         if self._on_gpu:
             cuda.use(int(region.device.partition(":")[2] or 0))
         self._library = load()
