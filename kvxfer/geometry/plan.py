@@ -54,7 +54,8 @@ class CopyPlan:
         return materialise(self.sheets)
 
     def split(self, max_bytes: int) -> Iterator[CopyPlan]:
-        """Pieces of at most ``max_bytes``, in stream order; what staging slots and pipelines are filled with."""
+        """Pieces of at most ``max_bytes``, which staging slots and pipelines are filled with. Both sides cut a plan
+        alike; each piece has a stream of its own, and these together need not be the plan's."""
         if max_bytes <= 0:
             raise ValueError(f"pieces of {max_bytes} bytes hold nothing")
         held: list[Sheet] = []

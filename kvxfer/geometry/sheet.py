@@ -81,8 +81,8 @@ class Sheet:
         return np.cumsum(size) - size, pitch
 
     def split(self, max_bytes: int) -> Iterator[Sheet]:
-        """Consecutive pieces of at most ``max_bytes`` each: by segments; where one segment is larger, by cells and
-        axes; where one row is larger, inside it."""
+        """Pieces of at most ``max_bytes`` each, which together are this sheet: by segments; where one segment is larger,
+        by cells and axes; where one row is larger, inside it."""
         if not len(self.counts):
             return
         t, longest = self.template, int(self.counts.max())

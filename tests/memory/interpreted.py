@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kvxfer import memory
@@ -19,42 +19,52 @@ from tests.geometry.test_pairs import engine
 from tests.geometry.zoo import KINDS, Spec, Store
 from tests.memory.test_cpu import filled
 
-SOME = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+# Not shrunk: under the interpreter that outlasts the time that ``test_kernels.py`` gives this file.
+SOME = settings(
+    max_examples=8, deadline=None, suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)  # fmt: skip
 
 
-def by_kernel(space: memory.Space, made: CopyPlan, side: memory.Side, staged: memory.Space, at: int) -> None:
-    launcher, stream = launch.Launcher(space, programs=3), staged.region.address + at
-    for sheet in made.sheets:
-        launcher.move(sheet, side, stream, pack=side == "source")
-        stream += sheet.nbytes
+def whole(made: CopyPlan) -> list[CopyPlan]:
+    return [made]
 
 
-def by_pieces(space: memory.Space, made: CopyPlan, side: memory.Side, staged: memory.Space, at: int) -> None:
-    """As staged parts are moved: cut, each piece in a launch of its own and not in order."""
-    launcher, stream, pieces = launch.Launcher(space, programs=3), staged.region.address + at, []
-    for piece in made.split(max(64, made.nbytes // 3)):
-        pieces.append((piece, stream))
-        stream += piece.nbytes
-    for piece, begin in reversed(pieces):
+def thirds(made: CopyPlan) -> list[CopyPlan]:
+    """As staged parts are cut."""
+    return list(made.split(max(64, made.nbytes // 3)))
+
+
+def places(pieces: list[CopyPlan], at: int) -> list[tuple[CopyPlan, int]]:
+    """Pieces one after the other from ``at``, in an order in which nobody should have to move them."""
+    ends = np.cumsum([at, *(piece.nbytes for piece in pieces)]).tolist()
+    return list(zip(pieces, ends, strict=False))[::-1]
+
+
+def by_kernel(space: memory.Space, pieces: list[CopyPlan], side: memory.Side, staged: memory.Space, at: int) -> None:
+    launcher = launch.Launcher(space, programs=3)
+    for piece, begin in places(pieces, at):
+        stream = staged.region.address + begin
         for sheet in piece.sheets:
-            launcher.move(sheet, side, begin, pack=side == "source")
-            begin += sheet.nbytes
+            launcher.move(sheet, side, stream, pack=side == "source")
+            stream += sheet.nbytes
 
 
-def by_index(space: memory.Space, made: CopyPlan, side: memory.Side, staged: memory.Space, at: int) -> None:
+def by_index(space: memory.Space, pieces: list[CopyPlan], side: memory.Side, staged: memory.Space, at: int) -> None:
     def wrap(address: int, nbytes: int) -> torch.Tensor:
         (held,) = [r for r in (*space.regions, staged.region) if 0 <= address - r.address <= r.nbytes - nbytes]
         owner = staged if held == staged.region else memory.space((held,))
         return torch.from_numpy(owner.bytes(address - held.address, nbytes))
 
-    stream = staged.region.address + at
-    for sheet in made.sheets:
-        move_indexed(space, sheet, side, stream, wrap, pack=side == "source")
-        stream += sheet.nbytes
+    for piece, begin in places(pieces, at):
+        stream = staged.region.address + begin
+        for sheet in piece.sheets:
+            move_indexed(space, sheet, side, stream, wrap, pack=side == "source")
+            stream += sheet.nbytes
 
 
-def check(move, case: Case, at: int) -> None:  # type: ignore[no-untyped-def]
-    """Packed by numpy is packed by ``move``, and unpacked by it is where it belongs."""
+def check(move, case: Case, at: int, cut=whole) -> None:  # type: ignore[no-untyped-def]
+    """Each piece that numpy packs is packed alike by ``move``, and all unpacked by it are where they belong."""
     case.fill()
     after = {c: case.expect(s)[0] for c, s in case.consumer.stores.items()}
     for p, c, claims in links(case):
@@ -64,20 +74,22 @@ def check(move, case: Case, at: int) -> None:  # type: ignore[no-untyped-def]
         source = memory.space(case.producer.stores[p].cache.regions)
         sink = memory.space(case.consumer.stores[c].cache.regions)
         one, other = filled(made.nbytes + 40), filled(made.nbytes + 40)
-        source.pack(made, one, at)
-        move(source, made, "source", other, at)
+        pieces = cut(made)
+        for piece, begin in places(pieces, at):
+            source.pack(piece, one, begin)
+        move(source, pieces, "source", other, at)
         assert np.array_equal(one.bytes(0, one.nbytes), other.bytes(0, other.nbytes))
-        move(sink, made, "destination", other, at)
+        move(sink, pieces, "destination", other, at)
     for c, image in after.items():
         assert np.array_equal(case.consumer.stores[c].image, image)
 
 
-@pytest.mark.parametrize("move", [by_kernel, by_pieces, by_index])
-def test_any_layout(move) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("move", "cut"), [(by_kernel, whole), (by_kernel, thirds), (by_index, whole)])
+def test_any_layout(move, cut) -> None:  # type: ignore[no-untyped-def]
     @SOME
     @given(cases(), st.integers(0, 17))
     def law(case: Case, at: int) -> None:
-        check(move, case, at)
+        check(move, case, at, cut)
 
     law()
 
@@ -108,10 +120,10 @@ def test_a_plan_that_leaves_the_memory_is_refused() -> None:
         made = CopyPlan((Sheet(template, at, at, np.ones(1, np.int64)),))
         for side in ("source", "destination"):
             if good:
-                by_kernel(cache, made, side, staged, 0)
+                by_kernel(cache, [made], side, staged, 0)
             else:
                 with pytest.raises(ValueError, match="leaves the regions"):
-                    by_kernel(cache, made, side, staged, 0)
+                    by_kernel(cache, [made], side, staged, 0)
 
 
 def digest(store: Store, made: CopyPlan, side: memory.Side) -> int:
