@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from kvxfer.geometry import Bundle, CopyPlan, Part, Template
 from kvxfer.geometry.template import Ints
 from kvxfer.memory.fence import Done
-from kvxfer.memory.space import Checksum, Grid, Side, grids
+from kvxfer.memory.space import Checksum, Side, grids
 
 if TYPE_CHECKING:
     from kvxfer.memory.cpu import CpuSpace
@@ -149,35 +149,41 @@ def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
 def _sum(space: CpuSpace, bundle: Bundle, tokens: int, at: Ints, first: Words, side: Side) -> int:
     units, words = fine(bundle, tokens), -(-bundle.unit // 8)
     keys, factors = row_keys(bundle, tokens), word_keys(1 << (words - 1).bit_length())[:words]
-    length = np.uint64(bundle.unit * LENGTH % (1 << 64))
-    pieces = [p for g in grids(space, units, side) for p in _pieces(g, max(1, _CHUNK // (8 * words)))]
-    folded = np.empty((max(prod(g.shape) for g in pieces), words), np.uint64)
+    length, half = np.uint64(bundle.unit * LENGTH % (1 << 64)), np.uint64(32)
     some = max(1, _UNITS // len(units))
-    digests, total, half = np.empty((min(some, len(at)), len(units)), np.uint64), 0, np.uint64(32)
+    digests, total = np.empty((min(some, len(at)), len(units)), np.uint64), 0
     steps = []
-    for g in pieces:
-        # Read in the order of memory, where rows follow each other and numpy takes them as one.
-        order, rows = tuple(sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis])), folded[: prod(g.shape)]
-        shape = tuple(g.shape[axis] for axis in order)
-        into = digests[:, g.first : g.first + len(rows)].reshape(len(digests), *g.shape).transpose(0, *(a + 1 for a in order))
-        steps.append((g, (*order, -1), rows, rows.reshape(*shape, words), into))
+    for g in grids(space, units, side):
+        # Read in the order of memory, where rows follow each other (K and V too) and numpy takes them as one.
+        order = tuple(sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis]))
+        into = digests[:, g.first : g.first + prod(g.shape)].reshape(len(digests), *g.shape)
+        tiles = list(_tiles(tuple(g.shape[axis] for axis in order), max(1, _CHUNK // (8 * words))))
+        steps.append((g, (*order, -1), into.transpose(0, *(axis + 1 for axis in order)), tiles))
+    folded = np.empty(max(prod(shape) for *_, tiles in steps for _, shape in tiles) * words, np.uint64)
     for lo in range(0, len(at), some):
         places = at[lo : lo + some].tolist()
         for i, place in enumerate(places):
-            for g, order, rows, out, into in steps:
-                content = space.words(g, place, bundle.unit).transpose(order)
-                np.right_shift(content, half, out=out)
-                np.bitwise_xor(out, content, out=out)
-                into[i] = np.einsum("ij,j->i", rows, factors).reshape(into.shape[1:])
+            for g, order, into, tiles in steps:
+                content, here = space.words(g, place, bundle.unit).transpose(order), into[i]
+                for tile, shape in tiles:
+                    out = folded[: prod(shape) * words].reshape(*shape, words)
+                    np.right_shift(content[tile], half, out=out)
+                    np.bitwise_xor(content[tile], out, out=out)
+                    here[tile] = np.einsum("ij,j->i", out.reshape(-1, words), factors).reshape(shape)
         positions = keys + first[lo : lo + some, None]
         total += int(mix((digests[: len(places)] + length) ^ positions).sum())
     return total
 
 
-def _pieces(g: Grid, rows: int) -> Iterator[Grid]:
-    """A grid in pieces of about so many rows, cut along its outermost axis."""
-    each = prod(g.shape[1:])
-    step = max(1, rows // each)
-    for lo in range(0, g.shape[0], step):
-        shape = min(step, g.shape[0] - lo), *g.shape[1:]
-        yield Grid(g.region, g.offset + lo * g.strides[0], shape, g.strides, g.first + lo * each)
+def _tiles(shape: tuple[int, ...], rows: int) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """Index and shape of pieces of an array that are contiguous in it and have at most so many items."""
+    each = prod(shape[1:])
+    if each > rows:
+        for i in range(shape[0]):
+            for tile, inner in _tiles(shape[1:], rows):
+                yield (slice(i, i + 1), *tile), (1, *inner)
+        return
+    step = rows // each
+    for i in range(0, shape[0], step):
+        n = min(step, shape[0] - i)
+        yield (slice(i, i + n), *(slice(None),) * (len(shape) - 1)), (n, *shape[1:])
