@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import ipaddress
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -56,15 +55,6 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     key_file: NonEmpty | None = None
     peers: tuple[NonEmpty, ...] | None = None
     integrity: Integrity = "off"
-
-    @property
-    def one_host(self) -> bool:
-        """Whether all peers must be on this host, since they are given a loopback address to dial."""
-        host = self.advertise or self.listen
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost"
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Config:

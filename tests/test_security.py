@@ -43,8 +43,7 @@ class Engine:
         )  # fmt: skip
         self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
         self.agent = Agent(make_cache(self.memory, 1, 0, 16), self.config)
-        self.directory = Directory("e", self.agent.epoch, "x", "127.0.0.1", 0, security=Security.of(self.config))
-        self.directory.backend = self.config.backend
+        self.directory = Directory("e", self.agent.epoch, "127.0.0.1", 0, security=Security.of(self.config))
         self.directory.publish((self.agent.member,))
 
     def close(self) -> None:

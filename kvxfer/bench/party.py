@@ -75,7 +75,7 @@ class Party:
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         cache = self._pool.cache
         self._mover = Mover(
-            lambda: backend(self._setup.role, self._config.backend_options), cache.regions,
+            self._config.backend, lambda: backend(self._setup.role, self._config.backend_options), cache.regions,
             stager(cache, self._config.staging_bytes), self._note, grace=5.0, quarantine_limit=1 << 62,
         )  # fmt: skip
         self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
@@ -191,7 +191,7 @@ class Party:
             self._mover = None
         config = msgspec.structs.replace(self._config, integrity=integrity)
         agent = Agent(self._pool.cache, config, self._setup.role)
-        directory = Directory(self._setup.role, agent.epoch, config.backend, "127.0.0.1", 0)
+        directory = Directory(self._setup.role, agent.epoch, "127.0.0.1", 0)
         self._agents[integrity] = agent, directory
         directory.publish((agent.member,))
         return directory.source

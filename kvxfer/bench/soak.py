@@ -59,7 +59,7 @@ class Engine:
         settings = {"backend": backend, "backend_options": options, "staging_bytes": 4 << 20, "integrity": "full"}
         config = Config.from_mapping({**settings, **TIMES})
         self._agent = Agent(self._pool.cache, config, role)
-        self._directory = Directory(role, self._agent.epoch, backend, "127.0.0.1", 0)
+        self._directory = Directory(role, self._agent.epoch, "127.0.0.1", 0)
         self._directory.publish((self._agent.member,))
 
     def source(self) -> Source:

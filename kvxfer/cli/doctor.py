@@ -40,7 +40,7 @@ def doctor(
         "host": _host(),
         "versions": {name: _version(names) for name, names in _VERSIONS.items()},
         "backends": {name: _examine(name) for name in registry.available()},
-        "auto": {f"{memory}, {'one host' if host else 'several hosts'}": _auto(memory, host) for memory, host in ORDER},
+        "auto": {memory: _auto(memory) for memory in ORDER},
     }
     if as_json:
         typer.echo(json.dumps(report))
@@ -61,9 +61,10 @@ def _examine(name: str) -> dict[str, Any]:
     }
 
 
-def _auto(memory: str, one_host: bool) -> str:
+def _auto(memory: str) -> str:
     try:
-        return choose(memory, one_host).name
+        choice = choose(memory)
+        return ", else ".join((choice.name, *choice.others))
     except ConfigError as error:
         return str(error)
 

@@ -26,6 +26,7 @@ from kvxfer.session.fences import Fences
 from kvxfer.session.hasher import Hasher
 from kvxfer.session.links import Inbound, Lost, Outbound
 from kvxfer.session.mover import Mover
+from kvxfer.session.movers import Movers
 from kvxfer.session.producer import Producer
 from kvxfer.session.resolver import Path, Resolver
 from kvxfer.session.terms import Terms, stager
@@ -50,8 +51,8 @@ from kvxfer.session.values import (
     Send,
     Stats,
 )
-from kvxfer.transport import Fence, load
-from kvxfer.transport.auto import resolve
+from kvxfer.transport import Fence, Transport, load
+from kvxfer.transport.auto import lineup, options_of
 
 __all__ = ["Agent"]
 
@@ -77,39 +78,51 @@ class Agent:
     def __init__(self, cache: Cache, config: Config, engine: str = "") -> None:
         cache.check()
         self.cache, self.config, self.epoch = cache, config, new_epoch()
-        choice, options = resolve(config.backend, config.backend_options, (r.device for r in cache.regions), config.one_host)
-        backend = load(choice)
-        if not backend.inherits & options.keys():  # an address set for the back end goes with none of ours
-            ours = {"listen": config.listen, "advertise": config.advertise or config.listen}
-            options = {**options, **{key: ours[key] for key in backend.inherits}}
-        name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
-        self._hub = wire.Hub(Security.of(config))
-        self._mover = Mover(
-            lambda: backend(name, options), cache.regions, stager(cache, config.staging_bytes),
-            self._post, grace=config.peer_timeout, quarantine_limit=sum(r.nbytes for r in cache.regions) // 4,
+        self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
+        self._movers = Movers(
+            lineup(config.backend, (r.device for r in cache.regions)), self._mover,
+            lambda name, caps, staging: Terms.of(name, caps, staging, cache, config.integrity),
         )  # fmt: skip
+        self._hub = wire.Hub(Security.of(config))
         self._hasher = Hasher(cache.regions, self._post)
         self._inbox: deque[Step] = deque()
         self._events: deque[Event] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvxfer-control", daemon=True)
         try:
-            terms = Terms.of(choice, *self._mover.start(START_S), cache, config.integrity)
+            self._movers.start(START_S)
             self._router, port = self._hub.listen(config.listen, 0)
         except BaseException:
             self.close()
             raise
-        self.member = m.Member(wire.address(config.advertise or config.listen, port), self.epoch, cache)
+        address = wire.address(config.advertise or config.listen, port)
+        self.member = m.Member(address, self.epoch, cache, self._movers.lineup)
         self._consumer = Consumer(config.transfer_timeout)
         self._producer = Producer(config.lease)
         self._fences = Fences()
-        self._in = Inbound(self._router, self._mover, terms, self.epoch, config.peer_timeout)
-        self._out = Outbound(self._hub, self._mover, terms, self.epoch, engine, config.peer_timeout)
-        self._resolver = Resolver(self._hub, self.member, config.backend, config.transfer_timeout)
+        self._in = Inbound(self._router, self._movers, cache, self.epoch, config.peer_timeout)
+        self._out = Outbound(self._hub, self._movers, cache, self.epoch, engine, config.peer_timeout)
+        self._resolver = Resolver(self._hub, self.member, config.transfer_timeout)
         self._complain = Complaints(log)
         self._awake = time.monotonic()
         self._direct = self._staged = 0
         self._thread.start()
+
+    def _mover(self, name: str) -> Mover:
+        regions = self.cache.regions
+        return Mover(
+            name, partial(self._transport, name), regions, stager(self.cache, self.config.staging_bytes), self._post,
+            grace=self.config.peer_timeout, quarantine_limit=sum(r.nbytes for r in regions) // 4,
+        )  # fmt: skip
+
+    def _transport(self, name: str) -> Transport:
+        """Load a back end and make it, on its data thread: that may take seconds."""
+        config = self.config
+        backend, options = load(name), options_of(name, config.backend, config.backend_options)
+        if not backend.inherits & options.keys():  # an address set for the back end goes with none of ours
+            ours = {"listen": config.listen, "advertise": config.advertise or config.listen}
+            options = {**options, **{key: ours[key] for key in backend.inherits}}
+        return backend(self._name, options)
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
@@ -148,7 +161,7 @@ class Agent:
     def stats(self) -> Stats:
         """What there is now, and what has been counted."""
         return Stats(
-            fetches=len(self._consumer), holdings=len(self._producer), quarantined_bytes=self._mover.quarantined_bytes,
+            fetches=len(self._consumer), holdings=len(self._producer), quarantined_bytes=self._movers.quarantined_bytes,
             corrupt=self._consumer.corrupt + self._producer.corrupt, direct=self._direct, staged=self._staged,
         )  # fmt: skip
 
@@ -159,7 +172,7 @@ class Agent:
         if self._thread.is_alive():
             self._thread.join(timeout)
         self._hasher.close(timeout)
-        self._mover.close(timeout)
+        self._movers.close(timeout)
         if not self._thread.is_alive():
             self._hub.close()
 
@@ -261,12 +274,12 @@ class Agent:
             case Move():
                 self._direct += not action.piece_bytes
                 self._staged += bool(action.piece_bytes)
-                self._mover.move(action)
+                self._movers.move(action)
             case Abort():
-                self._mover.abort(action.ref)
+                self._movers.abort(action.ref)
                 self._hasher.cancel(action.ref)
             case Acquit():
-                self._mover.acquit(action.ref)
+                self._movers.acquit(action.ref)
             case Hash():
                 self._hasher.hash(action)
             case Report():
@@ -302,9 +315,9 @@ class Agent:
                 continue
             link, msg = found
             if isinstance(msg, m.Taken):
-                self._mover.slot(self._in.ref(link, msg), msg.piece, 0, 0)
+                self._movers.slot(self._in.ref(link, msg), msg.piece, 0, 0)
             elif isinstance(msg, m.Slot):
-                self._mover.slot(self._in.ref(link, msg), msg.piece, msg.offset, msg.nbytes)
+                self._movers.slot(self._in.ref(link, msg), msg.piece, msg.offset, msg.nbytes)
             else:
                 self._take(partial(self._producer.message, link, msg))
 
@@ -312,7 +325,7 @@ class Agent:
         if isinstance(item, Lost):
             return self._lost(link, item, now)
         if isinstance(item, m.Slot):
-            self._mover.slot(self._out.ref(link, item), item.piece, item.offset, item.nbytes)
+            self._movers.slot(self._out.ref(link, item), item.piece, item.offset, item.nbytes)
             return []
         return self._consumer.message(link, item, now)
 
@@ -338,7 +351,8 @@ class Agent:
             case results.Endpoint() | results.Connected() | results.Broken():
                 return self._linked(result, now)
             case results.Disconnected():
-                return [] if isinstance(result.link, bytes) else self._consumer.link_closed(result.link, now)
+                closed = self._movers.disconnected(result.link)
+                return self._consumer.link_closed(result.link, now) if closed else []
             case results.SlotReady():
                 r = result.ref
                 slot = m.Slot(r.transfer, r.attempt, r.part, result.piece, result.offset, result.nbytes)
@@ -347,7 +361,7 @@ class Agent:
                 r = result.ref
                 self._out.send(r.link, m.Taken(r.transfer, r.attempt, r.part, result.piece))
             case results.Reset():
-                return self._reset(f"the back end was reset: {result.reason}", now)
+                return self._reset(result.backend, f"the back end was reset: {result.reason}", now)
         return []
 
     def _linked(self, result: results.Endpoint | results.Connected | results.Broken, now: float) -> list[Action]:
@@ -363,11 +377,11 @@ class Agent:
             return self._lost(link, up, now)
         return self._consumer.link_up(link, up, now) if isinstance(up, LinkInfo) else []
 
-    def _reset(self, reason: str, now: float) -> list[Action]:
+    def _reset(self, backend: str, reason: str, now: float) -> list[Action]:
         out: list[Action] = []
-        for link in self._out.links:
+        for link in self._out.of(backend):
             out += self._consumer.link_reset(link, reason, now)
-        for link in self._in.reset(reason):
+        for link in self._in.reset(backend, reason):
             out += self._producer.link_down(link, reason, now)
         return out
 

@@ -36,10 +36,10 @@ class Directory:
     """
 
     def __init__(
-        self, engine: str, epoch: int, backend: str, host: str, port: int, advertise: str | None = None, *,
+        self, engine: str, epoch: int, host: str, port: int, advertise: str | None = None, *,
         security: Security = OPEN,
     ) -> None:  # fmt: skip
-        self.engine, self.epoch, self.backend = engine, epoch, backend
+        self.engine, self.epoch = engine, epoch
         self._members: tuple[m.Member, ...] = ()
         self._hub = wire.Hub(security)
         try:
@@ -117,7 +117,7 @@ class Directory:
             return
         match msg:
             case m.Lookup() if self._members:
-                card = m.Card(m.PROTOCOL, self.engine, self.epoch, self.backend, self._members)
+                card = m.Card(m.PROTOCOL, self.engine, self.epoch, self._members)
                 wire.send(self._router, card, to=frames[0])
             case m.Renew() | m.Settle() if msg.epoch in (self.epoch, ANY_EPOCH):
                 self._notices.append(msg)

@@ -1,6 +1,7 @@
 """Links: the hello, the heartbeat, and the sockets under them. Used by the control thread only.
 
-A consumer dials a producer rank (``Outbound``); the producer takes hellos on its one socket (``Inbound``). The consumer
+A consumer dials a producer rank (``Outbound``); the producer takes hellos on its one socket (``Inbound``). Of the back ends
+that both have, the consumer tries one after the other until a link is made. It
 pings on every link, busy or not, and either side counts a link as lost after ``silence`` seconds without a word. Each
 making of a link has a number, so that the data thread's late word about an earlier one is not taken for the present.
 """
@@ -17,9 +18,9 @@ from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache, Claim, Planner
 from kvxfer.session import messages as m
 from kvxfer.session import wire
-from kvxfer.session.mover import Mover
+from kvxfer.session.movers import Movers
 from kvxfer.session.results import Broken, Connected, Endpoint
-from kvxfer.session.terms import Terms
+from kvxfer.session.terms import admit
 from kvxfer.session.values import LinkId, LinkInfo, PartRef, link_name
 
 __all__ = ["Inbound", "Lost", "Outbound", "Target"]
@@ -44,9 +45,9 @@ class Lost:
 class _In:
     number: int
     heard: float
-    info: LinkInfo
-    engine: str
-    theirs: bytes
+    hello: m.Hello
+    planner: Planner
+    info: LinkInfo | None = None  # agreed on once our back end is there
     mine: bytes = b""
     up: bool = False
     deaf: bool = False  # does not take our messages
@@ -55,14 +56,10 @@ class _In:
 class Inbound:
     """Links that consumers have dialled to us, by their socket identity."""
 
-    def __init__(self, router: wire.Socket, mover: Mover, terms: Terms, epoch: int, silence: float) -> None:
-        self._router, self._mover, self._terms = router, mover, terms
+    def __init__(self, router: wire.Socket, movers: Movers, cache: Cache, epoch: int, silence: float) -> None:
+        self._router, self._movers, self._cache = router, movers, cache
         self._epoch, self._silence = epoch, silence
         self._links: dict[LinkId, _In] = {}
-
-    @property
-    def links(self) -> list[LinkId]:
-        return list(self._links)
 
     def receive(self, frames: list[bytes], now: float) -> tuple[LinkId, m.Message] | None:
         """Take what came in; returns what is for the producer's machine or the mover. Raises ``PeerError`` for what
@@ -78,7 +75,7 @@ class Inbound:
         except PeerError as e:
             if known is None:
                 self._refuse(link, f"not understood by kvxfer protocol {m.PROTOCOL}", again=False)
-            raise PeerError(f"{known.engine if known else 'a stranger'!r}: {e}") from None
+            raise PeerError(f"{known.hello.engine if known else 'a stranger'!r}: {e}") from None
         if known is not None:
             known.heard = now
         match msg:
@@ -98,17 +95,17 @@ class Inbound:
         try:
             if len(self._links) >= MOST and self._alive() >= MOST:
                 raise PeerError(f"{MOST} links are open already")
-            info = self._terms.agree(hello, self._epoch)
+            planner = admit(hello, self._movers.lineup, self._cache, self._epoch)
         except PeerError as e:
             self._refuse(link, str(e), again=False)
             raise PeerError(f"refused a link from {hello.engine!r}: {e}") from None
         number = next(_numbers)
-        self._links[link] = _In(number, now, info, hello.engine, hello.endpoint)
-        self._mover.endpoint(link, number)
+        self._links[link] = _In(number, now, hello, planner)
+        self._movers.endpoint(link, number, hello.backend)
 
     def _alive(self) -> int:
         """How many links still have a connection; the others are dropped at the next ``tick``."""
-        for link in self.links:
+        for link in list(self._links):
             self.send(link, m.Pong(0))
         return sum(not known.deaf for known in self._links.values())
 
@@ -117,14 +114,19 @@ class Inbound:
         link, known = result.link, self._links.get(result.link)
         if known is None or known.number != result.number:
             return None
-        if result.error is not None:
-            self._refuse(link, f"the producer's back end: {result.error}", again=known.up)
+        error = result.error
+        if error is None and isinstance(result, Endpoint):
+            try:
+                known.info = self._movers.terms(known.hello.backend).agree(known.hello, known.planner)
+                known.mine = result.endpoint
+                self._movers.connect(link, known.number, known.mine, known.hello.endpoint)
+                return None
+            except PeerError as e:
+                error = str(e)
+        if error is not None or known.info is None:
+            self._refuse(link, f"the producer's back end: {error}", again=known.up, backend=not known.up)
             self.drop(link)
-            return Lost(result.error, False)
-        if isinstance(result, Endpoint):
-            known.mine = result.endpoint
-            self._mover.connect(link, known.number, known.mine, known.theirs)
-            return None
+            return Lost(error or "", False)
         known.up = True
         self.send(link, m.Welcome(self._epoch, known.mine, known.info.piece_bytes, known.info.integrity))
         return known.info
@@ -135,9 +137,9 @@ class Inbound:
         if known is not None and isinstance(link, bytes) and not wire.send(self._router, msg, to=link):
             known.deaf = True
 
-    def _refuse(self, link: LinkId, reason: str, again: bool) -> None:
+    def _refuse(self, link: LinkId, reason: str, again: bool, backend: bool = False) -> None:
         if isinstance(link, bytes):
-            wire.send(self._router, m.Refused(reason, again), to=link)
+            wire.send(self._router, m.Refused(reason, again, backend), to=link)
 
     def tick(self, now: float) -> Iterator[tuple[LinkId, str]]:
         """Links that have gone silent or deaf, closed here already."""
@@ -145,7 +147,7 @@ class Inbound:
             if known.deaf or now - known.heard > self._silence:
                 what = "does not take our messages" if known.deaf else f"was silent for {self._silence:g} s"
                 self.drop(link)
-                yield link, f"{known.engine!r} {what}"
+                yield link, f"{known.hello.engine!r} {what}"
 
     def next_tick(self) -> float | None:
         return min((0.0 if k.deaf else k.heard + self._silence for k in self._links.values()), default=None)
@@ -155,9 +157,9 @@ class Inbound:
         for known in self._links.values():
             known.heard += seconds
 
-    def reset(self, reason: str) -> list[LinkId]:
-        """Give all links up; their consumers are told to dial anew."""
-        gone = list(self._links)
+    def reset(self, backend: str, reason: str) -> list[LinkId]:
+        """Give all links of a back end up; their consumers are told to dial anew."""
+        gone = [link for link, known in self._links.items() if known.hello.backend == backend]
         for link in gone:
             self.close(link, reason)
         return gone
@@ -170,7 +172,7 @@ class Inbound:
 
     def drop(self, link: LinkId) -> None:
         if self._links.pop(link, None) is not None:
-            self._mover.disconnect(link)
+            self._movers.disconnect(link)
 
     @staticmethod
     def ref(link: LinkId, msg: m.Slot | m.Taken) -> PartRef:
@@ -179,12 +181,14 @@ class Inbound:
 
 @dataclass(frozen=True)
 class Target:
-    """A producer rank to dial: where, which incarnation, its cache, and what we claim of it."""
+    """A producer rank to dial: where, which incarnation, its cache, what we claim of it, and the back ends that both have,
+    by our preference."""
 
     address: str
     epoch: int
     cache: Cache
     claims: tuple[Claim, ...]
+    backends: tuple[str, ...]
 
     @property
     def link(self) -> LinkId:
@@ -194,6 +198,7 @@ class Target:
 @dataclass
 class _Out:
     number: int
+    backend: str
     socket: wire.Socket
     target: Target
     heard: float
@@ -209,18 +214,21 @@ class _Out:
 class Outbound:
     """Links that we dial, by (address, epoch)."""
 
-    def __init__(self, hub: wire.Hub, mover: Mover, terms: Terms, epoch: int, engine: str, silence: float) -> None:
-        self._hub, self._mover, self._terms = hub, mover, terms
+    def __init__(
+        self, hub: wire.Hub, movers: Movers, cache: Cache, epoch: int, engine: str, silence: float
+    ) -> None:  # fmt: skip
+        self._hub, self._movers, self._cache = hub, movers, cache
         self._epoch, self._engine, self._silence = epoch, engine, silence
         self._targets: dict[LinkId, Target] = {}
+        self._unfit: dict[LinkId, dict[str, str]] = {}  # back ends that could not make it, and why
         self._links: dict[LinkId, _Out] = {}
 
     def __contains__(self, link: LinkId) -> bool:
         return link in self._links
 
-    @property
-    def links(self) -> list[LinkId]:
-        return list(self._links)
+    def of(self, backend: str) -> list[LinkId]:
+        """The links of a back end."""
+        return [link for link, o in self._links.items() if o.backend == backend]
 
     def know(self, targets: Iterable[Target]) -> None:
         """Where links lead that may be dialled later."""
@@ -228,14 +236,30 @@ class Outbound:
             self._targets[t.link] = t
 
     def dial(self, link: LinkId, now: float) -> None:
-        """Make a link, or make it anew. Raises ``PeerError`` when its address is none."""
+        """Make a link, or make it anew, with the first back end that has not failed to. Raises ``PeerError`` when its
+        address is none."""
         self.drop(link)
         if link not in self._targets:
             raise PeerError(f"the way to {link_name(link)} is not known any more")
         target = self._targets[link]
+        backend = next((b for b in target.backends if b not in self._unfit.get(link, {})), target.backends[-1])
         number = next(_numbers)
-        self._links[link] = _Out(number, self._hub.dial(target.address), target, now, now)
-        self._mover.endpoint(link, number)
+        self._links[link] = _Out(number, backend, self._hub.dial(target.address), target, now, now)
+        self._movers.endpoint(link, number, backend)
+
+    def _without(self, o: _Out, why: str, now: float) -> Lost | None:
+        """This back end cannot make the link: try the next, if there is one."""
+        link = o.target.link
+        failed = self._unfit.setdefault(link, {})
+        failed[o.backend] = why
+        if all(b in failed for b in o.target.backends):
+            return Lost("; ".join(f"{b}: {w}" for b, w in failed.items()) if len(failed) > 1 else why, again=False)
+        log.info("the link to %s cannot be made with back end %s: %s", link_name(link), o.backend, why)
+        try:
+            self.dial(link, now)
+        except PeerError as e:
+            return Lost(str(e), again=False)
+        return None
 
     def result(self, result: Endpoint | Connected | Broken, now: float) -> LinkInfo | Lost | None:
         """The mover's word about a link: its terms once it is up, or that it is lost."""
@@ -243,15 +267,17 @@ class Outbound:
         if o is None or o.number != result.number:
             return None
         if result.error is not None:
-            return Lost(f"our back end: {result.error}", again=o.up)
+            why = f"our back end: {result.error}"
+            return Lost(why, again=True) if o.up else self._without(o, why, now)
         if isinstance(result, Endpoint):
             o.mine, o.heard = result.endpoint, now
             t = o.target
-            self.send(t.link, self._terms.hello(o.mine, t.epoch, self._epoch, self._engine, t.claims))
+            terms = self._movers.terms(o.backend)
+            self.send(t.link, terms.hello(o.mine, t.epoch, self._epoch, self._engine, t.claims))
             return None
         o.up = True
-        planner = Planner(o.target.cache, self._terms.cache, o.target.claims)
-        return LinkInfo(self._terms.mode, planner, o.target.epoch, o.piece_bytes, integrity=o.integrity)
+        planner = Planner(o.target.cache, self._cache, o.target.claims)
+        return LinkInfo(self._movers.terms(o.backend).mode, planner, o.target.epoch, o.piece_bytes, integrity=o.integrity)
 
     def receive(self, ready: set[wire.Socket], now: float) -> Iterator[tuple[LinkId, m.Message | Lost]]:
         """Messages for the consumer's machine or the mover. Links may be dropped and dialled meanwhile."""
@@ -271,7 +297,11 @@ class Outbound:
                 match msg:
                     case m.Welcome() if not o.up and o.mine:
                         o.piece_bytes, o.integrity = msg.piece_bytes, msg.integrity
-                        self._mover.connect(link, o.number, o.mine, msg.endpoint)
+                        self._movers.connect(link, o.number, o.mine, msg.endpoint)
+                    case m.Refused(backend=True) if not o.up:
+                        lost = self._without(o, f"it refused: {msg.reason}", now)
+                        if lost is not None:
+                            yield link, lost
                     case m.Refused():
                         yield link, Lost(f"it refused: {msg.reason}", again=msg.again and o.up)
                     case m.Have() | m.Slot() | m.Verdict() | m.Gone() if o.up:
@@ -311,14 +341,15 @@ class Outbound:
         o = self._links.pop(link, None)
         if o is not None:
             self._hub.drop(o.socket)
-            self._mover.disconnect(link)
+            self._movers.disconnect(link)
 
     def forget(self, link: LinkId) -> None:
         """Close a link for good."""
         if link not in self._links:
-            self._mover.disconnect(link)  # for its answer
+            self._movers.disconnect(link)  # for its answer
         self.drop(link)
         self._targets.pop(link, None)
+        self._unfit.pop(link, None)
 
     @staticmethod
     def ref(link: LinkId, msg: m.Slot) -> PartRef:

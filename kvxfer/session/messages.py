@@ -97,11 +97,12 @@ class Welcome(_Base, frozen=True, tag="welcome"):
 
 
 class Refused(_Base, frozen=True, tag="refused"):
-    """Producer: there is no link (any more). ``again``: dialling anew may help; else what was on it has failed. The
-    reason is logged on both sides."""
+    """Producer: there is no link (any more). ``again``: dialling anew may help; else what was on it has failed.
+    ``backend``: it could not be made with this back end; another may do. The reason is logged on both sides."""
 
     reason: str
     again: bool
+    backend: bool = False
 
     def __post_init__(self) -> None:
         _shorten(self)
@@ -237,11 +238,13 @@ class Lookup(_Base, frozen=True, tag="lookup"):
 
 
 class Member(_Base, frozen=True):
-    """One worker of an engine: where its agent listens, the agent's epoch, and its cache."""
+    """One worker of an engine: where its agent listens, the agent's epoch, its cache, and the back ends with which links to
+    it may be made."""
 
     address: str
     epoch: Number
     cache: Cache
+    backends: tuple[str, ...]
 
 
 class Card(_Base, frozen=True, tag="card"):
@@ -250,7 +253,6 @@ class Card(_Base, frozen=True, tag="card"):
     protocol: int
     engine: str
     epoch: Number
-    backend: str
     members: tuple[Member, ...]
 
     def member(self, rank: Rank) -> Member:

@@ -44,17 +44,18 @@ class _Peer:
 
 
 class Mover:
-    """Start with ``start``; all other methods may be called from any thread and return at once.
+    """Start with ``start`` or ``begin``; all other methods may be called from any thread and return at once.
 
-    ``make``: builds the back end, on the data thread (again after a reset). ``regions``: the cache's memory, number 0;
-    what ``stage`` makes of the back end's capabilities is staging memory, number 1. ``post``: called on the data thread
-    with each result; must not block.
+    ``name``: of the back end. ``make``: builds it, on the data thread (again after a reset). ``regions``: the cache's memory,
+    number 0; what ``stage`` makes of the back end's capabilities is staging memory, number 1. ``post``: called on the data
+    thread with each result; must not block.
     """
 
     def __init__(
-        self, make: Callable[[], Transport], regions: tuple[Region, ...], stage: Callable[[Capabilities], Staging],
+        self, name: str, make: Callable[[], Transport], regions: tuple[Region, ...], stage: Callable[[Capabilities], Staging],
         post: Callable[[Result], None], grace: float, quarantine_limit: int,
     ) -> None:  # fmt: skip
+        self.name = name
         self._make, self._regions, self._stage, self._post = make, regions, stage, post
         self._grace, self._limit = grace, quarantine_limit
         self._staging: Staging | None = None
@@ -73,19 +74,29 @@ class Mover:
         self._stopping = False
         self._ready = threading.Event()
         self._failure: Exception | None = None
+        self._made: Capabilities | None = None
         self._thread = threading.Thread(target=self._run, name="kvxfer-data", daemon=True)
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def start(self, timeout: float) -> tuple[Capabilities, Staging]:
         """Make the back end. Raises what its constructor or ``stage`` raised, or ``TimeoutError``; then ``close``."""
-        self._thread.start()
+        self.begin()
         if not self._ready.wait(timeout):
             raise TimeoutError(f"the back end did not start within {timeout:g} s")
+        return self.made
+
+    def begin(self) -> None:
+        """Begin to make the back end. If that fails, every endpoint is answered with the reason."""
+        self._thread.start()
+
+    @property
+    def made(self) -> tuple[Capabilities, Staging]:
+        """Of a back end that has started. Raises what kept it from that."""
         if self._failure is not None:
             raise self._failure
-        assert self._staging is not None and self._transport is not None
-        return self._transport.capabilities, self._staging
+        assert self._made is not None and self._staging is not None
+        return self._made, self._staging
 
     def endpoint(self, link: LinkId, number: int) -> None:
         """Begin a link; ``number`` tells it from earlier ones of that name."""
@@ -134,8 +145,6 @@ class Mover:
         except Exception as e:
             self._failure = e
             self._shut()
-            self._ready.set()
-            return
         self._ready.set()
         while not self._stopping:
             try:
@@ -147,6 +156,7 @@ class Mover:
 
     def _open(self) -> None:
         self._transport = transport = self._make()
+        self._made = transport.capabilities
         kinds = {r.device.partition(":")[0] for r in self._regions}
         if self._staging is None:
             self._staging = self._stage(transport.capabilities)
@@ -172,7 +182,8 @@ class Mover:
             if self._stopping:
                 return
         if self._transport is None:
-            self._try_open()
+            if self._failure is None:
+                self._try_open()
             return
         for done in self._transport.poll():
             self._completed(done)
@@ -186,7 +197,7 @@ class Mover:
 
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
         if transport is None:
-            return min(max(self._reopen - time.monotonic(), 0.0), 1.0)
+            return 1.0 if self._failure is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
         if any(job.waiting_on_device for job in self._restless.values()):
             return 0.00003
         active, idle = transport.poll_interval_s
@@ -200,6 +211,9 @@ class Mover:
         return self._transport
 
     def _endpoint(self, link: LinkId, number: int) -> None:
+        if self._failure is not None:
+            self._post(Endpoint(link, number, b"", f"it cannot be started: {_words(self._failure)}"))
+            return
         if self._transport is None:
             self._asked.append((link, number))
             return
@@ -217,7 +231,11 @@ class Mover:
             self._post(Connected(link, number, _words(e)))
 
     def _disconnect(self, link: LinkId) -> None:
-        self._hang_up(link)
+        try:
+            self._hang_up(link)
+        except Exception as e:
+            log.exception("a link could not be closed")
+            self._reset(f"a link could not be closed: {_words(e)}")
         self._post(Disconnected(link))
 
     def _hang_up(self, link: LinkId) -> None:
@@ -397,7 +415,7 @@ class Mover:
                 self._calm(ref)
             if self._staging is not None:
                 self._staging.reset()
-        self._post(Reset(reason))
+        self._post(Reset(self.name, reason))
         self._try_open()
 
     def _try_open(self) -> None:

@@ -17,7 +17,6 @@ from kvxfer.session import messages as m
 from kvxfer.session import wire
 from kvxfer.session.links import Target
 from kvxfer.session.values import Lane, Resolved
-from kvxfer.transport.auto import AUTO
 
 __all__ = ["Path", "Resolver"]
 
@@ -52,8 +51,8 @@ class Resolver:
     ``patience``: seconds for which anybody waits for an answer.
     """
 
-    def __init__(self, hub: wire.Hub, me: m.Member, backend: str, patience: float) -> None:
-        self._hub, self._me, self._backend, self._patience = hub, me, backend, patience
+    def __init__(self, hub: wire.Hub, me: m.Member, patience: float) -> None:
+        self._hub, self._me, self._patience = hub, me, patience
         self._queries: dict[Source, _Query] = {}
         self._wanted: dict[Source, Source | None] = {}  # source -> our own directory, if it matters
         self._own: dict[Source, tuple[m.Member, ...]] = {}  # our own engine's ranks, which live as long as we do
@@ -111,22 +110,24 @@ class Resolver:
 
     def _path(self, card: m.Card, source: Source, own: tuple[m.Member, ...] | None) -> Path | str:
         """The way to a source, or why there is none."""
-        if card.backend != self._backend and AUTO not in (card.backend, self._backend):  # else the hello finds out
-            return (
-                f"engine {card.engine!r} at {source} uses back end {card.backend!r}, this engine {self._backend!r}; "
-                "configure the same on both"
-            )
         ours = [member.cache for member in own or (self._me,)]
         try:
             for member in card.members:
                 member.cache.check()
             mine = route([member.cache for member in card.members], ours)[self._me.cache.rank]
             ranks = {member.cache.rank: member for member in card.members}
-            targets = {rank: _target(ranks[rank], claims) for rank, claims in sorted(mine.claims.items())}
-        except (Incompatible, ValueError, LookupError) as e:
+            targets = {rank: self._target(ranks[rank], claims) for rank, claims in sorted(mine.claims.items())}
+        except (PeerError, Incompatible, ValueError, LookupError) as e:
             return f"engine {card.engine!r} at {source}: {e}"
         lanes = tuple(Lane(target.link, mine.readers[rank], rank) for rank, target in targets.items())
         return Path(tuple(targets.values()), Resolved(lanes))
+
+    def _target(self, member: m.Member, claims: tuple[Claim, ...]) -> Target:
+        common = tuple(name for name in self._me.backends if name in member.backends)
+        if not common:
+            theirs, ours = (" or ".join(map(repr, names)) for names in (member.backends, self._me.backends))
+            raise PeerError(f"it uses back end {theirs}, this engine {ours}; configure the same on both")
+        return Target(member.address, member.epoch, member.cache, claims, common)
 
     def tick(self, now: float) -> Iterator[tuple[Source, str]]:
         """Repeat unanswered questions; those for which nobody waits any more have failed."""
@@ -155,10 +156,6 @@ class Resolver:
 
     def _close(self, directory: Source) -> None:
         self._hub.drop(self._queries.pop(directory).socket)
-
-
-def _target(member: m.Member, claims: tuple[Claim, ...]) -> Target:
-    return Target(member.address, member.epoch, member.cache, claims)
 
 
 def _card(frame: bytes, directory: Source) -> m.Card:

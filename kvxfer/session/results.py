@@ -67,6 +67,7 @@ class SlotTaken:
 class Reset:
     """The back end was closed and made anew: all links are void, all memory is quiet."""
 
+    backend: str
     reason: str
 
 

@@ -14,7 +14,7 @@ from kvxfer.session.staging import Staging
 from kvxfer.session.values import LinkInfo, Mode
 from kvxfer.transport import Capabilities, Verb
 
-__all__ = ["Terms"]
+__all__ = ["Terms", "admit", "stager"]
 
 ALWAYS = 1 << 62
 STRICTNESS = get_args(Integrity)
@@ -63,27 +63,35 @@ class Terms:
             self.piece_bytes, self.integrity,
         )  # fmt: skip
 
-    def agree(self, hello: m.Hello, epoch: int) -> LinkInfo:
-        """What a consumer's hello amounts to. Raises ``PeerError`` with the reason for a refusal."""
-        if hello.protocol != m.PROTOCOL:
+    def agree(self, hello: m.Hello, planner: Planner) -> LinkInfo:
+        """What a hello amounts to that has been admitted. Raises ``PeerError`` with the reason for a refusal."""
+        if hello.mode != self.mode:
             raise PeerError(
-                f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side"
+                f"{hello.engine!r} uses back end {self.backend!r} by {hello.mode}, this engine by {self.mode}; configure it "
+                "alike on both"
             )
-        if hello.expect_epoch != epoch:
-            raise PeerError(f"{hello.engine!r} looks for an agent that lived here before; this one started later")
-        if (hello.backend, hello.mode) != (self.backend, self.mode):
-            raise PeerError(
-                f"{hello.engine!r} uses back end {hello.backend!r} ({hello.mode}), this engine {self.backend!r} "
-                f"({self.mode}); configure the same on both"
-            )
-        try:
-            hello.cache.check()
-            planner = Planner(self.cache, hello.cache, hello.claims)
-        except (Incompatible, ValueError) as e:
-            raise PeerError(f"the caches do not fit: {e}") from None
         integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
         return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, self.stage_below, integrity)
+
+
+def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int) -> Planner:
+    """Check all of a consumer's hello that does not depend on what a back end can do. ``lineup``, ``cache``, ``epoch``:
+    ours. Raises ``PeerError`` with the reason for a refusal."""
+    if hello.protocol != m.PROTOCOL:
+        raise PeerError(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
+    if hello.expect_epoch != epoch:
+        raise PeerError(f"{hello.engine!r} looks for an agent that lived here before; this one started later")
+    if hello.backend not in lineup:
+        raise PeerError(
+            f"{hello.engine!r} uses back end {hello.backend!r}, this engine {' or '.join(map(repr, lineup))}; configure the "
+            "same on both"
+        )
+    try:
+        hello.cache.check()
+        return Planner(cache, hello.cache, hello.claims)
+    except (Incompatible, ValueError) as e:
+        raise PeerError(f"the caches do not fit: {e}") from None
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:

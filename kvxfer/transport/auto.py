@@ -1,8 +1,8 @@
-"""``backend: auto``: the back end for an engine whose operator named none.
+"""``backend: auto``: the back ends of an engine whose operator named none.
 
-Two engines have to come to the same answer without asking each other, so it depends only on what they share: where the
-KV lies, whether peers can be on other hosts, and what is installed and works. If they differ all the same, the hello
-between them is refused and names both.
+They come in a stated order. The first that works here is started at once; each link is then made with the first that
+both engines have and that can make it, so that peers on this host are reached straight and others over a network. Of
+the later ones nothing is loaded before a link asks for it.
 """
 
 from __future__ import annotations
@@ -13,67 +13,75 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.errors import ConfigError
-from kvxfer.transport.registry import load
+from kvxfer.transport.registry import available, load
 
-__all__ = ["AUTO", "ORDER", "Choice", "choose", "resolve"]
+__all__ = ["AUTO", "ORDER", "Choice", "choose", "lineup", "options_of"]
 
 AUTO = "auto"
 
-ORDER: Mapping[tuple[str, bool], tuple[str, ...]] = {
-    ("cpu", True): ("cma", "zmq"),
-    ("cpu", False): ("nixl", "ucx", "zmq"),
-    ("cuda", True): ("cuda_ipc", "nixl", "ucx", "nccl", "zmq"),
-    ("cuda", False): ("nixl", "ucx", "nccl", "zmq"),
+ORDER: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cma", "nixl", "ucx", "zmq"),
+    "cuda": ("cuda_ipc", "nixl", "ucx", "nccl", "zmq"),
 }
-"""Back ends by preference, for a memory kind and whether all peers are on this host: fewest copies first."""
+"""Back ends by preference, for a memory kind: fewest copies first, and last what works everywhere."""
+
+ALONE = frozenset({"nixl", "ucx"})
+"""Of these a process has one only: each brings a UCX of its own, and with two at work progress has crashed."""
 
 _log = logging.getLogger("kvxfer.transport")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``name``: the back end taken; ``reason``: what its probe says; ``passed``: those preferred to it that do not work
-    here, and why."""
+    """``name``: the back end to start with; ``reason``: what its probe says; ``passed``: those preferred to it that do
+    not work here, and why; ``others``: installed ones for links that it cannot make."""
 
     name: str
     reason: str
     passed: Mapping[str, str]
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         passed = "".join(f"; {name} not, {why}" for name, why in self.passed.items())
-        return f"{self.name} ({self.reason}){passed}"
+        others = f"; for links that it cannot make: {', '.join(self.others)}" if self.others else ""
+        return f"{self.name} ({self.reason}){passed}{others}"
 
 
-def resolve(
-    backend: str, options: Mapping[str, Any], devices: Iterable[str], one_host: bool
-) -> tuple[str, Mapping[str, Any]]:
-    """The name of a back end and what it gets as options: as given, or for ``AUTO`` as chosen.
-
-    With ``AUTO``, ``options`` holds options by back end: ``{"zmq": {"listen": "0.0.0.0"}}``. ``devices``: where the KV
-    lies, as ``"cpu"`` or ``"cuda:0"``. Raises ``ConfigError``.
-    """
+def lineup(backend: str, devices: Iterable[str]) -> tuple[str, ...]:
+    """Names of the back ends that an engine may use, in order: the one that is given, or for ``AUTO`` those of
+    ``ORDER``. ``devices``: where the KV lies, as ``"cpu"`` or ``"cuda:0"``. Raises ``ConfigError``."""
     if backend != AUTO:
-        return backend, options
+        return (backend,)
+    kinds = {device.partition(":")[0] for device in devices}
+    choice = choose("cuda" if "cuda" in kinds else "cpu")
+    _log.info("backend auto: %s", choice)
+    return (choice.name, *choice.others)
+
+
+def options_of(name: str, backend: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What of the configured options back end ``name`` gets: all of them, or with ``AUTO`` those under its name, as in
+    ``{"zmq": {"listen": "0.0.0.0"}}``. Raises ``ConfigError``."""
+    if backend != AUTO:
+        return options
     known = sorted({name for order in ORDER.values() for name in order})
-    for name, value in options.items():
-        if name not in known or not isinstance(value, Mapping):
+    for key, value in options.items():
+        if key not in known or not isinstance(value, Mapping):
             raise ConfigError(
                 f"with backend 'auto', backend_options holds the options of each back end under its name ({', '.join(known)}), "
-                f"as in {{'zmq': {{...}}}}; it cannot hold {name!r}: {value!r}"
+                f"as in {{'zmq': {{...}}}}; it cannot hold {key!r}: {value!r}"
             )
-    kinds = {device.partition(":")[0] for device in devices}
-    name = choose("cuda" if "cuda" in kinds else "cpu", one_host).name
-    return name, options.get(name, {})
+    mine: Mapping[str, Any] = options.get(name, {})
+    return mine
 
 
-def choose(memory: str, one_host: bool) -> Choice:
-    """The first back end of ``ORDER`` that is installed and works here. Any thread; may take a second, since each is
-    tried. Raises ``ConfigError`` when none does, with the reason of each."""
-    order = ORDER.get((memory, one_host))
+def choose(memory: str) -> Choice:
+    """The first back end of ``ORDER`` that is installed and works here, and what may stand in for it. Any thread; may
+    take a second, since those up to it are tried. Raises ``ConfigError`` when none does, with the reason of each."""
+    order = ORDER.get(memory)
     if order is None:
         raise ConfigError(f"backend 'auto' knows no order for {memory} memory; name a back end")
     passed: dict[str, str] = {}
-    for name in order:
+    for i, name in enumerate(order):
         try:
             probe = load(name).probe()
         except ConfigError as e:
@@ -81,8 +89,15 @@ def choose(memory: str, one_host: bool) -> Choice:
             continue
         # One that cannot reach the memory still moves it, through host memory: the last resort.
         if probe.usable and (memory in probe.memory or name == order[-1]):
-            choice = Choice(name, probe.reason, passed)
-            _log.info("backend auto: %s", choice)
-            return choice
+            return Choice(name, probe.reason, passed, _installed(name, order[i + 1 :]))
         passed[name] = probe.reason if not probe.usable else f"it does not move {memory} memory"
     raise ConfigError(f"backend 'auto' found none that works here: {passed}")
+
+
+def _installed(first: str, rest: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of ``rest`` that are there and go together with what comes before them."""
+    there, kept = available(), [first]
+    for name in rest:
+        if (name in there or ":" in name) and not (name in ALONE and ALONE.intersection(kept)):
+            kept.append(name)
+    return tuple(kept[1:])

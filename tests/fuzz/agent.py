@@ -57,7 +57,7 @@ class Rig:
         self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
         self.cache = make_cache(self.memory, 1, 0, 16)
         self.agent = Agent(self.cache, config, "fuzzed")
-        self.directory = Directory("fuzzed", self.agent.epoch, config.backend, "127.0.0.1", 0)
+        self.directory = Directory("fuzzed", self.agent.epoch, "127.0.0.1", 0)
         self.directory.publish((self.agent.member,))
         self.context: zmq.Context[Any] = zmq.Context()
         self.names = 0
@@ -121,8 +121,8 @@ class Rig:
             while self._receive(sock) is not None:
                 pass
         while (frames := self._receive(self.rogue_directory)) is not None:
-            member = m.Member(f"tcp://127.0.0.1:{self._port(self.rogue)}", 78, self.cache)
-            card = m.Card(m.PROTOCOL, "rogue", 77, self.agent.config.backend, (member,))
+            member = m.Member(f"tcp://127.0.0.1:{self._port(self.rogue)}", 78, self.cache, (self.agent.config.backend,))
+            card = m.Card(m.PROTOCOL, "rogue", 77, (member,))
             self.rogue_directory.send_multipart([frames[0], m.encode(card)])
         while (frames := self._receive(self.rogue)) is not None:
             match m.decode(frames[1]):

@@ -26,7 +26,7 @@ CLAIMS = (Claim(0, 0, ("layer.0", "layer.1"), 0, 4), Claim(1, 1, ("layer.2",), 0
 MESSAGES: list[m.Message] = [
     m.Hello(m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096),
     m.Welcome(7, b"endpoint", 4096),
-    m.Refused("no", True),
+    m.Refused("no", True, True),
     m.Want(T, 1, b"digest", 0, 12, (TABLE, TABLE, TABLE), 1, 30.0),
     m.Have(T, 1, 1, 0, 0, 12, True, (TABLE, TABLE, TABLE), 0, 0),
     m.Have(T, 1, 1, 1, 4, 8, False, (TABLE,), 3, 4096),
@@ -39,7 +39,7 @@ MESSAGES: list[m.Message] = [
     m.Ping(1),
     m.Pong(1),
     m.Lookup(m.PROTOCOL),
-    m.Card(m.PROTOCOL, "engine", 7, "zmq", (m.Member("tcp://127.0.0.1:5555", 9, CACHE),)),
+    m.Card(m.PROTOCOL, "engine", 7, (m.Member("tcp://127.0.0.1:5555", 9, CACHE, ("zmq",)),)),
     m.Renew(7, (T,)),
     m.Settle(7, (T,), "rejected"),
 ]

@@ -47,7 +47,7 @@ def convert(backend: str, staged: int, devices: tuple[str, str], src: str, dst: 
     source, sink = (OnDevice(store, device) for store, device in zip((producer, consumer), devices, strict=True))
     config = Config.from_mapping({"backend": backend, "transfer_timeout": 60.0})
     p, d = (Agent(held.cache, config, name) for held, name in ((source, "p"), (sink, "d")))
-    directory = Directory("p", p.epoch, config.backend, "127.0.0.1", 0)
+    directory = Directory("p", p.epoch, "127.0.0.1", 0)
     try:
         directory.publish((p.member,))
         p.offer(Offered(T, b"d", 1, TOKENS, tuple(case.producer.tables), True))

@@ -84,7 +84,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
             np.zeros(size, np.uint8) if seed is None else rng.integers(1, 255, size, dtype=np.uint8) for _ in range(tp)
         ]
         agents = [Agent(make_cache(m, tp, r, blocks), settings, f"engine{len(made)}") for r, m in enumerate(memories)]
-        directory = Directory(f"engine{len(made)}", agents[0].epoch, settings.backend, "127.0.0.1", 0)
+        directory = Directory(f"engine{len(made)}", agents[0].epoch, "127.0.0.1", 0)
         directory.publish(tuple(a.member for a in agents))
         made.append(Engine(agents, directory, memories))
         return made[-1]

@@ -37,7 +37,7 @@ class Engine:
         rng = np.random.default_rng(seed)
         self.memory = rng.integers(1, 255, size, dtype=np.uint8) if seed else np.zeros(size, np.uint8)
         self.agent = Agent(make_cache(self.memory, 1, 0, blocks), settings, f"node-{seed}")
-        self.directory = Directory("node", self.agent.epoch, backend, "127.0.0.1", port)
+        self.directory = Directory("node", self.agent.epoch, "127.0.0.1", port)
         self.directory.publish((self.agent.member,))
 
     def offer(self, transfer: TransferId, blocks: list[int], tokens: int, generation: int, final: bool) -> None:
@@ -57,7 +57,7 @@ class Engine:
 
     def publish_at(self, address: str) -> None:
         """Let the directory name another address for the agent: that of a relay in between."""
-        member = type(self.agent.member)(address, self.agent.epoch, self.agent.cache)
+        member = type(self.agent.member)(address, self.agent.epoch, self.agent.cache, self.agent.member.backends)
         self.directory.publish((member,))
 
     def address(self) -> str:

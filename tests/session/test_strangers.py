@@ -154,11 +154,11 @@ def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) ->
 
 
 def test_directory_outlives_addresses_that_are_none() -> None:
-    d = Directory("e", new_epoch(), "zmq", "127.0.0.1", 0)
+    d = Directory("e", new_epoch(), "127.0.0.1", 0)
     try:
         for host, port in (("", 0), ("no such host !", 5), ("127.0.0.1", 99999), ("ipc:///tmp/x", 1), ("\u0000", 1)):
             d.tell(type(d.source)(host, port, 1), Renew(1, ()))
-        d.publish((m.Member("tcp://127.0.0.1:1", 1, make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)),))
+        d.publish((m.Member("tcp://127.0.0.1:1", 1, make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16), ()),))
         with stranger(f"tcp://127.0.0.1:{d.source.port}") as s:
             s.send(m.encode(m.Lookup(m.PROTOCOL)))
             assert isinstance(answer(s), m.Card)

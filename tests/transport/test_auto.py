@@ -1,4 +1,4 @@
-"""``backend: auto``: a stated order, the reason of each that was passed over, and both engines with the same answer."""
+"""``backend: auto``: a stated order, and the reason of each that was passed over. How links choose: ``session/test_lineup``."""
 
 from __future__ import annotations
 
@@ -7,36 +7,25 @@ from typing import Any
 
 import pytest
 
-from kvxfer.config import Config
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.identity import TransferId
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import auto
-from kvxfer.transport.auto import ORDER, choose, resolve
+from kvxfer.transport.auto import ORDER, choose, lineup, options_of
 from tests.session.conftest import Ended, engine, fetch, offered
 
 __all__ = ["engine"]
 T = TransferId("own/1/x", 0)
 
 
-def test_same_host_back_ends_come_first_and_only_where_all_peers_are_on_it() -> None:
+def test_what_copies_least_comes_first_and_what_works_everywhere_last() -> None:
     for memory, same in (("cpu", "cma"), ("cuda", "cuda_ipc")):
-        assert ORDER[memory, True][0] == same
-        assert same not in ORDER[memory, False]
-        assert all(ORDER[memory, host][-1] == "zmq" for host in (True, False)), "what works everywhere is the last resort"
-
-
-def test_loopback_means_one_host() -> None:
-    assert Config().one_host
-    assert Config(listen="localhost").one_host
-    assert not Config(listen="0.0.0.0", advertise="10.1.2.3").one_host
-    assert not Config(listen="0.0.0.0").one_host
-    assert not Config(listen="decode-7.cluster").one_host
+        assert ORDER[memory][0] == same and ORDER[memory][-1] == "zmq"
 
 
 def test_what_does_not_work_is_passed_over_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "ORDER", {("cpu", True): ("nixxl", "no.such.module:Backend", "zmq")})
-    choice = choose("cpu", True)
+    monkeypatch.setattr(auto, "ORDER", {"cpu": ("nixxl", "no.such.module:Backend", "zmq")})
+    choice = choose("cpu")
     assert choice.name == "zmq"
     assert "did you mean 'nixl'?" in choice.passed["nixxl"]
     assert "cannot be loaded" in choice.passed["no.such.module:Backend"]
@@ -44,45 +33,56 @@ def test_what_does_not_work_is_passed_over_with_its_reason(monkeypatch: pytest.M
 
 
 def test_none_that_works_is_an_error_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "ORDER", {("cpu", True): ("no.such.module:Backend",)})
+    monkeypatch.setattr(auto, "ORDER", {"cpu": ("no.such.module:Backend",)})
     with pytest.raises(ConfigError, match=r"none that works.*cannot be loaded"):
-        choose("cpu", True)
+        choose("cpu")
 
 
 def test_gpu_memory_without_a_gpu_back_end_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "ORDER", {("cuda", True): ("cma", "zmq")})
-    choice = choose("cuda", True)
+    monkeypatch.setattr(auto, "ORDER", {"cuda": ("cma", "zmq")})
+    choice = choose("cuda")
     assert choice.name == "zmq"
     assert "does not move cuda memory" in choice.passed["cma"]
 
 
+def test_later_ones_stand_by_if_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "ORDER", {"cpu": ("cma", "nixxl", "zmq")})
+    assert choose("cpu").others == ("zmq",)
+    assert lineup("auto", ["cpu"]) == ("cma", "zmq")
+    assert "cannot make: zmq" in str(choose("cpu"))
+    assert lineup("nixl", ["cpu"]) == ("nixl",), "who names one has that one"
+
+
+@pytest.mark.parametrize(("first", "left"), [("zmq", ("nixl", "cma")), ("nixl", ("cma",))])
+def test_nixl_and_ucx_are_never_in_one_process(monkeypatch: pytest.MonkeyPatch, first: str, left: tuple[str]) -> None:
+    monkeypatch.setattr(auto, "ORDER", {"cpu": tuple(dict.fromkeys((first, "nixl", "ucx", "cma")))})
+    monkeypatch.setattr(auto, "available", lambda: dict.fromkeys(("zmq", "nixl", "ucx", "cma"), ""))
+    monkeypatch.setattr(auto, "load", lambda _: FakeTransport)
+    assert lineup("auto", ["cpu"]) == (first, *left)
+
+
 def test_options_are_by_back_end() -> None:
-    assert resolve("zmq", {"port": 1}, ["cpu"], True) == ("zmq", {"port": 1})
-    name, options = resolve("auto", {"zmq": {"a": 1}, "nixl": {"b": 2}}, ["cpu"], False)
-    assert options == {"zmq": {"a": 1}, "nixl": {"b": 2}}.get(name, {})
+    assert options_of("zmq", "zmq", {"port": 1}) == {"port": 1}
+    for name, options in {"zmq": {"a": 1}, "nixl": {"b": 2}, "cma": {}}.items():
+        assert options_of(name, "auto", {"zmq": {"a": 1}, "nixl": {"b": 2}}) == options
     with pytest.raises(ConfigError, match=r"options of each back end under its name.*'listen'"):
-        resolve("auto", {"listen": "0.0.0.0"}, ["cpu"], False)
+        options_of("zmq", "auto", {"listen": "0.0.0.0"})
 
 
-@pytest.mark.parametrize("theirs", ["auto", "the same by name"])
-def test_two_engines_agree(engine, theirs) -> None:  # noqa: F811
-    chosen = choose("cpu", True).name
-    p = engine({"backend": chosen if theirs != "auto" else "auto"}, seed=1)
+def test_options_that_do_not_fit_are_an_error_at_start(engine) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match=r"options of each back end under its name.*'listen'"):
+        engine({"backend": "auto", "listen": "0.0.0.0"})
+
+
+@pytest.mark.parametrize("theirs", ["auto", "the same by name", "zmq"])
+def test_two_engines_meet(engine, theirs) -> None:  # noqa: F811
+    p = engine({"backend": choose("cpu").name if theirs == "the same by name" else theirs}, seed=1)
     d = engine({"backend": "auto"})
     d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=T))
     p.agents[0].offer(offered([3, 1], 8, transfer=T))
     (end,) = d.wait(Ended)
     assert end.outcome.delivered, end
     assert (d.block(5) == p.block(3)).all() and (d.block(2) == p.block(1)).all()
-
-
-def test_two_engines_that_differ_are_told_both_names(engine) -> None:  # noqa: F811
-    p, d = engine({"backend": "zmq"}, seed=1), engine({"backend": "auto"})
-    d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=T))
-    p.agents[0].offer(offered([3, 1], 8, transfer=T))
-    (end,) = d.wait(Ended)
-    assert not end.outcome.delivered
-    assert "zmq" in str(end) and choose("cpu", True).name in str(end)
 
 
 def test_sockets_of_the_back_end_listen_where_the_engine_does(engine) -> None:  # noqa: F811

@@ -52,9 +52,7 @@ class SchedulerHalf:
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
         self._world = parallel.world_size
         self._model = model_identity(vllm_config)
-        self._directory = Directory(
-            self._engine, new_epoch(), config.backend, config.listen, config.port, config.advertise
-        )
+        self._directory = Directory(self._engine, new_epoch(), config.listen, config.port, config.advertise)
         here = self._directory.source
         self._source = Source(here.host, here.port, here.epoch)
         groups = groups_of(kv_cache_config)
