@@ -17,7 +17,7 @@ from kvxfer.identity import Source
 from kvxfer.session import messages as m
 from kvxfer.session.life import LaneEvent, LaneState
 from kvxfer.session.loading import Load, Way
-from kvxfer.session.parts import plan_part, to_hash
+from kvxfer.session.parts import PIECE_LEAST, plan_part, to_hash
 from kvxfer.session.timers import Timers
 from kvxfer.session.values import (
     Abort,
@@ -296,8 +296,8 @@ class Consumer:
             return self._fail(f, f"{link_name(lane.spec.link)} mixed generations in one attempt", now)
         if not lane.on(E.HAVE):
             return []
-        if msg.piece_bytes > info.piece_bytes:
-            return self._fail(f, f"{link_name(lane.spec.link)} sends larger pieces than were agreed on", now)
+        if msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
+            return self._fail(f, f"{link_name(lane.spec.link)} sends pieces of another size than was agreed on", now)
         self._questions.cancel(lane.attempt)
         f.heard = now
         lane.generation = msg.generation

@@ -1,9 +1,9 @@
 """Links: the hello, the heartbeat, and the sockets under them. Used by the control thread only.
 
-A consumer dials a producer rank (``Outbound``); the producer takes hellos on its one socket (``Inbound``). Of the back ends
-that both have, the consumer tries one after the other until a link is made. It
+A consumer dials a producer rank (``Outbound``); the producer takes hellos on its one socket (``Inbound``). The consumer
 pings on every link, busy or not, and either side counts a link as lost after ``silence`` seconds without a word. Each
-making of a link has a number, so that the data thread's late word about an earlier one is not taken for the present.
+making of a link has a number, so that the data thread's late word about an earlier one is not taken for the present. Of
+several back ends that both have, the consumer tries one after the other.
 """
 
 from __future__ import annotations
@@ -114,19 +114,20 @@ class Inbound:
         link, known = result.link, self._links.get(result.link)
         if known is None or known.number != result.number:
             return None
-        error = result.error
-        if error is None and isinstance(result, Endpoint):
+        why = result.error
+        if why is None and isinstance(result, Endpoint):
             try:
                 known.info = self._movers.terms(known.hello.backend).agree(known.hello, known.planner)
                 known.mine = result.endpoint
                 self._movers.connect(link, known.number, known.mine, known.hello.endpoint)
                 return None
             except PeerError as e:
-                error = str(e)
-        if error is not None or known.info is None:
-            self._refuse(link, f"the producer's back end: {error}", again=known.up, backend=not known.up)
+                why = str(e)
+        if why is not None:
+            self._refuse(link, f"the producer's back end: {why}", again=known.up, backend=not known.up)
             self.drop(link)
-            return Lost(error or "", False)
+            return Lost(why, False)
+        assert known.info is not None
         known.up = True
         self.send(link, m.Welcome(self._epoch, known.mine, known.info.piece_bytes, known.info.integrity))
         return known.info
@@ -296,6 +297,11 @@ class Outbound:
                     break
                 match msg:
                     case m.Welcome() if not o.up and o.mine:
+                        try:
+                            self._movers.terms(o.backend).accept(msg)
+                        except PeerError as e:
+                            yield link, Lost(f"its welcome: {e}", again=False)
+                            break
                         o.piece_bytes, o.integrity = msg.piece_bytes, msg.integrity
                         self._movers.connect(link, o.number, o.mine, msg.endpoint)
                     case m.Refused(backend=True) if not o.up:

@@ -18,6 +18,8 @@ __all__ = ["Terms", "admit", "stager"]
 
 ALWAYS = 1 << 62
 STRICTNESS = get_args(Integrity)
+LEAST_PIECE = 4096
+"""Bytes of a staged piece that a peer may ask for: smaller ones would be work without end."""
 HOST_STAGING, CUDA_STAGING = 64 << 20, 512 << 20
 """Staging memory by default: pieces must be long enough for a GPU's link, some ten times faster than a host's."""
 CUDA_RUN = 2 << 20
@@ -70,9 +72,19 @@ class Terms:
                 f"{hello.engine!r} uses back end {self.backend!r} by {hello.mode}, this engine by {self.mode}; configure it "
                 "alike on both"
             )
+        if hello.piece_bytes < LEAST_PIECE:
+            raise PeerError(f"{hello.engine!r} takes pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least")
         integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
         return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, self.stage_below, integrity)
+
+
+    def accept(self, welcome: m.Welcome) -> None:
+        """Check a producer's answer to our hello. Raises ``PeerError`` when it is none that we asked for."""
+        if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
+            raise PeerError(f"its pieces have {welcome.piece_bytes} bytes, and ours {self.piece_bytes}")
+        if STRICTNESS.index(welcome.integrity) < STRICTNESS.index(self.integrity):
+            raise PeerError(f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})")
 
 
 def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int) -> Planner:

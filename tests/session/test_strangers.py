@@ -4,14 +4,16 @@ others."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
-from kvxfer.identity import TransferId, new_epoch
+from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.session import Directory, Ended, Kind, Renew, Settle, links
 from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
@@ -254,4 +256,72 @@ def test_links_that_strangers_left_behind_do_not_keep_others_out(
             refused = answer(s)
             assert isinstance(refused, m.Refused) and "4 links" in refused.reason
     honest(p, d)
+    other.close()
+
+
+@contextmanager
+def impostor(d: Engine, says: Mapping[type, m.Message]) -> Iterator[Source]:
+    """A producer of which there is nothing but what it ``says`` to messages of each type."""
+    context, cache = zmq.Context(), make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
+    sockets = [context.socket(zmq.ROUTER) for _ in range(2)]
+    ports = [s.bind_to_random_port("tcp://127.0.0.1") for s in sockets]
+    member = m.Member(f"tcp://127.0.0.1:{ports[1]}", 78, cache, d.agents[0].member.backends)
+    answers = {m.Lookup: m.Card(m.PROTOCOL, "impostor", 77, (member,)), m.Ping: m.Pong(1), **says}
+    done = threading.Event()
+
+    def play() -> None:
+        while not done.is_set():
+            for s in sockets:
+                if s.poll(10):
+                    who, frame = s.recv_multipart()
+                    said = answers.get(type(asked := m.decode(frame)))
+                    if isinstance(asked, m.Want) and isinstance(said, m.Have):
+                        said = msgspec.structs.replace(said, transfer=asked.transfer, attempt=asked.attempt)
+                    if said is not None:
+                        s.send_multipart([who, m.encode(said)])
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    try:
+        yield Source("127.0.0.1", ports[0], 77)
+    finally:
+        done.set()
+        thread.join()
+        for s in sockets:
+            s.close(0)
+        context.term()
+
+
+WELCOMES = {
+    "larger pieces than we have room for": ({"piece_bytes": 1 << 40}, "pieces"),
+    "pieces of nothing": ({"piece_bytes": 0}, "pieces"),
+    "fewer checks than we ask for": ({"integrity": "off"}, "checks bytes less"),
+}
+
+
+@pytest.mark.parametrize("what", WELCOMES)
+def test_a_welcome_that_was_not_asked_for_is_none(engine, pair: tuple[Engine, Engine], what: str) -> None:
+    changes, word = WELCOMES[what]
+    d = engine({"verbs": ["read"]}, integrity="sample")
+    other = FakeTransport("other", {"verbs": ["read"]})
+    terms: dict[str, Any] = {"piece_bytes": 4096, "integrity": "sample", **changes}
+    with impostor(d, {m.Hello: m.Welcome(78, other.endpoint(), **terms)}) as source:
+        d.agents[0].fetch(fetch(source, [5], 4, transfer=T))
+        (end,) = d.wait(Ended)
+    assert end.outcome.kind is Kind.FAILED and word in end.outcome.reason, end
+    honest(pair[0], d, TransferId("own/2/y", 0))
+    other.close()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 4095, 1 << 40])
+def test_pieces_of_a_size_that_was_not_agreed_on(engine, pair: tuple[Engine, Engine], piece_bytes: int) -> None:
+    """Smaller ones would keep the data thread busy for ever, larger ones run over the slots."""
+    d = engine({"verbs": ["read"]})
+    other = FakeTransport("other", {"verbs": ["read"]})
+    have = m.Have(T, 1, 1, 0, 0, 4, True, (m.pack_blocks(np.array([3])),), 0, piece_bytes)
+    with impostor(d, {m.Hello: m.Welcome(78, other.endpoint(), 4096), m.Want: have}) as source:
+        d.agents[0].fetch(fetch(source, [5], 4, transfer=T))
+        (end,) = d.wait(Ended)
+    assert end.outcome.kind is Kind.FAILED and "another size" in end.outcome.reason, end
+    honest(pair[0], d, TransferId("own/2/y", 0))
     other.close()
