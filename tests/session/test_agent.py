@@ -148,13 +148,13 @@ def test_preempted_while_moving(engine, verbs):
 
 
 def test_many_transfers_at_once(engine, options):
-    p, d = engine(dict(options), seed=1, blocks=256), engine(dict(options), blocks=256)
+    p, d = (engine(dict(options), seed=seed, blocks=256, transfer_timeout=30.0) for seed in (1, None))
     n = 100
     for i in range(n):
         t = TransferId("own/1/many", i)
         p.agents[0].offer(offered([2 * i, 2 * i + 1], 8, transfer=t))
         d.agents[0].fetch(fetch(p.source, [255 - 2 * i, 254 - 2 * i], 8, transfer=t, handle=str(i)))
-    assert all(e.outcome.delivered for e in d.wait(Ended, count=n))
+    assert [e for e in d.wait(Ended, count=n, timeout=40.0) if not e.outcome.delivered] == []
     d.wait(Released, count=n)
     p.wait(Released, count=n)
     for i in range(n):
