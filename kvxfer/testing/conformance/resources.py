@@ -9,7 +9,7 @@ import time
 from kvxfer.testing.conformance.harness import Suite, World
 from kvxfer.testing.party import Runs
 
-IDLE_S = 2.0
+IDLE_S, IDLE_STRETCHES = 2.0, 5
 IDLE_CPU = 0.03
 RSS_SLACK = 16 << 20
 """Bytes by which memory may grow over all rounds: allocators keep some."""
@@ -87,13 +87,18 @@ class Resources(Suite):
 
     def test_idle_costs_nothing(self, world: World) -> None:
         """Connected and with nothing to do, a transport and its threads use less than 3 % of a core: no thread
-        spins, and ``fileno`` is readable only when there is something to do."""
+        spins, and ``fileno`` is readable only when there is something to do. The least of some stretches counts: a host
+        that is busy with other work inflates what little there is."""
         a, b, link = world.pair()
         way = self.ways()[0]
         world.move(link, way, a, b, Runs.of([0], [0], [100_000]))
         world.run(0.3)
-        cpu, wall = time.process_time(), time.monotonic()
-        while time.monotonic() < wall + IDLE_S:
-            world.turn(0.5)
-        used = (time.process_time() - cpu) / (time.monotonic() - wall)
-        assert used < IDLE_CPU, f"an idle transport uses {used:.1%} of a core"
+        used = 1.0
+        for _ in range(IDLE_STRETCHES):
+            cpu, wall = time.process_time(), time.monotonic()
+            while time.monotonic() < wall + IDLE_S:
+                world.turn(0.5)
+            used = min(used, (time.process_time() - cpu) / (time.monotonic() - wall))
+            if used < IDLE_CPU:
+                return
+        pytest.fail(f"an idle transport uses {used:.1%} of a core")
