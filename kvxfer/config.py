@@ -19,11 +19,12 @@ Integrity = Literal["off", "sample", "full"]
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of one engine; both engines of a pair have their own and need not agree, save on the back end.
+    """Settings of one engine; both engines of a pair have their own and need not agree, as long as they have a back
+    end in common.
 
     Attributes:
-        backend: name under the entry point group `kvxfer.backends`, or `module:Class`, or `auto`: the first of a stated
-            order that works here (see `kvxfer.transport.auto`).
+        backend: name under the entry point group `kvxfer.backends`, or `module:Class`, or `auto`: for each link the first
+            of a stated order that both engines have and that can make it (see `kvxfer.transport.auto`).
         backend_options: handed to the back end, which checks them itself; with `auto`, options by back end.
         listen: address that control sockets bind to.
         port: port of the engine's directory; 0 takes any free one.

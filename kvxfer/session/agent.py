@@ -79,11 +79,11 @@ class Agent:
         cache.check()
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
-        self._movers = Movers(
-            lineup(config.backend, (r.device for r in cache.regions)), self._mover,
-            lambda name, caps, staging: Terms.of(name, caps, staging, cache, config.integrity),
-        )  # fmt: skip
+        backends = lineup(config.backend, (r.device for r in cache.regions))
         self._hub = wire.Hub(Security.of(config))
+        self._movers = Movers(
+            backends, self._mover, lambda name, caps, staging: Terms.of(name, caps, staging, cache, config.integrity)
+        )
         self._hasher = Hasher(cache.regions, self._post)
         self._inbox: deque[Step] = deque()
         self._events: deque[Event] = deque()

@@ -122,8 +122,7 @@ class DataThread:
             if self._stopping:
                 return
         if self._transport is None:
-            if self.failure is None:
-                self._try_open()
+            self._try_open()
             return
         for done in self._transport.poll():
             self._completed(done)
@@ -359,10 +358,10 @@ class DataThread:
         self._try_open()
 
     def _try_open(self) -> None:
-        """Open the back end, unless that was tried a moment ago. Then links that have been asked for can be made, or
-        fail."""
+        """Open the back end, unless that was tried a moment ago, or it could not be opened to begin with. Then links that have
+        been asked for can be made, or fail."""
         now = time.monotonic()
-        if now < self._reopen:
+        if now < self._reopen or self.failure is not None:
             return
         self._reopen, self._wait = now + self._wait, min(2 * self._wait, REOPEN_MOST_S)
         asked, self._asked = self._asked, []

@@ -69,8 +69,9 @@ class Movers:
             self._held[link] = number, backend
             return
         if backend not in self._movers:
-            self._movers[backend] = self._make(backend)
-            self._movers[backend].begin()
+            mover = self._make(backend)
+            mover.begin()
+            self._movers[backend] = mover
         self._of[link] = self._movers[backend]
         self._of[link].endpoint(link, number)
 
