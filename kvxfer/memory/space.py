@@ -61,6 +61,9 @@ class Space(ABC):
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
         """Scatter what was packed into ``staged`` at ``at`` over the plan's destination side, which is here."""
 
+    def prepare(self, plan: CopyPlan, side: Side) -> None:  # noqa: B027
+        """Do what can be done before ``pack`` or ``unpack`` of a plan's pieces. Raises ``ValueError`` as they do."""
+
     @abstractmethod
     def checksum(self, plan: CopyPlan, side: Side, after: Fence | None = None) -> Checksum:
         """Position-keyed hash of what the plan moves, read here, on the given side; see ``kvxfer.memory.checksum``.

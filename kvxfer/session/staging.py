@@ -95,6 +95,10 @@ class Staging:
         """Gather the plan's source side into a slot; the fence passes when the bytes are there."""
         return self._space.pack(plan, self._buffer, slot.offset)
 
+    def prepare(self, plan: CopyPlan) -> None:
+        """Get ready to unpack pieces of a plan, while nothing has come yet."""
+        self._space.prepare(plan, "destination")
+
     def unpack(self, plan: CopyPlan, slot: Slot) -> Fence:
         """Scatter a slot into the plan's destination side."""
         return self._space.unpack(plan, self._buffer, slot.offset)

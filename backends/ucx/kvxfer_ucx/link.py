@@ -29,6 +29,10 @@ DRAIN_S = 5.0
 FENCE_INTERVAL_S = 0.00005, 0.0005
 """How often a fence is asked whether it has passed: at first (packing on a GPU takes no longer), and in the end."""
 
+AT_ONCE = 2
+"""Batches of GPU memory that are sent at a time. UCX shares the link among all that it has: more of them would end
+together, and packing and unpacking would not overlap with anything."""
+
 _DATA, _ACK, _WELCOME = 0, 1, 2
 
 
@@ -74,6 +78,10 @@ class Half:
     def done(self) -> bool:
         """Whether UCX has ended all that was posted for it."""
         return (self.data is None or self.data.done()) and (self.ack is None or self.ack.done())
+
+    def sent(self) -> bool:
+        """Whether UCX has ended its message, heard of or not."""
+        return self.data is not None and self.data.done()
 
     def status(self) -> int:
         """What came of it, once ``done``."""
@@ -138,7 +146,7 @@ class Link:
         self._say(_WELCOME, 0, True)
 
     def submit(self, half: Half) -> None:
-        if self._open and self.cause is None and half.after is None and half.nbytes:
+        if self._open and self.cause is None and half.after is None and half.nbytes and self._may(half):
             self._post(half)
         else:
             self._waiting.append(half)
@@ -213,10 +221,18 @@ class Link:
                 self._waiting.append(half)
             elif not half.nbytes:
                 ended.append(Completion(half.number))
-            else:
+            elif self._may(half):
                 self._post(half)
+            else:
+                self._waiting.append(half)
         self._interval = min(2 * self._interval, FENCE_INTERVAL_S[1])
         return ended
+
+    def _may(self, half: Half) -> bool:
+        """Whether it may go now, as far as others are concerned."""
+        if self.plain or half.verb is Verb.RECV:
+            return True
+        return sum(h.verb is Verb.SEND and not h.sent() for h in self._going) < AT_ONCE
 
     def _post(self, half: Half) -> None:
         assert self._connection is not None  # it is open

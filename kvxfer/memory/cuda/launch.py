@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvxfer.geometry import Bundle, Part, Sheet, Template
+from kvxfer.geometry import Bundle, CopyPlan, Part, Sheet, Template
 from kvxfer.geometry.template import Ints
 from kvxfer.memory.checksum import HEAD, LENGTH, TOKEN, cell_keys, fine, spans, word_keys
 from kvxfer.memory.space import Side, Space
@@ -74,6 +74,11 @@ class Launcher:
             *_axes(template, side), spans, span,
             UNIT=unit, ROWS=rows, WORDS=words, PACK=pack, num_warps=_WARPS,
         )  # fmt: skip
+
+    def place(self, plan: CopyPlan, side: Side) -> None:
+        """Put on the device what pieces of a plan have in common. Raises like ``move``."""
+        for sheet in plan.sheets:
+            self._place(sheet, side)
 
     def _place(self, sheet: Sheet, side: Side) -> _Placed:
         """A sheet goes to the device once, whatever pieces it is cut into."""

@@ -48,6 +48,11 @@ class CudaSpace(Space):
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
         return self._move(plan, "destination", staged, at, after)
 
+    def prepare(self, plan: CopyPlan, side: Side) -> None:
+        if self._launcher is not None:
+            with self._on_stream(None):
+                self._launcher.place(plan, side)
+
     def checksum(self, plan: CopyPlan, side: Side, after: Fence | None = None) -> Checksum:
         parts = parts_of(plan)
         if self._launcher is None:

@@ -40,6 +40,7 @@ class Staged(Job):
         self.unpacking: list[_Piece] = []
         self.stranded: list[_Piece] = []  # their slots may still be touched
         self.starving = False  # wants a slot, and there was none
+        self._ready = False  # to unpack
 
     @property
     def submitting(self) -> bool:
@@ -98,6 +99,12 @@ class Staged(Job):
         except Exception:
             self.staging.give(piece.slot)
             raise
+
+    def get_ready(self) -> None:
+        """To be called when the peer has got all that it needs to go on: what is done here then costs no time."""
+        if not self._ready:
+            self._ready = True
+            self.staging.prepare(self.action.plan)
 
     def land(self, piece: _Piece) -> None:
         """A piece has arrived in its slot: begin to unpack it."""
@@ -170,6 +177,7 @@ class StagedRecv(Staged):
         self.settle()
         while (piece := self.begin()) is not None:
             self.one_run(Verb.RECV, piece)
+        self.get_ready()
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
@@ -196,9 +204,14 @@ class StagedServe(Staged):
         return super().complete and not self._packing
 
     def advance(self) -> None:
+        self._announce()
         while (piece := self.begin()) is not None:
             piece.fence = self.pack(piece)
             self._packing.append(piece)
+            self._announce()  # a device packs a piece in less time than it takes to start the next
+
+    def _announce(self) -> None:
+        """Let the consumer have what is packed."""
         for piece in [p for p in self._packing if p.fence is None or p.fence.passed()]:
             self._packing.remove(piece)
             self.held[piece.number] = piece
@@ -262,6 +275,7 @@ class StagedRead(Named):
         while (named := self.next_named()) is not None:
             piece, offset = named
             self.one_run(Verb.READ, piece, remote=offset)
+        self.get_ready()
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
@@ -319,6 +333,7 @@ class StagedLend(Staged):
         while (piece := self.begin()) is not None:
             self.held[piece.number] = piece
             self.sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
+        self.get_ready()
 
     def stop(self, reason: str) -> None:
         super().stop(reason)
