@@ -29,6 +29,7 @@ from kvxfer.session.mover import Mover
 from kvxfer.session.movers import Movers
 from kvxfer.session.producer import Producer
 from kvxfer.session.resolver import Path, Resolver
+from kvxfer.session.tally import SharedTally
 from kvxfer.session.terms import Terms, stager
 from kvxfer.session.values import (
     Abort,
@@ -79,6 +80,7 @@ class Agent:
         cache.check()
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
+        self._tally = SharedTally()
         backends = lineup(config.backend, (r.device for r in cache.regions))
         self._hub = wire.Hub(Security.of(config))
         self._movers = Movers(
@@ -98,9 +100,9 @@ class Agent:
         address = wire.address(config.advertise or config.listen, port)
         self.member = m.Member(address, self.epoch, cache, self._movers.lineup)
         self._consumer = Consumer(config.transfer_timeout)
-        self._producer = Producer(config.lease)
+        self._producer = Producer(config.lease, self._tally)
         self._fences = Fences()
-        self._in = Inbound(self._router, self._movers, cache, self.epoch, config.peer_timeout)
+        self._in = Inbound(self._router, self._movers, cache, self.epoch, config.peer_timeout, self._tally.place)
         self._out = Outbound(self._hub, self._movers, cache, self.epoch, engine, config.peer_timeout)
         self._resolver = Resolver(self._hub, self.member, config.transfer_timeout)
         self._complain = Complaints(log)
@@ -132,8 +134,10 @@ class Agent:
         self._do(partial(self._offer, offer, after))
 
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
-        """Blocks of this generation are given up; whoever has read them will be told not to trust them. ``gone``: for
-        good. Then the transfer ends, with its two events unless they have come before."""
+        """Blocks of this generation are given up; whoever has read them will be told not to trust them. Call it before
+        they are used for something else; once it has returned they may be. ``gone``: for good. Then the transfer ends,
+        with its two events unless they have come before."""
+        self._tally.declare()  # the engine may use the blocks before our thread comes to it
         self._do(partial(self._revoke, transfer, generation, reason, gone))
 
     def renew(self, transfer: TransferId) -> None:
@@ -168,6 +172,7 @@ class Agent:
     def close(self, timeout: float = 5.0) -> None:
         """Stop threads, close sockets and the back end; memory is quiet afterwards. Idempotent."""
         self._closing = True
+        self._tally.declare()
         self._hub.wake()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -175,6 +180,7 @@ class Agent:
         self._movers.close(timeout)
         if not self._thread.is_alive():
             self._hub.close()
+            self._tally.close()
 
     def _do(self, step: Step) -> None:
         self._inbox.append(step)
@@ -399,7 +405,9 @@ class Agent:
 
     def _revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, now: float) -> list[Action]:
         self._fences.forget(transfer, generation)
-        return self._producer.revoke(transfer, generation, reason, gone, now)
+        out = self._producer.revoke(transfer, generation, reason, gone, now)
+        self._tally.take_in()
+        return out
 
     def _renew(self, transfer: TransferId, now: float) -> list[Action]:
         self._producer.renew(transfer, now)

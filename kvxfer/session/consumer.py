@@ -273,8 +273,7 @@ class Consumer:
         lane.asked += 1
         spec, link = f.spec, lane.spec.link
         if lane.state is S.CHECKING:
-            check = m.Check(spec.transfer, lane.attempt, lane.generation, m.pack_checksum(lane.checksum))
-            return [Send(link, check)] if self._links.get(link) is not None else []  # else once there is a link
+            return [Send(link, f.check(lane))] if self._links.get(link) is not None else []  # else once there is a link
         if lane.state is S.WANTING:
             return [Send(link, f.want(lane, now))]
         if lane.state is S.MOVING and lane.error is not None:
@@ -300,6 +299,7 @@ class Consumer:
             return self._fail(f, f"{link_name(lane.spec.link)} sends pieces of another size than was agreed on", now)
         self._questions.cancel(lane.attempt)
         f.heard = now
+        lane.tally = msg.tally if lane.generation < 0 else lane.tally
         lane.generation = msg.generation
         lane.final |= msg.final
         lane.spans[msg.part] = msg.lo, msg.hi
@@ -326,9 +326,13 @@ class Consumer:
         return plan_part(info.planner, src, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final)
 
     def _complete(self, f: Load, lane: Way, now: float) -> list[Action]:
-        """If all parts are here and cover what was wanted: ask whether they can be trusted."""
+        """If all parts are here and cover what was wanted: see, or else ask, whether they can be trusted."""
         if not lane.complete(f.spec.start, f.spec.tokens):
             return []
+        if lane.held(self._links.get(lane.spec.link)):
+            lane.on(E.HELD)
+            # The producer only has to know that we have it. Should it never hear of it, its lease ends.
+            return [*self._delivered(f, now), Send(lane.spec.link, f.check(lane))]
         lane.on(E.COMPLETE)
         lane.asked = 0
         return self._ask(f, lane, now)
@@ -338,6 +342,9 @@ class Consumer:
             return []
         self._questions.cancel(lane.attempt)
         lane.owed = False
+        return self._delivered(f, now)
+
+    def _delivered(self, f: Load, now: float) -> list[Action]:
         if all(x.state is S.DELIVERED for x in (f.lanes or {}).values()):
             return self._end(f, Outcome(Kind.DELIVERED), now)
         return self._release(f)

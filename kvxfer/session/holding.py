@@ -55,6 +55,7 @@ class Serve:
     part: int = 0
     final: bool = False
     generation: int = -1
+    tally: int = -1  # when its first part was announced
     again: bool = False  # what Gone will say
     reason: str = ""
     unsent: dict[PartRef, m.Have] = field(default_factory=dict)  # write: told when the bytes are there
@@ -148,7 +149,7 @@ def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan, hi: int, 
     ref = PartRef("producer", serve.link, want.transfer, want.attempt, number)
     have = m.Have(
         want.transfer, want.attempt, offer.generation, number, serve.sent, hi, final,
-        tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, piece_bytes(plan, info),
+        tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, piece_bytes(plan, info), serve.tally,
     )  # fmt: skip
     serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
     link.stream += 1

@@ -51,6 +51,7 @@ class LaneEvent(enum.StrEnum):
     LINK_DOWN = "link lost for good"
     HAVE = "have"
     COMPLETE = "all parts complete"
+    HELD = "all parts complete, seen to have held"
     VERDICT = "verdict"
     GONE = "gone"
     GONE_AGAIN = "gone, may come again"
@@ -69,6 +70,7 @@ LANE: Life[LaneState, LaneEvent] = Life(
         (_L.WANTING, _e.HAVE): _L.MOVING,
         (_L.MOVING, _e.HAVE): _L.MOVING,
         (_L.MOVING, _e.COMPLETE): _L.CHECKING,
+        (_L.MOVING, _e.HELD): _L.DELIVERED,
         (_L.CHECKING, _e.VERDICT): _L.DELIVERED,
         **{(s, _e.LINK_RESET): _L.PAUSED for s in (_L.WANTING, _L.MOVING)},
         **{(s, _e.GONE_AGAIN): _L.PAUSED for s in _TRIED},
@@ -80,7 +82,7 @@ LANE: Life[LaneState, LaneEvent] = Life(
         "the attempt that it speaks of is over": _pairs(
             (_L.LINKING, _L.PAUSED), (_e.HAVE, _e.VERDICT, _e.GONE, _e.GONE_AGAIN)
         ),
-        "the outcome stands": _pairs(_OVER, set(_e) - {_e.COMPLETE, _e.QUIET, _e.LINK_UP}),
+        "the outcome stands": _pairs(_OVER, set(_e) - {_e.COMPLETE, _e.HELD, _e.QUIET, _e.LINK_UP}),
         "the verdict is asked for once all parts are here": _pairs((_L.WANTING, _L.MOVING), (_e.VERDICT,)),
         "the parts cover all that is wanted": frozenset({(_L.CHECKING, _e.HAVE)}),
         "the bytes are here: the question is put again over the next link": frozenset({(_L.CHECKING, _e.LINK_RESET)}),
@@ -88,7 +90,7 @@ LANE: Life[LaneState, LaneEvent] = Life(
     },
     never={
         "links come up under lanes that wait for one": _pairs(set(_L) - {_L.LINKING}, (_e.LINK_UP,)),
-        "only moving parts complete": _pairs(set(_L) - {_L.MOVING}, (_e.COMPLETE,)),
+        "only moving parts complete": _pairs(set(_L) - {_L.MOVING}, (_e.COMPLETE, _e.HELD)),
         "only a paused lane waits for quiet": _pairs(set(_L) - {_L.PAUSED}, (_e.QUIET,)),
     },
 )

@@ -20,6 +20,7 @@ from kvxfer.session import messages as m
 from kvxfer.session import wire
 from kvxfer.session.movers import Movers
 from kvxfer.session.results import Broken, Connected, Endpoint
+from kvxfer.session.tally import Sight
 from kvxfer.session.terms import admit
 from kvxfer.session.values import LinkId, LinkInfo, PartRef, link_name
 
@@ -56,9 +57,11 @@ class _In:
 class Inbound:
     """Links that consumers have dialled to us, by their socket identity."""
 
-    def __init__(self, router: wire.Socket, movers: Movers, cache: Cache, epoch: int, silence: float) -> None:
+    def __init__(
+        self, router: wire.Socket, movers: Movers, cache: Cache, epoch: int, silence: float, tally: str
+    ) -> None:  # fmt: skip
         self._router, self._movers, self._cache = router, movers, cache
-        self._epoch, self._silence = epoch, silence
+        self._epoch, self._silence, self._tally = epoch, silence, tally
         self._links: dict[LinkId, _In] = {}
 
     def receive(self, frames: list[bytes], now: float) -> tuple[LinkId, m.Message] | None:
@@ -129,7 +132,8 @@ class Inbound:
             return Lost(why, False)
         assert known.info is not None
         known.up = True
-        self.send(link, m.Welcome(self._epoch, known.mine, known.info.piece_bytes, known.info.integrity))
+        info = known.info
+        self.send(link, m.Welcome(self._epoch, known.mine, info.piece_bytes, info.integrity, self._tally))
         return known.info
 
     def send(self, link: LinkId, msg: m.Message) -> None:
@@ -210,6 +214,7 @@ class _Out:
     mine: bytes = b""
     piece_bytes: int = 0
     integrity: Integrity = "off"
+    tally: Sight | None = None
 
 
 class Outbound:
@@ -278,7 +283,8 @@ class Outbound:
             return None
         o.up = True
         planner = Planner(o.target.cache, self._cache, o.target.claims)
-        return LinkInfo(self._movers.terms(o.backend).mode, planner, o.target.epoch, o.piece_bytes, integrity=o.integrity)
+        mode = self._movers.terms(o.backend).mode
+        return LinkInfo(mode, planner, o.target.epoch, o.piece_bytes, integrity=o.integrity, tally=o.tally)
 
     def receive(self, ready: set[wire.Socket], now: float) -> Iterator[tuple[LinkId, m.Message | Lost]]:
         """Messages for the consumer's machine or the mover. Links may be dropped and dialled meanwhile."""
@@ -302,7 +308,7 @@ class Outbound:
                         except PeerError as e:
                             yield link, Lost(f"its welcome: {e}", again=False)
                             break
-                        o.piece_bytes, o.integrity = msg.piece_bytes, msg.integrity
+                        o.piece_bytes, o.integrity, o.tally = msg.piece_bytes, msg.integrity, Sight.of(msg.tally)
                         self._movers.connect(link, o.number, o.mine, msg.endpoint)
                     case m.Refused(backend=True) if not o.up:
                         lost = self._without(o, f"it refused: {msg.reason}", now)

@@ -8,7 +8,7 @@ from kvxfer.geometry import CopyPlan
 from kvxfer.session import messages as m
 from kvxfer.session.life import LANE, LaneEvent, LaneState
 from kvxfer.session.parts import covered
-from kvxfer.session.values import Fetch, Lane, LinkId, Outcome, PartRef
+from kvxfer.session.values import Fetch, Lane, LinkId, LinkInfo, Outcome, PartRef
 
 __all__ = ["Load", "Way"]
 
@@ -21,6 +21,7 @@ class Way:
     state: LaneState = LaneState.LINKING
     attempt: int = 0  # the last one begun; void when the state is PAUSED or FAILED
     generation: int = -1
+    tally: int = -1  # the producer's, when it announced the first part
     final: bool = False
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> tokens, of the parts announced
     flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
@@ -41,7 +42,7 @@ class Way:
 
     def begin(self, attempt: int, owed: bool) -> None:
         """The next attempt: nothing is left of the one before."""
-        self.attempt, self.generation, self.final, self.error = attempt, -1, False, None
+        self.attempt, self.generation, self.tally, self.final, self.error = attempt, -1, -1, False, None
         self.owed, self.asked, self.checksum = owed, 0, 0
         self.spans.clear()
         self.to_hash.clear()
@@ -54,6 +55,12 @@ class Way:
         """Whether all parts are here and cover what is wanted."""
         whole = self.final and covered(self.spans.values(), start, tokens)
         return whole and not self.flight and self.error is None
+
+    def held(self, info: LinkInfo | None) -> bool:
+        """Whether all that is here can be seen to be good, so that nobody has to be asked."""
+        if info is None or info.tally is None or info.integrity != "off" or self.owed:
+            return False
+        return info.tally() == self.tally
 
 
 @dataclass
@@ -73,6 +80,10 @@ class Load:
         s = self.spec
         blocks, left = tuple(m.pack_blocks(b) for b in s.blocks), max(self.deadline - now, 0.0)
         return m.Want(s.transfer, lane.attempt, s.digest, s.start, s.tokens, blocks, lane.spec.readers, left)
+
+    def check(self, lane: Way) -> m.Check:
+        """What a lane says when all is here."""
+        return m.Check(self.spec.transfer, lane.attempt, lane.generation, m.pack_checksum(lane.checksum))
 
     @property
     def quiet(self) -> bool:

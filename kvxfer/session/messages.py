@@ -88,12 +88,13 @@ class Hello(_Base, frozen=True, tag="hello"):
 
 class Welcome(_Base, frozen=True, tag="welcome"):
     """The producer's half of the hello. ``piece_bytes``, ``integrity``: as agreed: the smaller size of a staged piece,
-    the stricter check."""
+    the stricter check. ``tally``: where the producer's is, for consumers on its host."""
 
     epoch: Number
     endpoint: bytes
     piece_bytes: Count
     integrity: Integrity = "off"
+    tally: Annotated[str, Meta(max_length=100)] = ""
 
 
 class Refused(_Base, frozen=True, tag="refused"):
@@ -133,7 +134,7 @@ class Have(_Base, frozen=True, tag="have"):
 
     What it means for the bytes depends on the link's verb. Read: take them. Send: they come on ``stream`` onwards.
     Write: they are in your memory, or, staged, will be written where you lend slots. ``piece_bytes`` is 0 for direct runs,
-    else the part comes packed in pieces.
+    else the part comes packed in pieces. ``tally``: what it was when the attempt's first part was announced.
     """
 
     transfer: TransferId
@@ -146,6 +147,7 @@ class Have(_Base, frozen=True, tag="have"):
     blocks: tuple[bytes, ...]
     stream: Count
     piece_bytes: Count
+    tally: Number = -1
 
 
 class Slot(_Base, frozen=True, tag="slot"):

@@ -14,6 +14,7 @@ from kvxfer.session import messages as m
 from kvxfer.session.holding import Holding, Key, Link, Over, Serve, announce, follows, unfit, words
 from kvxfer.session.life import ServeEvent, ServeState
 from kvxfer.session.parts import Table, aligned, cuts, plan_part
+from kvxfer.session.tally import Tally
 from kvxfer.session.timers import Recent, Timers
 from kvxfer.session.values import (
     Action,
@@ -46,11 +47,13 @@ class Producer:
     """All holdings of one agent. Not thread-safe; every method returns the actions it asks for.
 
     ``lease``: seconds for which an offer is kept with nobody asking for it, and for which answers are remembered.
+    ``tally``: counts what is given up that was announced.
     ``corrupt``: how often other bytes arrived than were sent.
     """
 
-    def __init__(self, lease: float) -> None:
+    def __init__(self, lease: float, tally: Tally | None = None) -> None:
         self._lease = lease
+        self._tally = tally or Tally()
         self.corrupt = 0
         self._holdings: dict[TransferId, Holding] = {}
         self._serves: dict[Key, Serve] = {}  # those of holdings that have ended included
@@ -122,6 +125,7 @@ class Producer:
         out: list[Action] = []
         for serve in [s for s in self._serves.values() if s.link == link]:
             if serve.on(E.LINK_DOWN):
+                self._forsake(serve)
                 self._lend(serve.holding, now)
             out += serve.aborts + self._drop_if_over(serve, now)
         return out
@@ -282,6 +286,8 @@ class Producer:
         except PlanError as e:
             return self._stop(serve, f"the block tables do not join: {e}", False, now)
         out: list[Action] = []
+        if serve.tally < 0:
+            serve.tally = self._tally.taken_in
         ends = cuts(serve.sent, hi, plan, info)
         for end in ends:
             if serve.part >= m.MAX_PARTS:
@@ -348,10 +354,16 @@ class Producer:
         """End one serve, unless it has ended: abort what moves, and say Gone once nothing of ours moves any more."""
         if not serve.on(E.STOP):
             return []
+        self._forsake(serve)
         serve.reason, serve.again = reason, again
         serve.unsent.clear()
         self._budgets.set(serve.key, now + self._lease)
         return serve.aborts + self._say_gone(serve, now)
+
+    def _forsake(self, serve: Serve) -> None:
+        """What was announced to this consumer can be trusted no more."""
+        if serve.tally >= 0:
+            self._tally.count()
 
     def _say_gone(self, serve: Serve, now: float) -> list[Action]:
         if serve.state is not S.ENDING or not serve.quiet:

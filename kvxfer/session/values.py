@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,7 +140,7 @@ class LinkInfo:
 
     ``peer``: the other agent's epoch. ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose
     template rows are shorter than ``stage_below`` bytes on average goes staged (0: never). ``integrity``: how much of
-    what moves is hashed on both sides.
+    what moves is hashed on both sides. ``tally``: consumer, what the producer's is now, where it can be seen from here.
     """
 
     mode: Mode
@@ -149,6 +149,7 @@ class LinkInfo:
     piece_bytes: int = 0
     stage_below: int = 0
     integrity: Integrity = "off"
+    tally: Callable[[], int] | None = None
 
 
 # --- actions: what a machine asks its shell to do ------------------------------------------------------------------

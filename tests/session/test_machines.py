@@ -16,19 +16,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from kvxfer.session import parts
 from kvxfer.session.life import LANE, SERVE, Life
 from tests.session.world import Script, Setting, World
-from tests.session.world.base import RANKS, TRANSFERS
+from tests.session.world.base import LEASE, RANKS, TRANSFERS
 
 SETTINGS = {
     "read": Setting("read"),
+    "read, tally seen": Setting("read", seen=True),
+    "read, tally seen, short lease": Setting("read", seen=True, lease=2.5),
     "staged read": Setting("read", staged=True),
+    "staged read, tally seen": Setting("read", staged=True, seen=True),
     "write": Setting("write"),
     "staged write": Setting("write", staged=True),
     "sendrecv": Setting("sendrecv"),
+    "sendrecv, tally seen": Setting("sendrecv", seen=True),
     "read, hashed": Setting("read", integrity="full"),
     "write, hashed": Setting("write", integrity="full"),
     "sendrecv, a sample hashed": Setting("sendrecv", integrity="sample"),
     "read, abort by peer": Setting("read", scope="peer"),
-    "write, abort by peer": Setting("write", scope="peer"),
+    "write, abort by peer, tally seen": Setting("write", scope="peer", seen=True),
     "staged write, abort by peer, hashed": Setting("write", staged=True, scope="peer", integrity="full"),
     "sendrecv, abort by peer": Setting("sendrecv", scope="peer"),
 }
@@ -99,6 +103,7 @@ def test_a_connection_that_breaks_costs_nothing_while_no_bytes_move(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even when all bytes are here, and the producer's last word is lost with the link."""
+    setting = replace(setting, lease=LEASE)
     for module in ("world", "engines"):  # so that there is time for all of it
         monkeypatch.setattr(f"tests.session.world.{module}.TIMEOUT", 20.0)
     for moment in range(60):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Rank, Region, View
 from kvxfer.identity import TransferId
+from kvxfer.session.tally import Tally
 from kvxfer.session.values import PartRef
 from kvxfer.transport import Verb
 
@@ -37,13 +40,15 @@ def check(condition: Any, what: str) -> None:
 @dataclass(frozen=True)
 class Setting:
     """``mode``: the verb of the links. ``staged``: parts go through staging memory. ``scope``: what an abort ends.
-    ``faults``: whether anything goes wrong. ``integrity``: what is hashed."""
+    ``faults``: whether anything goes wrong. ``integrity``: what is hashed. ``seen``: consumers see producers' tallies."""
 
     mode: str
     staged: bool = False
     scope: str = "batch"
     faults: bool = True
     integrity: str = "off"
+    seen: bool = False
+    lease: float = LEASE
 
 
 class Script:
@@ -95,6 +100,8 @@ class Agent:
     tries: dict[int, object] = field(default_factory=dict)  # consumer: attempt -> owner of its blocks
     links: dict[Any, Link] = field(default_factory=dict)
     alive: bool = True
+    tally: Tally = field(default_factory=Tally)  # producer
+    inbox: deque[Callable[[], None]] = field(default_factory=deque)  # what the engine has said and the machine not heard
 
     def take(self, n: int, owner: object) -> list[int] | None:
         if len(self.free) < n:

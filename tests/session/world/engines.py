@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.identity import Source, TransferId
-from kvxfer.session.values import Ended, Fetch, Offered, Released
+from kvxfer.session.values import Action, Ended, Fetch, Offered, Released
 from tests.session.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, TIMEOUT, UNIT, Agent, check, content
 
 if TYPE_CHECKING:
@@ -95,13 +95,20 @@ class ProducerEngine:
         life.tokens, life.told = max(life.tokens, tokens), life.generation
         table = np.array(life.blocks[: -(-tokens // P_TOKENS)], np.int64)
         offer = Offered(transfer, b"digest", life.generation, tokens, (table,), tokens == life.total)
-        self.world.perform(agent, agent.machine.offer(offer, self.world.now))
+        self.world.say(agent, lambda: agent.machine.offer(offer, self.world.now))
 
     def _revoke(self, r: int, life: Life, reason: str, gone: bool) -> None:
         agent = self.world.producers[r]
         life.told, life.over = life.generation, life.over or gone
-        call = agent.machine.revoke(life.transfer, life.generation, reason, gone, self.world.now)
-        self.world.perform(agent, call)
+        transfer, generation = life.transfer, life.generation
+
+        def call() -> list[Action]:
+            actions = agent.machine.revoke(transfer, generation, reason, gone, self.world.now)
+            agent.tally.take_in()
+            return actions
+
+        agent.tally.declare()
+        self.world.say(agent, call)
 
     def _preempt(self, r: int, transfer: TransferId, again: int) -> None:
         """The blocks are taken away at once, and the request is computed anew in others."""
@@ -140,10 +147,11 @@ class ProducerEngine:
         r = agent.rank
         if not agent.alive or self.lives[r].get(life.transfer) is not life:
             return
-        self._revoke(r, life, "all is read", gone=True)
         if generation == life.generation:
             agent.give(life.blocks)
             del self.lives[r][life.transfer]
+        else:
+            self._revoke(r, life, "all is read", gone=True)
 
 
 @dataclass

@@ -57,8 +57,9 @@ class Network:
     def _info(self, link: Link) -> LinkInfo:
         claims = (Claim(0, 0, (f"layer.{link.producer.rank}",), 0, 1),)
         planner = Planner(link.producer.cache, link.consumer.cache, claims)
-        setting = self.world.setting
-        return LinkInfo(setting.mode, planner, link.consumer.epoch, 16, 1 << 40 if setting.staged else 0, setting.integrity)  # type: ignore[arg-type]
+        setting, tally = self.world.setting, link.producer.tally
+        below, seen = 1 << 40 if setting.staged else 0, (lambda: tally.declared) if setting.seen else None
+        return LinkInfo(setting.mode, planner, link.consumer.epoch, 16, below, setting.integrity, seen)  # type: ignore[arg-type]
 
     def close(self, agent: Agent, name: Any) -> None:
         if agent.role == "producer":
@@ -93,6 +94,11 @@ class Network:
             link.cut = True
             self.world.later(SILENCE, None, lambda: self._lost(link, "silent", again))
             self.world.later(SILENCE, None, lambda: self._lost_at_producer(link, "silent"))
+
+    def forget(self, link: Link) -> None:
+        """The producer gives a link up of which it hears nothing (the consumer was stopped, say). The connection of the
+        back end is closed on one side only: what is being read goes on."""
+        self._lost_at_producer(link, "silent")
 
     def _lost(self, link: Link, reason: str, again: bool = False) -> None:
         """The consumer's shell counts a link as lost."""
@@ -135,6 +141,7 @@ class Network:
             if to.links.get(link.name) is link and link.up_c:
                 self.world.perform(to, to.machine.message(link.name, msg, self.world.now))
         elif link.up_p:
+            self.world.drain(to)
             self.world.perform(to, to.machine.message(link.id, msg, self.world.now))
         else:  # forgotten here: the consumer is told to dial anew
             self.world.later(LATEST, None, lambda: self._lost(link, "not known any more", again=True))

@@ -13,6 +13,7 @@ from kvxfer.geometry import Rank
 from kvxfer.identity import Source
 from kvxfer.session.consumer import Consumer
 from kvxfer.session.producer import Producer
+from kvxfer.session.tally import Tally
 from kvxfer.session.values import (
     Abort,
     Acquit,
@@ -34,7 +35,6 @@ from tests.session.world.base import (
     D_TOKENS,
     GARBAGE,
     LATEST,
-    LEASE,
     P_TOKENS,
     RANKS,
     RETRY,
@@ -71,7 +71,8 @@ class World:
     def _producer(self, rank: int) -> Agent:
         memory = np.full(BLOCKS * P_TOKENS * UNIT, GARBAGE, np.uint8)
         cache = make_cache(memory, (f"layer.{rank}",), P_TOKENS, rank)
-        return Agent("producer", rank, Producer(LEASE), memory, cache, next(self.epochs))
+        tally = Tally()
+        return Agent("producer", rank, Producer(self.setting.lease, tally), memory, cache, next(self.epochs), tally=tally)
 
     def _consumer(self, rank: int) -> Agent:
         memory = np.full(RANKS * BLOCKS * D_TOKENS * UNIT, GARBAGE, np.uint8)
@@ -121,6 +122,20 @@ class World:
                     self.network.close(agent, name)
                 case Resolve(source=source):
                     self.later(2 * LATEST, ("resolve", agent.epoch), lambda source=source: self._resolve(agent, source))
+
+    def say(self, agent: Agent, call: Callable[[], list[Action]]) -> None:
+        """An engine's call, which the machine hears of a little later, in its order."""
+        agent.inbox.append(lambda: self.perform(agent, call()))
+        self.later(LATEST / 4, ("inbox", agent.epoch), lambda: self.hear(agent))
+
+    def hear(self, agent: Agent) -> None:
+        if agent.inbox:
+            agent.inbox.popleft()()
+
+    def drain(self, agent: Agent) -> None:
+        """The machine hears all that its engine has said so far."""
+        while agent.inbox:
+            self.hear(agent)
 
     def _hash(self, agent: Agent, action: Hash) -> None:
         """Reads at some time; what it finds then is told later. Sooner or later: the thread has much to do."""
@@ -213,7 +228,9 @@ class World:
             self.decodes.cancel()
         elif choice < 62 and s.chance(96):
             links = [x for c in self.consumers for x in c.links.values() if not x.cut]
-            if links:
+            if links and s.chance(64):
+                self.network.forget(links[s.pick(len(links))])
+            elif links:
                 self.network.cut(links[s.pick(len(links))], again=bool(s.pick(2)))
         elif choice == 62 and s.chance(32):
             self.crash("producer" if s.pick(2) else "consumer")
@@ -243,7 +260,7 @@ class World:
 
     def _settle(self) -> None:
         for _ in range(8):
-            self.elapse(TIMEOUT + LEASE)
+            self.elapse(TIMEOUT + self.setting.lease)
         check(self.prefills.ended == self.prefills.released, "outcomes without a release")
         check(not self.decodes.wishes, f"fetches that never ended: {list(self.decodes.wishes)}")
         for a in self.agents:

@@ -1,0 +1,231 @@
+"""The tally: read by others, and changed by whatever makes announced bytes doubtful before anybody can act on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.geometry import Claim, Planner
+from kvxfer.identity import TransferId
+from kvxfer.session import Ended, Kind, Offered
+from kvxfer.session import messages as m
+from kvxfer.session.links import Sight
+from kvxfer.session.producer import Producer
+from kvxfer.session.tally import SharedTally, Tally
+from kvxfer.session.values import Action, LinkInfo, Moved, PartRef, Report, Send
+from kvxfer.testing.fake import Network
+from tests.session.conftest import Engine, fetch, make_cache, offered
+
+T = TransferId("router/1/x", 0)
+LEASE = 10.0
+
+
+@pytest.fixture
+def tally() -> Any:
+    made = SharedTally()
+    yield made
+    made.close()
+
+
+def test_it_is_seen_from_another_process(tally: SharedTally) -> None:
+    for _ in range(3):
+        tally.declare()
+    code = "import sys; from kvxfer.session.tally import Sight; print(Sight(sys.argv[1])())"
+    assert subprocess.check_output([sys.executable, "-c", code, tally.place], text=True).split() == ["3"]
+
+
+def test_what_is_declared_is_seen_at_once_and_the_last_count_stays(tally: SharedTally) -> None:
+    sight = Sight(tally.place)
+    assert sight() == tally.declared == tally.taken_in == 0
+    tally.declare()
+    assert (sight(), tally.taken_in) == (1, 0)
+    tally.count()
+    assert (sight(), tally.taken_in) == (2, 1)
+    tally.close()
+    tally.close()
+    tally.declare()
+    assert sight() == 2
+
+
+def test_only_a_tally_is_taken_for_one(tally: SharedTally, tmp_path: Any) -> None:
+    pid, fd, token = tally.place.split("/")
+    path = tmp_path / "kvxfer-tally"
+    path.write_bytes(bytes(4096))
+    reading, writing = os.pipe()
+    with path.open() as file:
+        places = [
+            "", "x", f"{pid}/{fd}", f"{pid}/{fd}/{token}0", f"{pid}/{fd}/{'0' * 32}", f"{pid}/99999/{token}",
+            f"{1 << 31}/{fd}/{token}", f"{pid}/{file.fileno()}/{token}", f"{pid}/{reading}/{token}", f"{pid}/0/{token}",
+        ]  # fmt: skip
+        for place in places:
+            assert Sight.of(place) is None, place
+    os.close(reading)
+    os.close(writing)
+    place = tally.place
+    tally.close()
+    assert Sight.of(place) is None
+
+
+@given(place=st.text(max_size=60) | st.from_regex(r"\d{1,10}/\d{1,7}/[0-9a-f]{32}", fullmatch=True))
+def test_nothing_that_a_peer_says_is_mistaken_for_one(place: str) -> None:
+    assert Sight.of(place) is None
+
+
+def test_nothing_is_left_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        made = SharedTally()
+        assert Sight.of(made.place) is not None
+        made.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- what changes it ---------------------------------------------------------------------------------------------------
+
+
+class Party:
+    """A producer's machine with one link, over which a transfer is wanted and offered."""
+
+    def __init__(self, mode: str = "read") -> None:
+        self.tally = Tally()
+        self.machine = Producer(LEASE, self.tally)
+        ours, theirs = (make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2))
+        planner = Planner(ours, theirs, (Claim(0, 0, ours.views[0].layers, 0, 4),))
+        self.machine.link_up(b"link", LinkInfo(mode, planner, peer=7), 0.0)  # type: ignore[arg-type]
+
+    def want(self, attempt: int = 1, seconds: float = 5.0) -> list[Action]:
+        blocks = (m.pack_blocks(np.array([1])),)
+        return self.machine.message(b"link", m.Want(T, attempt, b"d", 0, 4, blocks, 1, seconds), 0.0)
+
+    def offer(self, generation: int = 1) -> list[Action]:
+        offer = Offered(T, b"d", generation, 4, (np.array([2], np.int64),), True)
+        return self.machine.offer(offer, 0.0)
+
+    def announced(self) -> m.Have:
+        actions = [*self.want(), *self.offer()]
+        (have,) = (a.message for a in actions if isinstance(a, Send) and isinstance(a.message, m.Have))
+        return have
+
+
+def test_what_is_announced_carries_a_count_that_holds() -> None:
+    party = Party()
+    party.tally.count()
+    assert party.announced().tally == party.tally.declared == 1
+
+
+def test_nothing_announced_between_a_declaration_and_its_taking_in_is_believed() -> None:
+    """The engine has taken its blocks; the machine still believes that it holds them."""
+    party = Party()
+    party.tally.declare()
+    assert party.announced().tally != party.tally.declared
+    party.machine.revoke(T, 1, "preempted", False, 0.0)
+    party.tally.take_in()
+    again = Party()
+    assert again.announced().tally == again.tally.declared
+
+
+def failed_send(party: Party) -> None:
+    party.machine.moved(Moved(PartRef("producer", b"link", T, 1, 0), "it broke", True, 0), 0.0)
+
+
+ENDS: dict[str, Callable[[Party], Any]] = {
+    "preempted": lambda p: p.machine.revoke(T, 1, "preempted", False, 0.0),
+    "aborted": lambda p: p.machine.revoke(T, 1, "aborted", True, 0.0),
+    "computed anew": lambda p: p.offer(2),
+    "link lost": lambda p: p.machine.link_down(b"link", "silent", 0.0),
+    "dropped": lambda p: p.machine.message(b"link", m.Drop(T, 1, "changed its mind"), 0.0),
+    "wanted anew": lambda p: p.want(2),
+    "out of time": lambda p: p.machine.tick(6.0),
+    "other bytes": lambda p: p.machine.message(b"link", m.Check(T, 1, 1, b"12345678"), 0.0),
+    "another generation": lambda p: p.machine.message(b"link", m.Check(T, 1, 3), 0.0),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_whatever_ends_a_serve_changes_it(how: str) -> None:
+    party = Party()
+    have = party.announced()
+    assert have.tally == party.tally.declared
+    ENDS[how](party)
+    assert have.tally != party.tally.declared
+
+
+def test_a_part_that_cannot_be_sent_changes_it() -> None:
+    party = Party("sendrecv")
+    have = party.announced()
+    failed_send(party)
+    assert have.tally != party.tally.declared
+
+
+def test_what_goes_well_or_was_never_announced_does_not() -> None:
+    party = Party()
+    have = party.announced()
+    said = party.machine.message(b"link", m.Check(T, 1, 1), 0.0)
+    assert any(isinstance(a, Report) for a in said)
+    assert have.tally == party.tally.declared
+    waiting = Party()
+    waiting.want()
+    waiting.machine.link_down(b"link", "silent", 0.0)
+    assert waiting.tally.declared == 0
+
+
+# --- agents ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["send", "recv"]])
+def test_a_producer_that_can_be_seen_need_not_answer(engine, monkeypatch: pytest.MonkeyPatch, verbs: list[str]) -> None:
+    """Nor be running by then. One that cannot be seen is asked; a producer that writes always is."""
+    p, d = pair(engine, {"verbs": verbs})
+    monkeypatch.setattr(Producer, "_check", lambda *_: [])
+    assert deliver(p, d, T).outcome.kind is Kind.DELIVERED
+    assert (d.block(5) == p.block(3)).all()
+    monkeypatch.setattr(Sight, "of", lambda place: None)
+    other = engine({"verbs": verbs, "network": p.net}, transfer_timeout=0.5)
+    assert deliver(p, other, TransferId("router/1/y", 0)).outcome.kind is Kind.FAILED
+
+
+def test_a_producer_hears_of_what_its_consumer_has_seen(engine) -> None:
+    p, d = pair(engine, {"verbs": ["read"]})
+    deliver(p, d, T)
+    (ended,) = p.wait(Ended)
+    assert ended.outcome.kind is Kind.DELIVERED and ended.seconds < 4.0
+
+
+def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine uses the blocks at once, and the consumer is not told Delivered."""
+    p, d = pair(engine, {"verbs": ["read"]}, transfer_timeout=1.0)
+    p.net.delay_s = 0.3
+    p.agents[0].offer(offered([3], 4, transfer=T))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+    while not p.agents[0]._producer._serves:  # announced, and being read
+        pass
+    monkeypatch.setattr(Producer, "revoke", lambda *_: [])  # as if it had not come to it
+    monkeypatch.setattr(Producer, "_check", lambda *_: [])
+    p.agents[0].revoke(T, 1, "preempted", False)
+    p.memories[0][:] = 0
+    (ended,) = d.wait(Ended)
+    assert ended.outcome.kind is Kind.FAILED, ended
+
+
+def pair(engine: Callable[..., Engine], options: dict[str, Any], **config: Any) -> tuple[Engine, Engine]:
+    """Two engines on a network of their own."""
+    net = Network()
+    p = engine({**options, "network": net}, seed=1)
+    d = engine({**options, "network": net}, **config)
+    p.net = net  # type: ignore[attr-defined]
+    return p, d
+
+
+def deliver(p: Engine, d: Engine, transfer: TransferId) -> Ended:
+    p.agents[0].offer(offered([3], 4, transfer=transfer))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer))
+    (ended,) = d.wait(Ended)
+    return ended
