@@ -53,15 +53,16 @@ class CopyPlan:
         """Materialised, coalesced runs for a back end that wants them. Both sides get the same list."""
         return materialise(self.sheets)
 
-    def split(self, max_bytes: int) -> Iterator[CopyPlan]:
-        """Pieces of at most ``max_bytes``, which staging slots and pipelines are filled with. Both sides cut a plan
-        alike; each piece has a stream of its own, and these together need not be the plan's."""
+    def split(self, max_bytes: int, first: int = 0) -> Iterator[CopyPlan]:
+        """Pieces of at most ``max_bytes``, which staging slots and pipelines are filled with; the first one of at most
+        ``first``, if that is given and no segment is larger. Both sides cut a plan alike; each piece has a stream of its
+        own, and these together need not be the plan's."""
         if max_bytes <= 0:
             raise ValueError(f"pieces of {max_bytes} bytes hold nothing")
         held: list[Sheet] = []
         room = max_bytes
-        for sheet in self.sheets:
-            for piece in sheet.split(max_bytes):
+        for i, sheet in enumerate(self.sheets):
+            for piece in sheet.split(max_bytes, 0 if i else first):
                 if piece.nbytes > room:
                     yield CopyPlan(tuple(held))
                     held, room = [], max_bytes

@@ -80,14 +80,15 @@ class Sheet:
         size = pitch * len(self.template)
         return np.cumsum(size) - size, pitch
 
-    def split(self, max_bytes: int) -> Iterator[Sheet]:
+    def split(self, max_bytes: int, first: int = 0) -> Iterator[Sheet]:
         """Pieces of at most ``max_bytes`` each, which together are this sheet: by segments; where one segment is larger,
-        by cells and axes; where one row is larger, inside it."""
+        by cells and axes; where one row is larger, inside it. ``first``: of the first piece, where segments allow it."""
         if not len(self.counts):
             return
         t, longest = self.template, int(self.counts.max())
         if len(t) * t.unit * longest <= max_bytes:
-            for lo, hi in _cuts(self.row_bytes * len(t), max_bytes):
+            head = first if len(t) * t.unit * longest <= first else max_bytes
+            for lo, hi in _cuts(self.row_bytes * len(t), max_bytes, head):
                 yield Sheet(t, self.src_at[lo:hi], self.dst_at[lo:hi], self.counts[lo:hi], self, lo)
         elif len(t.src_cells) > 1:
             step = max(1, max_bytes // (len(t) // len(t.src_cells) * t.unit * longest))
@@ -161,10 +162,11 @@ def _joined(src: Ints, dst: Ints, length: Ints) -> Runs:
     return Runs(src[first], dst[first], src[last] + length[last] - src[first])
 
 
-def _cuts(sizes: Ints, limit: int) -> Iterator[tuple[int, int]]:
-    """Split a list of sizes into consecutive ranges whose sums stay within ``limit``; no size may exceed it."""
-    ends, lo, base = np.cumsum(sizes), 0, 0
+def _cuts(sizes: Ints, limit: int, first: int) -> Iterator[tuple[int, int]]:
+    """Split a list of sizes into consecutive ranges whose sums stay within ``limit``, that of the first within ``first``; no
+    size may exceed either."""
+    ends, lo, base, room = np.cumsum(sizes), 0, 0, first
     while lo < len(sizes):
-        hi = int(np.searchsorted(ends, base + limit, side="right"))
+        hi = int(np.searchsorted(ends, base + room, side="right"))
         yield lo, hi
-        lo, base = hi, int(ends[hi - 1])
+        lo, base, room = hi, int(ends[hi - 1]), limit

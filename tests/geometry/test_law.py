@@ -126,12 +126,15 @@ def test_both_sides_derive_the_same_from_what_they_exchange(case: Case) -> None:
 
 
 @LAW
-@given(cases(), st.integers(1, 200))
-def test_pieces_are_exactly_the_whole(case: Case, limit: int) -> None:
+@given(cases(), st.integers(1, 200), st.floats(0, 1))
+def test_pieces_are_exactly_the_whole(case: Case, limit: int, share: float) -> None:
+    first = int(limit * share)
     for p, c, claims in links(case):
         made = plan(case, p, c, claims)
-        pieces = list(made.split(limit))
+        pieces = list(made.split(limit, first))
         assert all(0 < piece.nbytes <= limit for piece in pieces)
+        if pieces and first and all(len(s.template) * int(s.row_bytes.max()) <= first for s in made.sheets):
+            assert pieces[0].nbytes <= first
         found: dict[int, int] = {}
         for piece in pieces:
             part = mapping(piece)

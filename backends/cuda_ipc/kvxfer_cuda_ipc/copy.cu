@@ -66,7 +66,7 @@ __device__ __forceinline__ void copy(const Work& w) {
 }
 
 #define KERNEL(BYTES, WORD, STEPS) \
-    extern "C" __global__ void __launch_bounds__(512) copy##BYTES##x##STEPS(const Work w) { copy<WORD, STEPS>(w); }
+    extern "C" __global__ void __launch_bounds__(1024) copy##BYTES##x##STEPS(const Work w) { copy<WORD, STEPS>(w); }
 #define KERNELS(BYTES, WORD) \
     KERNEL(BYTES, WORD, 1) KERNEL(BYTES, WORD, 2) KERNEL(BYTES, WORD, 4) KERNEL(BYTES, WORD, 8)
 

@@ -24,8 +24,9 @@ SLOTS = 8
 
 SEGMENT_BYTES = 3 * 8
 ARENA_BYTES = 16 * MOST_ROWS * 16
-THREADS = 512
-"""Of a block; the kernels are compiled for it."""
+THREADS = 1024
+"""Of a block; the kernels are compiled for it. As many as there can be: what counts is how much is under way across the link,
+and few blocks leave most multiprocessors to others."""
 
 CLOSE_S = 10.0
 

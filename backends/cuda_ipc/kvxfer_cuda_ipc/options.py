@@ -15,13 +15,13 @@ __all__ = ["Options"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``engine``: ``kernel`` copies with a kernel on ``ctas`` blocks of 512 threads, each of which keeps a
+    """``engine``: ``kernel`` copies with a kernel on ``ctas`` blocks of 1024 threads, each of which keeps a
     multiprocessor busy while it lasts; ``copy`` leaves it to the GPU's copy engines, which cost no multiprocessor and
     much time for each run.
     """
 
     engine: Literal["kernel", "copy"] = "kernel"
-    ctas: Annotated[int, Meta(ge=1, le=1024)] = 16
+    ctas: Annotated[int, Meta(ge=1, le=1024)] = 12
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Options:

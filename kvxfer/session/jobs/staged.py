@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,13 @@ class _Piece:
     fence: Fence | None = None
 
 
+def _pieces(action: Move) -> Iterator[CopyPlan]:
+    """The same on both sides. Of many the first is half as long, so that those behind it follow each other at a distance:
+    a library that shares its link among two of equal length ends both at once, and then stands still."""
+    nbytes = action.piece_bytes
+    return action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
+
+
 class Staged(Job):
     """What all staged jobs share: the pieces still to begin, and the slots they hold."""
 
@@ -34,7 +42,7 @@ class Staged(Job):
         if wire.staging is None:
             raise TransportError("a staged part needs staging memory, and there is none")
         self.staging = wire.staging
-        self._rest = enumerate(action.plan.split(action.piece_bytes))
+        self._rest = enumerate(_pieces(action))
         self.ahead = next(self._rest, None)  # the number and plan of the piece to begin next
         self.held: dict[int, _Piece] = {}  # batch or piece number -> the piece that holds a slot
         self.unpacking: list[_Piece] = []
