@@ -60,10 +60,10 @@ class CopyPlan:
         if max_bytes <= 0:
             raise ValueError(f"pieces of {max_bytes} bytes hold nothing")
         held: list[Sheet] = []
-        room = max_bytes
+        room = first or max_bytes
         for i, sheet in enumerate(self.sheets):
             for piece in sheet.split(max_bytes, 0 if i else first):
-                if piece.nbytes > room:
+                if held and piece.nbytes > room:
                     yield CopyPlan(tuple(held))
                     held, room = [], max_bytes
                 held.append(piece)
