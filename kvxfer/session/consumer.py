@@ -154,7 +154,7 @@ class Consumer:
 
     def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
         """A message from the producer rank behind ``link``. Anything late, repeated or unknown changes nothing."""
-        if not isinstance(msg, m.Have | m.Verdict | m.Gone):
+        if not isinstance(msg, m.Have | m.Sum | m.Verdict | m.Gone):
             return []
         f, lane = self._tries.get(msg.attempt, (None, None))
         if f is None or lane is None or lane.spec.link != link or f.spec.transfer != msg.transfer:
@@ -162,6 +162,9 @@ class Consumer:
         match msg:
             case m.Have():
                 return self._have(f, lane, msg, now)
+            case m.Sum():
+                lane.sum = msg.checksum
+                return []
             case m.Verdict():
                 return self._verdict(f, lane, now)
             case m.Gone():

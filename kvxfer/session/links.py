@@ -316,7 +316,7 @@ class Outbound:
                             yield link, lost
                     case m.Refused():
                         yield link, Lost(f"it refused: {msg.reason}", again=msg.again and o.up)
-                    case m.Have() | m.Slot() | m.Verdict() | m.Gone() if o.up:
+                    case m.Have() | m.Slot() | m.Sum() | m.Verdict() | m.Gone() if o.up:
                         yield link, msg
                     case _:
                         pass  # a Pong, which has been heard, or nonsense

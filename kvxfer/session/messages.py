@@ -38,6 +38,7 @@ __all__ = [
     "Renew",
     "Settle",
     "Slot",
+    "Sum",
     "Taken",
     "Verdict",
     "Want",
@@ -175,6 +176,15 @@ class Taken(_Base, frozen=True, tag="taken"):
     piece: Count
 
 
+class Sum(_Base, frozen=True, tag="sum"):
+    """Producer: the checksum of all parts of this attempt as they lie here, for a consumer that sees the tally and then need
+    not ask."""
+
+    transfer: TransferId
+    attempt: Number
+    checksum: Checksum
+
+
 class Check(_Base, frozen=True, tag="check"):
     """Consumer: all bytes have arrived, and this is their checksum (the sum over all parts; 0 where the link checks
     nothing). Are they yours, and did this generation hold until now?"""
@@ -277,7 +287,7 @@ class Settle(_Base, frozen=True, tag="settle"):
 
 
 Message = (
-    Hello | Welcome | Refused | Want | Have | Slot | Taken | Check | Verdict | Drop | Gone | Ping | Pong
+    Hello | Welcome | Refused | Want | Have | Slot | Taken | Sum | Check | Verdict | Drop | Gone | Ping | Pong
     | Lookup | Card | Renew | Settle
 )  # fmt: skip
 

@@ -183,6 +183,9 @@ class Producer:
             out += self._stop(serve, f"the bytes cannot be checked: {done.error}", False, now)
         elif serve.check is not None and not serve.hashing:
             out += self._check(serve, serve.check, now)
+        elif serve.live and serve.final and not serve.hashing:
+            want = serve.want
+            out.append(Send(serve.link, m.Sum(want.transfer, want.attempt, m.pack_checksum(serve.checksum))))
         return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
 
     def tick(self, now: float) -> list[Action]:

@@ -110,7 +110,7 @@ class Rig:
             msg = m.decode(frame)
         except PeerError:
             return frame
-        if isinstance(msg, m.Have | m.Gone | m.Verdict | m.Slot):
+        if isinstance(msg, m.Have | m.Sum | m.Gone | m.Verdict | m.Slot):
             return m.encode(msgspec.structs.replace(msg, transfer=T, attempt=self.attempt))
         return frame
 

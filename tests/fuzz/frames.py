@@ -32,6 +32,7 @@ MESSAGES: list[m.Message] = [
     m.Have(T, 1, 1, 1, 4, 8, False, (TABLE,), 3, 4096),
     m.Slot(T, 1, 0, 0, 4096, 512),
     m.Taken(T, 1, 0, 0),
+    m.Sum(T, 1, b"checksum"),
     m.Check(T, 1, 1),
     m.Verdict(T, 1),
     m.Drop(T, 1, "client left"),

@@ -29,6 +29,7 @@ SETTINGS = {
     "sendrecv": Setting("sendrecv"),
     "sendrecv, tally seen": Setting("sendrecv", seen=True),
     "read, hashed": Setting("read", integrity="full"),
+    "read, hashed, tally seen": Setting("read", integrity="full", seen=True),
     "write, hashed": Setting("write", integrity="full"),
     "sendrecv, a sample hashed": Setting("sendrecv", integrity="sample"),
     "read, abort by peer": Setting("read", scope="peer"),

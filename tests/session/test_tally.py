@@ -192,6 +192,14 @@ def test_a_producer_that_can_be_seen_need_not_answer(engine, monkeypatch: pytest
     assert deliver(p, other, TransferId("router/1/y", 0)).outcome.kind is Kind.FAILED
 
 
+@pytest.mark.parametrize("corrupt", [0.0, 1.0])
+def test_a_checked_transfer_needs_no_answer_if_the_sums_agree(engine, monkeypatch: pytest.MonkeyPatch, corrupt: float) -> None:
+    p, d = pair(engine, {"verbs": ["read"], "corrupt": corrupt}, integrity="full", transfer_timeout=1.0)
+    monkeypatch.setattr(Producer, "_check", lambda *_: [])
+    monkeypatch.setattr(p.net, "delay_s", 0.2)  # so that the producer's sum is there first
+    assert deliver(p, d, T).outcome.kind is (Kind.FAILED if corrupt else Kind.DELIVERED)
+
+
 def test_a_producer_hears_of_what_its_consumer_has_seen(engine) -> None:
     p, d = pair(engine, {"verbs": ["read"]})
     deliver(p, d, T)
