@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 from kvxfer.geometry import Bundle, CopyPlan, Part, Template
 from kvxfer.geometry.template import Ints
 from kvxfer.memory.fence import Done
+from kvxfer.memory.rows import Rows, mix, sum_rows
 from kvxfer.memory.space import Checksum, Side, grids
 
 if TYPE_CHECKING:
@@ -53,15 +54,8 @@ Words = NDArray[np.uint64]
 HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 """Odd constants: a position's key is its cell's plus its head times one plus its token times another."""
 
-_CHUNK = 1 << 19
-"""Bytes folded at a time: what a core's own cache holds, and enough to hide the cost of the calls."""
-
 SAMPLE = 16
 """A sample holds one segment in so many."""
-
-_UNITS = 1 << 15
-"""Units mixed at a time: enough to hide the cost of the calls."""
-
 
 class Sum(Checksum):
     """A checksum that is known."""
@@ -74,13 +68,6 @@ class Sum(Checksum):
     @property
     def value(self) -> int:
         return self._value
-
-
-def mix(x: Words) -> Words:
-    """splitmix64's finaliser, a bijection on 64 bits."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 @cache
@@ -149,41 +136,12 @@ def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
 def _sum(space: CpuSpace, bundle: Bundle, tokens: int, at: Ints, first: Words, side: Side) -> int:
     units, words = fine(bundle, tokens), -(-bundle.unit // 8)
     keys, factors = row_keys(bundle, tokens), word_keys(1 << (words - 1).bit_length())[:words]
-    length, half = np.uint64(bundle.unit * LENGTH % (1 << 64)), np.uint64(32)
-    some = max(1, _UNITS // len(units))
-    digests, total = np.empty((min(some, len(at)), len(units)), np.uint64), 0
-    steps = []
+    length, total = np.uint64(bundle.unit * LENGTH % (1 << 64)), 0
     for g in grids(space, units, side):
-        # Read in the order of memory, where rows follow each other (K and V too) and numpy takes them as one.
+        # Read in the order of memory, where rows follow each other (K and V too).
         order = tuple(sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis]))
-        into = digests[:, g.first : g.first + prod(g.shape)].reshape(len(digests), *g.shape)
-        tiles = list(_tiles(tuple(g.shape[axis] for axis in order), max(1, _CHUNK // (8 * words))))
-        steps.append((g, (*order, -1), into.transpose(0, *(axis + 1 for axis in order)), tiles))
-    folded = np.empty(max(prod(shape) for *_, tiles in steps for _, shape in tiles) * words, np.uint64)
-    for lo in range(0, len(at), some):
-        places = at[lo : lo + some].tolist()
-        for i, place in enumerate(places):
-            for g, order, into, tiles in steps:
-                content, here = space.words(g, place, bundle.unit).transpose(order), into[i]
-                for tile, shape in tiles:
-                    out = folded[: prod(shape) * words].reshape(*shape, words)
-                    np.right_shift(content[tile], half, out=out)
-                    np.bitwise_xor(content[tile], out, out=out)
-                    here[tile] = np.einsum("ij,j->i", out.reshape(-1, words), factors).reshape(shape)
-        positions = keys + first[lo : lo + some, None]
-        total += int(mix((digests[: len(places)] + length) ^ positions).sum())
+        here = keys[g.first : g.first + prod(g.shape)].reshape(g.shape).transpose(order)
+        strides = tuple(g.strides[axis] for axis in order)
+        rows = Rows(space.memory(g.region), bundle.unit, at + g.offset, here.shape, strides, here, first)
+        total += sum_rows(rows, factors, length)
     return total
-
-
-def _tiles(shape: tuple[int, ...], rows: int) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """Index and shape of pieces of an array that are contiguous in it and have at most so many items."""
-    each = prod(shape[1:])
-    if each > rows:
-        for i in range(shape[0]):
-            for tile, inner in _tiles(shape[1:], rows):
-                yield (slice(i, i + 1), *tile), (1, *inner)
-        return
-    step = rows // each
-    for i in range(0, shape[0], step):
-        n = min(step, shape[0] - i)
-        yield (slice(i, i + n), *(slice(None),) * (len(shape) - 1)), (n, *shape[1:])

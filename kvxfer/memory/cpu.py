@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import pairwise
 from math import prod
-from operator import or_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,15 +66,9 @@ class CpuSpace(Space):
             sides[side] = grids(self, template, side)
         return sides[side]
 
-    def words(self, g: Grid, place: int, unit: int) -> NDArray[np.uint64]:
-        """A grid of rows of ``unit`` bytes in a segment at ``place``, as little-endian words filled up with zeros:
-        uint64 ``[*shape, words]``."""
-        memory, offset, word = self._bytes[g.region], g.offset + place, np.dtype("<u8")
-        if not (unit | memory.ctypes.data + offset | reduce(or_, g.strides)) % 8:
-            return np.ndarray((*g.shape, unit // 8), word, memory, offset, (*g.strides, 8))
-        whole = np.zeros((*g.shape, -(-unit // 8) * 8), np.uint8)
-        whole[..., :unit] = np.ndarray((*g.shape, unit), np.uint8, memory, offset, (*g.strides, 1))
-        return whole.view(word)
+    def memory(self, region: int) -> Bytes:
+        """All of a region, writable."""
+        return self._bytes[region]
 
     def _move(self, plan: CopyPlan, side: Side, packed: Space, at: int) -> None:
         if not isinstance(packed, CpuSpace):

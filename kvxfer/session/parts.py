@@ -18,7 +18,7 @@ Table = tuple[Ints, ...]
 
 PIECE_LEAST = 8 << 20
 """Bytes of a piece below which its fixed costs show; half a slot, where that is more: slots are sized for the link."""
-CHECKED, CHECKED_LEAST = 8, 4 << 20
+CHECKED, CHECKED_LEAST = 4, 16 << 20
 """Parts that a large one is cut into where parts are hashed, and bytes below which that is not worth the messages."""
 DEPTH = 2
 """Pieces that a small part is cut into, so that packing, moving and unpacking overlap. No more: each costs threads on both

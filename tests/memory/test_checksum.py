@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvxfer import memory
 from kvxfer.geometry import CopyPlan, Planner, Rank, route
+from kvxfer.memory import rows
 from tests.geometry.engines import Case, Engine, cases
 from tests.geometry.test_law import links, plan
 from tests.geometry.test_pairs import copy, engine
@@ -19,6 +20,12 @@ from tests.geometry.zoo import KINDS, Spec, Store
 LAW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 ALL = (1 << 64) - 1
 HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
+
+
+@pytest.fixture(params=[rows.by_numpy, rows.by_numba], ids=["numpy", "numba"], autouse=True)
+def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With numba and as if there were none."""
+    monkeypatch.setattr(rows, "_best", lambda: request.param)
 
 
 def mix(x: int) -> int:
@@ -200,3 +207,36 @@ def test_threads_agree_with_one(moved: tuple[Case, CopyPlan, Store], monkeypatch
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr("kvxfer.memory.pool._WORTH", 16)
     assert received(made, store) == good
+
+
+@LAW
+@given(st.data())
+def test_what_numba_compiles_does_what_numpy_does(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4), "shape"))
+    words, gap, n = (data.draw(st.integers(1, most), name) for name, most in (("words", 40), ("gap", 3), ("begins", 4)))
+    strides, size = [], 8 * words
+    for axis in data.draw(st.permutations(range(len(shape))), "from the inside out"):
+        strides.append((axis, size))
+        size *= shape[axis] + gap - 1
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+    skip = data.draw(st.sampled_from([0, 8, 16]), "skip")
+    content = rng.integers(0, 256, n * size + skip, dtype=np.uint8)
+    begins = rng.permutation(n).astype(np.int64) * size + skip
+    keys, first, factors = (rng.integers(0, 1 << 64, k, np.uint64) for k in (shape, n, words))
+    these = rows.Rows(content, 8 * words, begins, shape, tuple(s for _, s in sorted(strides)), keys, first)
+    assert these.aligned == (content.ctypes.data % 8 == 0)
+    if these.aligned:
+        assert rows.by_numba(these, factors, np.uint64(7)) % (1 << 64) == rows.by_numpy(these, factors, np.uint64(7)) % (1 << 64)
+
+
+def test_without_a_numba_that_works_numpy_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.undo()
+    rows._best.cache_clear()
+    assert rows._best() is rows.by_numba
+    rows._best.cache_clear()
+    monkeypatch.setattr(rows, "_compiled", lambda: 1 / 0)
+    assert rows._best() is rows.by_numpy and "does not work" in caplog.text
+    rows._best.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert rows._best() is rows.by_numpy
+    rows._best.cache_clear()
