@@ -1,0 +1,35 @@
+"""What the pages point to is there, and none was left unfinished."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
+PATH = re.compile(r"`((?:kvxfer|backends|connectors|tests|docs|benchmarks)/[\w./-]+?)`")
+UNFINISHED = re.compile(r"@@|\bTODO\b|\bFIXME\b|\bTBD\b|\bXXX\b")
+
+
+def anchors(page: Path) -> set[str]:
+    """As they are made of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_points_to_what_is_there(page: Path) -> None:
+    text = page.read_text()
+    assert not UNFINISHED.findall(text)
+    for path in PATH.findall(text):
+        assert (ROOT / path).exists(), path
+    for target, anchor in LINK.findall(text):
+        if "://" in target:
+            continue
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), target
+        if anchor and there.suffix == ".md":
+            assert anchor[1:] in anchors(there), f"{target}{anchor}"
