@@ -57,6 +57,7 @@ HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 SAMPLE = 16
 """A sample holds one segment in so many."""
 
+
 class Sum(Checksum):
     """A checksum that is known."""
 

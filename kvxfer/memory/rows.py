@@ -9,7 +9,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from math import prod
 from operator import or_
 from typing import Any
@@ -39,10 +39,11 @@ def mix(x: Words) -> Words:
     return x ^ (x >> SHIFTS[2])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of ``unit`` bytes in a piece of memory (uint8): ``shape`` of them at even ``strides`` (up to four axes) from each
-    of ``begins`` (int64). ``keys``: uint64 of ``shape``; ``first``: uint64, to add to them, for each of ``begins``. Bytes."""
+    of ``begins`` (int64; all in bytes). ``keys``: uint64 of ``shape``; ``first``: uint64, to add to them, for each of
+    ``begins``."""
 
     memory: NDArray[np.uint8]
     unit: int
@@ -52,7 +53,7 @@ class Rows:
     keys: Words
     first: Words
 
-    @property
+    @cached_property
     def aligned(self) -> bool:
         """Whether all rows are made of whole 64-bit words at addresses that divide by 8."""
         places = int(np.bitwise_or.reduce(self.begins + self.memory.ctypes.data))

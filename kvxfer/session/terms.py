@@ -78,7 +78,6 @@ class Terms:
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
         return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, self.stage_below, integrity)
 
-
     def accept(self, welcome: m.Welcome) -> None:
         """Check a producer's answer to our hello. Raises ``PeerError`` when it is none that we asked for."""
         if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
