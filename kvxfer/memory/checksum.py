@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from kvxfer.geometry import Bundle, CopyPlan, Part, Template
 from kvxfer.geometry.template import Ints
 from kvxfer.memory.fence import Done
-from kvxfer.memory.rows import Rows, mix, sum_rows
+from kvxfer.memory.rows import Rows, best, mix, sum_rows
 from kvxfer.memory.space import Checksum, Side, grids
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def sample(plan: CopyPlan, seed: int) -> CopyPlan:
 def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
     """The checksum of what the plan moves, read in host memory on one side, by the calling thread alone: others would take
     the cores from what moves the bytes meanwhile, and spend much of them on waiting for the interpreter."""
+    best()  # also for a plan of nothing, by which callers get ready
     work = [(part.bundle, *span) for part in parts_of(plan) for span in spans(part, side)]
     return sum(_sum(space, bundle, tokens, at, first, side) for bundle, tokens, at, first in work) % (1 << 64)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Rows", "by_numba", "by_numpy", "mix", "sum_rows"]
+__all__ = ["Rows", "best", "by_numba", "by_numpy", "mix", "sum_rows"]
 
 Words = NDArray[np.uint64]
 
@@ -71,11 +71,12 @@ class Rows:
 def sum_rows(rows: Rows, factors: Words, length: np.uint64) -> int:
     """``mix((sum of fold(w[i]) * factors[i] + length) ^ (key + first))`` of each row, added up; see ``checksum``. Any
     thread; others may run meanwhile."""
-    return (_best() if rows.aligned else by_numpy)(rows, factors, length)
+    return (best() if rows.aligned else by_numpy)(rows, factors, length)
 
 
 @cache
-def _best() -> Callable[[Rows, Words, np.uint64], int]:
+def best() -> Callable[[Rows, Words, np.uint64], int]:
+    """The way for rows that are aligned. The first call in a process may take seconds, to compile it."""
     if importlib.util.find_spec("numba") is not None:
         try:
             _compiled()
@@ -97,7 +98,6 @@ def by_numba(rows: Rows, factors: Words, length: np.uint64) -> int:
 
 @cache
 def _compiled() -> Any:
-    """Takes a second."""
     from numba import njit, types
 
     def view(kind: Any, axes: int, layout: str) -> Any:

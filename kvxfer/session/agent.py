@@ -92,6 +92,8 @@ class Agent:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvxfer-control", daemon=True)
         try:
+            if config.integrity != "off":
+                self._hasher.get_ready()
             self._movers.start(START_S)
             self._router, port = self._hub.listen(config.listen, 0)
         except BaseException:
@@ -131,14 +133,15 @@ class Agent:
     def offer(self, offer: Offered, after: Fence | None = None) -> None:
         """Let consumers have these blocks. ``after``: the fence behind which their content is complete. Ends in one
         ``Ended`` and one ``Released`` event; until then the blocks must not be reused."""
+        self._tally.offered(offer.transfer, offer.generation)
         self._do(partial(self._offer, offer, after))
 
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
         """Blocks of this generation are given up; whoever has read them will be told not to trust them. Call it before
         they are used for something else; once it has returned they may be. ``gone``: for good. Then the transfer ends,
         with its two events unless they have come before."""
-        self._tally.declare()  # the engine may use the blocks before our thread comes to it
-        self._do(partial(self._revoke, transfer, generation, reason, gone))
+        declared = self._tally.declare(transfer)  # the engine may use the blocks before our thread comes to it
+        self._do(partial(self._revoke, transfer, generation, reason, gone, declared))
 
     def renew(self, transfer: TransferId) -> None:
         """Keep an offer's lease: its consumer is alive, though it has not come yet."""
@@ -172,7 +175,7 @@ class Agent:
     def close(self, timeout: float = 5.0) -> None:
         """Stop threads, close sockets and the back end; memory is quiet afterwards. Idempotent."""
         self._closing = True
-        self._tally.declare()
+        self._tally.count()
         self._hub.wake()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -290,6 +293,8 @@ class Agent:
                 self._hasher.hash(action)
             case Report():
                 self._events.append(action.event)
+                if isinstance(action.event, Ended) and action.event.role == "producer":
+                    self._tally.over(action.event.transfer, action.event.generation)
                 if isinstance(action.event, Ended) and not action.event.outcome.delivered:
                     e = action.event
                     log.warning("%s of %s %s: %s", e.role, e.transfer, e.outcome.kind, e.outcome.reason)
@@ -396,18 +401,32 @@ class Agent:
     def _offer(self, offer: Offered, after: Fence | None, now: float) -> list[Action]:
         if self._fences.hold(offer, after):
             return []
-        return self._producer.offer(offer, now)
+        out = self._producer.offer(offer, now)
+        self._forget_if_over(offer.transfer, offer.generation)
+        return out
 
     def _unfenced(self, offer: Offered, error: str | None, now: float) -> list[Action]:
         if error is None:
-            return self._producer.offer(offer, now)
-        return self._producer.revoke(offer.transfer, offer.generation, f"its fence failed: {error}", True, now)
+            out = self._producer.offer(offer, now)
+        else:
+            out = self._producer.revoke(offer.transfer, offer.generation, f"its fence failed: {error}", True, now)
+        self._forget_if_over(offer.transfer, offer.generation)
+        return out
 
-    def _revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, now: float) -> list[Action]:
+    def _revoke(
+        self, transfer: TransferId, generation: int, reason: str, gone: bool, declared: bool, now: float
+    ) -> list[Action]:  # fmt: skip
         self._fences.forget(transfer, generation)
         out = self._producer.revoke(transfer, generation, reason, gone, now)
-        self._tally.take_in()
+        if declared:
+            self._tally.take_in()
+        self._forget_if_over(transfer, generation)
         return out
+
+    def _forget_if_over(self, transfer: TransferId, generation: int) -> None:
+        """Offers that come too late, or are taken back before they were announced, have no end of their own."""
+        if not self._producer.holds(transfer):
+            self._tally.over(transfer, generation)
 
     def _renew(self, transfer: TransferId, now: float) -> list[Action]:
         self._producer.renew(transfer, now)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from kvxfer import memory
-from kvxfer.geometry import Region
+from kvxfer.geometry import CopyPlan, Region
 from kvxfer.session.values import Hash, Hashed, PartRef
 
 __all__ = ["Hasher"]
@@ -30,6 +30,10 @@ class Hasher:
         self._line: queue.SimpleQueue[PartRef | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvxfer-hash", daemon=True)
         self._started = False
+
+    def get_ready(self) -> None:
+        """Have compiled what is to be compiled, which may take seconds, so that no transfer waits for it."""
+        memory.space(self._regions).checksum(CopyPlan(()), "source")
 
     def hash(self, action: Hash) -> None:
         """Read the part's memory, after those that came before."""

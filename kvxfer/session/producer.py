@@ -209,6 +209,10 @@ class Producer:
         clocks = self._budgets, self._leases, self._last_words, self._over
         return min((t for clock in clocks if (t := clock.next()) is not None), default=None)
 
+    def holds(self, transfer: TransferId) -> bool:
+        """Whether it is offered or wanted, and has not ended."""
+        return transfer in self._holdings
+
     def __len__(self) -> int:
         """Holdings whose end or release is still to come."""
         return len(self._holdings) + len({id(s.holding) for s in self._serves.values() if s.holding.outcome})

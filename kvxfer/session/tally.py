@@ -19,6 +19,8 @@ import secrets
 import stat
 import threading
 
+from kvxfer.identity import TransferId
+
 __all__ = ["SharedTally", "Sight", "Tally"]
 
 _SIZE = 4096
@@ -33,16 +35,32 @@ class Tally:
     def __init__(self, word: memoryview | None = None) -> None:
         self._word = memoryview(bytearray(8)).cast("Q") if word is None else word
         self._lock = threading.Lock()
+        self._offered: dict[TransferId, int] = {}  # and not over; the last generation
         self.taken_in = 0
 
     @property
     def declared(self) -> int:
         return int(self._word[0])
 
-    def declare(self) -> None:
-        """Something that may have been announced is given up. Any thread, before it can be used for something else."""
+    def offered(self, transfer: TransferId, generation: int) -> None:
+        """From now on it may be announced. Any thread."""
         with self._lock:
+            self._offered[transfer] = generation
+
+    def over(self, transfer: TransferId, generation: int) -> None:
+        """Of this generation nothing is announced any more, and what was has been counted. Control thread."""
+        with self._lock:
+            if self._offered.get(transfer, generation + 1) <= generation:
+                del self._offered[transfer]
+
+    def declare(self, transfer: TransferId) -> bool:
+        """It is given up. Any thread, before its blocks can be used for something else. False when that is no news to
+        anybody: it was over, or never offered. So requests that end well, as most do, disturb no others."""
+        with self._lock:
+            if transfer not in self._offered:
+                return False
             self._word[0] += 1
+            return True
 
     def take_in(self) -> None:
         """A declaration has been acted upon: what is announced from now on knows of it. Control thread."""
@@ -50,7 +68,8 @@ class Tally:
 
     def count(self) -> None:
         """The control thread itself gives something up."""
-        self.declare()
+        with self._lock:
+            self._word[0] += 1
         self.take_in()
 
 

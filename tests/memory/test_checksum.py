@@ -25,7 +25,7 @@ HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 @pytest.fixture(params=[rows.by_numpy, rows.by_numba], ids=["numpy", "numba"], autouse=True)
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With numba and as if there were none."""
-    monkeypatch.setattr(rows, "_best", lambda: request.param)
+    monkeypatch.setattr(rows, "best", lambda: request.param)
 
 
 def mix(x: int) -> int:
@@ -231,12 +231,12 @@ def test_what_numba_compiles_does_what_numpy_does(data: st.DataObject) -> None:
 
 def test_without_a_numba_that_works_numpy_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.undo()
-    rows._best.cache_clear()
-    assert rows._best() is rows.by_numba
-    rows._best.cache_clear()
+    rows.best.cache_clear()
+    assert rows.best() is rows.by_numba
+    rows.best.cache_clear()
     monkeypatch.setattr(rows, "_compiled", lambda: 1 / 0)
-    assert rows._best() is rows.by_numpy and "does not work" in caplog.text
-    rows._best.cache_clear()
+    assert rows.best() is rows.by_numpy and "does not work" in caplog.text
+    rows.best.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert rows._best() is rows.by_numpy
-    rows._best.cache_clear()
+    assert rows.best() is rows.by_numpy
+    rows.best.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvxfer.geometry import Claim, Planner
 from kvxfer.identity import TransferId
-from kvxfer.session import Ended, Kind, Offered
+from kvxfer.session import Ended, Kind, Offered, Released
 from kvxfer.session import messages as m
 from kvxfer.session.links import Sight
 from kvxfer.session.producer import Producer
@@ -37,7 +38,7 @@ def tally() -> Any:
 
 def test_it_is_seen_from_another_process(tally: SharedTally) -> None:
     for _ in range(3):
-        tally.declare()
+        tally.count()
     code = "import sys; from kvxfer.session.tally import Sight; print(Sight(sys.argv[1])())"
     assert subprocess.check_output([sys.executable, "-c", code, tally.place], text=True).split() == ["3"]
 
@@ -45,14 +46,26 @@ def test_it_is_seen_from_another_process(tally: SharedTally) -> None:
 def test_what_is_declared_is_seen_at_once_and_the_last_count_stays(tally: SharedTally) -> None:
     sight = Sight(tally.place)
     assert sight() == tally.declared == tally.taken_in == 0
-    tally.declare()
+    tally.offered(T, 1)
+    assert tally.declare(T)
     assert (sight(), tally.taken_in) == (1, 0)
     tally.count()
     assert (sight(), tally.taken_in) == (2, 1)
     tally.close()
     tally.close()
-    tally.declare()
+    tally.declare(T)
     assert sight() == 2
+
+
+def test_what_is_over_or_was_never_offered_disturbs_nobody(tally: SharedTally) -> None:
+    assert not tally.declare(T)
+    tally.offered(T, 1)
+    tally.offered(T, 2)
+    tally.over(T, 1)
+    assert tally.declare(T), "the next generation may have been announced"
+    tally.over(T, 2)
+    assert not tally.declare(T)
+    assert tally.declared == 1
 
 
 def test_only_a_tally_is_taken_for_one(tally: SharedTally, tmp_path: Any) -> None:
@@ -124,7 +137,8 @@ def test_what_is_announced_carries_a_count_that_holds() -> None:
 def test_nothing_announced_between_a_declaration_and_its_taking_in_is_believed() -> None:
     """The engine has taken its blocks; the machine still believes that it holds them."""
     party = Party()
-    party.tally.declare()
+    party.tally.offered(T, 1)
+    party.tally.declare(T)
     assert party.announced().tally != party.tally.declared
     party.machine.revoke(T, 1, "preempted", False, 0.0)
     party.tally.take_in()
@@ -194,7 +208,7 @@ def test_a_producer_that_can_be_seen_need_not_answer(engine, monkeypatch: pytest
 
 @pytest.mark.parametrize("corrupt", [0.0, 1.0])
 def test_a_checked_transfer_needs_no_answer_if_the_sums_agree(engine, monkeypatch: pytest.MonkeyPatch, corrupt: float) -> None:
-    p, d = pair(engine, {"verbs": ["read"], "corrupt": corrupt}, integrity="full", transfer_timeout=1.0)
+    p, d = pair(engine, {"verbs": ["read"], "corrupt": corrupt}, integrity="full", transfer_timeout=1.0 if corrupt else 10.0)
     monkeypatch.setattr(Producer, "_check", lambda *_: [])
     monkeypatch.setattr(p.net, "delay_s", 0.2)  # so that the producer's sum is there first
     assert deliver(p, d, T).outcome.kind is (Kind.FAILED if corrupt else Kind.DELIVERED)
@@ -205,6 +219,23 @@ def test_a_producer_hears_of_what_its_consumer_has_seen(engine) -> None:
     deliver(p, d, T)
     (ended,) = p.wait(Ended)
     assert ended.outcome.kind is Kind.DELIVERED and ended.seconds < 4.0
+
+
+def test_transfers_that_end_well_disturb_no_others(engine) -> None:
+    """Engines revoke what has been read, too, to be sure."""
+    p, d = pair(engine, {"verbs": ["read"]})
+    agent = p.agents[0]
+    for i in range(3):
+        t = TransferId("router/1/z", i)
+        assert deliver(p, d, t, f"{i}").outcome.kind is Kind.DELIVERED
+        p.wait(Released, count=i + 1)
+        agent.revoke(t, 1, "all is read", True)
+        agent.offer(offered([3], 4, transfer=t))  # too late, and ignored
+        agent.revoke(t, 1, "all is read", True)
+    end = time.monotonic() + 5.0
+    while agent._tally._offered and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not agent._tally._offered
 
 
 def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +263,8 @@ def pair(engine: Callable[..., Engine], options: dict[str, Any], **config: Any) 
     return p, d
 
 
-def deliver(p: Engine, d: Engine, transfer: TransferId) -> Ended:
+def deliver(p: Engine, d: Engine, transfer: TransferId, handle: str = "req") -> Ended:
+    before = sum(isinstance(e, Ended) for e in d.events())
     p.agents[0].offer(offered([3], 4, transfer=transfer))
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer))
-    (ended,) = d.wait(Ended)
-    return ended
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=handle))
+    return d.wait(Ended, count=before + 1)[before]

@@ -95,6 +95,7 @@ class ProducerEngine:
         life.tokens, life.told = max(life.tokens, tokens), life.generation
         table = np.array(life.blocks[: -(-tokens // P_TOKENS)], np.int64)
         offer = Offered(transfer, b"digest", life.generation, tokens, (table,), tokens == life.total)
+        agent.tally.offered(transfer, life.generation)
         self.world.say(agent, lambda: agent.machine.offer(offer, self.world.now))
 
     def _revoke(self, r: int, life: Life, reason: str, gone: bool) -> None:
@@ -104,10 +105,11 @@ class ProducerEngine:
 
         def call() -> list[Action]:
             actions = agent.machine.revoke(transfer, generation, reason, gone, self.world.now)
-            agent.tally.take_in()
+            if declared:
+                agent.tally.take_in()
             return actions
 
-        agent.tally.declare()
+        declared = agent.tally.declare(transfer)
         self.world.say(agent, call)
 
     def _preempt(self, r: int, transfer: TransferId, again: int) -> None:
@@ -134,6 +136,7 @@ class ProducerEngine:
             check(life is not None and generation <= life.told, f"{event} of what was never offered")
             check(generation not in ended, f"second outcome {event}")
             ended.add(generation)
+            agent.tally.over(event.transfer, generation)
             return
         check(generation in ended - released, f"{event} without an outcome, or again")
         before = max((g for g in ended if g < generation), default=-1)
