@@ -288,7 +288,7 @@ def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str
             scattered(plans[shape], tokens)
             for shape, tokens in (("NHD to NHD", 8192), ("NHD to NHD", 1024), ("NHD to HND", 8192))
         )
-        for ctas in (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 64, 128):
+        for ctas in (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128):
             c = Consumer(pipe, memory, device, ctas=ctas)
             said = {name: timed(c, p, link, 5)["gbps"] for name, p in (("1k", small), ("8k", plan), ("8k_HND", short))}
             say(section="ctas", ctas=ctas, gbps=said, **slowdown(c, plan, device))

@@ -72,7 +72,8 @@ class Agent:
     """Move KV in and out of one worker's cache.
 
     Make it once the cache is allocated; ``cache`` describes memory that must stay where it is until ``close``. Raises
-    ``ConfigError`` (unknown back end, bad options), ``TransportError`` (it cannot start) or ``OSError`` (no port).
+    ``ConfigError`` (unknown back end, bad options), ``TransportError`` (it cannot start), ``KvxferError`` (checks are asked for
+    that cannot be made here) or ``OSError`` (no port).
     All methods may be called from any thread and return at once, save ``close``.
     """
 
@@ -80,9 +81,9 @@ class Agent:
         cache.check()
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
-        self._tally = SharedTally()
         backends = lineup(config.backend, (r.device for r in cache.regions))
         self._hub = wire.Hub(Security.of(config))
+        self._tally = SharedTally()
         self._movers = Movers(
             backends, self._mover, lambda name, caps, staging: Terms.of(name, caps, staging, cache, config.integrity)
         )
@@ -175,7 +176,7 @@ class Agent:
     def close(self, timeout: float = 5.0) -> None:
         """Stop threads, close sockets and the back end; memory is quiet afterwards. Idempotent."""
         self._closing = True
-        self._tally.count()
+        self._tally.close()
         self._hub.wake()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -183,7 +184,6 @@ class Agent:
         self._movers.close(timeout)
         if not self._thread.is_alive():
             self._hub.close()
-            self._tally.close()
 
     def _do(self, step: Step) -> None:
         self._inbox.append(step)
@@ -291,13 +291,10 @@ class Agent:
                 self._movers.acquit(action.ref)
             case Hash():
                 self._hasher.hash(action)
-            case Report():
-                self._events.append(action.event)
-                if isinstance(action.event, Ended) and action.event.role == "producer":
-                    self._tally.over(action.event.transfer, action.event.generation)
-                if isinstance(action.event, Ended) and not action.event.outcome.delivered:
-                    e = action.event
-                    log.warning("%s of %s %s: %s", e.role, e.transfer, e.outcome.kind, e.outcome.reason)
+            case Report(event=event):
+                self._events.append(event)
+                if isinstance(event, Ended):
+                    self._ended(event)
             case Dial():
                 self._out.dial(action.link, now)
             case Close(link=bytes() as link):
@@ -309,6 +306,12 @@ class Agent:
                 why = self._resolver.ask(action.source, action.own, now)
                 if why is not None:
                     self._do(partial(self._consumer.resolved, action.source, why))
+
+    def _ended(self, e: Ended) -> None:
+        if e.role == "producer":
+            self._tally.over(e.transfer, e.generation)
+        if not e.outcome.delivered:
+            log.warning("%s of %s %s: %s", e.role, e.transfer, e.outcome.kind, e.outcome.reason)
 
     def _read_router(self) -> None:
         for _ in range(256):  # a flood from outside must not keep the rest waiting

@@ -302,8 +302,7 @@ class Consumer:
             return self._fail(f, f"{link_name(lane.spec.link)} sends pieces of another size than was agreed on", now)
         self._questions.cancel(lane.attempt)
         f.heard = now
-        lane.tally = msg.tally if lane.generation < 0 else lane.tally
-        lane.generation = msg.generation
+        lane.generation, lane.tally = msg.generation, msg.tally
         lane.final |= msg.final
         lane.spans[msg.part] = msg.lo, msg.hi
         try:

@@ -55,7 +55,7 @@ class Serve:
     part: int = 0
     final: bool = False
     generation: int = -1
-    tally: int = -1  # when its first part was announced
+    tally: int = -1  # when its first part was announced; -1: not vouched for
     again: bool = False  # what Gone will say
     reason: str = ""
     unsent: dict[PartRef, m.Have] = field(default_factory=dict)  # write: told when the bytes are there

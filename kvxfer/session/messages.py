@@ -135,7 +135,8 @@ class Have(_Base, frozen=True, tag="have"):
 
     What it means for the bytes depends on the link's verb. Read: take them. Send: they come on ``stream`` onwards.
     Write: they are in your memory, or, staged, will be written where you lend slots. ``piece_bytes`` is 0 for direct runs,
-    else the part comes packed in pieces. ``tally``: what it was when the attempt's first part was announced.
+    else the part comes packed in pieces. ``tally``: what it was when the attempt's first part was announced;
+    -1: ask.
     """
 
     transfer: TransferId

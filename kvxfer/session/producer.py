@@ -294,7 +294,7 @@ class Producer:
             return self._stop(serve, f"the block tables do not join: {e}", False, now)
         out: list[Action] = []
         if serve.tally < 0:
-            serve.tally = self._tally.taken_in
+            serve.tally = self._tally.vouch(want.transfer)
         ends = cuts(serve.sent, hi, plan, info)
         for end in ends:
             if serve.part >= m.MAX_PARTS:

@@ -30,7 +30,7 @@ _PLACE = re.compile(r"(\d{1,10})/(\d{1,7})/([0-9a-f]{32})")
 
 
 class Tally:
-    """In memory of its own, for machines without a shell. ``taken_in``: how many declarations have been; for announcements."""
+    """In memory of its own, for machines without a shell. ``taken_in``: how many declarations have been."""
 
     def __init__(self, word: memoryview | None = None) -> None:
         self._word = memoryview(bytearray(8)).cast("Q") if word is None else word
@@ -62,6 +62,12 @@ class Tally:
             self._word[0] += 1
             return True
 
+    def vouch(self, transfer: TransferId) -> int:
+        """For an announcement: the count that has to hold. -1, which nothing equals, when a declaration would not be counted
+        any more. Control thread."""
+        with self._lock:
+            return self.taken_in if transfer in self._offered else -1
+
     def take_in(self) -> None:
         """A declaration has been acted upon: what is announced from now on knows of it. Control thread."""
         self.taken_in += 1
@@ -90,9 +96,10 @@ class SharedTally(Tally):
         super().__init__(memoryview(self._memory)[:8].cast("Q"))
 
     def close(self) -> None:
-        """Nobody can see it any more who does not already. Idempotent; later declarations are lost."""
+        """All is given up that was announced, or will be. Any thread; idempotent."""
         with self._lock:
             if self._fd >= 0:
+                self._word[0] += 1
                 self._word.release()
                 self._word = memoryview(bytearray(8)).cast("Q")
                 self._memory.close()

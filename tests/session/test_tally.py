@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.errors import ConfigError
 from kvxfer.geometry import Claim, Planner
 from kvxfer.identity import TransferId
 from kvxfer.session import Ended, Kind, Offered, Released
@@ -54,7 +55,7 @@ def test_what_is_declared_is_seen_at_once_and_the_last_count_stays(tally: Shared
     tally.close()
     tally.close()
     tally.declare(T)
-    assert sight() == 2
+    assert sight() == 3, "who closes it gives all up"
 
 
 def test_what_is_over_or_was_never_offered_disturbs_nobody(tally: SharedTally) -> None:
@@ -62,9 +63,9 @@ def test_what_is_over_or_was_never_offered_disturbs_nobody(tally: SharedTally) -
     tally.offered(T, 1)
     tally.offered(T, 2)
     tally.over(T, 1)
-    assert tally.declare(T), "the next generation may have been announced"
+    assert tally.vouch(T) == 0 and tally.declare(T), "the next generation may have been announced"
     tally.over(T, 2)
-    assert not tally.declare(T)
+    assert tally.vouch(T) == -1 and not tally.declare(T), "nothing is vouched for whose end would not be counted"
     assert tally.declared == 1
 
 
@@ -109,6 +110,7 @@ class Party:
 
     def __init__(self, mode: str = "read") -> None:
         self.tally = Tally()
+        self.tally.offered(T, 2)
         self.machine = Producer(LEASE, self.tally)
         ours, theirs = (make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2))
         planner = Planner(ours, theirs, (Claim(0, 0, ours.views[0].layers, 0, 4),))
@@ -137,7 +139,6 @@ def test_what_is_announced_carries_a_count_that_holds() -> None:
 def test_nothing_announced_between_a_declaration_and_its_taking_in_is_believed() -> None:
     """The engine has taken its blocks; the machine still believes that it holds them."""
     party = Party()
-    party.tally.offered(T, 1)
     party.tally.declare(T)
     assert party.announced().tally != party.tally.declared
     party.machine.revoke(T, 1, "preempted", False, 0.0)
@@ -196,7 +197,7 @@ def test_what_goes_well_or_was_never_announced_does_not() -> None:
 
 @pytest.mark.parametrize("verbs", [["read"], ["send", "recv"]])
 def test_a_producer_that_can_be_seen_need_not_answer(engine, monkeypatch: pytest.MonkeyPatch, verbs: list[str]) -> None:
-    """Nor be running by then. One that cannot be seen is asked; a producer that writes always is."""
+    """Nor be running by then. One that cannot be seen is asked."""
     p, d = pair(engine, {"verbs": verbs})
     monkeypatch.setattr(Producer, "_check", lambda *_: [])
     assert deliver(p, d, T).outcome.kind is Kind.DELIVERED
@@ -204,6 +205,31 @@ def test_a_producer_that_can_be_seen_need_not_answer(engine, monkeypatch: pytest
     monkeypatch.setattr(Sight, "of", lambda place: None)
     other = engine({"verbs": verbs, "network": p.net}, transfer_timeout=0.5)
     assert deliver(p, other, TransferId("router/1/y", 0)).outcome.kind is Kind.FAILED
+
+
+def test_a_producer_that_writes_is_asked(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its word ends what it may do in our memory."""
+    p, d = pair(engine, {"verbs": ["write"]}, transfer_timeout=0.5)
+    monkeypatch.setattr(Producer, "_check", lambda *_: [])
+    assert deliver(p, d, T).outcome.kind is Kind.FAILED
+
+
+def test_nothing_that_a_closing_agent_announces_is_believed(engine) -> None:
+    p, _ = pair(engine, {"verbs": ["read"]})
+    agent = p.agents[0]
+    sight = Sight(agent._tally.place)
+    agent._tally.offered(T, 1)
+    agent.close()
+    assert agent._tally.vouch(T) != sight()
+
+
+def test_an_agent_that_cannot_be_made_leaves_nothing(engine, tmp_path: Any) -> None:
+    engine({"verbs": ["read"]})  # what the first of all opens stays
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(ConfigError):
+            engine({"verbs": ["read"]}, key_file=str(tmp_path / "nowhere"))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("corrupt", [0.0, 1.0])
@@ -244,8 +270,10 @@ def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monk
     p.net.delay_s = 0.3
     p.agents[0].offer(offered([3], 4, transfer=T))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    while not p.agents[0]._producer._serves:  # announced, and being read
-        pass
+    end = time.monotonic() + 5.0
+    while not p.agents[0]._producer._serves and time.monotonic() < end:
+        time.sleep(0.001)
+    assert p.agents[0]._producer._serves, "announced, and being read"
     monkeypatch.setattr(Producer, "revoke", lambda *_: [])  # as if it had not come to it
     monkeypatch.setattr(Producer, "_check", lambda *_: [])
     p.agents[0].revoke(T, 1, "preempted", False)
