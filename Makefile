@@ -3,7 +3,7 @@
 #   make test        lint, types and all tests          make test-fast   without the tests that start engines
 #   make bench       benchmarks                         make lint        ruff and mypy only
 #   make test-matrix the connector's tests on vLLM 0.29 to 0.31
-#   make fuzz        random control frames at the decoder and at a live agent
+#   make fuzz        noise at the decoder and at a live agent, and the machines in a world that noise drives
 #   make dist        sdists and wheels for a release    make clean       remove all that was built
 PYTHON  ?= python3
 VENV    := .venv
@@ -50,10 +50,11 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/kvxfer bench transfer $(ARGS)
 
-# Ten million frames at the decoder, one million at a live agent: a few minutes.
+# Ten million frames at the decoder, one million at a live agent, five minutes of the machines' world: ten minutes.
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.guided decoder -runs=10000000 -verbosity=0
 	$(BIN)/python -m tests.fuzz.guided agent -runs=1000000 -verbosity=0
+	$(BIN)/python -m tests.fuzz.guided machines -max_total_time=300 -verbosity=0
 
 dist: $(READY)
 	rm -rf dist

@@ -2,6 +2,9 @@
 
 `KVXFER_REQUIRE` (comma-separated names) lists what must be there: a test that needs one of those fails
 instead of being skipped, so that a broken environment cannot look like a passing one.
+
+Property tests try the same examples at each run, so that what has failed fails again; `--hypothesis-profile=default`
+tries fresh ones, and `make fuzz` many more.
 """
 
 import functools
@@ -9,9 +12,13 @@ import importlib.util
 import os
 
 import pytest
+from hypothesis import settings
 
 from kvxfer.errors import ConfigError
 from kvxfer.transport import registry
+
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 
 def require(name: str) -> None:

@@ -41,6 +41,7 @@ from kvxfer.session.values import (
     Resolve,
     Resolved,
     Send,
+    in_order,
     link_name,
 )
 from kvxfer.transport import Verb
@@ -126,7 +127,7 @@ class Consumer:
                 self._questions.cancel(lane.attempt)
                 if lane.resets > RESETS:
                     out += self._fail(f, f"the link to {link_name(link)} broke {lane.resets} times: {reason}", now)
-                out += [Abort(ref) for ref in lane.flight]
+                out += [Abort(ref) for ref in in_order(lane.flight)]
         if any(lane.state in (S.LINKING, S.PAUSED, S.CHECKING) for _, lane in lanes):
             self._links[link] = None
             out.append(Dial(link))
@@ -357,9 +358,9 @@ class Consumer:
             self.corrupt += msg.corrupt
             out += self._fail(f, f"{link_name(lane.spec.link)} gave it up: {msg.reason}", now)
         elif msg.again and lane.on(E.GONE_AGAIN):
-            out += [Abort(ref) for ref in lane.flight]
+            out += [Abort(ref) for ref in in_order(lane.flight)]
         if lane.owed:
-            out += [Acquit(ref) for ref in lane.flight]
+            out += [Acquit(ref) for ref in in_order(lane.flight)]
         return out + self._acquit(f, lane, now)
 
     def _acquit(self, f: Load, lane: Way, now: float) -> list[Action]:
@@ -400,7 +401,7 @@ class Consumer:
                 out += self._ask(f, lane, now)
                 if not lane.owed:
                     self._questions.cancel(lane.attempt)
-            out += [Abort(ref) for ref in lane.flight]
+            out += [Abort(ref) for ref in in_order(lane.flight)]
         return out + self._release(f)
 
     def _release(self, f: Load) -> list[Action]:

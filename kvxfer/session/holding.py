@@ -20,6 +20,7 @@ from kvxfer.session.values import (
     Outcome,
     PartRef,
     Send,
+    in_order,
 )
 from kvxfer.transport import Verb
 
@@ -89,7 +90,7 @@ class Serve:
     @property
     def aborts(self) -> list[Action]:
         """What ends whatever of it still touches memory."""
-        return [Abort(ref) for ref in self.flight | self.hashing]
+        return [Abort(ref) for ref in in_order(self.flight | self.hashing)]
 
     @property
     def live(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ from kvxfer.transport import Verb
 __all__ = [
     "Abort", "Acquit", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Hash", "Hashed", "Kind", "Lane", "LinkId",
     "LinkInfo", "Move", "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role",
-    "Send", "Stats", "link_name",
+    "Send", "Stats", "in_order", "link_name",
 ]  # fmt: skip
 
 LinkId = Hashable
@@ -132,6 +132,11 @@ class PartRef:
     transfer: TransferId
     attempt: int
     part: int
+
+
+def in_order(refs: Iterable[PartRef]) -> list[PartRef]:
+    """Part by part, so that what a machine asks for does not depend on how a set is laid out."""
+    return sorted(refs, key=lambda ref: ref.part)
 
 
 @dataclass(frozen=True)

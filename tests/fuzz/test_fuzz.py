@@ -100,7 +100,7 @@ def test_an_agent_under_fire_lives_and_works(rig: agent.Rig, seed: int) -> None:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("harness", ["decoder", "agent"])
+@pytest.mark.parametrize("harness", ["decoder", "agent", "machines"])
 def test_guided_by_coverage(harness: str, tmp_path: Path) -> None:
     require("atheris")
     command = [sys.executable, "-m", "tests.fuzz.guided", harness, "-max_total_time=30", f"-artifact_prefix={tmp_path}/"]

@@ -15,31 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from kvxfer.session import parts
 from kvxfer.session.life import LANE, SERVE, Life
-from tests.session.world import Script, Setting, World
+from tests.session.world import SETTINGS, Script, Setting, World
 from tests.session.world.base import LEASE, RANKS, TRANSFERS
 
-SETTINGS = {
-    "read": Setting("read"),
-    "read, tally seen": Setting("read", seen=True),
-    "read, tally seen, short lease": Setting("read", seen=True, lease=2.5),
-    "staged read": Setting("read", staged=True),
-    "staged read, tally seen": Setting("read", staged=True, seen=True),
-    "write": Setting("write"),
-    "staged write": Setting("write", staged=True),
-    "sendrecv": Setting("sendrecv"),
-    "sendrecv, tally seen": Setting("sendrecv", seen=True),
-    "read, hashed": Setting("read", integrity="full"),
-    "read, hashed, tally seen": Setting("read", integrity="full", seen=True),
-    "write, hashed": Setting("write", integrity="full"),
-    "sendrecv, a sample hashed": Setting("sendrecv", integrity="sample"),
-    "read, abort by peer": Setting("read", scope="peer"),
-    "write, abort by peer, tally seen": Setting("write", scope="peer", seen=True),
-    "staged write, abort by peer, hashed": Setting("write", staged=True, scope="peer", integrity="full"),
-    "sendrecv, abort by peer": Setting("sendrecv", scope="peer"),
-}
 STEPS = 100_000
 NOISE = st.binary(min_size=500, max_size=2000)
-
 
 
 @pytest.fixture(autouse=True)

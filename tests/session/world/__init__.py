@@ -8,6 +8,7 @@ same script gives the same run.
 """
 
 from tests.session.world.base import Script, Setting, Violation
+from tests.session.world.settings import SETTINGS
 from tests.session.world.world import World
 
-__all__ = ["Script", "Setting", "Violation", "World"]
+__all__ = ["SETTINGS", "Script", "Setting", "Violation", "World"]

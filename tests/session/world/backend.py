@@ -27,7 +27,7 @@ class Backend:
             return
         op = Op(agent, move.ref, move.verb, link, move.plan, move.stream)
         if agent.role == "producer":
-            op.generation = self.world.prefills.lives[agent.rank][move.ref.transfer].generation
+            op.generation = self.world.prefills.heard[agent.rank, move.ref.transfer]
         self.ops = [o for o in self.ops if not o.done or not o.quiet or o.link.works] + [op]
         self.world.later(LATEST, None, lambda: self._advance(op, half=True))
 

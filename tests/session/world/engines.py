@@ -42,6 +42,8 @@ class ProducerEngine:
         # Generations of which each rank has been told the outcome, and the release.
         self.ended: dict[tuple[int, TransferId], set[int]] = defaultdict(set)
         self.released: dict[tuple[int, TransferId], set[int]] = defaultdict(set)
+        # The generation each rank's machine has last heard an offer of: the engine may be ahead of it.
+        self.heard: dict[tuple[int, TransferId], int] = {}
         self.busy: Counter[TransferId] = Counter()  # ranks that have orders for it
 
     @property
@@ -96,7 +98,12 @@ class ProducerEngine:
         table = np.array(life.blocks[: -(-tokens // P_TOKENS)], np.int64)
         offer = Offered(transfer, b"digest", life.generation, tokens, (table,), tokens == life.total)
         agent.tally.offered(transfer, life.generation)
-        self.world.say(agent, lambda: agent.machine.offer(offer, self.world.now))
+
+        def call() -> list[Action]:
+            self.heard[r, transfer] = offer.generation
+            return agent.machine.offer(offer, self.world.now)
+
+        self.world.say(agent, call)
 
     def _revoke(self, r: int, life: Life, reason: str, gone: bool) -> None:
         agent = self.world.producers[r]

@@ -255,6 +255,10 @@ class World:
         for r in range(RANKS):
             while self.prefills.orders[r]:
                 self.prefills.work(r)
+        for _ in range(int(TIMEOUT)):  # renewed by the engine that waits for it: its links may have to be made first
+            self.elapse(1.0)
+            for p in self.producers:
+                p.machine.renew(TRANSFERS[-1][0], self.now)
         self._settle()
         check(self.decodes.outcomes["delivered"] == before + RANKS, f"no recovery: {self.decodes.outcomes}")
 
