@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from kvxfer.errors import ConfigError
+from kvxfer.settings import check_dialable, read
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded: no wait is without an end
 Bytes = Annotated[int, Meta(gt=0)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 Integrity = Literal["off", "sample", "full"]
+
+NAMING = "kvxfer setting {!r}"
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,31 +65,6 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             ConfigError: a key is unknown (the message names the nearest known one) or a value has the wrong
                 type or range (the message names key, value and what is expected).
         """
-        types = {field.name: field.type for field in msgspec.structs.fields(cls)}
-        values: dict[str, Any] = {}
-        for key, value in mapping.items():
-            if key not in types:
-                raise ConfigError(f"unknown kvxfer setting {key!r}: {_advice(key, list(types))}")
-            try:
-                values[key] = msgspec.convert(value, types[key])
-            except msgspec.ValidationError as error:
-                expected = _expected(types[key], error)
-                raise ConfigError(f"kvxfer setting {key!r} cannot be {value!r}: {expected}") from None
-        config = cls(**values)
-        if config.listen in ("0.0.0.0", "::", "*") and config.advertise is None:
-            raise ConfigError(
-                f"kvxfer setting 'listen' is {config.listen!r}, which is no address that a peer could dial; "
-                "set 'advertise' to this host's name or address"
-            )
+        config = read(cls, mapping, NAMING)
+        check_dialable(config.listen, config.advertise, NAMING)
         return config
-
-
-def _expected(type_: Any, error: msgspec.ValidationError) -> str:
-    if get_origin(type_) is Literal:
-        return f"expected one of {', '.join(map(repr, get_args(type_)))}"
-    return str(error)
-
-
-def _advice(key: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(str(key), known, n=1)
-    return f"did you mean {nearest[0]!r}?" if nearest else f"the settings are {', '.join(known)}"

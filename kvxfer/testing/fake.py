@@ -19,7 +19,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ import numpy as np
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
+from kvxfer.settings import advice
 from kvxfer.testing.network import ONE_SIDED, Fault, Network, Post, Side
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
 from kvxfer.transport.memories import Memories
@@ -62,9 +62,7 @@ class FakeTransport(Transport):
         super().__init__(agent, options)
         for key in options:
             if key not in _DEFAULTS:
-                near = get_close_matches(key, _DEFAULTS, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(_DEFAULTS)}"
-                raise ConfigError(f"unknown option {key!r} of back end 'fake': {hint}")
+                raise ConfigError(f"unknown option {key!r} of back end 'fake': {advice(key, _DEFAULTS)}")
         self._options = o = {**_DEFAULTS, **options}
         try:
             verbs = frozenset(Verb(v) for v in o["verbs"])

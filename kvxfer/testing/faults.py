@@ -14,14 +14,13 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
+from kvxfer.settings import read
 from kvxfer.transport import registry
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
 from kvxfer.transport.memories import Memories
@@ -56,15 +55,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
-        for key in options:
-            if key not in cls.__struct_fields__:
-                near = get_close_matches(str(key), cls.__struct_fields__, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(cls.__struct_fields__)}"
-                raise ConfigError(f"unknown option {key!r} of back end 'faulty': {hint}")
-        try:
-            return msgspec.convert(dict(options), cls)
-        except msgspec.ValidationError as e:
-            raise ConfigError(f"bad option of back end 'faulty': {e}") from None
+        return read(cls, options, "option {!r} of back end 'faulty'")
 
 
 class _Gate:

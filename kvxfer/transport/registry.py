@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from importlib.metadata import entry_points
 
 from kvxfer.errors import ConfigError
+from kvxfer.settings import near
 from kvxfer.transport.contract import CONTRACT_VERSION, Transport
 
 __all__ = ["GROUP", "PIP_LINES", "available", "load"]
@@ -28,9 +28,8 @@ def load(name: str) -> type[Transport]:
     if target is None:
         if name.replace("_", "-") in PIP_LINES:
             raise ConfigError(f"back end {name!r} is not installed; {PIP_LINES[name.replace('_', '-')]}")
-        near = difflib.get_close_matches(name, [*available(), *PIP_LINES], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; installed are {', '.join(available()) or 'none'}"
-        raise ConfigError(f"unknown back end {name!r}{hint}")
+        hint = near(name, [*available(), *PIP_LINES]) or f"installed are {', '.join(available()) or 'none'}"
+        raise ConfigError(f"unknown back end {name!r}; {hint}")
     module, _, attribute = target.partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)

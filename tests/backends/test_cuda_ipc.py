@@ -263,4 +263,4 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
 ])  # fmt: skip
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        Options.of(options)
+        Options.parse(options)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from kvxfer.errors import ConfigError
+from kvxfer.settings import read
 
 __all__ = ["Options"]
 
@@ -23,14 +22,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_ptrace: bool = False
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Options:
-        """Raises ``ConfigError``."""
-        for key in options:
-            if key not in cls.__struct_fields__:
-                near = difflib.get_close_matches(str(key), cls.__struct_fields__, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(cls.__struct_fields__)}"
-                raise ConfigError(f"the cma back end has no option {key!r}: {hint}")
-        try:
-            return msgspec.convert(dict(options), cls)
-        except msgspec.ValidationError as e:
-            raise ConfigError(f"a cma back-end option is wrong: {e}") from None
+    def parse(cls, options: Mapping[str, Any]) -> Options:
+        """Raises ``ConfigError`` for an unknown option (naming the nearest one) and for a bad value."""
+        return read(cls, options, "option {!r} of back end 'cma'")

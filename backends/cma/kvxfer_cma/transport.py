@@ -68,7 +68,7 @@ class CmaTransport(Transport):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
-        self._options = Options.of(options)
+        self._options = Options.parse(options)
         if reason := vm.unsupported():
             raise TransportError(f"the cma back end does not work here: {reason}")
         if self._options.allow_ptrace:

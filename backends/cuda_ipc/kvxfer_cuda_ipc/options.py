@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from kvxfer.errors import ConfigError
+from kvxfer.settings import read
 
 __all__ = ["Options"]
 
@@ -24,14 +23,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ctas: Annotated[int, Meta(ge=1, le=1024)] = 12
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Options:
-        """Raises ``ConfigError``."""
-        for key in options:
-            if key not in cls.__struct_fields__:
-                near = difflib.get_close_matches(str(key), cls.__struct_fields__, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(cls.__struct_fields__)}"
-                raise ConfigError(f"the cuda_ipc back end has no option {key!r}: {hint}")
-        try:
-            return msgspec.convert(dict(options), cls)
-        except msgspec.ValidationError as e:
-            raise ConfigError(f"a cuda_ipc back-end option is wrong: {e}") from None
+    def parse(cls, options: Mapping[str, Any]) -> Options:
+        """Raises ``ConfigError`` for an unknown option (naming the nearest one) and for a bad value."""
+        return read(cls, options, "option {!r} of back end 'cuda_ipc'")

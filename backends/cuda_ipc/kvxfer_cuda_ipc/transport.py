@@ -80,7 +80,7 @@ class CudaIpcTransport(Transport):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
-        self._options = Options.of(options)
+        self._options = Options.parse(options)
         self._host = host()
         self._memories = Memories()
         self._exported: dict[int, Exported] = {}

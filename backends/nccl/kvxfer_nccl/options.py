@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from kvxfer.errors import ConfigError
+from kvxfer.settings import check_dialable, read
 
 __all__ = ["Options"]
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 
-WILDCARDS = frozenset({"0.0.0.0", "::", "*"})
+NAMING = "option {!r} of back end 'nccl'"
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,18 +49,6 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
         """Raises ``ConfigError`` for an unknown option (naming the nearest one) and for a bad value."""
-        for key in options:
-            if key not in cls.__struct_fields__:
-                near = get_close_matches(str(key), cls.__struct_fields__, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(cls.__struct_fields__)}"
-                raise ConfigError(f"unknown option {key!r} of back end 'nccl': {hint}")
-        try:
-            parsed = msgspec.convert(dict(options), cls)
-        except msgspec.ValidationError as e:
-            raise ConfigError(f"bad option of back end 'nccl': {e}") from None
-        if parsed.listen in WILDCARDS and parsed.advertise is None:
-            raise ConfigError(
-                f"back end 'nccl' listens on {parsed.listen!r}, which is no address that a peer could dial; "
-                "set the option 'advertise' to this host's name or address"
-            )
+        parsed = read(cls, options, NAMING)
+        check_dialable(parsed.listen, parsed.advertise, NAMING)
         return parsed

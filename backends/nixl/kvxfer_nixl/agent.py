@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
+from kvxfer.settings import advice
 from kvxfer_nixl import ucx
 from kvxfer_nixl.library import Library, load
-from kvxfer_nixl.options import Options, advice, text
+from kvxfer_nixl.options import Options, text
 
 __all__ = ["Agent", "Rows", "Side"]
 
@@ -169,7 +170,7 @@ def _parameters(agent: Any, library: Library, options: Options) -> dict[str, str
     build = f"NIXL {library.version} ({library.package})"
     if plugin not in plugins:
         raise ConfigError(
-            f"{build} has no plugin {plugin!r}: {advice(plugin, plugins)}. Others need a NIXL built from source with them"
+            f"{build} has no plugin {plugin!r}: {advice(plugin, plugins)} (others need a NIXL built from source with them)"
         )
     try:
         listed = agent.getPluginParams(plugin)[0]

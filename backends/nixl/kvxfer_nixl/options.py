@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from kvxfer.errors import ConfigError
+from kvxfer.settings import read
 
-__all__ = ["Options", "advice"]
+__all__ = ["Options"]
 
 Setting = str | int | float | bool
 
@@ -43,13 +43,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
         """Raises ``ConfigError`` for an unknown option (naming the nearest) or a bad value."""
-        for key in options:
-            if key not in cls.__struct_fields__:
-                raise ConfigError(f"unknown option {key!r} of back end 'nixl': {advice(key, cls.__struct_fields__)}")
-        try:
-            parsed = msgspec.convert(dict(options), cls)
-        except msgspec.ValidationError as e:
-            raise ConfigError(f"bad option of back end 'nixl': {e}") from None
+        parsed = read(cls, options, "option {!r} of back end 'nixl'")
         parsed = msgspec.structs.replace(parsed, plugin=parsed.plugin.upper())
         if parsed.ucx and parsed.plugin != "UCX":
             raise ConfigError(f"option 'ucx' of back end 'nixl' is for plugin 'UCX', and the plugin is {parsed.plugin!r}")
@@ -64,10 +58,3 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def text(value: Setting) -> str:
     """A setting as UCX and NIXL read it."""
     return {True: "y", False: "n"}[value] if isinstance(value, bool) else str(value)
-
-
-def advice(key: str, known: Iterable[str]) -> str:
-    """What to say of a name that is not known: the nearest, or all."""
-    names = sorted(known)
-    near = get_close_matches(key, names, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"

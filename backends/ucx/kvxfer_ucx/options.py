@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.settings import near, read
 from kvxfer_ucx.library import Library
 
 __all__ = ["Options", "make_context"]
@@ -45,13 +44,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
         """Raises ``ConfigError`` for an unknown option (naming the nearest) or a bad value."""
-        for key in options:
-            if key not in cls.__struct_fields__:
-                raise ConfigError(f"unknown option {key!r} of back end 'ucx': {_nearest(key, cls.__struct_fields__)}")
-        try:
-            return msgspec.convert(dict(options), cls)
-        except msgspec.ValidationError as e:
-            raise ConfigError(f"bad option of back end 'ucx': {e}") from None
+        return read(cls, options, "option {!r} of back end 'ucx'")
 
     def settings(self) -> dict[str, str]:
         """What to tell UCX: the options, and our defaults where neither they nor the environment say otherwise."""
@@ -75,7 +68,8 @@ def make_context(library: Library, options: Options) -> Any:
                 known = [*ucxx.get_current_options(), *UCX_DEFAULTS]
                 if key in known:
                     raise ConfigError(f"UCX does not take {value!r} for its setting {key!r}") from None
-                raise ConfigError(f"UCX has no setting {key!r}: {_nearest(key, known)}") from None
+                hint = near(key, known) or "see `ucx_info -c`, without the prefix UCX_"
+                raise ConfigError(f"UCX has no setting {key!r}: {hint}") from None
             except ucxx.UCXError as single:
                 raise TransportError(f"UCX cannot start with {key!r} set to {value!r}: {single}") from None
         raise TransportError(f"UCX cannot start: {e}; its settings are {options.settings()}") from e
@@ -83,11 +77,3 @@ def make_context(library: Library, options: Options) -> Any:
 
 def _text(value: str | int | float | bool) -> str:
     return {True: "y", False: "n"}[value] if isinstance(value, bool) else str(value)
-
-
-def _nearest(key: str, known: Any) -> str:
-    near = get_close_matches(str(key), list(map(str, known)), n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    names = list(known)
-    return f"the options are {', '.join(names)}" if len(names) < 20 else "see `ucx_info -c` without the prefix UCX_"

@@ -1,0 +1,72 @@
+"""Settings that a user wrote, read in one way: the configuration's and the options of every back end.
+
+What is unknown is answered with the nearest that there is, a wrong value with what is expected. For whoever writes a
+back end, too: ``read(Options, options, "option {!r} of back end 'mine'")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+
+from kvxfer.errors import ConfigError
+
+__all__ = ["advice", "check_dialable", "near", "read"]
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+WILDCARDS = frozenset({"0.0.0.0", "::", "*"})
+
+
+def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
+    """The settings as a ``kind``, as they come out of JSON, YAML or an engine's own configuration.
+
+    Args:
+        kind: a struct whose fields have defaults; their types say what is allowed.
+        naming: how to speak of a setting, with ``{!r}`` where its name goes.
+
+    Raises:
+        ConfigError: a setting is unknown (the message names the nearest known one) or a value has the wrong type or
+            range (the message names setting, value and what is expected).
+    """
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    fields: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in types:
+            raise ConfigError(f"unknown {naming.format(key)}: {advice(key, types)}")
+        try:
+            fields[key] = msgspec.convert(value, types[key])
+        except msgspec.ValidationError as error:
+            expected = _expected(types[key], error)
+            raise ConfigError(f"{naming.format(key)} cannot be {value!r}: {expected}") from None
+    return kind(**fields)
+
+
+def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
+    """Raises ``ConfigError`` if peers would be told to dial an address that stands for all addresses."""
+    if listen in WILDCARDS and advertise is None:
+        raise ConfigError(
+            f"{naming.format('listen')} is {listen!r}, which is no address that a peer could dial; "
+            "set 'advertise' to this host's name or address"
+        )
+
+
+def advice(key: object, known: Iterable[str]) -> str:
+    """What to say of a name that is not known: the nearest, or all."""
+    names = list(known)
+    return near(key, names) or f"there are {', '.join(names)}"
+
+
+def near(key: object, known: Iterable[str]) -> str | None:
+    """A question for the known name that resembles it most, or ``None`` where none does."""
+    found = get_close_matches(str(key), list(known), n=1)
+    return f"did you mean {found[0]!r}?" if found else None
+
+
+def _expected(type_: Any, error: msgspec.ValidationError) -> str:
+    if get_origin(type_) is Literal:
+        return f"expected one of {', '.join(map(repr, get_args(type_)))}"
+    return str(error)
