@@ -127,7 +127,8 @@ def materialise(sheets: Sequence[Sheet]) -> Runs:
     Order: by sheet, stretch of joined segments, row. Where few are left they are ordered by destination and joined
     across rows and sheets too.
     """
-    stretches = [_stretches(s) for s in sheets]
+    few = sum(map(len, sheets)) <= _FEW  # then what continues its neighbour is joined at the end, all at once
+    stretches = [(s.src_at, s.dst_at, s.row_bytes) if few else _stretches(s) for s in sheets]
     total = sum(len(s.template) * len(at[0]) for s, at in zip(sheets, stretches, strict=True))
     src, dst, length = (np.empty(total, np.int64) for _ in range(3))
     done = 0
@@ -139,7 +140,7 @@ def materialise(sheets: Sequence[Sheet]) -> Runs:
         length[here].reshape(shape)[...] = size[:, None]
         done = here.stop
     if 1 < total <= _FEW:
-        order = np.argsort(dst, kind="stable")
+        order = np.argsort(dst)  # no two are equal
         return _joined(src[order], dst[order], length[order])
     return Runs(src, dst, length)
 
