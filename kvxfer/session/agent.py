@@ -402,11 +402,7 @@ class Agent:
     # --- engine calls, on the control thread -----------------------------------------------------------------------
 
     def _offer(self, offer: Offered, after: Fence | None, now: float) -> list[Action]:
-        if self._fences.hold(offer, after):
-            return []
-        out = self._producer.offer(offer, now)
-        self._forget_if_over(offer.transfer, offer.generation)
-        return out
+        return [] if self._fences.hold(offer, after) else self._unfenced(offer, None, now)
 
     def _unfenced(self, offer: Offered, error: str | None, now: float) -> list[Action]:
         if error is None:

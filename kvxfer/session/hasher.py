@@ -32,7 +32,8 @@ class Hasher:
         self._started = False
 
     def get_ready(self) -> None:
-        """Have compiled what is to be compiled, which may take seconds, so that no transfer waits for it."""
+        """Have compiled what reads host memory, which may take seconds, so that no transfer waits for it. What reads a GPU's is
+        compiled with the first part there."""
         memory.space(self._regions).checksum(CopyPlan(()), "source")
 
     def hash(self, action: Hash) -> None:
