@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -23,7 +25,7 @@ from tests.conftest import require
 
 require("nixl")
 
-from kvxfer_nixl import NixlTransport, flight  # noqa: E402  (only where it can be used)
+from kvxfer_nixl import NixlTransport, flight, reach  # noqa: E402  (only where it can be used)
 from kvxfer_nixl.endpoint import Endpoint, Piece  # noqa: E402
 
 TCP = {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}
@@ -38,7 +40,7 @@ class TestCma(ConformanceSuite):
 
 @pytest.mark.slow
 class TestTcp(ConformanceSuite):
-    """What it picks between hosts without RDMA: reads and writes that the peer's progress thread serves."""
+    """What it picks between hosts without RDMA: writes that the peer's progress thread serves."""
 
     backend = NixlTransport
     options: ClassVar[dict[str, Any]] = TCP
@@ -63,8 +65,10 @@ class Cma(Suite):
 
 
 class Tcp(Suite):
+    """With reads, which nobody gets over TCP who does not ask for them."""
+
     backend = NixlTransport
-    options: ClassVar[dict[str, Any]] = TCP
+    options: ClassVar[dict[str, Any]] = {**TCP, "verbs": ["read", "write"]}
     __test__ = False
 
 
@@ -217,7 +221,7 @@ def test_a_peer_that_closes_with_reads_in_flight_lives_and_so_do_we(tcp: World) 
 
 
 def test_a_reader_is_the_danger_not_a_writer(tcp: World) -> None:
-    """Why ``verbs`` is an option: over TCP a peer that was stopped survives a writer that has gone meanwhile."""
+    """Why nothing but writes is offered there: over TCP a peer that was stopped survives a writer that has gone meanwhile."""
     a, b = tcp.process("writer"), tcp.process("stopped")
     tcp.allocate(a, b)
     link = tcp.link(a, b)
@@ -233,8 +237,7 @@ def test_a_reader_is_the_danger_not_a_writer(tcp: World) -> None:
 
 def test_verbs_can_be_left_out(tcp: World) -> None:
     a, b, link = tcp.pair()
-    transport = NixlTransport("writer", {**TCP, "verbs": ["write"]})
-    try:
+    with closing(NixlTransport("writer", {**TCP, "verbs": ["write"]})) as transport:
         assert transport.capabilities.verbs == {Verb.WRITE}
         mine, theirs = transport.endpoint(), a.endpoint()
         memory = np.zeros(10, np.uint8)
@@ -243,8 +246,62 @@ def test_verbs_can_be_left_out(tcp: World) -> None:
         ten, zero = np.array([10]), np.array([0])
         with pytest.raises(TransportError, match="offers WRITE"):
             transport.submit(Batch(Verb.READ, peer, 0, ten, zero, 0, zero))
-    finally:
-        transport.close()
+
+
+# --- where reads are offered ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which the host's RDMA cards are looked for."""
+    monkeypatch.setattr(reach, "_CARDS", tmp_path / "infiniband")
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "infiniband"
+
+
+@pytest.mark.parametrize("settings, card, here, elsewhere", [
+    ({}, None, True, False),
+    ({}, "mlx5_0", True, True),
+    ({"TLS": "tcp"}, "mlx5_0", False, False),
+    ({"TLS": "posix,tcp"}, None, False, False),
+    ({"TLS": "cma,tcp"}, "mlx5_0", True, False),
+    ({"TLS": "^rc,dc"}, "mlx5_0", True, False),
+    ({"TLS": "^cuda_ipc"}, None, True, False),
+    ({"TLS": "^sm"}, None, False, False),
+    ({"TLS": "^sm"}, "mlx5_0", True, True),
+    ({"TLS": "cuda,tcp"}, None, False, False),
+    ({"NET_DEVICES": "lo"}, "mlx5_0", True, False),
+    ({"NET_DEVICES": "lo,mlx5_0:1"}, "mlx5_0", True, True),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("given", ["option", "environment"])
+def test_reads_are_offered_where_no_peer_has_to_help(
+    settings: dict[str, str], card: str | None, here: bool, elsewhere: bool, given: str, cards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if card is not None:
+        (cards / card).mkdir(parents=True)
+    if given == "environment":
+        for name, value in settings.items():
+            monkeypatch.setenv(f"UCX_{name}", value)
+    options = {"ucx": settings} if given == "option" else {}
+    with closing(NixlTransport("a", options)) as a, closing(NixlTransport("b", options)) as b:
+        verbs = a.capabilities.verbs
+        assert verbs == ({Verb.READ, Verb.WRITE} if here else {Verb.WRITE})
+        a.connect(a.endpoint(), b.endpoint())
+        mine, far = a.endpoint(), altered(b.endpoint(), host="another")
+        if elsewhere or Verb.READ not in verbs:
+            a.connect(mine, far)
+        else:
+            with pytest.raises(TransportError, match=r"TCP.*peer 'b'.*\"verbs\": \[\"write\"\]"):
+                a.connect(mine, far)
+
+
+def test_whoever_names_the_verbs_has_decided(cards: Path) -> None:
+    options = {**TCP, "verbs": ["read"]}
+    with closing(NixlTransport("a", options)) as a, closing(NixlTransport("b", options)) as b:
+        assert a.capabilities.verbs == {Verb.READ}
+        a.connect(a.endpoint(), altered(b.endpoint(), host="another"))
 
 
 def test_links_share_a_connection(world: World) -> None:

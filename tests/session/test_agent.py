@@ -115,10 +115,11 @@ def test_cancel_on_either_side(engine, options):
     assert end.outcome.kind is Kind.FAILED and "aborted" in end.outcome.reason
 
 
-def test_nixl_that_only_writes_goes_through_slots_that_are_lent(engine):
+@pytest.mark.parametrize("how", [{"verbs": ["write"]}, {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}], ids=["asked", "tcp"])
+def test_nixl_that_only_writes_goes_through_slots_that_are_lent(engine, how):
     """Nothing but closing all of NIXL ends a write that is on its way, so none goes into blocks of the cache."""
     require("nixl")
-    options = {"backend": "nixl", "verbs": ["write"]}
+    options = {"backend": "nixl", **how}
     p, d = engine(dict(options), seed=1, blocks=64), engine(dict(options), blocks=64)
     p.agents[0].offer(offered(list(range(64)), 250, transfer=T))
     d.agents[0].fetch(fetch(p.source, list(range(63, -1, -1)), 250, transfer=T))

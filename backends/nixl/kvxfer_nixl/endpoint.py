@@ -12,7 +12,7 @@ from kvxfer.errors import TransportError
 
 __all__ = ["FORMAT", "Endpoint", "Piece"]
 
-FORMAT = 1
+FORMAT = 2
 MOST_BYTES = 1 << 20
 
 
@@ -24,12 +24,13 @@ class Piece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Endpoint(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``agent``: for messages to humans. ``end``: names this end of this link. ``memories``: by number, ``None`` for one
-    that is gone. ``metadata``: what NIXL has to know of our agent."""
+    """``agent``: for messages to humans. ``host``: ``Reach.here``. ``end``: names this end of this link. ``memories``: by
+    number, ``None`` for one that is gone. ``metadata``: what NIXL has to know of our agent."""
 
     format: int
     plugin: Annotated[str, Meta(max_length=64)]
     agent: Annotated[str, Meta(max_length=256)]
+    host: Annotated[str, Meta(max_length=128)]
     end: Annotated[str, Meta(min_length=1, max_length=64)]
     memories: tuple[Piece | None, ...]
     metadata: bytes

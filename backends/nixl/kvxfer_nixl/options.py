@@ -23,8 +23,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         plugin: the NIXL plugin that moves the bytes; one that reaches other agents (``UCX``, ``LIBFABRIC``, ``MOONCAKE``).
         plugin_params: the plugin's own parameters, as in ``{"num_workers": "2"}``.
         ucx: settings of UCX, with or without the prefix ``UCX_``, as in ``{"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}``.
-        verbs: what is offered to the session. ``["write"]`` where UCX has nothing but TCP: there a reader that dies can take
-            the process it reads from with it.
+        verbs: what is offered to the session. ``None``: writes, and reads unless UCX has nothing but TCP (see ``reach.py``); then a
+            link that only TCP can make is refused. Whoever names them has decided.
         num_threads: extra threads with which the plugin posts long batches; 0 for none. They spin while they work.
         sync_mode: locking inside the NIXL agent. kvxfer calls it from one thread, so ``none`` is right unless the
             plugin asks for more.
@@ -35,7 +35,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     plugin: Annotated[str, Meta(min_length=1)] = "UCX"
     plugin_params: dict[str, Setting] = {}
     ucx: dict[str, Setting] = {}
-    verbs: Annotated[frozenset[Literal["read", "write"]], Meta(min_length=1)] = frozenset({"read", "write"})
+    verbs: Annotated[frozenset[Literal["read", "write"]], Meta(min_length=1)] | None = None
     num_threads: Annotated[int, Meta(ge=0, le=256)] = 0
     sync_mode: Literal["none", "rw", "strict"] = "none"
     log_level: Literal["TRACE", "DEBUG", "INFO", "WARN", "ERROR", "FATAL"] | None = None

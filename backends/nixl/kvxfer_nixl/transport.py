@@ -28,6 +28,7 @@ from kvxfer_nixl.flight import Flight
 from kvxfer_nixl.library import load
 from kvxfer_nixl.link import Link, Peers
 from kvxfer_nixl.options import Options
+from kvxfer_nixl.reach import Reach
 from kvxfer_nixl.space import Space
 
 __all__ = ["NixlTransport"]
@@ -55,8 +56,10 @@ class NixlTransport(Transport):
         self._nixl = Agent(name, self._options)
         self._peers = Peers(self._nixl)
         memory = _memory_kinds(self._nixl)
+        self._reach = Reach.of(self._options, memory)
+        verbs = self._options.verbs or ({"read", "write"} if self._reach.host else {"write"})
         self._capabilities = Capabilities(
-            verbs=frozenset(map(Verb, self._options.verbs)),
+            verbs=frozenset(map(Verb, verbs)),
             memory=memory,
             # A descriptor costs 5 us on a GPU, whose link moves a megabyte meanwhile; on a CPU, a system call.
             run_bytes=4 << 20 if "cuda" in memory else 2048,
@@ -123,7 +126,7 @@ class NixlTransport(Transport):
         end = secrets.token_hex(8)
         metadata = self._nixl.metadata()
         plugin, agent = self._options.plugin, self.agent[:256]
-        data = Endpoint(FORMAT, plugin, agent, end, self._space.describe(), metadata).encode()
+        data = Endpoint(FORMAT, plugin, agent, self._reach.here, end, self._space.describe(), metadata).encode()
         self._issued[end] = ""
         if len(self._issued) > MOST_ISSUED:
             self._issued.popitem(last=False)
@@ -131,17 +134,23 @@ class NixlTransport(Transport):
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self._check()
-        here, there = Endpoint.decode(mine), Endpoint.decode(theirs)
-        if here.end not in self._issued:
+        own, there = Endpoint.decode(mine), Endpoint.decode(theirs)
+        if own.end not in self._issued:
             raise TransportError("the first endpoint is not one of ours, or is in use; call endpoint() for every link")
         if there.plugin != self._options.plugin:
             raise TransportError(
                 f"peer {there.agent!r} uses NIXL's plugin {there.plugin}, this side {self._options.plugin}; they must agree"
             )
+        if Verb.READ in self._capabilities.verbs and not self._reach.includes(there.host):
+            raise TransportError(
+                f"UCX has nothing but TCP to reach peer {there.agent!r}, and over TCP a reader that dies can take the process that "
+                'it reads from along; set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
+                "there, which allows it), or use another back end"
+            )
         if any(link.their_end == there.end for link in self._links.values()):
             raise TransportError(f"the endpoint of peer {there.agent!r} is in use; it must call endpoint() for every link")
         try:
-            link = Link(self._next_link, here.end, there, self._peers)
+            link = Link(self._next_link, own.end, there, self._peers)
         except TransportError as e:
             raise TransportError(f"cannot connect to peer {there.agent!r}: {e}") from e
         self._next_link += 1

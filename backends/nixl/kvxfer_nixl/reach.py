@@ -1,0 +1,66 @@
+"""Which peers UCX reads from by itself, without the help of the process that it reads from.
+
+Over TCP that process answers the READ, and can go down inside UCX (seen with 1.23) when either side ends in the middle of it: a
+reader that is killed takes the one that it reads from along, and one that closes while it is read crashes. Writes do no such
+harm. NIXL does not say what UCX has chosen for a link, so this is what it can choose at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvxfer_nixl.options import Options
+
+__all__ = ["Reach"]
+
+_HOST = frozenset({"cma", "cuda_ipc"})
+_NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5"})
+_GROUPS = {
+    "all": _HOST | _NETWORK, "sm": {"cma"}, "shm": {"cma"}, "cuda": {"cuda_ipc"}, "ib": _NETWORK, "rc": {"rc_verbs", "rc_mlx5"},
+    "rc_v": {"rc_verbs"}, "rc_x": {"rc_mlx5"}, "dc": {"dc_mlx5"}, "dc_x": {"dc_mlx5"},
+}  # fmt: skip
+"""What UCX reads with by itself, and its names for several of them at once."""
+
+_CARDS = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """``here``: names the host, and the part of it whose processes reach each other's memory. ``host``: peers there are
+    reached; ``network``: others are."""
+
+    here: str
+    host: bool
+    network: bool
+
+    @classmethod
+    def of(cls, options: Options, memory: Collection[str]) -> Reach:
+        """For these kinds of memory; as the options say, or else the environment. Plugins other than UCX reach everywhere, and
+        so do all where the user has named the verbs."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        here = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        if options.plugin != "UCX" or options.verbs is not None:
+            return cls(here, True, True)
+        carriers, devices = (
+            options.ucx_settings.get(name) or os.environ.get(f"UCX_{name}") or "all" for name in ("TLS", "NET_DEVICES")
+        )
+        cards = set(os.listdir(_CARDS)) if _CARDS.is_dir() else set()
+        allowed = _allowed(carriers, _GROUPS["all"])
+        network = bool(allowed & _NETWORK and _allowed(devices, cards))
+        return cls(here, network or bool(allowed & (_HOST if "cuda" in memory else {"cma"})), network)
+
+    def includes(self, host: str) -> bool:
+        """Whether it includes peers of this host (their ``here``)."""
+        return self.host if host == self.here else self.network
+
+
+def _allowed(setting: str, there: Set[str]) -> Set[str]:
+    """What a list as UCX reads it (``rc,cuda``, ``^tcp``, ``mlx5_0:1``) allows of what is there."""
+    named: set[str] = set()
+    for item in setting.removeprefix("^").split(","):
+        name = item.strip().lstrip("\\").partition(":")[0]
+        named |= there if name == "all" else _GROUPS.get(name, {name})
+    return there - named if setting.startswith("^") else there & named
