@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry import CopyPlan, Region, Sheet, Template
-from kvxfer.memory.checksum import Sum, sum_of
+from kvxfer.memory.checksum import Sum, parts_of, sum_of
 from kvxfer.memory.fence import Done, Fence
 from kvxfer.memory.pool import in_parallel
 from kvxfer.memory.space import Checksum, Grid, Side, Space, grids
@@ -50,9 +50,14 @@ class CpuSpace(Space):
         self._move(plan, "destination", staged, at)
         return Done()
 
-    def checksum(self, plan: CopyPlan, side: Side, after: Fence | None = None) -> Checksum:
-        _require(after)
-        return Sum(sum_of(self, plan, side))
+    def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
+        parts_of(plan)
+
+        def begin(after: Fence | None) -> Checksum:
+            _require(after)
+            return Sum(sum_of(self, plan, side))
+
+        return begin
 
     def bytes(self, at: int, nbytes: int) -> Bytes:
         """These bytes, writable, without a copy. Raises ``ValueError`` when they lie in no region."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -34,10 +35,14 @@ class Checksum(ABC):
 class Space(ABC):
     """Regions of one device as one flat offset space, as in ``Cache.starts``.
 
+    ``by_itself``: the device reads and writes while the calling thread goes on.
+
     One thread at a time. Every method that touches memory may return before it has; its fence tells when it has, and
     until then the caller keeps all memory involved alive and unchanged. ``after`` is waited for on the device; on a
     CPU, where nothing waits, it must have passed.
     """
+
+    by_itself = False
 
     def __init__(self, regions: tuple[Region, ...], device: str) -> None:
         self.regions, self.device = regions, device
@@ -65,9 +70,14 @@ class Space(ABC):
         """Do what can be done before ``pack`` or ``unpack`` of a plan's pieces. Raises ``ValueError`` as they do."""
 
     @abstractmethod
+    def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
+        """Position-keyed hash of what the plan moves, read here, on the given side; see ``kvxfer.memory.checksum``. What is returned
+        begins to read, ``after`` a fence; all that can be done before that is done. Raises ``ValueError`` for a plan without
+        its parts (a piece, or one from the wire)."""
+
     def checksum(self, plan: CopyPlan, side: Side, after: Fence | None = None) -> Checksum:
-        """Position-keyed hash of what the plan moves, read here, on the given side; see ``kvxfer.memory.checksum``.
-        Raises ``ValueError`` for a plan without its parts (a piece, or one from the wire)."""
+        """``prepare_checksum``, and begin at once."""
+        return self.prepare_checksum(plan, side)(after)
 
     def locate(self, offset: int, nbytes: int) -> tuple[int, int]:
         """(number of the region that holds these bytes, offset in it). Raises ``ValueError`` when none does."""

@@ -128,7 +128,8 @@ def digest_rows(
         inner = row % (n1 * n2)
         key = tl.load(cell_keys + row // (n1 * n2), mask=there, other=0) + tl.load(segments + n_segments + segment)
         key += (inner // n2).to(tl.int64) * key1 + (inner % n2).to(tl.int64) * key2
-        digest = tl.zeros((ROWS,), tl.int64) + salt
+        # Summed over the words of a row at the end only: lanes have to meet for that.
+        products = tl.zeros((ROWS, WORDS), tl.int64)
         for w in range(0, n_words, WORDS):
             step = w + tl.arange(0, WORDS)
             mask = there[:, None] & (step < n_words)[None, :]
@@ -142,6 +143,7 @@ def digest_rows(
                     piece = tl.load(bytes_here + (at[:, None] + byte[None, :]), mask=inside, other=0)
                     x |= piece.to(tl.int64) << (8 * b)
             factor = tl.load(factors + step, mask=step < n_words, other=0)
-            digest += tl.sum((x ^ _shr(x, 32)) * factor[None, :], axis=1)
+            products += (x ^ _shr(x, 32)) * factor[None, :]
+        digest = tl.sum(products, axis=1) + salt
         total += tl.sum(tl.where(there, _mix(digest ^ key), 0), axis=0)
     tl.atomic_add(out, total)

@@ -87,7 +87,7 @@ class Agent:
         self._movers = Movers(
             backends, self._mover, lambda name, caps, staging: Terms.of(name, caps, staging, cache, config.integrity)
         )
-        self._hasher = Hasher(cache.regions, self._post)
+        self._hasher = Hasher(cache, self._post)
         self._inbox: deque[Step] = deque()
         self._events: deque[Event] = deque()
         self._closing = False

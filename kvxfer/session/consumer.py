@@ -179,7 +179,8 @@ class Consumer:
         link, plan = done.ref.link, lane.to_hash.pop(done.ref, None)
         if done.error is None:
             f.nbytes += done.nbytes
-            if plan is not None and lane.state is S.MOVING:
+            lane.checksum += done.checksum or 0
+            if plan is not None and done.checksum is None and lane.state is S.MOVING:
                 return [Hash(done.ref, plan, "destination")]
         if done.quiet:
             lane.flight.discard(done.ref)
@@ -322,7 +323,7 @@ class Consumer:
         if hashed is not None:
             lane.to_hash[ref] = hashed
         verb = Verb.RECV if info.mode == "sendrecv" else Verb(info.mode)
-        return [Move(ref, verb, plan, msg.stream, msg.piece_bytes)]
+        return [Move(ref, verb, plan, msg.stream, msg.piece_bytes, hashed)]
 
     def _plan(self, f: Load, info: LinkInfo, msg: m.Have) -> CopyPlan:
         src = tuple(m.unpack_blocks(b) for b in msg.blocks)

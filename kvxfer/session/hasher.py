@@ -11,8 +11,10 @@ import queue
 import threading
 from collections.abc import Callable
 
+import numpy as np
+
 from kvxfer import memory
-from kvxfer.geometry import CopyPlan, Region
+from kvxfer.geometry import Cache, Planner, route
 from kvxfer.session.values import Hash, Hashed, PartRef
 
 __all__ = ["Hasher"]
@@ -21,20 +23,23 @@ log = logging.getLogger("kvxfer.hasher")
 
 
 class Hasher:
-    """``regions``: the cache's memory. ``post``: called with one ``Hashed`` for each ``Hash``, on this object's thread or
+    """``cache``: what is read. ``post``: called with one ``Hashed`` for each ``Hash``, on this object's thread or
     from within ``cancel``; must not block. Methods are called by one thread, save ``close``."""
 
-    def __init__(self, regions: tuple[Region, ...], post: Callable[[Hashed], None]) -> None:
-        self._regions, self._post = regions, post
+    def __init__(self, cache: Cache, post: Callable[[Hashed], None]) -> None:
+        self._cache, self._post = cache, post
         self._waiting: dict[PartRef, Hash] = {}
         self._line: queue.SimpleQueue[PartRef | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvxfer-hash", daemon=True)
         self._started = False
 
     def get_ready(self) -> None:
-        """Have compiled what reads host memory, which may take seconds, so that no transfer waits for it. What reads a GPU's is
-        compiled with the first part there."""
-        memory.space(self._regions).checksum(CopyPlan(()), "source")
+        """Have compiled what reads the cache, which may take seconds, so that no transfer waits for it: it reads one token."""
+        cache = self._cache
+        claims = route([cache], [cache])[cache.rank].claims.get(cache.rank, ())
+        first = [np.zeros(1, np.int64)] * len(cache.groups)
+        one = Planner(cache, cache, claims).plan(first, first, 0, 1)
+        memory.space(cache.regions).checksum(one, "source").value  # noqa: B018  (waits)
 
     def hash(self, action: Hash) -> None:
         """Read the part's memory, after those that came before."""
@@ -66,7 +71,7 @@ class Hasher:
             if action is None:
                 continue
             try:
-                space = space or memory.space(self._regions)
+                space = space or memory.space(self._cache.regions)
                 self._post(Hashed(ref, space.checksum(action.plan, action.side).value))
             except Exception as e:
                 log.exception("a checksum failed")

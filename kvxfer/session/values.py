@@ -207,13 +207,15 @@ class Send:
 
 @dataclass(frozen=True)
 class Move:
-    """Give a part to the data thread; answer with ``moved``. ``stream`` numbers two-sided parts of a link."""
+    """Give a part to the data thread; answer with ``moved``. ``stream`` numbers two-sided parts of a link. ``check``: what
+    is to be hashed of it on this side once it has arrived."""
 
     ref: PartRef
     verb: Verb
     plan: CopyPlan
     stream: int
     piece_bytes: int
+    check: CopyPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,8 @@ Action = Resolve | Dial | Close | Send | Move | Abort | Acquit | Hash | Report
 class Moved:
     """The end of a part on this side; comes again, quiet, when it was not quiet the first time. ``quiet``: the back end
     no longer touches its memory here. ``collateral``: it ended only because its link broke under something else.
-    ``seconds``: from when the data thread took it up."""
+    ``seconds``: from when the data thread took it up. ``checksum``: of what ``Move.check`` names, where memory has been read
+    on the way; else it has to be."""
 
     ref: PartRef
     error: str | None
@@ -257,6 +260,7 @@ class Moved:
     nbytes: int
     collateral: bool = False
     seconds: float = 0.0
+    checksum: int | None = None
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,8 @@ def test_a_plan_that_leaves_the_memory_is_refused() -> None:
 def digest(store: Store, made: CopyPlan, side: memory.Side) -> int:
     launcher, out = launch.Launcher(memory.space(store.cache.regions), programs=3), torch.zeros(1, dtype=torch.int64)
     for part in made.parts:
-        launcher.digest(part, side, out)
+        for launch_one in launcher.digests(part, side, out):
+            launch_one()
     return int(out.item()) % (1 << 64)
 
 
@@ -149,7 +150,7 @@ def test_the_checksum_is_that_of_the_host(case: Case) -> None:
 
 @pytest.mark.parametrize("size", [64, 8, 20])
 def test_the_checksum_of_units_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_TILE", 4)
+    monkeypatch.setattr(launch, "_HASHED", 4)
     spec = Spec(KINDS[0], ("l0", "l1"), (size, size), 2)
     for src in ("nhd", "fa", "hnd"):
         agree(Case((spec,), engine(spec, src, 4, 1, 10, 1), engine(spec, "hnd", 6, 1, 10, 2), 3, 10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.identity import TransferId
+from kvxfer.memory import Checksum
+from kvxfer.memory.cpu import CpuSpace
 from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Released, parts
 from kvxfer.testing.fake import Network
 from tests.geometry.engines import Case, cases
@@ -96,6 +99,66 @@ def test_full_notices_one_byte_over_sockets(engine):
     p, d = engine(spoilt(None, "faults"), seed=1, integrity="full"), engine(spoilt(None, "faults"), integrity="full")
     end, _ = move(p, d)
     assert end.outcome.kind is Kind.FAILED and "integrity" in end.outcome.reason, end
+
+
+class Slow(Checksum):
+    """One that takes its time, as on a device. ``fails``: when it is asked whether it is done."""
+
+    def __init__(self, checksum, fails):
+        self.checksum, self.done, self.fails, self.fence = checksum, time.monotonic() + 0.02, fails, self
+        self.event = None
+
+    def passed(self):
+        if self.fails:
+            raise RuntimeError("the device fell off the bus")
+        return time.monotonic() >= self.done
+
+    @property
+    def value(self):
+        return self.checksum.value
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Memory that a device reads by itself; lists the threads that have it read what has arrived. ``fails``: where the data thread
+    does so, this does."""
+
+    class Device(CpuSpace):
+        by_itself, fails, readers = True, "", []  # noqa: RUF012
+
+        def prepare_checksum(self, plan, side):
+            thread = threading.current_thread().name
+            fails = self.fails if thread == "kvxfer-data" else ""
+            if side == "destination":
+                self.readers.append(thread)
+            if fails == "prepare":
+                raise RuntimeError("out of memory")
+            begin = super().prepare_checksum(plan, side)
+            return lambda after: Slow(begin(after), fails == "passed") if fails != "begin" else 1 / 0
+
+    monkeypatch.setattr("kvxfer.memory.cpu.CpuSpace", Device)
+    return Device
+
+
+@pytest.mark.parametrize("corrupt", [False, True])
+@each_way
+def test_a_device_reads_by_itself_what_has_arrived(engine, device, way, corrupt):
+    options = spoilt(way, "fake") if corrupt else way
+    p, d = engine(dict(options), seed=1, integrity="full"), engine(dict(options), integrity="full")
+    end, _ = move(p, d)
+    assert end.outcome.delivered == right(p, d) == (not corrupt), end
+    assert not corrupt or "integrity" in end.outcome.reason
+    written = p.agents[0].stats().direct and not d.agents[0].stats().direct  # then the consumer's data thread knows nothing
+    assert device.readers == ["kvxfer-hash" if written else "kvxfer-data"]
+
+
+@pytest.mark.parametrize("fails", ["prepare", "begin", "passed"])
+def test_where_that_fails_it_is_read_all_the_same(engine, device, fails):
+    device.fails = fails
+    p, d = engine(dict(WAYS["read"]), seed=1, integrity="full"), engine(dict(WAYS["read"]), integrity="full")
+    end, _ = move(p, d)
+    assert end.outcome.delivered and right(p, d)
+    assert device.readers[-1] == "kvxfer-hash"
 
 
 def test_off_does_not_look(engine):

@@ -31,7 +31,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     port: TCP port to listen on; 0 takes any free one.
     """
 
-    channels: Annotated[int, Meta(ge=1, le=32)] = 16
+    channels: Annotated[int, Meta(ge=1, le=32)] = 24
     priority: Literal["normal", "high"] = "normal"
     idle_close_s: Seconds = 10.0
     init_timeout_s: Seconds = 30.0

@@ -3,8 +3,9 @@ Triton's interpreter the same runs on host memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from math import gcd
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,10 +21,14 @@ from kvxfer.memory.triton_kernels import digest_rows, move_rows
 
 __all__ = ["Launcher"]
 
-_TILE = 1 << 10
-"""Words of 8 bytes that a program has in flight: 64 bytes a lane."""
+_TILE, _WARPS = 1 << 10, 4
+"""Words of 8 bytes that a program moves at once, 64 bytes a lane, and its warps."""
 
-_WARPS = 4
+_HASHED, _HASHED_WARPS = 1 << 11, 2
+"""The same where it hashes."""
+
+_HASHED_WORDS = 16
+"""Words of a row that are hashed at once. Few, so that few lanes share a row: each of them works out where it is."""
 
 _SPAN = 1 << 16
 """Bytes of a row that one job moves, so that few long rows keep many programs busy."""
@@ -91,8 +96,8 @@ class Launcher:
             sides[side] = _Placed(cells, self._upload(places, base, size), base, grain, int(size.max()))
         return sides[side]
 
-    def digest(self, part: Part, side: Side, out: Any) -> None:
-        """Add the checksum of a part, read on one side, to ``out`` (int64 ``[1]``, on the device)."""
+    def digests(self, part: Part, side: Side, out: Any) -> Iterator[Callable[[], Any]]:
+        """Launches that add the checksum of a part, read on one side, to ``out`` (int64 ``[1]``, on the device), each once."""
         bundle = part.bundle
         for tokens, places, first in spans(part, side):
             units, keys = self._units_of(bundle, tokens)
@@ -100,14 +105,15 @@ class Launcher:
             cells, grain = self._table(units, side, places, size)
             n_words, n_rows = -(-bundle.unit // 8), len(units)
             unit = gcd(grain, _grain(places), 16)
-            words = _power(min(_TILE, n_words))
-            rows = _TILE // words
+            words = _power(min(_HASHED_WORDS, n_words))
+            rows = _HASHED // words
             (n1, stride1), (n2, stride2) = ((n, s if side == "source" else d) for n, s, d in units.axes)
-            digest_rows[(min(len(places) * -(-n_rows // rows), self._programs),)](
-                cells, keys, self._upload(places, first.view(np.int64)), self._factors_of(n_words), self._memory, out,
+            kernel = digest_rows[(min(len(places) * -(-n_rows // rows), self._programs),)]
+            yield partial(
+                kernel, cells, keys, self._upload(places, first.view(np.int64)), self._factors_of(n_words), self._memory, out,
                 len(places), n_rows, n1, stride1, _signed(HEAD), n2, stride2, _signed(TOKEN),
                 bundle.unit, _signed(bundle.unit * LENGTH),
-                UNIT=unit if unit >= 8 else 1, ROWS=rows, WORDS=words, num_warps=_WARPS,
+                UNIT=unit if unit >= 8 else 1, ROWS=rows, WORDS=words, num_warps=_HASHED_WARPS,
             )  # fmt: skip
 
     def _table(self, template: Template, side: Side, places: Ints, size: Ints) -> tuple[Any, int]:

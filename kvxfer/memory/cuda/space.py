@@ -7,7 +7,7 @@ model little.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,8 @@ PROGRAMS_PER_SM = 8
 
 class CudaSpace(Space):
     """Memory of one device; packs into memory of that device or pinned host memory. ``owner`` is kept alive with it."""
+
+    by_itself = True
 
     def __init__(self, regions: tuple[Region, ...], device: str, owner: object = None) -> None:
         super().__init__(regions, device)
@@ -53,17 +55,23 @@ class CudaSpace(Space):
             with self._on_stream(None):
                 self._launcher.place(plan, side)
 
-    def checksum(self, plan: CopyPlan, side: Side, after: Fence | None = None) -> Checksum:
+    def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
         parts = parts_of(plan)
         if self._launcher is None:
             raise KvxferError(f"checksums of {self.device} memory need Triton; install it, or set integrity to off")
-        with self._on_stream(after):
+        with self._on_stream(None):
             out = torch.zeros(1, dtype=torch.int64, device=self._device)
-            for part in parts:
-                self._launcher.digest(part, side, out)
             host = torch.empty(1, dtype=torch.int64, pin_memory=True)
-            host.copy_(out, non_blocking=True)
-            return _Pending(host, self._stream.record_event())
+            launches = [launch for part in parts for launch in self._launcher.digests(part, side, out)]
+
+        def begin(after: Fence | None) -> Checksum:
+            with self._on_stream(after):
+                for launch in launches:
+                    launch()
+                host.copy_(out, non_blocking=True)
+                return _Pending(host, self._stream.record_event())
+
+        return begin
 
     def _move(self, plan: CopyPlan, side: Side, packed: Space, at: int, after: Fence | None) -> Fence:
         if packed.device != self.device and not getattr(packed, "pinned", False):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvxfer import memory
 from kvxfer.identity import TransferId
 from kvxfer.session.values import Move, Moved, PartRef
 from kvxfer.transport import Verb
@@ -25,7 +26,7 @@ class Backend:
         if link is None or not link.works:
             self._tell(agent, Moved(move.ref, "not connected", True, 0, collateral=True))
             return
-        op = Op(agent, move.ref, move.verb, link, move.plan, move.stream)
+        op = Op(agent, move.ref, move.verb, link, move.plan, move.stream, move.check)
         if agent.role == "producer":
             op.generation = self.world.prefills.heard[agent.rank, move.ref.transfer]
         self.ops = [o for o in self.ops if not o.done or not o.quiet or o.link.works] + [op]
@@ -140,7 +141,10 @@ class Backend:
         # What was lent stays in the producer's hands until it says that it is done, or the link is closed.
         quiet = quiet if error is None or not op.lends or collateral else error == "acquitted"
         op.done, op.quiet = True, quiet
-        self._tell(op.agent, Moved(op.ref, error, quiet, 0 if error else op.plan.nbytes, collateral))
+        checksum = None
+        if error is None and op.check is not None and self.world.setting.by_itself:
+            checksum = memory.space(op.agent.cache.regions).checksum(op.check, "destination").value
+        self._tell(op.agent, Moved(op.ref, error, quiet, 0 if error else op.plan.nbytes, collateral, checksum=checksum))
         if not quiet and not op.lends:
             self.world.later(QUIET, None, lambda: self._calm(op))
 

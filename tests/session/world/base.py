@@ -40,13 +40,15 @@ def check(condition: Any, what: str) -> None:
 @dataclass(frozen=True)
 class Setting:
     """``mode``: the verb of the links. ``staged``: parts go through staging memory. ``scope``: what an abort ends.
-    ``faults``: whether anything goes wrong. ``integrity``: what is hashed. ``seen``: consumers see producers' tallies."""
+    ``faults``: whether anything goes wrong. ``integrity``: what is hashed; ``by_itself``: by the device, at a consumer, as soon as
+    it is there. ``seen``: consumers see producers' tallies."""
 
     mode: str
     staged: bool = False
     scope: str = "batch"
     faults: bool = True
     integrity: str = "off"
+    by_itself: bool = False
     seen: bool = False
     lease: float = LEASE
 
@@ -150,6 +152,7 @@ class Op:
     link: Link
     plan: CopyPlan
     stream: int
+    check: CopyPlan | None = None
     generation: int = -1  # what the producer served
     done: bool = False
     aborted: bool = False
