@@ -150,7 +150,8 @@ def test_the_checksum_is_that_of_the_host(case: Case) -> None:
 
 @pytest.mark.parametrize("size", [64, 8, 20])
 def test_the_checksum_of_units_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_HASHED", 4)
+    monkeypatch.setattr(launch, "_HASHED", 8)
+    monkeypatch.setattr(launch, "_HASHED_WORDS", 4)
     spec = Spec(KINDS[0], ("l0", "l1"), (size, size), 2)
     for src in ("nhd", "fa", "hnd"):
         agree(Case((spec,), engine(spec, src, 4, 1, 10, 1), engine(spec, "hnd", 6, 1, 10, 2), 3, 10))
