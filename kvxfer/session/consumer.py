@@ -124,6 +124,7 @@ class Consumer:
         for f, lane in lanes:
             if lane.on(E.LINK_RESET):
                 lane.resets += 1
+                lane.broke = reason
                 self._questions.cancel(lane.attempt)
                 if lane.resets > RESETS:
                     out += self._fail(f, f"the link to {link_name(link)} broke {lane.resets} times: {reason}", now)
@@ -215,7 +216,7 @@ class Consumer:
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
-            states = {str(lane.state) for lane in (f.lanes or {}).values()} or {f"looking for {f.spec.source}"}
+            states = {str(lane) for lane in (f.lanes or {}).values()} or {f"looking for {f.spec.source}"}
             out += self._fail(f, f"no outcome within {self._timeout:g} s (still {', '.join(sorted(states))})", now)
         for attempt in self._questions.due(now):
             f, lane = self._tries[attempt]

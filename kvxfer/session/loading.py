@@ -31,6 +31,7 @@ class Way:
     error: str | None = None  # a part of the attempt could not be moved
     owed: bool = False  # the producer may write into our memory until it says Gone or the link is closed
     resets: int = 0
+    broke: str = ""  # why its link did, the last time
     asked: int = 0  # how often the present question has been asked
 
     def on(self, stimulus: LaneEvent) -> bool:
@@ -47,6 +48,9 @@ class Way:
         self.owed, self.asked, self.checksum, self.sum = owed, 0, 0, b""
         self.spans.clear()
         self.to_hash.clear()
+
+    def __str__(self) -> str:
+        return f"{self.state}, since its link broke: {self.broke}" if self.broke else str(self.state)
 
     @property
     def quiet(self) -> bool:
