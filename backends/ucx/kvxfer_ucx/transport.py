@@ -38,6 +38,10 @@ SLICE_S = 0.002
 SPIN_S = 0.0001
 """With bytes in flight, how long ``poll`` looks for more before it sleeps: about what waking up costs."""
 
+WATCH_S, WATCH_EVERY_S = 0.003, 0.00004
+"""With bytes of GPU memory in flight: for how long after something has moved, and how often, to look for more instead of being
+woken. That takes a thread of CUDA's and one of ours, and as long as some 100 MiB between two GPUs."""
+
 HOST_RUN_BYTES = 64
 """Measured: a list of pieces of this size is still twice as fast as packing."""
 
@@ -73,11 +77,13 @@ class UcxTransport(Transport):
         self._links: dict[int, Link] = {}
         self._numbers = 0
         self._sealed = self._closed = False
+        self._on_host = True  # all memory registered so far
         self._inbound: list[tuple[Connection, float]] = []
         self._closing: list[Connection] = []
         self._ending: list[Link] = []
         self._ended: list[Completion] = []
         self._busy = False
+        self._moved = 0.0  # when UCX last had anything to do
         # Whether something goes on of which ``Messages.news`` does not tell.
         self._unsettled = False
         self._kinds = _memory_kinds()
@@ -133,6 +139,7 @@ class UcxTransport(Transport):
         memory = self._memories.add(regions, self._kinds)
         starts = flat_starts(tuple(regions))
         self._spans[memory] = [(s, s + r.nbytes, r.address) for s, r in zip(starts, regions, strict=True)]
+        self._on_host = self._plain()
         for device in {r.device for r in regions if r.device != "cpu"}:
             cuda.use(int(device.partition(":")[2] or 0))
         return memory
@@ -209,20 +216,23 @@ class UcxTransport(Transport):
         self._wakeup.clear()
         start = time.monotonic()
         self._step(start)
-        now = moved = time.monotonic()
-        armed = False
-        while not armed and not self._ended and now < start + SLICE_S:
+        now = spun = time.monotonic()
+        armed = watching = False
+        while not (armed or watching or self._ended) and now < start + SLICE_S:
             if self._progress(start + SLICE_S):
-                moved = time.monotonic()
+                self._moved = spun = time.monotonic()
                 if self._messages.news or self._unsettled:
-                    self._step(moved)
+                    self._step(spun)
             now = time.monotonic()
-            if now >= moved + SPIN_S or not self._busy:
+            if now >= spun + SPIN_S or not self._busy:
+                watching = self._busy and not self._on_host and now < self._moved + WATCH_S
                 # From here on the descriptor reports; not armed if something came in meanwhile.
-                armed = self._worker.arm()
-        if not armed:
+                armed = not watching and self._worker.arm()
+        if not armed and not watching:
             self._wakeup.set()
-        self._wakeup.at(self._due(time.monotonic()))
+        now = time.monotonic()
+        due = self._due(now)
+        self._wakeup.at(min(due or math.inf, now + WATCH_EVERY_S) if watching else due)
         ended, self._ended = self._ended, []
         return ended
 
