@@ -36,7 +36,8 @@ class Impostor:
         self._taken: list[socket.socket] = []
         theirs = Endpoint.decode(victim.endpoint())
         mine = Endpoint(
-            VERSION, self.name, "127.0.0.1", self._listener.getsockname()[1], new_token(), "elsewhere", theirs.release
+            VERSION, self.name, "127.0.0.1", self._listener.getsockname()[1], new_token(), "elsewhere", theirs.channels,
+            theirs.release,
         )
         self.peer = victim.connect(theirs.encode(), mine.encode())
         if theirs.token < mine.token:
@@ -242,6 +243,13 @@ class Faults(Suite):
             a.transport.deregister(0)
         go_on.set()
 
+    def test_two_sides_with_unlike_channels_take_the_fewer(self, world: World) -> None:
+        """NCCL fails with an internal error where they differ."""
+        a, b = self.party(world, channels=16), self.party(world, channels=4)
+        link = world.link(a, b)
+        for source, target in ((a, b), (b, a)):
+            world.move(link, Way.SEND, source, target, LARGE)
+
     def test_both_sides_start_at_once(self, world: World) -> None:
         """Two communicators are made at the same time, one a direction, and neither waits for the other."""
         a, b = world.local(), world.other()
@@ -255,7 +263,7 @@ class Faults(Suite):
         world.succeed(*started)
 
     def test_idle_communicators_are_closed_and_made_anew(self, world: World) -> None:
-        a, b = self.party(world, idle_close_s=0.2), self.party(world, idle_close_s=0.2, channels=16)
+        a, b = self.party(world, idle_close_s=0.2), self.party(world, idle_close_s=0.2)
         link = world.link(a, b)
         for _ in range(3):
             world.move(link, Way.SEND, a, b, LARGE)
@@ -264,7 +272,7 @@ class Faults(Suite):
             world.wait_for(lambda: open_pipes(a) == open_pipes(b) == 0, "the closing of idle communicators")
 
     def test_a_transfer_may_come_while_an_idle_communicator_closes(self, world: World) -> None:
-        a, b = self.party(world, idle_close_s=0.001), self.party(world, idle_close_s=0.001, channels=16)
+        a, b = self.party(world, idle_close_s=0.001), self.party(world, idle_close_s=0.001)
         link = world.link(a, b)
         for i in range(20 if self.memory == "cpu" else 5):
             world.move(link, Way.SEND, a, b, Runs.of([i], [i], [1000 + i]))

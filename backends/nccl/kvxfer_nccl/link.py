@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport.contract import Completion, Verb
@@ -49,8 +51,10 @@ class Link:
         self._touched: list[tuple[Post, Task[None] | None]] = []  # ended, but their abort is not over
         self._stuck: list[tuple[Post, Task[None]]] = []  # told to be over, though their abort is not
 
+        agreed = msgspec.structs.replace(options, channels=min(mine.channels, theirs.channels))
+
         def way(unique_id: bytes, sends: bool) -> Way:
-            return Way(unique_id, sends, device, regions, options)
+            return Way(unique_id, sends, device, regions, agreed)
 
         tools: Tools = Tools(binding, options, device, way, self._say, complete, self._start, self._bury)
         self._sender, self._receiver = Sender(tools), Receiver(tools)

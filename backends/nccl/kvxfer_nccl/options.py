@@ -20,7 +20,7 @@ NAMING = "option {!r} of back end 'nccl'"
 class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Attributes:
     channels: thread blocks (NCCL: CTAs) that one message may use, on both GPUs; more move faster, take more device
-        memory and more from the model's kernels. Both sides should have the same.
+        memory and more from the model's kernels. Of two sides that differ, the fewer.
     priority: of the stream that transfers run on; ``normal`` is the lowest that CUDA has.
     idle_close_s: seconds without a transfer after which a communicator is closed, which gives its memory back.
     init_timeout_s: seconds that the making of a communicator may take.

@@ -117,7 +117,7 @@ class NcclTransport(Transport):
             self._device = self._binding.default_device()
         mine = Endpoint(
             VERSION, self.agent, self._options.host, self._listener.getsockname()[1], new_token(),
-            self._binding.identity(self._device), self._binding.release,
+            self._binding.identity(self._device), self._options.channels, self._binding.release,
         )  # fmt: skip
         self._offers[mine.token] = mine
         return mine.encode()

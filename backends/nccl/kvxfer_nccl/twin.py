@@ -2,9 +2,9 @@
 
 As with NCCL: a pair of ranks, one that sends and one that receives, in one process or two; runs match in the order in
 which they are enqueued and nothing else; there are no sizes on the way, so halves that differ mix up all that
-follows; ``open`` waits for the other side without an end; a send is over when its bytes have left; a peer that is gone
-is never noticed, what waits for it hangs until ``abort``; and ``abort`` ends everything and takes a while. Kinder than
-NCCL in one respect: ``abort`` ends an ``open`` that waits, where NCCL would leave a thread behind.
+follows; ``open`` waits for the other side without an end, and fails if that has other ``channels``; a send is over when its
+bytes have left; a peer that is gone is never noticed, what waits for it hangs until ``abort``; and ``abort`` ends everything
+and takes a while. Kinder than NCCL in one respect: ``abort`` ends an ``open`` that waits, where NCCL would leave a thread behind.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class TwinPipe:
             sock.setblocking(False)
             self._sock = sock
             self._stream.start()
-        # As the real one does: only when a byte has passed are the two connected.
-        byte = np.zeros(1, np.uint8)
+        # As the real one does: only when a byte has passed are the two connected, and not with unlike channels.
+        channels = self._way.options.channels
+        byte = np.full(1, channels if self._way.sends else 0, np.uint8)
         address, length = np.array([byte.ctypes.data]), np.array([1])
         (self.send if self._way.sends else self.recv)(address, length)
         mark = self.mark()
@@ -77,6 +78,8 @@ class TwinPipe:
                 # The stream must let go of the byte before this returns.
                 self._stream.join()
                 raise TransportError("the communicator was aborted")
+        if byte[0] != channels:
+            raise TransportError("internal error")
 
     def send(self, addresses: Ints, lengths: Ints) -> None:
         self._put(self._send, addresses, lengths)

@@ -18,7 +18,7 @@ from kvxfer.errors import TransportError
 __all__ = ["Bye", "Done", "Endpoint", "Hello", "Id", "Keep", "Message", "Ready", "Retire", "Retired", "Sent",
            "TOKEN_BYTES", "VERSION", "decode", "encode", "new_token"]  # fmt: skip
 
-VERSION = 1
+VERSION = 2
 """Of everything in this file."""
 
 TOKEN_BYTES = 16
@@ -31,8 +31,8 @@ Size = Annotated[int, Meta(ge=0)]
 
 
 class Endpoint(Struct, frozen=True, array_like=True):
-    """One side of a link to be. ``token``: secret name of the link on this side. ``device``: which GPU. ``release``: of
-    the library, for two releases do not understand each other."""
+    """One side of a link to be. ``token``: secret name of the link on this side. ``device``: which GPU. ``channels``: at
+    most, for both sides must have the same. ``release``: of the library, for two releases do not understand each other."""
 
     version: int
     agent: str
@@ -40,6 +40,7 @@ class Endpoint(Struct, frozen=True, array_like=True):
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: Token
     device: str
+    channels: Annotated[int, Meta(ge=1, le=32)]
     release: str
 
     def __str__(self) -> str:
