@@ -1,7 +1,6 @@
 """All that happens on the data thread: it owns the back end, moves parts, says how each ended.
 
-Each part is a *job* (``jobs/``) that turns into one or more batches. Where the device can hash by itself what has arrived, that
-is begun here at once, and the end of the part is told with its checksum. Nothing here knows tokens, digests or deadlines of
+Each part is a *job* (``jobs/``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of
 transfers; the one clock is for aborts, which must end in bounded time: a batch that does not end within ``grace`` seconds
 of its abort costs its link, memory that does not get quiet costs the back end (``reset``), when nothing else is moving or
 too much is quarantined.
@@ -15,17 +14,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvxfer.geometry import Region
-from kvxfer.memory import Checksum
+from kvxfer.session.checks import Checks
 from kvxfer.session.jobs import Job, Wire, make_job
 from kvxfer.session.mailbox import Mailbox
 from kvxfer.session.results import Broken, Connected, Disconnected, Endpoint, Reset, Result, SlotReady, SlotTaken
 from kvxfer.session.staging import Staging
 from kvxfer.session.values import LinkId, Move, Moved, PartRef
-from kvxfer.transport import Capabilities, Completion, Fence, Transport, Verb
+from kvxfer.transport import Capabilities, Completion, Transport, Verb
 
 __all__ = ["DataThread"]
 
@@ -74,7 +72,7 @@ class DataThread:
         self._batches: dict[int, Job] = {}
         self._aborted: dict[PartRef, float] = {}
         self._quarantine: dict[PartRef, Job] = {}
-        self._checking: list[tuple[Moved, Checksum]] = []  # parts that have arrived and are being read by the device
+        self._checks = Checks(regions, post)
         self._stopping = False
 
     @property
@@ -97,9 +95,7 @@ class DataThread:
                 log.exception("the back end failed in a way it must not")
                 self._reset("internal error in the back end")
         self._shut()
-        for _, checksum in self._checking:
-            with suppress(Exception):  # it has been told of when it was begun
-                checksum.value  # noqa: B018  (waits, so that nothing reads the cache any more)
+        self._checks.wait()
 
     def _open(self) -> None:
         self._transport = transport = self._make()
@@ -139,13 +135,13 @@ class DataThread:
             given = self.staging.given
             for job in list(self._restless.values()):
                 self._advance(job)
-        self._look_at_checks()
+        self._checks.look()
         self._overdue()
 
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
         if transport is None:
             return 1.0 if self.failure is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
-        if self._checking or any(job.waiting_on_device for job in self._restless.values()):
+        if self._checks or any(job.waiting_on_device for job in self._restless.values()):
             return 0.00003
         active, idle = transport.poll_interval_s
         wait = 1.0 if fd is not None else (active if self._batches else idle)
@@ -245,8 +241,8 @@ class DataThread:
             job.line = self._lines.setdefault((ref.link, action.verb), deque())
             job.line.append(job)
         self._advance(job)
-        if action.check is not None and ref in self._jobs:
-            job.check = self._prepare_check(action)  # while the bytes are on their way
+        if ref in self._jobs:
+            self._checks.get_ready(action)
 
     def _post_slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
         self._post(SlotReady(ref, piece, offset, nbytes) if offset >= 0 else SlotTaken(ref, piece))
@@ -328,44 +324,7 @@ class DataThread:
             if closing and not job.lends:  # of what was lent, the peer will speak
                 self._break(job.ref.link, "memory of a failed transfer has to be made quiet")
         took = time.monotonic() - job.begun
-        moved = Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took)
-        if job.error is not None or job.action.check is None or not self._check(job, moved):
-            self._post(moved)
-
-    def _prepare_check(self, action: Move) -> Callable[[Fence | None], Checksum] | None:
-        """What begins to read a part that has arrived, where that costs this thread no time."""
-        if action.check is None or self.staging is None or not self.staging.cache.by_itself:
-            return None
-        try:
-            return self.staging.cache.prepare_checksum(action.check, "destination")
-        except Exception:
-            log.exception("a checksum could not be prepared")  # whoever is asked for it next says so
-            return None
-
-    def _check(self, job: Job, moved: Moved) -> bool:
-        """Begin to read what has arrived, and tell of it when that is done; or leave it to others."""
-        begin = job.check or self._prepare_check(job.action)
-        if begin is None:
-            return False
-        try:
-            self._checking.append((moved, begin(None)))
-        except Exception:
-            log.exception("a checksum could not be begun")
-            return False
-        return True
-
-    def _look_at_checks(self) -> None:
-        """Tell of the parts that have been read."""
-        for check in list(self._checking):
-            moved, checksum = check
-            try:
-                if checksum.fence.passed():
-                    self._checking.remove(check)
-                    self._post(replace(moved, checksum=checksum.value))
-            except Exception:
-                log.exception("a checksum failed")
-                self._checking.remove(check)
-                self._post(moved)
+        self._checks.end(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
 
     def _overdue(self) -> None:
         now = time.monotonic()
@@ -394,6 +353,7 @@ class DataThread:
         for job in list(self._jobs.values()):
             job.stop(f"the back end was reset: {reason}")
             self._post(Moved(job.ref, job.error, not never, 0, collateral=True))
+        self._checks.forget()
         for known in (self._jobs, self._restless, self._lines, self._batches, self._aborted, self._peers):
             known.clear()
         if not never:  # else slots that were in use stay out of use, as the cache's blocks do

@@ -44,11 +44,10 @@ class Slot:
 
 
 class Staging:
-    """``nbytes`` of staging on ``device`` (pinned if it is host memory under a GPU cache) for a cache's ``regions``, which are
-    ``cache``."""
+    """``nbytes`` of staging on ``device`` (pinned if it is host memory under a GPU cache) for a cache's ``regions``."""
 
     def __init__(self, regions: tuple[Region, ...], nbytes: int, device: str) -> None:
-        self.cache = memory.space(regions)
+        self._space = memory.space(regions)
         self.piece_bytes = nbytes // SLOTS // 4096 * 4096
         if self.piece_bytes <= 0:
             raise ValueError(f"staging_bytes of {nbytes} is too small; give at least {SLOTS * 4096}")
@@ -94,12 +93,12 @@ class Staging:
 
     def pack(self, plan: CopyPlan, slot: Slot) -> Fence:
         """Gather the plan's source side into a slot; the fence passes when the bytes are there."""
-        return self.cache.pack(plan, self._buffer, slot.offset)
+        return self._space.pack(plan, self._buffer, slot.offset)
 
     def prepare(self, plan: CopyPlan) -> None:
         """Get ready to unpack pieces of a plan, while nothing has come yet."""
-        self.cache.prepare(plan, "destination")
+        self._space.prepare(plan, "destination")
 
     def unpack(self, plan: CopyPlan, slot: Slot) -> Fence:
         """Scatter a slot into the plan's destination side."""
-        return self.cache.unpack(plan, self._buffer, slot.offset)
+        return self._space.unpack(plan, self._buffer, slot.offset)

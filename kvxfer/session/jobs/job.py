@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer.geometry import Region
-from kvxfer.memory import Checksum
 from kvxfer.session.staging import Staging
 from kvxfer.session.values import Move, PartRef
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Transport
@@ -49,7 +48,6 @@ class Job:
         self.collateral = False
         self.nbytes = action.plan.nbytes
         self.begun = 0.0  # when the data thread took it up
-        self.check: Callable[[Fence | None], Checksum] | None = None  # begins to read what has arrived
         # What is sent, received or served on a link goes in the order of its parts, whole parts one after the other:
         # the order in which the peer expects it. A job submits when it is the first in line.
         self.line: deque[Job] | None = None
