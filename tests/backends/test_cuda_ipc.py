@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import numpy as np
@@ -21,8 +22,9 @@ from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.conformance.harness import Started, assert_equal
 from kvxfer.transport import Batch, Verb
+from kvxfer_cuda_ipc.driver import CudaError
 from kvxfer_cuda_ipc.endpoint import Endpoint
-from kvxfer_cuda_ipc.gpu import THREADS, WORK, blocks_for, describe
+from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, describe
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_sheet
 from tests.backends.cuda_on_host import OnHost
@@ -46,6 +48,33 @@ def world() -> Iterator[World]:
     world = World(Ours())
     yield world
     world.close()
+
+
+class StubbornApi:
+    """A driver of which every call does well and nothing, save that kernels are not launched while ``refuses``."""
+
+    def __init__(self) -> None:
+        self.refuses, self.host = True, np.zeros(1 << 24, np.uint8)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cuLaunchKernel":
+            return lambda *arguments: (701 if self.refuses else 0,)
+        values = {"cuCtxGetStreamPriorityRange": (0, -1), "cuMemHostAlloc": (self.host.ctypes.data,)}
+        return lambda *arguments: (0, *values.get(name, (1,)))
+
+
+def test_launches_that_fail_leave_room_for_others() -> None:
+    api = StubbornApi()
+    context = MagicMock(api=api)  # a context manager, with a kernel for everything
+    gpu = Gpu(context, Options())
+    launch = next(iter(of_runs(np.array([4096]), np.array([8192]), np.array([4096]))))
+    for _ in range(2 * SLOTS):
+        with pytest.raises(CudaError):
+            gpu.start(launch, None)
+    api.refuses = False
+    for number in range(1, SLOTS + 1):
+        assert gpu.ready and gpu.start(launch, None) == number
+    assert not gpu.ready
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class Gpu:
 
     def start(self, launch: Launch, after: int | None) -> int:
         """Queue a launch behind a CUDA event, if one is given; returns its number (1, 2 ...). Raises ``CudaError``."""
-        slot = self._free.pop()
+        slot = self._free[-1]  # taken once nothing can fail any more
         with self.context:
             if after is not None:
                 check("waiting for the engine's event", self._api.cuStreamWaitEvent(self._stream, after, 0))
@@ -104,7 +104,7 @@ class Gpu:
                 self._launch(launch, slot)
             check("recording an event", self._api.cuEventRecord(slot.end, self._stream))
         slot.nbytes = launch.nbytes
-        self._under_way.append(slot)
+        self._under_way.append(self._free.pop())
         self._started += 1
         return self._started
 
