@@ -285,6 +285,9 @@ def test_reads_are_offered_where_no_peer_has_to_help(
         for name, value in settings.items():
             monkeypatch.setenv(f"UCX_{name}", value)
     options = {"ucx": settings} if given == "option" else {}
+    if given == "environment":
+        said = NixlTransport.probe().facts["reads"]
+        assert said.startswith("none" if not here else "from any" if elsewhere else "from peers on this host")
     with closing(NixlTransport("a", options)) as a, closing(NixlTransport("b", options)) as b:
         verbs = a.capabilities.verbs
         assert verbs == ({Verb.READ, Verb.WRITE} if here else {Verb.WRITE})

@@ -52,6 +52,13 @@ class Reach:
         network = bool(allowed & _NETWORK and _allowed(devices, cards))
         return cls(here, network or bool(allowed & (_HOST if "cuda" in memory else {"cma"})), network)
 
+    @property
+    def words(self) -> str:
+        """For a user."""
+        if not self.host:
+            return "none: UCX has nothing but TCP, over which only writes are safe"
+        return "from any peer" if self.network else "from peers on this host; to others UCX has nothing but TCP here"
+
     def includes(self, host: str) -> bool:
         """Whether it includes peers of this host (their ``here``)."""
         return self.host if host == self.here else self.network

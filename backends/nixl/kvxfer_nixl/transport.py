@@ -90,6 +90,7 @@ class NixlTransport(Transport):
                 facts["plugins"] = ", ".join(agent.plugins)
                 facts["ucx"] = library.ucx_version
                 memory = _memory_kinds(agent)
+                facts["reads"] = Reach.of(Options(), memory).words
             finally:
                 agent.close()
         except KvxferError as e:
