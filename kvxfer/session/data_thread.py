@@ -124,6 +124,7 @@ class DataThread:
             call()
             if self._stopping:
                 return
+        self._checks.look()
         if self._transport is None:
             self._try_open()
             return
@@ -135,14 +136,13 @@ class DataThread:
             given = self.staging.given
             for job in list(self._restless.values()):
                 self._advance(job)
-        self._checks.look()
         self._overdue()
 
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
-        if transport is None:
-            return 1.0 if self.failure is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
         if self._checks or any(job.waiting_on_device for job in self._restless.values()):
             return 0.00003
+        if transport is None:
+            return 1.0 if self.failure is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
         active, idle = transport.poll_interval_s
         wait = 1.0 if fd is not None else (active if self._batches else idle)
         return min(wait, 0.05) if self._aborted or self._quarantine else wait

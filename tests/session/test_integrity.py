@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.config import Config
+from kvxfer.errors import TransportError
 from kvxfer.identity import TransferId
 from kvxfer.memory import Checksum
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Released, parts
-from kvxfer.testing.fake import Network
+from kvxfer.testing.fake import FakeTransport, Network
 from tests.geometry.engines import Case, cases
 from tests.geometry.test_law import links, plan
 from tests.session.conftest import fetch, offered
@@ -159,6 +160,42 @@ def test_where_that_fails_it_is_read_all_the_same(engine, device, fails):
     end, _ = move(p, d)
     assert end.outcome.delivered and right(p, d)
     assert device.readers[-1] == "kvxfer-hash"
+
+
+class Fragile(FakeTransport):
+    """Fails, and can not be made again, once it is ``broken``."""
+
+    broken = False
+
+    def __init__(self, agent, options):
+        super().__init__(agent, options)
+        if Fragile.broken:
+            raise TransportError("it is broken")
+
+    def poll(self):
+        if Fragile.broken:
+            raise RuntimeError("it is broken")
+        return super().poll()
+
+
+def test_what_is_being_read_is_given_back_though_the_back_end_is_gone(engine, device, monkeypatch):
+    """It has arrived, and nobody but the device touches it."""
+    monkeypatch.setattr(Fragile, "broken", False)
+    config = {"backend": f"{__name__}:Fragile", "verbs": ["read"]}
+    p, d = (engine(dict(config), seed=seed, integrity="full", transfer_timeout=1.0) for seed in (1, None))
+    begin = Slow.__init__
+
+    def broken(checksum, *args):
+        if threading.current_thread().name == "kvxfer-data":
+            Fragile.broken = True
+        begin(checksum, *args)
+
+    monkeypatch.setattr(Slow, "__init__", broken)
+    p.agents[0].offer(offered([3, 1, 7], 11, transfer=T))
+    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
+    d.wait(Ended)
+    assert Fragile.broken
+    d.wait(Released, timeout=3)
 
 
 def test_off_does_not_look(engine):
