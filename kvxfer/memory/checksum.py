@@ -130,7 +130,7 @@ def sample(plan: CopyPlan, seed: int) -> CopyPlan:
 def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
     """The checksum of what the plan moves, read in host memory on one side, by the calling thread alone: others would take
     the cores from what moves the bytes meanwhile, and spend much of them on waiting for the interpreter."""
-    best()  # also for a plan of nothing, by which callers get ready
+    best()  # even if nothing here is aligned: callers get ready by a short plan
     work = [(part.bundle, *span) for part in parts_of(plan) for span in spans(part, side)]
     return sum(_sum(space, bundle, tokens, at, first, side) for bundle, tokens, at, first in work) % (1 << 64)
 

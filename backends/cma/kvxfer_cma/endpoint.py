@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -12,7 +10,7 @@ from msgspec import Meta
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 
-__all__ = ["LINK_BYTES", "Endpoint", "Exported", "host", "pid_namespace"]
+__all__ = ["LINK_BYTES", "Endpoint", "Exported"]
 
 FORMAT = 1
 LINK_BYTES = 16
@@ -35,7 +33,7 @@ class Exported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True, tag="kvxfer-cma"):
-    """``host`` and ``pid_namespace`` are as below. ``link`` is random: it names this end of a link and proves
+    """``host`` and ``pid_namespace`` are as in ``kvxfer.transport.host``. ``link`` is random: it names this end of a link and proves
     the right to use it. ``socket`` is the abstract Unix socket for copies through shared memory, or empty."""
 
     format: int
@@ -62,13 +60,3 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, tag="kvxfer-cma"):
                 f"{FORMAT}; install the same release of kvxfer-cma on both"
             )
         return endpoint
-
-
-def host() -> str:
-    """The running kernel's boot id: the same in all containers of a host, different on every other."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def pid_namespace() -> int:
-    """Inode of the pid namespace: process numbers mean the same thing only within one."""
-    return os.stat("/proc/self/ns/pid").st_ino

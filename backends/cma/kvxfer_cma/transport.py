@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.host import host, pid_namespace
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_cma import ptrace, vm
 from kvxfer_cma.copy import Copy, Direct, Step
-from kvxfer_cma.endpoint import FORMAT, LINK_BYTES, Endpoint, Exported, host, pid_namespace
+from kvxfer_cma.endpoint import FORMAT, LINK_BYTES, Endpoint, Exported
 from kvxfer_cma.options import Options
 from kvxfer_cma.relay import Relay
 from kvxfer_cma.ring import Asker, Relayed

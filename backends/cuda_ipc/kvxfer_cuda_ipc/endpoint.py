@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -11,7 +10,7 @@ from msgspec import Meta
 
 from kvxfer.errors import TransportError
 
-__all__ = ["HANDLE_BYTES", "LINK_BYTES", "Allocation", "Endpoint", "Exported", "host", "process"]
+__all__ = ["HANDLE_BYTES", "LINK_BYTES", "Allocation", "Endpoint", "Exported", "process"]
 
 FORMAT = 1
 LINK_BYTES = 16
@@ -40,7 +39,7 @@ class Exported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True, tag="kvxfer-cuda-ipc"):
-    """``host`` and ``process`` are as below. ``link`` is random: it names this end of a link and proves the right to
+    """``host``: ``kvxfer.transport.host``. ``process`` is as below. ``link`` is random: it names this end of a link and proves the right to
     use it. ``socket`` is the abstract Unix socket on which the peer announces itself."""
 
     format: int
@@ -70,11 +69,6 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, tag="kvxfer-cuda-ip
                 if at >= len(memory.allocations) or offset + nbytes > memory.allocations[at].nbytes:
                     raise TransportError(f"{endpoint.agent} sent a region that lies outside its allocation")
         return endpoint
-
-
-def host() -> str:
-    """The running kernel's boot id: the same in all containers of a host, different on every other."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 _process = (0, b"")

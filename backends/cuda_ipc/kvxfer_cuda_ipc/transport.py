@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.host import host
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_cuda_ipc import driver
-from kvxfer_cuda_ipc.endpoint import FORMAT, LINK_BYTES, Endpoint, Exported, host, process
+from kvxfer_cuda_ipc.endpoint import FORMAT, LINK_BYTES, Endpoint, Exported, process
 from kvxfer_cuda_ipc.exports import Opened, export
 from kvxfer_cuda_ipc.gpu import Gpu
 from kvxfer_cuda_ipc.lines import Line, Lines

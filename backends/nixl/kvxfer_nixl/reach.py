@@ -12,6 +12,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvxfer.transport.host import host, pid_namespace
 from kvxfer_nixl.options import Options
 
 __all__ = ["Reach"]
@@ -40,8 +41,7 @@ class Reach:
     def of(cls, options: Options, memory: Collection[str]) -> Reach:
         """For these kinds of memory; as the options say, or else the environment. Plugins other than UCX reach everywhere, and
         so do all where the user has named the verbs."""
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        here = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        here = f"{host()}/{pid_namespace()}"
         if options.plugin != "UCX" or options.verbs is not None:
             return cls(here, True, True)
         carriers, devices = (

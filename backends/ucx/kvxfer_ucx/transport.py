@@ -40,7 +40,7 @@ SPIN_S = 0.0001
 
 WATCH_S, WATCH_EVERY_S = 0.003, 0.00004
 """With bytes of GPU memory in flight: for how long after something has moved, and how often, to look for more instead of being
-woken. That takes a thread of CUDA's and one of ours, and as long as some 100 MiB between two GPUs."""
+woken. That takes a thread of CUDA's and one of ours, and the time in which a fast link moves tens of MiB."""
 
 HOST_RUN_BYTES = 64
 """Measured: a list of pieces of this size is still twice as fast as packing."""
