@@ -96,6 +96,7 @@ class DataThread:
                 self._reset("internal error in the back end")
         self._shut()
         self._checks.wait()
+        self._wait_for_device()
 
     def _open(self) -> None:
         self._transport = transport = self._make()
@@ -139,7 +140,8 @@ class DataThread:
         self._overdue()
 
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
-        if self._checks or any(job.waiting_on_device for job in self._restless.values()):
+        jobs = self._restless.values()
+        if self._checks or any(job.waiting_on_device for job in jobs) or (jobs and self.staging and self.staging.settling):
             return 0.00003
         if transport is None:
             return 1.0 if self.failure is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
@@ -350,6 +352,7 @@ class DataThread:
         log.warning("resetting the back end: %s", reason)
         never = self._transport is not None and self._transport.capabilities.quiet == "never"
         self._shut()
+        self._wait_for_device()
         for job in list(self._jobs.values()):
             job.stop(f"the back end was reset: {reason}")
             self._post(Moved(job.ref, job.error, not never, 0, collateral=True))
@@ -382,6 +385,14 @@ class DataThread:
             self._shut()
             for link, number in asked:
                 self._post(Endpoint(link, number, b"", f"it cannot be opened: {_words(e)}"))
+
+    def _wait_for_device(self) -> None:
+        """Until it neither packs nor unpacks; one that has failed does neither."""
+        try:
+            if self.staging is not None:
+                self.staging.wait()
+        except Exception:
+            log.exception("the device failed while it packed or unpacked")
 
     def stop(self) -> None:
         """End ``run``."""

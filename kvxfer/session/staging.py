@@ -7,10 +7,14 @@ No circle of engines may wait for each other's slots, however many there are. A 
 has one too; so ``RESERVED`` slots are kept for pieces of which a consumer knows that their producer has one already. What
 holds these ends without anybody else's slot, therefore whatever is announced moves in the end. As many are kept for
 producers, since the others may wait for one of theirs.
+
+A device may still be packing into a slot, or unpacking it, when its piece has ended: such a slot is nobody's until the
+device is done, or what a peer sends into it next would be overwritten.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +35,9 @@ RESERVED = SLOTS // 4
 
 CREDITS = SLOTS // 2
 """Slots that a link may hold, that producers may hold together, and that may be held for pieces merely expected."""
+
+TICK_S = 0.0001
+"""How often a thread that waits for the device asks."""
 
 Use = Literal["sent", "known", "expected"]
 """What a slot is for: a producer's piece; a consumer's whose producer has a slot, or needs ours first; or may not yet."""
@@ -60,8 +67,9 @@ class Staging:
         return self._buffer.region
 
     def reset(self) -> None:
-        """All slots are free: nothing can touch them any more."""
+        """All slots are free: no back end can touch them any more."""
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
+        self._busy: dict[int, Fence] = {}  # by slot: what the device was last asked to do there, until it has
         self._held: Counter[LinkId] = Counter()
         self._used: Counter[Use] = Counter()
         self.given = 0  # how many slots have come back
@@ -70,11 +78,15 @@ class Staging:
         """A free slot for a link, or ``None`` while there is none or the credits of link or use are used up. ``sure``:
         whether a consumer's will be used without the peer's waiting for a slot that others may have."""
         use: Use = "sent" if role == "producer" else "known" if sure else "expected"
-        if not self._free or self._held[owner] >= CREDITS or not self._may(use):
+        if self._held[owner] >= CREDITS or not self._may(use):
             return None
+        free = next((at for at in reversed(self._free) if self._idle(at)), None)
+        if free is None:
+            return None
+        self._free.remove(free)
         self._held[owner] += 1
         self._used[use] += 1
-        return Slot(self._free.pop(), owner, use)
+        return Slot(free, owner, use)
 
     def _may(self, use: Use) -> bool:
         used = self._used
@@ -82,8 +94,26 @@ class Staging:
             return False
         return use == "known" or (used[use] < CREDITS and used["sent"] + used["expected"] < SLOTS - RESERVED)
 
+    def _idle(self, at: int) -> bool:
+        fence = self._busy.get(at)
+        if fence is None or fence.passed():
+            self._busy.pop(at, None)
+            return True
+        return False
+
+    @property
+    def settling(self) -> bool:
+        """Whether the device is still at work in a slot that is free otherwise: ask for one again soon."""
+        return bool(self._busy) and any(not self._idle(at) for at in self._free)
+
+    def wait(self) -> None:
+        """Block until the device has done all that it was asked to, which takes it as long as one copy of the slots."""
+        for at in list(self._busy):
+            while not self._idle(at):
+                time.sleep(TICK_S)
+
     def give(self, slot: Slot) -> None:
-        """Return a slot that nothing touches any more."""
+        """Return a slot that no back end touches any more."""
         self._held[slot.owner] -= 1
         if not self._held[slot.owner]:
             del self._held[slot.owner]
@@ -93,7 +123,7 @@ class Staging:
 
     def pack(self, plan: CopyPlan, slot: Slot) -> Fence:
         """Gather the plan's source side into a slot; the fence passes when the bytes are there."""
-        return self._space.pack(plan, self._buffer, slot.offset)
+        return self._begun(slot, self._space.pack(plan, self._buffer, slot.offset))
 
     def prepare(self, plan: CopyPlan) -> None:
         """Get ready to unpack pieces of a plan, while nothing has come yet."""
@@ -101,4 +131,8 @@ class Staging:
 
     def unpack(self, plan: CopyPlan, slot: Slot) -> Fence:
         """Scatter a slot into the plan's destination side."""
-        return self._space.unpack(plan, self._buffer, slot.offset)
+        return self._begun(slot, self._space.unpack(plan, self._buffer, slot.offset))
+
+    def _begun(self, slot: Slot, fence: Fence) -> Fence:
+        self._busy[slot.offset] = fence
+        return fence

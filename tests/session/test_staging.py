@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from kvxfer.geometry import Region
 from kvxfer.identity import TransferId
+from kvxfer.memory.cpu import CpuSpace
 from kvxfer.session.staging import Staging
-from kvxfer.testing.fake import Network
+from kvxfer.testing.fake import FakeTransport, Network
 from tests.session.conftest import Ended, Released, fetch, offered
 
 SLOTS = {"staging_bytes": 8 * 4096}
@@ -114,3 +116,104 @@ def test_what_a_peer_already_has_a_slot_for_always_finds_one():
     expected = [staging.take(link, "consumer") for link in links]
     assert staging.take(links[0], "producer") is not None, "nor may consumers keep producers from theirs"
     assert None in expected
+
+
+class Later:
+    """The fence of what a device has been asked to do."""
+
+    event = None
+
+    def __init__(self, future):
+        self.passed = future.done
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Memory that is packed and unpacked by a device, in order, while the data thread goes on. ``takes``: seconds for each of the two, by
+    the address of the cache; ``begun``: what it was asked to do."""
+
+    class Device(CpuSpace):
+        by_itself, takes, begun = True, {}, []  # noqa: RUF012
+
+        def __init__(self, regions, *args, **kwargs):
+            super().__init__(regions, *args, **kwargs)
+            self.stream = ThreadPoolExecutor(1)
+
+        def pack(self, *args):
+            return self._later("pack", super().pack, *args)
+
+        def unpack(self, *args):
+            return self._later("unpack", super().unpack, *args)
+
+        def _later(self, what, act, *args):
+            self.begun.append(what)
+
+            def run():
+                time.sleep(self.takes.get((self.regions[0].address, what), 0.0))
+                act(*args)
+
+            return Later(self.stream.submit(run))
+
+    monkeypatch.setattr("kvxfer.memory.cpu.CpuSpace", Device)
+    return Device
+
+
+def address(engine):
+    return engine.agents[0].cache.regions[0].address
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_a_device_packs_and_unpacks_by_itself(engine, device, verbs):
+    """More pieces than there are slots."""
+    options = {"verbs": verbs, "gathers": False}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    device.takes |= {(address(e), what): 0.002 for e in (p, d) for what in ("pack", "unpack")}
+    blocks, t = list(range(128)), transfers(1)[0]
+    p.agents[0].offer(offered(blocks, 512, transfer=t))
+    d.agents[0].fetch(fetch(p.source, blocks[::-1], 512, transfer=t))
+    assert d.wait(Ended)[0].outcome.delivered
+    assert device.begun.count("pack") == device.begun.count("unpack") > 8
+    assert all(np.array_equal(d.block(127 - b), p.block(b)) for b in blocks)
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
+    """Given up by its transfer, it was lent to the next one, whose bytes the device then overwrote."""
+    options = {"verbs": verbs, "gathers": False}
+    a, b = (engine(dict(options), blocks=64, seed=seed, **SLOTS) for seed in (1, 2))
+    device.takes[address(a), "pack"] = 0.3
+    first = transfers(1)[0]
+    a.agents[0].offer(offered([1], 4, transfer=first))
+    b.agents[0].fetch(fetch(a.source, [9], 4, transfer=first))
+    while "pack" not in device.begun:
+        time.sleep(0.001)
+    b.agents[0].cancel("req", "its client left")
+    a.wait(Released)
+    for i in range(8):  # whatever slot it takes
+        b.agents[0].offer(offered([2 + i], 4, transfer=TransferId("own/1/other", i)))
+        a.agents[0].fetch(fetch(b.source, [20 + i], 4, transfer=TransferId("own/1/other", i), handle=str(i)))
+    ends = [e for e in a.wait(Ended, count=9) if e.role == "consumer"]
+    assert all(e.outcome.delivered for e in ends), ends
+    for i in range(8):
+        assert np.array_equal(a.block(20 + i), b.block(2 + i))
+
+
+def test_blocks_that_are_being_unpacked_are_not_given_back_by_a_reset(engine, device, monkeypatch):
+    """The back end breaks meanwhile and stays so; the transfer ends at its deadline, long before the device is done."""
+    options = {"verbs": ["read"], "gathers": False}
+    p, d = (engine(dict(options), seed=seed, transfer_timeout=0.5) for seed in (1, None))
+    device.takes[address(d), "unpack"] = 1.5
+    poll = FakeTransport.poll
+
+    def fail(transport):
+        if "unpack" in device.begun and transport.agent.startswith("engine1"):
+            raise RuntimeError("it broke")
+        return poll(transport)
+
+    monkeypatch.setattr(FakeTransport, "poll", fail)
+    t = transfers(1)[0]
+    p.agents[0].offer(offered([3], 4, transfer=t))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=t))
+    assert not d.wait(Ended)[0].outcome.delivered
+    d.wait(Released)
+    assert np.array_equal(d.block(5), p.block(3)), "it was given back before the device was done"

@@ -79,12 +79,16 @@ class CudaSpace(Space):
         region, offset = packed.locate(at, plan.nbytes)
         stream = packed.regions[region].address + offset
         with self._on_stream(after):
-            for sheet in plan.sheets:
-                if self._launcher is not None:
-                    self._launcher.move(sheet, side, stream, pack=side == "source")
-                else:
-                    move_indexed(self, sheet, side, stream, self._wrap, pack=side == "source")
-                stream += sheet.nbytes
+            try:
+                for sheet in plan.sheets:
+                    if self._launcher is not None:
+                        self._launcher.move(sheet, side, stream, pack=side == "source")
+                    else:
+                        move_indexed(self, sheet, side, stream, self._wrap, pack=side == "source")
+                    stream += sheet.nbytes
+            except Exception:
+                self._stream.synchronize()  # sheets that were begun
+                raise
             return CudaEvent(self._stream.record_event())
 
     @contextmanager
