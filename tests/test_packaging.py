@@ -130,7 +130,6 @@ def hatchling(*arguments: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_pip_install_brings_a_working_program_and_nothing_heavy(tmp_path: Path) -> None:
     venv.create(tmp_path, with_pip=True)
     pip = [str(tmp_path / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
