@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import typer
 
-from kvxfer.bench.party import Party, Setup
-from kvxfer.bench.remote import Remote
+from kvxfer.bench.pair import Pair, devices, pair
 from kvxfer.bench.shapes import MODELS, Model
 from kvxfer.config import Integrity
-from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.errors import ConfigError
 
 __all__ = ["measure", "transfer"]
 
@@ -31,22 +27,22 @@ def measure(
     shape = MODELS[model]
     need = -(-tokens // shape.block_tokens)
     blocks = need + need // 4 + 1
-    devices = _devices(device)
+    where = devices(device)
     rng = np.random.default_rng(0)
     src, dst = (rng.permutation(blocks)[:need].astype(np.int64) for _ in range(2))
     out: dict[str, Any] = {
-        "backend": backend, "device": device, "devices": devices, "model": model, "tokens": tokens,
+        "backend": backend, "device": device, "devices": where, "model": model, "tokens": tokens,
         "kv_bytes": need * shape.page * shape.layers, "blocks": need, "repeat": repeat,
-        "raw_copy_GB_per_s": _raw_copy(devices, need * shape.page * shape.layers),
+        "raw_copy_GB_per_s": _raw_copy(where, need * shape.page * shape.layers),
     }  # fmt: skip
-    with _parties(backend, options, shape, blocks, devices, staging_bytes) as (p, d):
-        out |= _transport(p, d, src, dst, repeat)
-        out |= _library(p, d, src, dst, repeat, out["kv_bytes"])
-        out |= _session(p, d, src, dst, repeat, integrity)
+    with pair(backend, options, shape, blocks, where, staging_bytes) as both:
+        out |= _transport(both, src, dst, repeat)
+        out |= _library(both, src, dst, repeat, out["kv_bytes"])
+        out |= _session(both, src, dst, repeat, integrity)
     # The same bytes as one run in one block: what the back end does when nothing is scattered.
     whole = Model(1, 1, out["kv_bytes"], 1)
-    with _parties(backend, options, whole, 1, devices, staging_bytes) as (p, d):
-        one = _transport(p, d, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)
+    with pair(backend, options, whole, 1, where, staging_bytes) as both:
+        one = _transport(both, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)
     out["one_message_GB_per_s"] = one["transport_GB_per_s"]
     for figure in ("transport", "session", "one_message"):
         for ceiling in ("raw_copy", "one_message", "raw_runs", "raw_one_message"):
@@ -56,72 +52,40 @@ def measure(
     return out
 
 
-@contextmanager
-def _parties(
-    backend: str, options: dict[str, Any], model: Model, blocks: int, devices: tuple[str, str], staging_bytes: int
-) -> Iterator[tuple[Remote, Remote]]:
-    with ExitStack() as stack:
-        made = []
-        for role, where in zip(("producer", "consumer"), devices, strict=True):
-            made.append(Remote(role, Party, Setup(role, backend, options, model, blocks, where, staging_bytes)))
-            stack.callback(made[-1].close)
-        yield made[0], made[1]
-
-
-def _transport(p: Remote, d: Remote, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
-    ends = p("open_mover"), d("open_mover")
-    p.send("connect", ends[1])
-    d("connect", ends[0])
-    mode = p.get()
-    caches = p("cache"), d("cache")
-    d("clear")
-    seconds = []
-    for i in range(repeat + 2):
-        one, two = mp.get_context("spawn").Pipe()
-        p.send("move", src, dst, caches[1], one)
-        d.send("move", src, dst, caches[0], two)
-        ours, theirs = _both(p, d)
-        one.close()
-        two.close()
-        if i >= 2:
-            seconds.append(max(ours["done"], theirs["done"]) - max(ours["begun"], theirs["begun"]))
-    _expect(d("matches", dst, src), "transport")
-    nbytes = ours["bytes"]
+def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
+    mode = both.connect()
+    both.consumer("clear")
+    rounds = [both.move(src, dst) for _ in range(repeat + 2)]
+    both.expect(dst, src, "transport")
+    seconds, said = statistics.median(t for t, _ in rounds[2:]), rounds[-1][1]
     return {
-        "verb": mode, "staged": bool(ours["staged"]),
-        "transport_ms": round(1e3 * statistics.median(seconds), 3),
-        "transport_GB_per_s": round(nbytes / statistics.median(seconds) / 1e9, 3),
+        "verb": mode, "staged": bool(said["staged"]),
+        "transport_ms": round(1e3 * seconds, 3), "transport_GB_per_s": round(said["bytes"] / seconds / 1e9, 3),
     }  # fmt: skip
 
 
-def _library(p: Remote, d: Remote, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[str, Any]:
+def _library(both: Pair, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[str, Any]:
     """The back end's library by itself, with a message or descriptor a run and, in turn, with one for all bytes."""
-    theirs, ours = d("open_raw"), p("open_raw")
-    if ours is None or theirs is None:
+    two_sided = both.connect_raw()
+    if two_sided is None:
         return {}
-    caches = p("cache"), d("cache")
-    p.send("connect_raw", theirs)
-    d("connect_raw", ours)
-    both = p.get()
-    d("clear")
+    both.consumer("clear")
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for i in range(repeat + 2):
         for scattered in (False, True):
-            if both:
-                p.send("move_raw", src, dst, caches[1], scattered)
-            d.send("move_raw", src, dst, caches[0], scattered)
-            sides = _both(p, d) if both else (d.get(),)
+            took, count = both.move_raw(src, dst, scattered, two_sided)
             if i >= 2:
-                seconds[scattered].append(max(s["done"] for s in sides) - max(s["begun"] for s in sides))
+                seconds[scattered].append(took)
             if scattered and i == 0:
-                _expect(d("matches", dst, src), "raw library's")
-                runs = sides[-1]["runs"]
+                both.expect(dst, src, "raw library's")
+                runs = count
     one, many = (nbytes / statistics.median(seconds[scattered]) / 1e9 for scattered in (False, True))
     return {"raw_runs": runs, "raw_runs_GB_per_s": round(many, 3), "raw_one_message_GB_per_s": round(one, 3)}
 
 
-def _session(p: Remote, d: Remote, src: Any, dst: Any, repeat: int, integrity: Integrity) -> dict[str, Any]:
+def _session(both: Pair, src: Any, dst: Any, repeat: int, integrity: Integrity) -> dict[str, Any]:
     """Transfers through agents; those that are checked in turn with others that are not."""
+    p, d = both.producer, both.consumer
     d("clear")
     ways: tuple[Integrity, ...] = ("off",) if integrity == "off" else ("off", integrity)
     sources = {way: p("open_agent", way) for way in ways}
@@ -135,7 +99,7 @@ def _session(p: Remote, d: Remote, src: Any, dst: Any, repeat: int, integrity: I
             rounds[way].append(d("fetch", way, i, dst, sources[way]))
             p("settle", way)
             d("settle", way)
-    _expect(d("matches", dst, src), "session")
+    both.expect(dst, src, "session")
     fetch = {way: statistics.median(r["fetch_s"] for r in rounds[way][2:]) for way in ways}
     session = statistics.median(r["session_s"] for r in rounds["off"][2:])
     first, nbytes = rounds["off"][0]["fetch_s"], rounds["off"][0]["bytes"]
@@ -153,38 +117,10 @@ def _session(p: Remote, d: Remote, src: Any, dst: Any, repeat: int, integrity: I
     return out
 
 
-def _both(p: Remote, d: Remote) -> tuple[Any, Any]:
-    """Both answers; when both fail, both reasons."""
-    try:
-        ours = p.get()
-    except KvxferError as first:
-        try:
-            d.get()
-        except KvxferError as second:
-            raise KvxferError(f"{first}; {second}") from None
-        raise
-    return ours, d.get()
-
-
-def _expect(right: bool, what: str) -> None:
-    if not right:
-        raise KvxferError(f"the {what} run delivered wrong bytes")
-
-
-def _devices(device: str) -> tuple[str, str]:
-    if device == "cpu":
-        return "cpu", "cpu"
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here")
-    return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
-
-
-def _raw_copy(devices: tuple[str, str], nbytes: int) -> float:
+def _raw_copy(where: tuple[str, str], nbytes: int) -> float:
     """One plain contiguous copy of as many bytes: memcpy, or the peer copy between the two GPUs."""
     times = []
-    if devices[0] == "cpu":
+    if where[0] == "cpu":
         a, b = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
         for _ in range(5):
             begun = time.perf_counter()
@@ -193,13 +129,13 @@ def _raw_copy(devices: tuple[str, str], nbytes: int) -> float:
     else:
         import torch
 
-        a_, b_ = (torch.zeros(nbytes, dtype=torch.uint8, device=x) for x in devices)
+        a_, b_ = (torch.zeros(nbytes, dtype=torch.uint8, device=x) for x in where)
         for _ in range(7):
-            for x in set(devices):
+            for x in set(where):
                 torch.cuda.synchronize(x)
             begun = time.perf_counter()
             b_.copy_(a_)
-            for x in set(devices):
+            for x in set(where):
                 torch.cuda.synchronize(x)
             times.append(time.perf_counter() - begun)
         del a_, b_

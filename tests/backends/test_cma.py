@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -30,6 +31,7 @@ from tests.conftest import require
 require("cma")
 
 from kvxfer_cma import CmaTransport, ptrace, ring  # noqa: E402  (only where it can be used)
+from kvxfer_cma.crew import Crew  # noqa: E402
 from kvxfer_cma.endpoint import Endpoint  # noqa: E402
 
 VM = {"mode": "vm"}
@@ -58,8 +60,19 @@ class Shared(Suite):
     __test__ = False
 
 
-@pytest.fixture(params=[Direct, Shared], ids=["vm", "shm"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+class Crewed(Suite):
+    """Every batch is copied by several threads."""
+
+    backend = CmaTransport
+    options: ClassVar[dict[str, Any]] = {**VM, "threads": 3}
+    __test__ = False
+
+
+@pytest.fixture(params=[Direct, Crewed, Shared], ids=["vm", "crew", "shm"])
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    if request.param is Crewed:
+        monkeypatch.setattr("kvxfer_cma.copy.SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer_cma.copy.PIECE_BYTES", 4096)
     world = World(request.param())
     yield world
     world.close()
@@ -215,6 +228,33 @@ def test_death_in_the_middle_of_a_copy(world: World) -> None:
     b.kill()
     errors = [r.error for r in world.finish(*started, seconds=5)]
     assert all(e is not None and b.name in e for e in errors), errors
+
+
+@pytest.mark.parametrize("way", [Way.READ, Way.WRITE])
+def test_many_pieces_arrive_whichever_thread_copies_them(world: World, way: Way) -> None:
+    a, b = world.local(), world.other()
+    for party in (a, b):
+        party.allocate([3 << 20], 1)
+    at = np.random.default_rng(0).permutation(2000) * 1536
+    source, target = (b, a) if way is Way.READ else (a, b)
+    world.move(world.link(a, b), way, source, target, Runs.of(at, np.sort(at), np.full(2000, 1531)))
+
+
+def test_a_crew_works_at_the_same_time_and_ends_together() -> None:
+    crew, meeting, ended = Crew(3), threading.Barrier(3), []
+
+    def work(fails: bool) -> None:
+        meeting.wait(5)
+        if fails:
+            raise OSError("one of them")
+        time.sleep(0.05)
+        ended.append(True)
+
+    with pytest.raises(OSError, match="one of them"):
+        crew.do([lambda: work(False), lambda: work(True), lambda: work(False)])
+    assert len(ended) == 2
+    crew.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("kvxfer-cma")]
 
 
 def test_a_poll_stays_short(world: World) -> None:

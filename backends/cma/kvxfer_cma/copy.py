@@ -8,13 +8,17 @@ from typing import Protocol
 import numpy as np
 
 from kvxfer.geometry.plan import Ints
+from kvxfer_cma.crew import Crew
 from kvxfer_cma.vm import IOV_MAX, Pieces, Process
 
 __all__ = ["Copy", "Direct", "Step", "split_long"]
 
 STEP_BYTES = 16 << 20
-"""At most these bytes go in one system call. It cannot be broken off, so they bound how long a poll blocks: 4 ms at
+"""At most these bytes go in one system call of each thread. It cannot be broken off, so they bound how long a poll blocks: 4 ms at
 4 GB/s, and some 30 ms into memory that was never touched. More calls cost more: each starts with cold caches."""
+
+SHARE_BYTES = 4 << 20
+"""No thread is woken for less."""
 
 PIECE_BYTES = 256 << 10
 """Longer runs are cut, so that a few long ones among many short ones do not make every step short."""
@@ -46,23 +50,45 @@ def split_long(limit: int, lengths: Ints, *offsets: Ints) -> tuple[Ints, ...]:
 
 
 class Direct:
-    """Straight from one process's memory into the other's."""
+    """Straight from one process's memory into the other's, by as many threads as it is large enough for."""
 
-    def __init__(self, process: Process, write: bool, local: Ints, remote: Ints, lengths: Ints) -> None:
+    def __init__(self, process: Process, crew: Crew, write: bool, local: Ints, remote: Ints, lengths: Ints) -> None:
         lengths, local, remote = split_long(PIECE_BYTES, lengths, local, remote)
-        self._process, self._move = process, process.write if write else process.read
-        self._local, self._remote = Pieces(local, lengths), Pieces(remote, lengths)
-        self._at, self._end = 0, len(lengths)
+        self._process, self._crew = process, crew
         longest = int(lengths.max(initial=1))
-        self._runs_a_step = min(STEP_BYTES // longest, IOV_MAX - 1)
+        runs_a_step = min(STEP_BYTES // longest, IOV_MAX - 1)
+        n, nbytes = len(lengths), int(lengths.sum())
+        shares = max(1, min(crew.size, n, nbytes // SHARE_BYTES))
+        cuts = [n * i // shares for i in range(shares + 1)]
+        self._shares = [
+            _Share(process, write, Pieces(local[lo:hi], lengths[lo:hi]), Pieces(remote[lo:hi], lengths[lo:hi]), hi - lo, runs_a_step)
+            for lo, hi in zip(cuts, cuts[1:], strict=False)
+        ]  # fmt: skip
 
     def step(self) -> Step:
         if not self._process.ready():
             return Step.LATER
-        lo, hi = self._at, min(self._at + self._runs_a_step, self._end)
-        self._at = hi
-        self._move(self._local, self._remote, lo, hi)
-        return Step.MORE if hi < self._end else Step.DONE
+        self._crew.do([share.step for share in self._shares])
+        self._shares = [share for share in self._shares if share.left]
+        return Step.MORE if self._shares else Step.DONE
 
     def drop(self) -> None:
-        self._at = self._end
+        """Nothing to do: no step is under way."""
+
+
+class _Share:
+    """What one thread copies."""
+
+    def __init__(self, process: Process, write: bool, local: Pieces, remote: Pieces, count: int, at_once: int) -> None:
+        self._move = process.write if write else process.read
+        self._local, self._remote = local, remote
+        self._at, self._end, self._at_once = 0, count, at_once
+
+    @property
+    def left(self) -> bool:
+        return self._at < self._end
+
+    def step(self) -> None:
+        lo = self._at
+        self._at = min(lo + self._at_once, self._end)
+        self._move(self._local, self._remote, lo, self._at)

@@ -19,6 +19,7 @@ from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_cma import ptrace, vm
 from kvxfer_cma.copy import Copy, Direct, Step
+from kvxfer_cma.crew import Crew
 from kvxfer_cma.endpoint import FORMAT, LINK_BYTES, Endpoint, Exported
 from kvxfer_cma.options import Options
 from kvxfer_cma.relay import Relay
@@ -83,6 +84,7 @@ class CmaTransport(Transport):
         self._numbers = 0
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Completion] = []
+        self._crew = Crew(self._options.threads)
         self._wakeup = Wakeup()
         self._relay = None if self._options.mode == "vm" else Relay(self._wakeup, self._memories)
         self._closed = False
@@ -205,7 +207,7 @@ class CmaTransport(Transport):
         if link.asker is not None:
             copy = Relayed(link.asker, write, local, batch.remote, batch.remote_offsets, lengths)
         elif batch.remote in link.processes:
-            copy = Direct(link.processes[batch.remote], write, local, remote, lengths)
+            copy = Direct(link.processes[batch.remote], self._crew, write, local, remote, lengths)
         else:
             raise TransportError(f"{link.peer} has no memory {batch.remote}")
         self._numbers += 1
@@ -242,6 +244,7 @@ class CmaTransport(Transport):
         if self._relay is not None:
             self._relay.close()
         self._wakeup.close()
+        self._crew.close()
         self._jobs.clear()
         self._links.clear()
 

@@ -47,13 +47,15 @@ def not_yet(key: bytes) -> bytes:
 
 
 class Pieces:
-    """Pieces of memory as ``struct iovec[n + 1]``: the first row is spare, piece ``i`` is row ``i + 1``."""
+    """Pieces of memory as ``struct iovec[n + 1]``: the first row is spare, piece ``i`` is row ``i + 1``. ``key``: where
+    the peer's key is put by a read into them."""
 
     def __init__(self, addresses: Ints, lengths: Ints) -> None:
         self.rows = np.empty((len(lengths) + 1, 2), np.int64)
         self.rows[1:, 0] = addresses
         self.rows[1:, 1] = lengths
         self._address = self.rows.ctypes.data
+        self.key = ctypes.create_string_buffer(KEY_BYTES)
 
     def row(self, index: int) -> int:
         """Address of a row."""
@@ -70,13 +72,11 @@ class Process:
     Once ``ready`` said yes, ``read`` and ``write`` move the pieces ``[lo, hi)`` of two lists of pairwise equal
     length, at most ``IOV_MAX - 1`` at once. They use up the rows before ``hi``: move pieces in order. They
     raise ``PeerError`` when the process is gone, refuses, shows another key, or has unmapped the memory; what
-    a failed read left behind is worthless.
+    a failed read left behind is worthless. Any thread, several at once with lists of their own; ``ready`` by one.
     """
 
     def __init__(self, pid: int, name: str, key_address: int, key: bytes) -> None:
         self._pid, self._name, self._key = pid, name, key
-        self._seen = np.zeros(KEY_BYTES, np.uint8)
-        self._key_here = np.array([self._seen.ctypes.data, KEY_BYTES], np.int64)
         self._key_there = np.array([key_address, KEY_BYTES], np.int64)
         self._not_yet = not_yet(key)
         nothing = np.empty(0, np.int64)
@@ -100,17 +100,17 @@ class Process:
 
     def write(self, local: Pieces, remote: Pieces, lo: int, hi: int) -> None:
         while lo < hi:
-            self._read_keyed(*self._nothing, 0, 0)
+            self._read_keyed(local, remote, lo, lo)
             moved = self._call(_libc.process_vm_writev, local, remote, lo + 1, hi - lo)
             lo = self._after(local, remote, lo, hi, moved)
 
     def _read_keyed(self, local: Pieces, remote: Pieces, lo: int, hi: int) -> int:
         """Read the key and the pieces behind it; returns the bytes of the pieces that were moved."""
-        local.rows[lo] = self._key_here  # in the row of the piece before, which is done
+        local.rows[lo] = ctypes.addressof(local.key), KEY_BYTES  # in the row of the piece before, which is done
         remote.rows[lo] = self._key_there
-        self._seen.fill(0)
+        local.key[:] = bytes(KEY_BYTES)
         moved = self._call(_libc.process_vm_readv, local, remote, lo, hi - lo + 1)
-        seen = self._seen.tobytes()
+        seen = local.key.raw
         if seen != self._key:
             if seen == self._not_yet:
                 raise NotYet(f"{self._name} has not opened the link yet")
