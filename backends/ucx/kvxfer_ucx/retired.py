@@ -14,9 +14,9 @@ from typing import Any
 
 __all__ = ["destroy", "retire"]
 
-GRACE_S = 1.0
-"""A peer that dials sends its first bytes at once; one that was told where to dial before we closed does so within this."""
-PAUSE_S = 0.01
+GRACE_TURNS, PAUSE_S = 100, 0.01
+"""A peer that dials sends its first bytes at once; one that was told where to dial before we closed does so within this: a second.
+Counted in turns, so that a host that stands still for a while, peer and all, does not use it up."""
 
 _retired: dict[int, list[Any]] = {}
 # One reference more, so that the end of the process leaves to the system what is still in here.
@@ -30,7 +30,7 @@ def destroy(held: list[Any]) -> None:
 
 
 def retire(held: list[Any], late: list[Any]) -> None:
-    """Turn away who dials for ``GRACE_S``, then ``destroy`` what is ``held``, in a thread of its own: a listener, its
+    """Turn away who dials for ``GRACE_TURNS``, then ``destroy`` what is ``held``, in a thread of its own: a listener, its
     worker, the worker's context. Any thread, once nothing else uses them. ``late``: the listener's callback puts the endpoints
     of those who dial here."""
     _retired[id(held)] = held
@@ -38,8 +38,8 @@ def retire(held: list[Any], late: list[Any]) -> None:
 
 
 def _linger(held: list[Any], late: list[Any]) -> None:
-    until = time.monotonic() + GRACE_S
-    while time.monotonic() < until:
+    for _ in range(GRACE_TURNS):
+        until = time.monotonic() + PAUSE_S
         while held[1].progress_once() and time.monotonic() < until:
             pass
         while late:
