@@ -15,10 +15,8 @@ import json
 import statistics
 from contextlib import ExitStack
 
-import numpy as np
-
 from kvxfer.bench.pair import devices, pair
-from kvxfer.bench.shapes import MODELS
+from kvxfer.bench.shapes import MODELS, Request
 
 
 def main() -> None:
@@ -32,14 +30,12 @@ def main() -> None:
     parser.add_argument("--staging-bytes", type=int, default=64 << 20)
     args = parser.parse_args()
     model = MODELS[args.model]
-    need = -(-args.tokens // model.block_tokens)
-    blocks = need + need // 4 + 1
-    rng = np.random.default_rng(0)
-    src, dst = (rng.permutation(blocks)[:need].astype(np.int64) for _ in range(2))
-    nbytes = need * model.page * model.layers
+    request = Request(model, args.tokens)
+    src, dst, nbytes = request.src, request.dst, request.nbytes
     with ExitStack() as stack:
         where = devices(args.device)
-        pairs = [stack.enter_context(pair(args.backend, o, model, blocks, where, args.staging_bytes)) for o in args.options]
+        made = (pair(args.backend, o, model, request.blocks, where, args.staging_bytes) for o in args.options)
+        pairs = [stack.enter_context(each) for each in made]
         for both in pairs:
             both.connect()
         two_sided = pairs[0].connect_raw()

@@ -10,7 +10,7 @@ import numpy as np
 from kvxfer.geometry import Cache, Group, Heads, Region, View
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["MODELS", "Model", "Pool"]
+__all__ = ["MODELS", "Model", "Pool", "Request"]
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: consecutive indices give unlike words
 
@@ -27,6 +27,21 @@ class Model:
     @property
     def page(self) -> int:
         return self.heads * self.head_bytes * self.block_tokens
+
+
+class Request:
+    """A prompt of so many tokens, scattered: its blocks ``src`` and ``dst`` among the ``blocks`` of either cache."""
+
+    def __init__(self, model: Model, tokens: int) -> None:
+        need = -(-tokens // model.block_tokens)
+        self.blocks = need + need // 4 + 1
+        self.nbytes = need * model.page * model.layers
+        rng = np.random.default_rng(0)
+        self.src, self.dst = (rng.permutation(self.blocks)[:need].astype(np.int64) for _ in range(2))
+
+    def __len__(self) -> int:
+        """How many blocks it fills."""
+        return len(self.src)
 
 
 MODELS = {

@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from kvxfer.bench.pair import Pair, devices, pair
-from kvxfer.bench.shapes import MODELS, Model
+from kvxfer.bench.shapes import MODELS, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
 
@@ -25,20 +25,17 @@ def measure(
     """Run the benchmark, and the session's part also with ``integrity``; every figure with its unit in the key, GB
     meaning 1e9 bytes, medians of ``repeat`` rounds."""
     shape = MODELS[model]
-    need = -(-tokens // shape.block_tokens)
-    blocks = need + need // 4 + 1
+    request = Request(shape, tokens)
     where = devices(device)
-    rng = np.random.default_rng(0)
-    src, dst = (rng.permutation(blocks)[:need].astype(np.int64) for _ in range(2))
     out: dict[str, Any] = {
         "backend": backend, "device": device, "devices": where, "model": model, "tokens": tokens,
-        "kv_bytes": need * shape.page * shape.layers, "blocks": need, "repeat": repeat,
-        "raw_copy_GB_per_s": _raw_copy(where, need * shape.page * shape.layers),
+        "kv_bytes": request.nbytes, "blocks": len(request), "repeat": repeat,
+        "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
     }  # fmt: skip
-    with pair(backend, options, shape, blocks, where, staging_bytes) as both:
-        out |= _transport(both, src, dst, repeat)
-        out |= _library(both, src, dst, repeat, out["kv_bytes"])
-        out |= _session(both, src, dst, repeat, integrity)
+    with pair(backend, options, shape, request.blocks, where, staging_bytes) as both:
+        out |= _transport(both, request.src, request.dst, repeat)
+        out |= _library(both, request.src, request.dst, repeat, request.nbytes)
+        out |= _session(both, request.src, request.dst, repeat, integrity)
     # The same bytes as one run in one block: what the back end does when nothing is scattered.
     whole = Model(1, 1, out["kv_bytes"], 1)
     with pair(backend, options, whole, 1, where, staging_bytes) as both:

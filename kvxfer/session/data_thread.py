@@ -96,7 +96,7 @@ class DataThread:
                 self._reset("internal error in the back end")
         self._shut()
         self._checks.wait()
-        self._wait_for_device()
+        self._device_done()
 
     def _open(self) -> None:
         self._transport = transport = self._make()
@@ -352,7 +352,7 @@ class DataThread:
         log.warning("resetting the back end: %s", reason)
         never = self._transport is not None and self._transport.capabilities.quiet == "never"
         self._shut()
-        self._wait_for_device()
+        never |= not self._device_done()
         for job in list(self._jobs.values()):
             job.stop(f"the back end was reset: {reason}")
             self._post(Moved(job.ref, job.error, not never, 0, collateral=True))
@@ -386,13 +386,16 @@ class DataThread:
             for link, number in asked:
                 self._post(Endpoint(link, number, b"", f"it cannot be opened: {_words(e)}"))
 
-    def _wait_for_device(self) -> None:
-        """Until it neither packs nor unpacks; one that has failed does neither."""
+    def _device_done(self) -> bool:
+        """Wait until it neither packs nor unpacks, for ``grace`` at most; one that has failed does neither."""
         try:
-            if self.staging is not None:
-                self.staging.wait()
+            done = self.staging is None or self.staging.wait(time.monotonic() + self._grace)
         except Exception:
             log.exception("the device failed while it packed or unpacked")
+            return True
+        if not done:
+            log.error("the device has not packed or unpacked in %g s what it was given", self._grace)
+        return done
 
     def stop(self) -> None:
         """End ``run``."""

@@ -106,11 +106,14 @@ class Staging:
         """Whether the device is still at work in a slot that is free otherwise: ask for one again soon."""
         return bool(self._busy) and any(not self._idle(at) for at in self._free)
 
-    def wait(self) -> None:
-        """Block until the device has done all that it was asked to, which takes it as long as one copy of the slots."""
-        for at in list(self._busy):
-            while not self._idle(at):
-                time.sleep(TICK_S)
+    def wait(self, until: float) -> bool:
+        """Block until the device has done all that it was asked to, which takes it as long as one copy of the slots, or until
+        this time of ``time.monotonic``; whether it has. Raises what the device failed with."""
+        while not all(self._idle(at) for at in list(self._busy)):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(TICK_S)
+        return True
 
     def give(self, slot: Slot) -> None:
         """Return a slot that no back end touches any more."""

@@ -257,6 +257,23 @@ def test_a_crew_works_at_the_same_time_and_ends_together() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("kvxfer-cma")]
 
 
+def test_without_threads_a_crew_fails_once_and_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of what failed happens later, when its memory is somebody else's."""
+    crew, done = Crew(3), []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            crew.do([lambda: done.append(0)] * 3)
+    time.sleep(0.05)
+    assert not done and crew.size == 1
+    crew.do([lambda: done.append(0), lambda: done.append(1)])
+    assert done == [0, 1]
+
+
 def test_a_poll_stays_short(world: World) -> None:
     """However large the batch, a poll returns within `may_block_s` and many are needed. (No timing: counted.)"""
     a, b = world.local(), world.other()

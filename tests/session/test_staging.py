@@ -217,3 +217,25 @@ def test_blocks_that_are_being_unpacked_are_not_given_back_by_a_reset(engine, de
     assert not d.wait(Ended)[0].outcome.delivered
     d.wait(Released)
     assert np.array_equal(d.block(5), p.block(3)), "it was given back before the device was done"
+
+
+def test_blocks_are_kept_where_the_device_does_not_end(engine, device, monkeypatch):
+    """A reset waits for it in bounded time, and then tells that they may still be written."""
+    options = {"verbs": ["read"], "gathers": False}
+    p, d = (engine(dict(options), seed=seed, transfer_timeout=0.5, peer_timeout=0.3) for seed in (1, None))
+    device.takes[address(d), "unpack"] = 3.0
+    poll, failed = FakeTransport.poll, []
+
+    def fail(transport):
+        if "unpack" in device.begun and transport.agent.startswith("engine1") and not failed:
+            failed.append(True)
+            raise RuntimeError("it broke")
+        return poll(transport)
+
+    monkeypatch.setattr(FakeTransport, "poll", fail)
+    t = transfers(1)[0]
+    p.agents[0].offer(offered([3], 4, transfer=t))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=t))
+    assert not d.wait(Ended)[0].outcome.delivered
+    time.sleep(1.0)
+    assert failed and not [e for e in d.events() if isinstance(e, Released)]

@@ -17,8 +17,17 @@ class Crew:
 
     def do(self, calls: Sequence[Callable[[], None]]) -> None:
         """Make at most ``size`` calls at the same time; returns when all have ended. Raises what one of them raised."""
+        others = self._others
+        if others is None:
+            for call in calls:
+                call()
+            return
         first, *rest = calls
-        begun = [self._others.submit(call) for call in rest] if self._others is not None else []
+        try:
+            begun = [others.submit(call) for call in rest]
+        except RuntimeError:  # the system gives no more threads
+            self.close()  # what was begun ends now, and what was queued for them never runs
+            raise
         errors = []
         for result in (first, *(future.result for future in begun)):
             try:
@@ -29,5 +38,7 @@ class Crew:
             raise errors[0]
 
     def close(self) -> None:
-        if self._others is not None:
-            self._others.shutdown()
+        """Wait for the others to end; from then on the calling thread is alone."""
+        others, self._others, self.size = self._others, None, 1
+        if others is not None:
+            others.shutdown(cancel_futures=True)
