@@ -23,6 +23,10 @@ TAGS = STREAMS << 2
 
 TOKEN_BYTES = 16
 
+CHUNKS = 8
+"""The time to make a link is given in so many parts, each begun when the one before is seen to be over: a host that stands
+still for a while, peer and all, uses up one."""
+
 DRAIN_S = 5.0
 """How long UCX may take to let go of a dead link's batch before it is reported as one that may still be touched."""
 
@@ -102,11 +106,12 @@ class Link:
     Its end is final: once ``cause`` is set, every batch ends with that error, and a new link has to be made.
     """
 
-    def __init__(self, messages: Messages, mine: Offer, theirs: Offer, due: float) -> None:
+    def __init__(self, messages: Messages, mine: Offer, theirs: Offer, now: float, timeout_s: float) -> None:
         self.mine, self.theirs = mine, theirs
         self.cause: KvxferError | None = None
         self._messages = messages
-        self._due = due
+        self._chunk_s, self._chunks = timeout_s / CHUNKS, CHUNKS
+        self._due = now + self._chunk_s
         self._open = False
         self._connection: Connection | None = None
         self._welcome: Posted | None = None
@@ -209,6 +214,10 @@ class Link:
         if trouble is not None:
             self.fail(PeerError(f"the connection with {self.theirs} broke: {trouble}; connect again"), now)
         elif not self._open and now >= self._due:
+            self._chunks -= 1
+            self._due = now + self._chunk_s
+            if self._chunks:
+                return
             how = "does not answer" if self.dials else "has not dialled"
             self.fail(PeerError(f"{self.theirs} {how}; is it alive, and is its port reachable?"), now)
 

@@ -23,9 +23,9 @@ from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.library import load
 from kvxfer_ucx.link import STREAMS, TAGS, TOKEN_BYTES, Half, Link, Offer
+from kvxfer_ucx.listener import destroy
 from kvxfer_ucx.messages import Messages, Pieces
 from kvxfer_ucx.options import Options, make_context
-from kvxfer_ucx.retired import destroy, retire
 
 __all__ = ["UcxTransport"]
 
@@ -71,8 +71,6 @@ class UcxTransport(Transport):
         self._memories = Memories()
         self._spans: dict[int, list[tuple[int, int, int]]] = {}
         self._offers: dict[bytes, Offer] = {}
-        # Tokens of endpoints whose owners may be dialling us, or do so yet.
-        self._expected: set[bytes] = set()
         self._late: list[Any] = []  # endpoints of those who dialled after we closed
         self._links: dict[int, Link] = {}
         self._numbers = 0
@@ -160,7 +158,6 @@ class UcxTransport(Transport):
             self._new_tag(), self._plain(),
         )  # fmt: skip
         self._offers[offer.token] = offer
-        self._expected.add(offer.token)
         packed = msgspec.msgpack.encode(offer)
         return packed + zlib.crc32(packed).to_bytes(4)
 
@@ -173,11 +170,10 @@ class UcxTransport(Transport):
             raise TransportError("the two endpoints are the same")
         del self._offers[own.token]
         now = time.monotonic()
-        link = Link(self._messages, own, their, now + self._options.connect_timeout_s)
+        link = Link(self._messages, own, their, now, self._options.connect_timeout_s)
         self._numbers += 1
         self._links[self._numbers] = link
         if link.dials:
-            self._expected.discard(own.token)
             self._dial(link, now)
         self._wakeup.set()
         return self._numbers
@@ -264,10 +260,7 @@ class UcxTransport(Transport):
         self._wakeup.close()
         self._ending, self._closing = [], []
         self._listener = self._worker = self._context = None
-        if self._expected or self._late:
-            retire(self._held, self._late)
-        else:
-            destroy(self._held)
+        destroy(self._held, self._late)
 
     def fileno(self) -> int | None:
         return self._wakeup.fileno()
@@ -374,7 +367,6 @@ class UcxTransport(Transport):
             for link in self._links.values():
                 if link.mine.token == token and link.theirs.token == their_token and link.awaits:
                     link.accept(connection)
-                    self._expected.discard(token)
                     return True
             if token in self._offers and now < due and connection.trouble() is None:
                 return False
