@@ -1,6 +1,7 @@
 """The program `kvxfer`: commands by entry point, what `doctor` tells, and how errors reach the user."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,13 @@ from typer.testing import CliRunner
 
 import kvxfer
 from kvxfer.cli.main import build
+from kvxfer.cli.probing import probe_all
 
 BACKEND = """
+import os
+import signal
+import time
+
 from kvxfer.transport.contract import Probe, Transport
 
 class Good(Transport):
@@ -21,6 +27,22 @@ class Idle(Transport):
     @classmethod
     def probe(cls):
         return Probe(usable=False, reason="no such card")
+
+class Crashes(Transport):
+    @classmethod
+    def probe(cls):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+class Prints(Transport):
+    @classmethod
+    def probe(cls):
+        os.write(1, b"a library says hello")
+        return Probe(usable=True, reason="works, loudly")
+
+class Hangs(Transport):
+    @classmethod
+    def probe(cls):
+        time.sleep(3600)
 """
 
 COMMANDS = """
@@ -53,6 +75,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "good = third_party_backend:Good\n"
         "idle = third_party_backend:Idle\n"
         "broken = third_party_backend:Missing\n"
+        "crashes = third_party_backend:Crashes\n"
+        "prints = third_party_backend:Prints\n"
         "[kvxfer.commands]\n"
         "hello = third_party_commands:hello\n"
         "fails = third_party_commands:fails\n"
@@ -114,6 +138,16 @@ def test_doctor_tells_of_each_back_end_whether_it_works_and_why_not() -> None:
     }
     assert not backends["idle"]["usable"] and backends["idle"]["reason"] == "no such card"
     assert not backends["broken"]["usable"] and "third_party_backend" in backends["broken"]["reason"]
+    assert not backends["crashes"]["usable"] and "SIGSEGV" in backends["crashes"]["reason"]
+    assert backends["prints"]["usable"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_probe_that_hangs_is_given_up() -> None:
+    started = time.monotonic()
+    probes = probe_all(["third_party_backend:Hangs"], patience_s=1)
+    assert "not come to an end" in probes["third_party_backend:Hangs"].reason
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.usefixtures("installed")

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvxfer
+from kvxfer.cli.probing import probe_all
 from kvxfer.errors import ConfigError
-from kvxfer.transport import registry
+from kvxfer.transport import Probe, registry
 from kvxfer.transport.auto import ORDER, choose
 
 # What bug reports need, under the names that distributions may have.
@@ -35,12 +37,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Show which back ends work on this machine, and why the others do not."""
+    probes = probe_all(registry.available())
     report = {
         "kvxfer": kvxfer.__version__,
         "host": _host(),
         "versions": {name: _version(names) for name, names in _VERSIONS.items()},
-        "backends": {name: _examine(name) for name in registry.available()},
-        "auto": {memory: _auto(memory) for memory in ORDER},
+        "backends": {name: _facts(probe) for name, probe in probes.items()},
+        "auto": {memory: _auto(memory, probes) for memory in ORDER},
     }
     if as_json:
         typer.echo(json.dumps(report))
@@ -48,11 +51,7 @@ def doctor(
         _show(report)
 
 
-def _examine(name: str) -> dict[str, Any]:
-    try:
-        probe = registry.load(name).probe()
-    except ConfigError as error:
-        return {"usable": False, "reason": str(error), "memory": [], "facts": {}}
+def _facts(probe: Probe) -> dict[str, Any]:
     return {
         "usable": probe.usable,
         "reason": probe.reason,
@@ -61,9 +60,9 @@ def _examine(name: str) -> dict[str, Any]:
     }
 
 
-def _auto(memory: str) -> str:
+def _auto(memory: str, probes: Mapping[str, Probe]) -> str:
     try:
-        choice = choose(memory)
+        choice = choose(memory, probes.get)
         return ", else ".join((choice.name, *choice.others))
     except ConfigError as error:
         return str(error)

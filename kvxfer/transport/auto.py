@@ -8,11 +8,12 @@ the later ones nothing is loaded before a link asks for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.errors import ConfigError
+from kvxfer.transport.contract import Probe
 from kvxfer.transport.registry import available, load
 
 __all__ = ["AUTO", "ORDER", "Choice", "choose", "lineup", "options_of"]
@@ -74,16 +75,17 @@ def options_of(name: str, backend: str, options: Mapping[str, Any]) -> Mapping[s
     return mine
 
 
-def choose(memory: str) -> Choice:
+def choose(memory: str, probe_of: Callable[[str], Probe | None] | None = None) -> Choice:
     """The first back end of ``ORDER`` that is installed and works here, and what may stand in for it. Any thread; may
-    take a second, since those up to it are tried. Raises ``ConfigError`` when none does, with the reason of each."""
+    take a second, since those up to it are tried, in this process unless ``probe_of`` knows what came of it (``None`` for
+    one that is not installed). Raises ``ConfigError`` when none does, with the reason of each."""
     order = ORDER.get(memory)
     if order is None:
         raise ConfigError(f"backend 'auto' knows no order for {memory} memory; name a back end")
     passed: dict[str, str] = {}
     for i, name in enumerate(order):
         try:
-            probe = load(name).probe()
+            probe = (probe_of and probe_of(name)) or load(name).probe()
         except ConfigError as e:
             passed[name] = str(e)
             continue
