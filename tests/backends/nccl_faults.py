@@ -263,7 +263,7 @@ class Faults(Suite):
         world.succeed(*started)
 
     def test_idle_communicators_are_closed_and_made_anew(self, world: World) -> None:
-        a, b = self.party(world, idle_close_s=0.2), self.party(world, idle_close_s=0.2)
+        a, b = self.party(world, idle_close_s=1.0), self.party(world, idle_close_s=1.0)
         link = world.link(a, b)
         for _ in range(3):
             world.move(link, Way.SEND, a, b, LARGE)
