@@ -8,6 +8,7 @@ at is never closed, and keeps that thread spinning. UCX offers no way to ask for
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import select
@@ -24,6 +25,9 @@ __all__ = ["destroy"]
 PATIENCE_TURNS, PAUSE_S = 250, 0.002
 """How long UCX's thread may take to close what was turned out. Counted in turns, so that a host that stands still for a
 while does not use it up."""
+
+MOST_PROGRESS = 1000
+"""Calls in one turn, should UCX always find something more to do."""
 
 _SO_ATTACH_FILTER = 26  # Linux, <asm-generic/socket.h>; not in Python's socket
 _RETURN_0 = struct.pack("HBBI", 0x06, 0, 0, 0)  # a program for it, struct sock_filter: let no packet in
@@ -45,8 +49,9 @@ def destroy(held: list[Any], late: list[Any]) -> None:
     port = listener.port
     del listener
     for _ in range(PATIENCE_TURNS):
-        while worker.progress_once():
-            pass
+        for _ in range(MOST_PROGRESS):
+            if not worker.progress_once():
+                break
         while late:
             late.pop().close_blocking()
         if _vacant(port):
@@ -62,30 +67,43 @@ def destroy(held: list[Any], late: list[Any]) -> None:
 def _vacant(port: int) -> bool:
     """Whether this process has no connection at this port; shuts it for new ones, and breaks off those that there are."""
     vacant = True
-    for found in _sockets():
-        with found, suppress(OSError):
-            if found.type != socket.SOCK_STREAM or found.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            if found.getsockname()[1] != port:
-                continue
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                program = ctypes.create_string_buffer(_RETURN_0, len(_RETURN_0))
-                found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
-                waiting = select.poll()  # select would not take high numbers
-                waiting.register(found, select.POLLIN)
-                vacant &= not waiting.poll(0)  # somebody is at the door whom UCX has not let in yet
-            else:
-                vacant = False
-                found.shutdown(socket.SHUT_RDWR)
+    try:
+        for found in _sockets():
+            with found, suppress(OSError):  # what cannot be asked has no port, or is not connected any more
+                if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+                    continue
+                if found.getsockname()[1] != port:
+                    continue
+                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    vacant &= not _somebody_waits(found)
+                else:
+                    vacant = False
+                    found.shutdown(socket.SHUT_RDWR)
+    except OSError:  # there is no /proc here, or there are no descriptors left
+        return False
     return vacant
+
+
+def _somebody_waits(listener: socket.socket) -> bool:
+    """Whether somebody is at the door whom UCX has not let in yet; shuts the door before looking."""
+    program = ctypes.create_string_buffer(_RETURN_0, len(_RETURN_0))
+    with suppress(OSError):  # where the system has no filters, some may come in yet
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+    door = select.poll()  # select would not take high numbers
+    door.register(listener, select.POLLIN)
+    return bool(door.poll(0))
 
 
 def _sockets() -> Iterator[socket.socket]:
     """This process's sockets, by descriptors of our own, since the others may be closed and used anew meanwhile."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it is gone
+        try:
             fd = os.dup(int(name))
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                yield socket.socket(fileno=fd)
-            else:
-                os.close(fd)
+        except OSError as e:
+            if e.errno == errno.EBADF:  # closed since
+                continue
+            raise
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            yield socket.socket(fileno=fd)
+        else:
+            os.close(fd)
