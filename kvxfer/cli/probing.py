@@ -55,7 +55,7 @@ def _answer(process: BaseProcess, ours: Connection, due: float) -> Probe:
     try:
         return Probe(*ours.recv())
     except EOFError:
-        process.join()
+        process.join(max(0.0, due - time.monotonic()))
     code = process.exitcode or 0
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return Probe(False, f"its probe took its process down ({how}); its library is broken, or does not fit this machine")

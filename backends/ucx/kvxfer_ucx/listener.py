@@ -103,7 +103,11 @@ def _sockets() -> Iterator[socket.socket]:
             if e.errno == errno.EBADF:  # closed since
                 continue
             raise
-        if stat.S_ISSOCK(os.fstat(fd).st_mode):
-            yield socket.socket(fileno=fd)
+        try:
+            found = socket.socket(fileno=fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) else None
+        except OSError:  # of a kind that has no address
+            found = None
+        if found is not None:
+            yield found
         else:
             os.close(fd)
