@@ -42,9 +42,9 @@ def main() -> None:
         raw, own = [], [[] for _ in pairs]  # seconds
         for _ in range(args.rounds + 2):
             if two_sided is not None:
-                raw.append(pairs[0].move_raw(src, dst, True, two_sided)[0])
+                raw += pairs[0].move_raw(src, dst, [True], two_sided)[0][0]
             for both, seconds in zip(pairs, own, strict=True):
-                seconds.append(both.move(src, dst)[0])
+                seconds += both.move(src, dst)[0]
     raw = raw[2:]
     if raw:
         print(json.dumps({"library": args.backend, **rates(raw, nbytes)}))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from multiprocessing.connection import Connection
 from typing import Any
 
 from kvxfer.bench.party import Party, Setup
@@ -31,17 +33,13 @@ class Pair:
         d("connect", ends[0])
         return str(p.get())
 
-    def move(self, src: Ints, dst: Ints) -> tuple[float, dict[str, Any]]:
-        """One round by the back end; the time, and what the producer says of it."""
-        p, d = self.producer, self.consumer
-        caches = p("cache"), d("cache")
-        one, two = mp.get_context("spawn").Pipe()
-        p.send("move", src, dst, caches[1], one)
-        d.send("move", src, dst, caches[0], two)
-        ours, theirs = self._both()
-        one.close()
-        two.close()
-        return _span(ours, theirs), ours
+    def move(self, src: Ints, dst: Ints, rounds: int = 1, pause: float = 0.0) -> tuple[list[float], dict[str, Any]]:
+        """Rounds by the back end, each after so many seconds; their times, and what the producer says of the last."""
+        with self._pipe() as (one, two):
+            self.producer.send("move", src, dst, self._caches[1], one, rounds, pause)
+            self.consumer.send("move", src, dst, self._caches[0], two, rounds, pause)
+            ours, theirs = self._both()
+        return [_span(*sides) for sides in zip(ours, theirs, strict=True)], ours[-1]
 
     def connect_raw(self) -> bool | None:
         """The same for the library; whether both sides take part in a round, ``None`` where there is no library."""
@@ -53,16 +51,29 @@ class Pair:
         d("connect_raw", ours)
         return bool(p.get())
 
-    def move_raw(self, src: Ints, dst: Ints, scattered: bool, both: bool) -> tuple[float, int]:
-        """One round by the library, with a message or descriptor a run (``scattered``) or one for all bytes; the time and
-        the number of runs."""
-        p, d = self.producer, self.consumer
-        caches = p("cache"), d("cache")
-        if both:
-            p.send("move_raw", src, dst, caches[1], scattered)
-        d.send("move_raw", src, dst, caches[0], scattered)
-        sides = self._both() if both else (d.get(),)
-        return _span(*sides), int(sides[-1]["runs"])
+    def move_raw(
+        self, src: Ints, dst: Ints, ways: Sequence[bool], two_sided: bool, rounds: int = 1
+    ) -> tuple[list[list[float]], int]:  # fmt: skip
+        """Rounds by the library, in each of which it moves the blocks with a message or descriptor a run (``True``) or one for
+        all bytes, in turns; the times of each way, and the most runs."""
+        with self._pipe() as (one, two):
+            if two_sided:
+                self.producer.send("move_raw", src, dst, self._caches[1], one, rounds, ways)
+            self.consumer.send("move_raw", src, dst, self._caches[0], two if two_sided else None, rounds, ways)
+            sides = self._both() if two_sided else (self.consumer.get(),)
+        seconds = [[_span(*at) for at in zip(*each, strict=True)] for each in zip(*sides, strict=True)]
+        return [list(way) for way in zip(*seconds, strict=True)], max(int(at["runs"]) for at in sides[-1][-1])
+
+    @cached_property
+    def _caches(self) -> tuple[Any, Any]:
+        return self.producer("cache"), self.consumer("cache")
+
+    @contextmanager
+    def _pipe(self) -> Iterator[tuple[Connection, Connection]]:
+        """Between the two sides."""
+        one, two = mp.get_context("spawn").Pipe()
+        with one, two:
+            yield one, two
 
     def expect(self, dst: Ints, src: Ints, what: str) -> None:
         """Raises ``KvxferError`` unless the consumer's blocks are the producer's."""

@@ -2,6 +2,8 @@
 
 Two figures are taken. *Transport*: both data threads are given the same part, from when the later one takes it up to the
 later end. *Session*: the producer has offered, the consumer fetches, from when it has heard of the offer to the outcome.
+Rounds follow each other at once, as under load, or each after a pause: on a machine that is shared the caches of a core
+that has been idle for milliseconds are somebody else's, and what is done next takes several times as long.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -18,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvxfer.bench.meeting import WAIT_S, Meeting
 from kvxfer.bench.raw import Raw, find
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config, Integrity
@@ -33,7 +36,6 @@ from kvxfer.transport import Verb, load
 
 __all__ = ["Party", "Setup"]
 
-WAIT_S = 120.0
 T = TransferId("bench", 0)
 
 
@@ -64,7 +66,6 @@ class Party:
         self._mover: Mover | None = None
         self._raw: Raw | None = None
         self._rounds = 0
-        self._released = False
 
     # --- transport -------------------------------------------------------------------------------------------------
 
@@ -89,8 +90,14 @@ class Party:
         self._take(results.Connected)
         return self._terms.mode
 
-    def move(self, src: Ints, dst: Ints, other: Any, slots: Connection) -> dict[str, float]:
-        """Move all the blocks once; ``other`` is the peer's cache, ``slots`` a pipe to it for staged reads."""
+    def move(
+        self, src: Ints, dst: Ints, other: Any, pipe: Connection, rounds: int, pause: float
+    ) -> list[dict[str, float]]:  # fmt: skip
+        """Move all the blocks so often, each time after so many seconds; ``other`` is the peer's cache, ``pipe`` leads there."""
+        peer = Meeting(pipe)
+        return [self._move(src, dst, other, peer, pause) for _ in range(rounds)]
+
+    def _move(self, src: Ints, dst: Ints, other: Any, peer: Meeting, pause: float) -> dict[str, float]:
         assert self._mover is not None
         producer, mode = self._setup.role == "producer", self._terms.mode
         plan = self._plan(src, dst, other)
@@ -101,10 +108,12 @@ class Party:
         verb = outgoing if producer else incoming
         begun = done = 0.0
         self._rounds += 1
+        time.sleep(pause)
+        peer.meet()
         if verb is not None:
             ref = PartRef(self._setup.role, "link", T, 1, self._rounds)  # type: ignore[arg-type]
             self._mover.move(Move(ref, verb, plan, self._rounds, piece))
-            begun, done = self._until_moved(ref, slots)
+            begun, done = self._until_moved(ref, peer)
         return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
 
     def _plan(self, src: Ints, dst: Ints, other: Any) -> CopyPlan:
@@ -119,12 +128,12 @@ class Party:
         self._results.append((time.monotonic(), result))  # a clock that all processes of a host share
         os.eventfd_write(self._news, 1)
 
-    def _until_moved(self, ref: PartRef, slots: Connection) -> tuple[float, float]:
+    def _until_moved(self, ref: PartRef, peer: Meeting) -> tuple[float, float]:
         """Wait for the part's end, passing word of staged pieces between the two data threads; its beginning and end."""
         assert self._mover is not None
-        while ready := wait([self._news, slots], WAIT_S):
-            if slots in ready:
-                self._mover.slot(ref, *slots.recv())
+        while ready := wait([self._news, peer.pipe], WAIT_S):
+            if peer.pipe in ready and (words := peer.hear()) is not None:
+                self._mover.slot(ref, *words)
             for at, result in self._heard():
                 match result:
                     case Moved(error=None, seconds=seconds):
@@ -132,9 +141,9 @@ class Party:
                     case Moved(error=str(why)):
                         raise RuntimeError(f"the part ended with: {why}")
                     case results.SlotReady():
-                        slots.send((result.piece, result.offset, result.nbytes))
+                        peer.tell(result.piece, result.offset, result.nbytes)
                     case results.SlotTaken():
-                        slots.send((result.piece, 0, 0))
+                        peer.tell(result.piece, 0, 0)
         raise TimeoutError("the part did not end")
 
     def _heard(self) -> Iterator[tuple[float, Any]]:
@@ -168,19 +177,30 @@ class Party:
         self._raw.connect(theirs)
         return self._raw.two_sided
 
-    def move_raw(self, src: Ints, dst: Ints, other: Any, scattered: bool) -> dict[str, float]:
-        """The same blocks with a message or descriptor a run, or as many bytes in one."""
+    def move_raw(
+        self, src: Ints, dst: Ints, other: Any, pipe: Connection | None, rounds: int, ways: Sequence[bool]
+    ) -> list[list[dict[str, float]]]:  # fmt: skip
+        """The same blocks so often with a message or descriptor a run (``True``), or as many bytes in one, in turns.
+        ``pipe`` leads to the other side, if that takes part."""
         assert self._raw is not None
-        plan = self._plan(src, dst, other)
-        runs = plan.runs()
-        here, there = (runs.src, runs.dst) if self._setup.role == "producer" else (runs.dst, runs.src)
-        lengths = runs.length
-        if not scattered:
-            here = there = np.zeros(1, np.int64)
-            lengths = np.array([plan.nbytes])
-        begun = time.monotonic()
-        self._raw.move(here, there, lengths)
-        return {"begun": begun, "done": time.monotonic(), "runs": len(lengths)}
+        peer = None if pipe is None else Meeting(pipe)
+        out: list[list[dict[str, float]]] = []
+        for _ in range(rounds):
+            out.append([])
+            for scattered in ways:
+                plan = self._plan(src, dst, other)
+                runs = plan.runs()
+                here, there = (runs.src, runs.dst) if self._setup.role == "producer" else (runs.dst, runs.src)
+                lengths = runs.length
+                if not scattered:
+                    here = there = np.zeros(1, np.int64)
+                    lengths = np.array([plan.nbytes])
+                if peer is not None:
+                    peer.meet()
+                begun = time.monotonic()
+                self._raw.move(here, there, lengths)
+                out[-1].append({"begun": begun, "done": time.monotonic(), "runs": len(lengths)})
+        return out
 
     # --- session ---------------------------------------------------------------------------------------------------
 
@@ -196,42 +216,46 @@ class Party:
         directory.publish((agent.member,))
         return directory.source
 
-    def offer(self, integrity: Integrity, number: int, src: Ints) -> None:
-        agent, _ = self._agents[integrity]
+    def offer(self, numbers: Sequence[int], src: Ints) -> None:
+        """Offer transfers to all ways of checking."""
         tokens = len(src) * self._pool.cache.groups[0].block_tokens
-        agent.offer(Offered(TransferId("bench", number), b"d", 1, tokens, (src,), True))
+        for number in numbers:
+            for agent, _ in self._agents.values():
+                agent.offer(Offered(TransferId("bench", number), b"d", 1, tokens, (src,), True))
 
-    def fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source) -> dict[str, float]:
-        """One load; ``call_s`` is what the engine's thread pays, ``fetch_s`` the time to its outcome, ``session_s`` that
-        without the wait for the producer's word."""
+    def fetch(
+        self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source], pause: float
+    ) -> list[dict[Integrity, dict[str, float]]]:  # fmt: skip
+        """Loads one after the other, each after so many seconds, in all ways in turn; ``call_s`` is what the engine's thread
+        pays, ``fetch_s`` the time to its outcome, ``session_s`` that without the wait for the producer's word."""
+        return [{way: self._fetch(way, n, dst, source, pause) for way, source in sources.items()} for n in numbers]
+
+    def _fetch(
+        self, integrity: Integrity, number: int, dst: Ints, source: Source, pause: float
+    ) -> dict[str, float]:  # fmt: skip
         agent, _ = self._agents[integrity]
         tokens = len(dst) * self._pool.cache.groups[0].block_tokens
         spec = Fetch(str(number), TransferId("bench", number), b"d", source, (dst,), 0, tokens)
+        time.sleep(pause)
         begun = time.perf_counter()
         agent.fetch(spec)
         called = time.perf_counter()
-        while time.perf_counter() < begun + WAIT_S:
-            events = agent.events()
-            self._released |= any(isinstance(e, Released) for e in events)
-            for event in events:
+        out: dict[str, float] = {}
+        released = False
+        while not (out and released):
+            for event in agent.events():
+                released |= isinstance(event, Released)
                 if isinstance(event, Ended):
                     if not event.outcome.delivered:
                         raise RuntimeError(event.outcome.reason)
-                    return {
+                    out = {
                         "fetch_s": event.seconds, "session_s": event.seconds - event.waited, "call_s": called - begun,
                         "bytes": event.nbytes,
                     }  # fmt: skip
+            if time.perf_counter() > begun + WAIT_S:
+                raise TimeoutError("the fetch did not end")
             time.sleep(0.0001)
-        raise TimeoutError("the fetch did not end")
-
-    def settle(self, integrity: Integrity) -> None:
-        """Until the last transfer's memory is released here."""
-        agent, _ = self._agents[integrity]
-        end = time.monotonic() + 10.0
-        while not self._released and time.monotonic() < end:
-            self._released = any(isinstance(e, Released) for e in agent.events())
-            time.sleep(0.0005)
-        self._released = False
+        return out
 
     # --- both ------------------------------------------------------------------------------------------------------
 

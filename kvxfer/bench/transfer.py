@@ -17,13 +17,15 @@ from kvxfer.errors import ConfigError
 
 __all__ = ["measure", "transfer"]
 
+PAUSE_S = 0.02
+
 
 def measure(
     backend: str, options: dict[str, Any], device: str, tokens: int, model: str, repeat: int, staging_bytes: int,
     integrity: Integrity = "off",
 ) -> dict[str, Any]:  # fmt: skip
     """Run the benchmark, and the session's part also with ``integrity``; every figure with its unit in the key, GB
-    meaning 1e9 bytes, medians of ``repeat`` rounds."""
+    meaning 1e9 bytes, medians of ``repeat`` rounds, one after the other or (``after_pause``) 20 ms apart."""
     shape = MODELS[model]
     request = Request(shape, tokens)
     where = devices(device)
@@ -52,12 +54,14 @@ def measure(
 def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
     mode = both.connect()
     both.consumer("clear")
-    rounds = [both.move(src, dst) for _ in range(repeat + 2)]
+    rounds, said = both.move(src, dst, repeat + 2)
+    rested, _ = both.move(src, dst, repeat, PAUSE_S)
     both.expect(dst, src, "transport")
-    seconds, said = statistics.median(t for t, _ in rounds[2:]), rounds[-1][1]
+    seconds = statistics.median(rounds[2:])
     return {
         "verb": mode, "staged": bool(said["staged"]),
         "transport_ms": round(1e3 * seconds, 3), "transport_GB_per_s": round(said["bytes"] / seconds / 1e9, 3),
+        "transport_after_pause_ms": round(1e3 * statistics.median(rested), 3),
     }  # fmt: skip
 
 
@@ -67,16 +71,9 @@ def _library(both: Pair, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[s
     if two_sided is None:
         return {}
     both.consumer("clear")
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for i in range(repeat + 2):
-        for scattered in (False, True):
-            took, count = both.move_raw(src, dst, scattered, two_sided)
-            if i >= 2:
-                seconds[scattered].append(took)
-            if scattered and i == 0:
-                both.expect(dst, src, "raw library's")
-                runs = count
-    one, many = (nbytes / statistics.median(seconds[scattered]) / 1e9 for scattered in (False, True))
+    seconds, runs = both.move_raw(src, dst, (False, True), two_sided, repeat + 2)
+    both.expect(dst, src, "raw library's")
+    one, many = (nbytes / statistics.median(way[2:]) / 1e9 for way in seconds)
     return {"raw_runs": runs, "raw_runs_GB_per_s": round(many, 3), "raw_one_message_GB_per_s": round(one, 3)}
 
 
@@ -86,26 +83,24 @@ def _session(both: Pair, src: Any, dst: Any, repeat: int, integrity: Integrity) 
     d("clear")
     ways: tuple[Integrity, ...] = ("off",) if integrity == "off" else ("off", integrity)
     sources = {way: p("open_agent", way) for way in ways}
-    rounds: dict[Integrity, list[dict[str, float]]] = {way: [] for way in ways}
     for way in ways:
         d("open_agent", way)
-    for i in range(repeat + 2):
-        for way in ways:
-            p("offer", way, i, src)
-            time.sleep(0.05)  # the want must find it offered
-            rounds[way].append(d("fetch", way, i, dst, sources[way]))
-            p("settle", way)
-            d("settle", way)
+    numbers, rested = range(repeat + 2), range(repeat + 2, 2 * repeat + 2)
+    p("offer", [*numbers, *rested], src)
+    time.sleep(0.05)  # the want must find it offered
+    rounds = d("fetch", numbers, dst, sources, 0.0)
+    after_pause = d("fetch", rested, dst, sources, PAUSE_S)
     both.expect(dst, src, "session")
-    fetch = {way: statistics.median(r["fetch_s"] for r in rounds[way][2:]) for way in ways}
-    session = statistics.median(r["session_s"] for r in rounds["off"][2:])
-    first, nbytes = rounds["off"][0]["fetch_s"], rounds["off"][0]["bytes"]
+    fetch = {way: statistics.median(r[way]["fetch_s"] for r in rounds[2:]) for way in ways}
+    session = statistics.median(r["off"]["session_s"] for r in rounds[2:])
+    first, nbytes = rounds[0]["off"]["fetch_s"], rounds[0]["off"]["bytes"]
     out: dict[str, Any] = {
         "first_contact_ms": round(1e3 * first, 3),
         "fetch_ms": round(1e3 * fetch["off"], 3),
         "session_ms": round(1e3 * session, 3),
         "session_GB_per_s": round(nbytes / session / 1e9, 3),
-        "engine_thread_us": round(1e6 * statistics.median(r["call_s"] for r in rounds["off"][2:]), 1),
+        "session_after_pause_ms": round(1e3 * statistics.median(r["off"]["session_s"] for r in after_pause), 3),
+        "engine_thread_us": round(1e6 * statistics.median(r["off"]["call_s"] for r in rounds[2:]), 1),
     }
     if integrity != "off":
         out["integrity"] = integrity

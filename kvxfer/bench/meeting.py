@@ -1,0 +1,40 @@
+"""Where the two sides of a benchmark meet before each round, and what they tell each other while it lasts."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["WAIT_S", "Meeting"]
+
+SPIN_S, WAIT_S = 0.001, 120.0
+
+
+class Meeting:
+    """One end of a pipe between the two sides."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self._there = False
+
+    def meet(self) -> None:
+        """Return when the other side is here as well. At first this does not sleep, so that both begin at the same time; later
+        it does, so that the other side has the processor."""
+        self.pipe.send(None)
+        until = time.monotonic() + SPIN_S
+        while not self._there:
+            if self.pipe.poll(0 if time.monotonic() < until else WAIT_S):
+                self.hear()
+            elif time.monotonic() > until + WAIT_S:
+                raise TimeoutError("the other side did not come to the next round")
+        self._there = False
+
+    def tell(self, *words: int) -> None:
+        self.pipe.send(words)
+
+    def hear(self) -> Any:
+        """The next words of the other side, or ``None`` if it has none and is here for the next round."""
+        words = self.pipe.recv()
+        self._there |= words is None
+        return words

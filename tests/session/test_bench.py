@@ -1,0 +1,52 @@
+"""``kvxfer bench transfer`` between two processes, beside the library by itself."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import threading
+
+import numpy as np
+import pytest
+
+from kvxfer.bench.meeting import Meeting
+from kvxfer.bench.pair import pair
+from kvxfer.bench.shapes import MODELS, Request
+from kvxfer.bench.transfer import measure
+from kvxfer.errors import KvxferError
+
+PAGES = MODELS["pages-of-16k"]
+
+
+@pytest.mark.parametrize(("backend", "library"), [("zmq", False), ("cma", True), ("nixl", True), ("ucx", True)])
+def test_what_is_measured(backend: str, library: bool) -> None:
+    out = measure(backend, {}, "cpu", 16 * 64, "pages-of-16k", 2, 16 << 20, "sample")
+    assert out["kv_bytes"] == 64 << 14
+    timed = {k: v for k, v in out.items() if k.endswith(("_ms", "_GB_per_s", "_us"))}
+    assert all(v > 0 for v in timed.values())
+    assert {"transport_ms", "transport_after_pause_ms", "session_ms", "session_after_pause_ms", "checked_fetch_ms"} <= set(timed)
+    assert ("raw_one_message_GB_per_s" in timed) == ("transport_to_raw_runs" in out) == library
+
+
+def test_each_round_is_timed_and_wrong_bytes_are_told() -> None:
+    request = Request(PAGES, 16 * 8)
+    with pair("zmq", {}, PAGES, request.blocks, ("cpu", "cpu"), 16 << 20) as both:
+        both.connect()
+        times, said = both.move(request.src, request.dst, 3, 0.01)
+        assert len(times) == 3 and all(0 < t < 5 for t in times) and said["bytes"] == 8 << 14
+        both.expect(request.dst, request.src, "good")
+        with pytest.raises(KvxferError, match="the bad run delivered wrong bytes"):
+            both.expect(request.dst, np.roll(request.src, 1), "bad")
+
+
+def test_words_and_meetings_on_one_pipe() -> None:
+    """The one that is ahead waits for the other, which still hears all that was told before."""
+    one, two = (Meeting(end) for end in mp.Pipe())
+    one.tell(1, 2)
+    ahead = threading.Thread(target=one.meet)
+    ahead.start()
+    assert two.hear() == (1, 2)
+    assert two.hear() is None
+    assert ahead.is_alive()
+    two.meet()
+    ahead.join(10)
+    assert not ahead.is_alive()
