@@ -196,10 +196,14 @@ class Faults(Suite):
         a, b, link = world.pair()
         world.move(link, Way.SEND, a, b, SMALL)
 
-        def refuse(*_: Any) -> None:
-            raise TransportError("invalid usage")
+        move = self.pipe.move
 
-        monkeypatch.setattr(self.pipe, "send", refuse)
+        def refuse(pipe: Any, *runs: Any) -> None:
+            if pipe._way.sends:
+                raise TransportError("invalid usage")
+            move(pipe, *runs)
+
+        monkeypatch.setattr(self.pipe, "move", refuse)
         for result in world.finish(link.start(Way.SEND, a, b, LARGE)):
             assert result.error is not None
         monkeypatch.undo()

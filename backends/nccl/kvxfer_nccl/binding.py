@@ -48,11 +48,9 @@ class Pipe(Protocol):
         """Join the other side, and connect so far that no later operation has to wait for it on the host. Waits for the
         other side without an end. Raises ``TransportError``, also when aborted meanwhile."""
 
-    def send(self, addresses: Ints, lengths: Ints) -> None:
-        """Enqueue runs, none of them empty. Raises ``TransportError`` when the communicator is broken."""
-
-    def recv(self, addresses: Ints, lengths: Ints) -> None:
-        """The same for the receiver."""
+    def move(self, addresses: Ints, lengths: Ints) -> None:
+        """Enqueue the sending of runs, none of them empty, or their reception. Raises ``TransportError`` when the communicator
+        is broken."""
 
     def wait(self, event: Any) -> None:
         """Let what is enqueued later wait for a device event (``Fence.event``)."""

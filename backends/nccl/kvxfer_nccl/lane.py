@@ -185,8 +185,7 @@ class Lane:
             real = post.lengths > 0
             try:
                 if real.any():
-                    act = self.pipe.send if self.verb is Verb.SEND else self.pipe.recv
-                    act(post.addresses[real], post.lengths[real])
+                    self.pipe.move(post.addresses[real], post.lengths[real])
             finally:
                 # Whatever came of it, the stream may touch its memory from now on.
                 self.enqueued.append(self.waiting.popleft())

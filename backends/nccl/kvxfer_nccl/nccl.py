@@ -26,15 +26,6 @@ TICK_S = 0.0005
 _FINE = (0, 7)  # success, in progress
 
 
-class _Cuda:
-    """Presents a piece of device memory to torch."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
-
-
 class NcclMark:
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -47,23 +38,23 @@ class NcclPipe:
     """Fulfils ``Pipe``. The communicator blocks (in NCCL's sense), for then an operation costs a tenth of what it costs
     on one that does not; what can block for long, init and the first operation, is done in ``open``."""
 
-    def __init__(self, nccl: Any, torch: Any, way: Way) -> None:
-        self._nccl, self._torch, self._way = nccl, torch, way
+    def __init__(self, nccl: Any, bindings: Any, torch: Any, way: Way) -> None:
+        self._nccl, self._bindings, self._torch, self._way = nccl, bindings, torch, way
+        self._byte = int(nccl.UINT8)
         self._device = torch.device(way.device)
         self._peer = 1 if way.sends else 0
         self._comm: Any = None
+        self._handle: Any = None  # the communicator, for the functions below
         self._aborted = False
         self._lock = threading.Lock()
         self._fences: deque[Any] = deque()
         self._owned: Any = None  # the stream, and torch's view of it
         self._stream: Any = None
-        self._views: list[tuple[int, int, Any]] = []
 
     def open(self) -> None:
         nccl, torch = self._nccl, self._torch
         torch.cuda.set_device(self._device)  # of this thread
         self._make_stream()
-        self._views = [(r.address, r.nbytes, self._view(r.address, r.nbytes)) for r in self._way.regions]
         unique_id = nccl.UniqueId.from_bytes(self._way.unique_id)
         config = nccl.NCCLConfig(blocking=True, max_ctas=self._way.options.channels)
         try:
@@ -72,7 +63,7 @@ class NcclPipe:
             raise TransportError(f"NCCL's init failed: {e}") from e
         with self._lock:
             if not self._aborted:
-                self._comm = comm
+                self._comm, self._handle = comm, self._bindings.Comm(comm.ptr)
         if self._aborted:
             # While nobody could reach it, so that it falls to us.
             comm.abort()
@@ -81,7 +72,7 @@ class NcclPipe:
         with torch.cuda.stream(self._stream):
             word = torch.zeros(128, dtype=torch.uint8, device=self._device)
         try:
-            (comm.send if self._way.sends else comm.recv)(word, self._peer, stream=self._stream.cuda_stream)
+            self._act(word.data_ptr(), word.numel())
             mark = self.mark()
             while not mark.passed():
                 if self._aborted:
@@ -92,11 +83,24 @@ class NcclPipe:
         except Exception as e:
             raise TransportError(f"NCCL could not connect the two GPUs: {e}") from e
 
-    def send(self, addresses: Ints, lengths: Ints) -> None:
-        self._move(self._comm.send, addresses, lengths)
+    def move(self, addresses: Ints, lengths: Ints) -> None:
+        runs = list(zip(addresses.tolist(), lengths.tolist(), strict=True))
+        try:
+            if len(runs) == 1:
+                self._act(*runs[0])
+                return
+            for i in range(0, len(runs), GROUPED):
+                with self._nccl.group():
+                    for address, nbytes in runs[i : i + GROUPED]:
+                        self._act(address, nbytes)
+        except Exception as e:
+            raise TransportError(f"NCCL did not take {len(runs)} runs of {int(lengths.sum())} bytes: {e}") from e
 
-    def recv(self, addresses: Ints, lengths: Ints) -> None:
-        self._move(self._comm.recv, addresses, lengths)
+    def _act(self, address: int, nbytes: int) -> None:
+        """One send or receive, by the functions below nccl4py's ``Communicator``: that wants a tensor for each piece, and to
+        look at it takes longer than to start the operation."""
+        act = self._bindings.send if self._way.sends else self._bindings.recv
+        act(address, nbytes, self._byte, self._peer, self._handle, self._stream.cuda_stream)
 
     def wait(self, event: Any) -> None:
         while self._fences and self._fences[0].query():
@@ -116,7 +120,7 @@ class NcclPipe:
     def abort(self) -> None:
         with self._lock:
             self._aborted, comm = True, self._comm
-            self._comm = None
+            self._comm = self._handle = None
         if comm is None:
             return
         try:
@@ -142,37 +146,14 @@ class NcclPipe:
         self._owned = device.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
         self._stream = self._torch.cuda.ExternalStream(int(self._owned.handle), device=self._device)
 
-    def _move(self, act: Any, addresses: Ints, lengths: Ints) -> None:
-        stream, peer = self._stream.cuda_stream, self._peer
-        pieces = [self._piece(a, n) for a, n in zip(addresses.tolist(), lengths.tolist(), strict=True)]
-        try:
-            if len(pieces) == 1:
-                act(pieces[0], peer, stream=stream)
-                return
-            for i in range(0, len(pieces), GROUPED):
-                with self._nccl.group():
-                    for piece in pieces[i : i + GROUPED]:
-                        act(piece, peer, stream=stream)
-        except Exception as e:
-            raise TransportError(f"NCCL did not take {len(pieces)} runs of {int(lengths.sum())} bytes: {e}") from e
-
-    def _piece(self, address: int, nbytes: int) -> Any:
-        for start, size, view in self._views:
-            if 0 <= address - start <= size - nbytes:
-                return view[address - start : address - start + nbytes]
-        return self._view(address, nbytes)  # memory registered since
-
-    def _view(self, address: int, nbytes: int) -> Any:
-        return self._torch.as_tensor(_Cuda(address, nbytes), device=self._device)
-
 
 class NcclBinding:
     """Fulfils ``Binding``."""
 
     memory = frozenset({"cuda"})
 
-    def __init__(self, nccl: Any, torch: Any) -> None:
-        self._nccl, self._torch = nccl, torch
+    def __init__(self, nccl: Any, bindings: Any, torch: Any) -> None:
+        self._nccl, self._bindings, self._torch = nccl, bindings, torch
         found = nccl.get_version()
         if found.libnccl is None:
             raise TransportError("back end 'nccl' found no libnccl; it comes with torch for CUDA, or nvidia-nccl-cu13")
@@ -192,7 +173,7 @@ class NcclBinding:
         return bytes(self._nccl.get_unique_id())
 
     def pipe(self, way: Way) -> Pipe:
-        return NcclPipe(self._nccl, self._torch, way)
+        return NcclPipe(self._nccl, self._bindings, self._torch, way)
 
 
 @cache
@@ -206,6 +187,7 @@ def load() -> Binding:
         raise TransportError("back end 'nccl' moves memory of CUDA devices, and torch finds none here")
     try:
         import nccl.core as nccl
+        from nccl.bindings import nccl as bindings
     except ImportError as e:
         raise TransportError(f"back end 'nccl' needs nccl4py, which cannot be imported ({e}); {PIP_LINE}") from e
-    return NcclBinding(nccl, torch)
+    return NcclBinding(nccl, bindings, torch)

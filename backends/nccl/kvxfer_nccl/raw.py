@@ -33,7 +33,7 @@ class NcclRaw:
         self._pipe.open()
 
     def move(self, here: Ints, there: Ints, lengths: Ints) -> None:
-        (self._pipe.send if self._sends else self._pipe.recv)(self._region.address + here, lengths)
+        self._pipe.move(self._region.address + here, lengths)
         mark = self._pipe.mark()
         while not mark.passed():
             pass

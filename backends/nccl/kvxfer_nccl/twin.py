@@ -70,8 +70,7 @@ class TwinPipe:
         # As the real one does: only when a byte has passed are the two connected, and not with unlike channels.
         channels = self._way.options.channels
         byte = np.full(1, channels if self._way.sends else 0, np.uint8)
-        address, length = np.array([byte.ctypes.data]), np.array([1])
-        (self.send if self._way.sends else self.recv)(address, length)
+        self.move(np.array([byte.ctypes.data]), np.array([1]))
         mark = self.mark()
         while not mark.passed():
             if self._aborted.wait(0.001):
@@ -81,11 +80,10 @@ class TwinPipe:
         if byte[0] != channels:
             raise TransportError("internal error")
 
-    def send(self, addresses: Ints, lengths: Ints) -> None:
-        self._put(self._send, addresses, lengths)
-
-    def recv(self, addresses: Ints, lengths: Ints) -> None:
-        self._put(self._recv, addresses, lengths)
+    def move(self, addresses: Ints, lengths: Ints) -> None:
+        act = self._send if self._way.sends else self._recv
+        for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
+            self._work.put((act, memoryview((ctypes.c_char * length).from_address(address)).cast("B")))
 
     def wait(self, event: Any) -> None:
         self._work.put((self._wait, event))
@@ -107,10 +105,6 @@ class TwinPipe:
             self._stream.join()
             assert self._sock is not None
             self._sock.close()
-
-    def _put(self, act: Any, addresses: Ints, lengths: Ints) -> None:
-        for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
-            self._work.put((act, memoryview((ctypes.c_char * length).from_address(address)).cast("B")))
 
     def _accept(self) -> socket.socket:
         listener = _listeners.pop(self._way.unique_id)
