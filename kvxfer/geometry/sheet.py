@@ -39,16 +39,13 @@ class Sheet:
     Row ``r`` of segment ``s`` copies ``template.unit * counts[s]`` contiguous bytes from flat offset ``src_at[s] +
     src_rows[r]`` to ``dst_at[s] + dst_rows[r]``. ``src_at``, ``dst_at``, ``counts``: int64 ``[segments]``; a segment is
     the tokens that one source block and one destination block have in common, and ``counts`` their number where
-    tokens follow each other on both sides (else 1). ``whole``: the sheet that this one was cut from by ``split``, whose
-    segment ``first`` is its first one.
+    tokens follow each other on both sides (else 1).
     """
 
     template: Template
     src_at: Ints
     dst_at: Ints
     counts: Ints
-    whole: Sheet | None = None
-    first: int = 0
 
     @property
     def src_rows(self) -> Ints:
@@ -89,7 +86,7 @@ class Sheet:
         if len(t) * t.unit * longest <= max_bytes:
             head = first if len(t) * t.unit * longest <= first else max_bytes
             for lo, hi in _cuts(self.row_bytes * len(t), max_bytes, head):
-                yield Sheet(t, self.src_at[lo:hi], self.dst_at[lo:hi], self.counts[lo:hi], self, lo)
+                yield Sheet(t, self.src_at[lo:hi], self.dst_at[lo:hi], self.counts[lo:hi])
         elif len(t.src_cells) > 1:
             step = max(1, max_bytes // (len(t) // len(t.src_cells) * t.unit * longest))
             for i in range(0, len(t.src_cells), step):

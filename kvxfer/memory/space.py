@@ -66,8 +66,9 @@ class Space(ABC):
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
         """Scatter what was packed into ``staged`` at ``at`` over the plan's destination side, which is here."""
 
-    def prepare(self, plan: CopyPlan, side: Side) -> None:  # noqa: B027
-        """Do what can be done before ``pack`` or ``unpack`` of a plan's pieces. Raises ``ValueError`` as they do."""
+    def prepare(self, plan: CopyPlan, side: Side, packed: Space) -> None:  # noqa: B027
+        """Go through ``pack`` or ``unpack`` of a plan and move nothing, so that the next one is quick, if it would not be.
+        Raises ``ValueError`` as they do."""
 
     @abstractmethod
     def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:

@@ -25,12 +25,11 @@ def _rows_at(cells, place, row, there, n1, stride1, n2, stride2):
 _PLACES = ["memory", "n_segments", "n_rows", "n1", "stride1", "n2", "stride2"]
 
 
-@triton.jit(do_not_specialize=[*_PLACES, "pitch", "first_segment", "stream", "spans", "span"])
+@triton.jit(do_not_specialize=[*_PLACES, "pitch", "stream", "spans", "span"])
 def move_rows(
     cells,  # *int64 [cells]: bytes from memory to each cell
-    segments,  # *int64 [3, pitch]: place of the segment, place in the stream, bytes of each of its rows
+    segments,  # *int64 [3, pitch], maybe of the host: place of the segment, place in the stream, bytes of each of its rows
     pitch,
-    first_segment,  # of the n_segments that are moved
     memory,  # int64: address, a multiple of UNIT
     stream,  # int64: address of place 0 in the packed stream, a multiple of UNIT
     n_segments,
@@ -60,7 +59,7 @@ def move_rows(
     packed = tl.multiple_of(stream.to(tl.pointer_type(word)), UNIT)
     tiles = tl.cdiv(n_rows, ROWS)
     for job in range(tl.program_id(0), n_segments * tiles * spans, tl.num_programs(0)):
-        tile, segment, first = job // spans % tiles, first_segment + job // (spans * tiles), job % spans * span
+        tile, segment, first = job // spans % tiles, job // (spans * tiles), job % spans * span
         row = tile * ROWS + tl.arange(0, ROWS)
         there = row < n_rows
         place = tl.load(segments + segment)

@@ -33,6 +33,9 @@ REOPEN_S = 1.0
 """Shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
 REOPEN_MOST_S = 30.0
 
+_UNENDED: list[Staging | None] = []
+"""Staging memory in which a device is still at work when its thread ends: it and its tables must not be lent to others."""
+
 
 @dataclass
 class _Peer:
@@ -96,7 +99,8 @@ class DataThread:
                 self._reset("internal error in the back end")
         self._shut()
         self._checks.wait()
-        self._device_done()
+        if not self._device_done():
+            _UNENDED.append(self.staging)
 
     def _open(self) -> None:
         self._transport = transport = self._make()

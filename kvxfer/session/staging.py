@@ -130,7 +130,7 @@ class Staging:
 
     def prepare(self, plan: CopyPlan) -> None:
         """Get ready to unpack pieces of a plan, while nothing has come yet."""
-        self._space.prepare(plan, "destination")
+        self._space.prepare(plan, "destination", self._buffer)
 
     def unpack(self, plan: CopyPlan, slot: Slot) -> Fence:
         """Scatter a slot into the plan's destination side."""

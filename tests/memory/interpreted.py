@@ -44,10 +44,7 @@ def places(pieces: list[CopyPlan], at: int) -> list[tuple[CopyPlan, int]]:
 def by_kernel(space: memory.Space, pieces: list[CopyPlan], side: memory.Side, staged: memory.Space, at: int) -> None:
     launcher = launch.Launcher(space, programs=3)
     for piece, begin in places(pieces, at):
-        stream = staged.region.address + begin
-        for sheet in piece.sheets:
-            launcher.move(sheet, side, stream, pack=side == "source")
-            stream += sheet.nbytes
+        launcher.move(piece, side, staged.region.address + begin, pack=side == "source")
 
 
 def by_index(space: memory.Space, pieces: list[CopyPlan], side: memory.Side, staged: memory.Space, at: int) -> None:
@@ -110,6 +107,17 @@ def test_long_rows_are_cut_into_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (4, 5):
         sides = engine(spec, "blhnc", 4, 1, 18, 1), engine(spec, "blhnc", n, 1, 18, 2)
         check(by_kernel, Case((spec,), *sides, 0, 18), 32)
+
+
+def test_an_empty_launch_moves_nothing() -> None:
+    cache, staged = filled(8192), filled(8192)
+    before = [cache.bytes(0, 8192).copy(), staged.bytes(0, 8192).copy()]
+    at = np.array([0])
+    made = CopyPlan((Sheet(Template(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64), at, at, np.ones(1, np.int64)),))
+    for side in ("source", "destination"):
+        launcher = launch.Launcher(cache, programs=3)
+        assert launcher.move(made, side, staged.region.address, pack=side == "source", empty=True).passed()  # type: ignore[arg-type]
+    assert [np.array_equal(m.bytes(0, 8192), b) for m, b in zip((cache, staged), before, strict=True)] == [True, True]
 
 
 def test_a_plan_that_leaves_the_memory_is_refused() -> None:

@@ -4,7 +4,7 @@ Triton's interpreter the same runs on host memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial, reduce
 from math import gcd
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 from kvxfer.geometry import Bundle, CopyPlan, Part, Sheet, Template
 from kvxfer.geometry.template import Ints
 from kvxfer.memory.checksum import HEAD, LENGTH, TOKEN, cell_keys, fine, spans, word_keys
+from kvxfer.memory.cuda.tables import Table, Tables
+from kvxfer.memory.fence import CudaEvent, Done, Fence
 from kvxfer.memory.space import Side, Space
 from kvxfer.memory.triton_kernels import digest_rows, move_rows
 
@@ -30,71 +32,107 @@ _HASHED, _HASHED_WARPS = 1 << 11, 2
 _HASHED_WORDS = 16
 """Words of a row that are hashed at once. Few, so that few lanes share a row: each of them works out where it is."""
 
+_LONG = 1 << 14
+"""Bytes of rows that are long: to read where they are takes little beside moving them."""
+
 _SPAN = 1 << 16
 """Bytes of a row that one job moves, so that few long rows keep many programs busy."""
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """One side of a sheet on the device: what its pieces have in common. ``segments``: int64 ``[3, segments]``, see
-    ``move_rows``; ``base``: the second row of it, here. ``grain``: what all addresses, strides and sizes are multiples
-    of, up to 16. ``longest``: bytes of its longest row."""
+class _Mark(CudaEvent):
+    """An event that is recorded anew when nobody has the fence any more: one that has never been is slow to record."""
 
-    cells: Any
-    segments: Any
-    base: Ints
-    grain: int
-    longest: int
+    def __init__(self, event: Any, home: list[Any]) -> None:
+        super().__init__(event)
+        self._home = home
+
+    def __del__(self) -> None:
+        self._home.append(self.event)
 
 
 class Launcher:
-    """Launches for one space, on torch's current stream. ``programs``: how many run at once, at most."""
+    """Launches for one space, on one stream (``None`` under the interpreter, where all is done on return). ``programs``:
+    how many run at once, at most. Used by one thread at a time."""
 
-    def __init__(self, space: Space, programs: int) -> None:
-        self._space, self._programs = space, programs
+    def __init__(self, space: Space, programs: int, stream: Any = None) -> None:
+        self._space, self._programs, self._stream = space, programs, stream
         self._device = torch.device(space.device)
         # All addresses are taken from a multiple of 16, so that what is aligned there is aligned.
         self._memory = space.regions[0].address // 16 * 16 if space.regions else 0
         self._moved = np.array([r.address - s - self._memory for r, s in zip(space.regions, space.starts, strict=True)])
         self._cells: WeakKeyDictionary[Template, dict[Side, tuple[Any, int, list[int]]]] = WeakKeyDictionary()
-        self._placed: WeakKeyDictionary[Sheet, dict[Side, _Placed]] = WeakKeyDictionary()
         self._units: WeakKeyDictionary[Bundle, dict[int, tuple[Template, Any]]] = WeakKeyDictionary()
         self._factors: dict[int, Any] = {}
+        self._compiled: dict[tuple[int, ...], Any] = {}
+        self._tables = Tables(pinned=stream is not None)
+        self._events: list[Any] = []
 
-    def move(self, sheet: Sheet, side: Side, stream: int, *, pack: bool) -> None:
-        """Between the sheet's rows on one side and the packed stream at this address.
+    def move(self, plan: CopyPlan, side: Side, packed: int, *, pack: bool, empty: bool = False) -> Fence:
+        """Between the rows of a plan on one side and the packed stream at this address. ``empty``: go through all of it and
+        move nothing, so that what has to be compiled is, and the next time is quick.
         Raises ``ValueError`` when a row would leave its region."""
-        template, whole = sheet.template, sheet.whole or sheet
-        placed = self._place(whole, side)
-        stream -= int(placed.base[sheet.first])
-        unit = gcd(placed.grain, stream)
-        n_segments, n_rows = len(sheet.counts), len(template)
-        words = _power(min(_TILE, placed.longest // min(unit, 8)))
+        used = []
+        try:
+            for sheet in plan.sheets:
+                used.append(self._move(sheet, side, packed, pack, empty))
+                packed += sheet.nbytes
+        except Exception:
+            if self._stream is not None:
+                self._stream.synchronize()  # sheets that were begun
+            raise
+        fence = self._mark()
+        self._tables.give(used, fence)
+        return fence
+
+    def _move(self, sheet: Sheet, side: Side, packed: int, pack: bool, empty: bool) -> Table:
+        template, places, n = sheet.template, sheet.src_at if side == "source" else sheet.dst_at, len(sheet.counts)
+        table = self._tables.take(n)
+        place, begin, size = (column[:n] for column in table.columns)
+        place[:] = places
+        np.multiply(sheet.counts, template.unit, out=size)
+        np.cumsum(size[:-1] * len(template), out=begin[1:])
+        begin[0] = 0
+        cells, grain = self._table(template, side, places, size)
+        unit = gcd(grain, _grain(places), _grain(size), packed)
+        longest = int(size.max())
+        words = _power(min(_TILE, longest // min(unit, 8)))
         rows = _TILE // words
-        spans = -(-placed.longest // _SPAN)
-        span = -(-placed.longest // unit // spans)
-        jobs = n_segments * -(-n_rows // rows) * spans
-        move_rows[(min(jobs, self._programs),)](
-            placed.cells, placed.segments, len(placed.base), sheet.first, self._memory, stream, n_segments, n_rows,
-            *_axes(template, side), spans, span,
-            UNIT=unit, ROWS=rows, WORDS=words, PACK=pack, num_warps=_WARPS,
+        spans = -(-longest // _SPAN)
+        jobs = n * -(-len(template) // rows) * spans
+        axes = _axes(template, side)
+        numbers = (
+            cells, self._near(table, longest), table.pitch, self._memory, packed, 0 if empty else n, len(template), *axes,
+            spans, -(-longest // unit // spans),
         )  # fmt: skip
+        wide = (x.bit_length() > 31 for x in (self._memory, packed, axes[1], axes[3]))
+        self._start(min(jobs, self._programs), numbers, (unit, rows, words, pack), tuple(wide))
+        return table
 
-    def place(self, plan: CopyPlan, side: Side) -> None:
-        """Put on the device what pieces of a plan have in common. Raises like ``move``."""
-        for sheet in plan.sheets:
-            self._place(sheet, side)
+    def _start(self, programs: int, numbers: tuple[Any, ...], constants: tuple[int, ...], wide: tuple[bool, ...]) -> None:
+        """Launch ``move_rows``. Triton looks at every argument of a launch to find what was compiled for such; since its
+        kernel depends on constants and on which numbers are wide alone, it is found by these."""
+        compiled = self._compiled.get(constants + wide)
+        if compiled is not None:
+            compiled[programs, 1, 1](*numbers, *constants, stream=self._stream.cuda_stream)
+            return
+        with self._on_stream():
+            compiled = move_rows[(programs,)](*numbers, *constants, num_warps=_WARPS)
+        self._compiled[constants + wide] = compiled  # None under the interpreter
 
-    def _place(self, sheet: Sheet, side: Side) -> _Placed:
-        """A sheet goes to the device once, whatever pieces it is cut into."""
-        sides = self._placed.setdefault(sheet, {})
-        if side not in sides:
-            base, size = sheet.stream()
-            places = sheet.src_at if side == "source" else sheet.dst_at
-            cells, grain = self._table(sheet.template, side, places, size)
-            grain = gcd(grain, _grain(places), _grain(base), _grain(size))
-            sides[side] = _Placed(cells, self._upload(places, base, size), base, grain, int(size.max()))
-        return sides[side]
+    def _near(self, table: Table, longest: int) -> Any:
+        """The table as a kernel reads it: where the host wrote it if rows are long, since to copy it costs the host as much as a
+        launch, and on the device if they are short, since then the kernel would wait for the bus most of the time."""
+        if longest >= _LONG or self._stream is None:
+            return table.tensor
+        with self._on_stream():
+            return table.tensor.to(self._device, non_blocking=True)
+
+    def _mark(self) -> Fence:
+        if self._stream is None:
+            return Done()
+        event = self._events.pop() if self._events else torch.cuda.Event()
+        event.record(self._stream)
+        return _Mark(event, self._events)
 
     def digests(self, part: Part, side: Side, out: Any) -> Iterator[Callable[[], Any]]:
         """Launches that add the checksum of a part, read on one side, to ``out`` (int64 ``[1]``, on the device), each once."""
@@ -130,7 +168,8 @@ class Launcher:
             room = [int((begins - at).max()), int((ends - at).min()) - reach]
             near = at + self._moved[region]
             grain = reduce(gcd, [_grain(near), template.unit, *strides])
-            sides[side] = torch.from_numpy(near).to(self._device), grain, room
+            with self._on_stream():
+                sides[side] = torch.from_numpy(near).to(self._device), grain, room
         table, grain, (least, most) = sides[side]
         if int(places.min()) < least or int((places + size).max()) > most:
             raise ValueError("the plan leaves the regions of this space")
@@ -148,6 +187,9 @@ class Launcher:
         if size not in self._factors:
             self._factors[size] = torch.from_numpy(word_keys(size).view(np.int64)).to(self._device)
         return self._factors[size]
+
+    def _on_stream(self) -> Any:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _upload(self, *columns: Ints) -> Any:
         return torch.from_numpy(np.stack(columns)).to(self._device, non_blocking=True)

@@ -7,6 +7,7 @@ model little.
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,9 @@ __all__ = ["CudaSpace", "allocate"]
 
 PROGRAMS_PER_SM = 8
 
+QUICK_S = 0.001
+"""After so long without a launch the next one is slow: what it needs has left the processor's caches."""
+
 
 class CudaSpace(Space):
     """Memory of one device; packs into memory of that device or pinned host memory. ``owner`` is kept alive with it."""
@@ -39,10 +43,11 @@ class CudaSpace(Space):
             self._stream = torch.cuda.Stream(priority=0)  # 0 is the lowest
             processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._launcher: Any = None
+        self._launched = 0.0
         if importlib.util.find_spec("triton") is not None:
             from kvxfer.memory.cuda.launch import Launcher
 
-            self._launcher = Launcher(self, processors * PROGRAMS_PER_SM)
+            self._launcher = Launcher(self, processors * PROGRAMS_PER_SM, self._stream)
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
         return self._move(plan, "source", out, at, after)
@@ -50,10 +55,9 @@ class CudaSpace(Space):
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
         return self._move(plan, "destination", staged, at, after)
 
-    def prepare(self, plan: CopyPlan, side: Side) -> None:
-        if self._launcher is not None:
-            with self._on_stream(None):
-                self._launcher.place(plan, side)
+    def prepare(self, plan: CopyPlan, side: Side, packed: Space) -> None:
+        if self._launcher is not None and time.monotonic() > self._launched + QUICK_S:
+            self._launch(plan, side, packed.region.address, None, empty=True)
 
     def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
         parts = parts_of(plan)
@@ -78,28 +82,38 @@ class CudaSpace(Space):
             raise ValueError(f"memory of {self.device} is packed into the same device or pinned host memory only")
         region, offset = packed.locate(at, plan.nbytes)
         stream = packed.regions[region].address + offset
+        if self._launcher is not None:
+            return self._launch(plan, side, stream, after)
         with self._on_stream(after):
             try:
                 for sheet in plan.sheets:
-                    if self._launcher is not None:
-                        self._launcher.move(sheet, side, stream, pack=side == "source")
-                    else:
-                        move_indexed(self, sheet, side, stream, self._wrap, pack=side == "source")
+                    move_indexed(self, sheet, side, stream, self._wrap, pack=side == "source")
                     stream += sheet.nbytes
             except Exception:
                 self._stream.synchronize()  # sheets that were begun
                 raise
             return CudaEvent(self._stream.record_event())
 
+    def _launch(self, plan: CopyPlan, side: Side, packed: int, after: Fence | None, *, empty: bool = False) -> Fence:
+        # Without ``torch.cuda.stream``, which takes as long as a launch.
+        with torch.cuda.device(self._device):
+            self._wait(after)
+            fence: Fence = self._launcher.move(plan, side, packed, pack=side == "source", empty=empty)
+        self._launched = time.monotonic()
+        return fence
+
     @contextmanager
     def _on_stream(self, after: Fence | None) -> Iterator[None]:
         """What is started inside runs on the space's stream, once the fence has passed."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if after is not None and after.event is not None:
-                self._stream.wait_event(after.event)
-            elif after is not None and not after.passed():
-                raise ValueError("a fence without a device event cannot be waited for; call again once it has passed")
+            self._wait(after)
             yield
+
+    def _wait(self, after: Fence | None) -> None:
+        if after is not None and after.event is not None:
+            self._stream.wait_event(after.event)
+        elif after is not None and not after.passed():
+            raise ValueError("a fence without a device event cannot be waited for; call again once it has passed")
 
     def _wrap(self, address: int, nbytes: int) -> Any:
         return wrap(address, nbytes, self.device)

@@ -1,0 +1,48 @@
+"""Tables of segments in pinned host memory, from where kernels can read them as they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvxfer.geometry.template import Ints
+from kvxfer.memory.fence import Fence
+
+__all__ = ["Table", "Tables"]
+
+_SEGMENTS = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """``columns``: int64 ``[3, pitch]`` in the memory of ``tensor``."""
+
+    tensor: Any
+    columns: Ints
+    pitch: int
+
+
+class Tables:
+    """Tables, each used again once the device has read it: there are as many as launches were ever under way at once."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._given: deque[tuple[Fence, Table]] = deque()
+
+    def take(self, segments: int) -> Table:
+        """A table with room for so many."""
+        if self._given and self._given[0][0].passed():
+            _, table = self._given.popleft()
+            if table.pitch >= segments:
+                return table
+        pitch = max(_SEGMENTS, 1 << (segments - 1).bit_length())
+        tensor = torch.empty((3, pitch), dtype=torch.int64, pin_memory=self._pinned)
+        return Table(tensor, tensor.numpy(), pitch)
+
+    def give(self, tables: Iterable[Table], fence: Fence) -> None:
+        """Take back tables that nobody reads any more once the fence has passed."""
+        self._given += [(fence, table) for table in tables]
