@@ -3,6 +3,8 @@ what Triton decorates stays interpreted. Covers the arithmetic; that compiled co
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvxfer import memory
 from kvxfer.geometry import CopyPlan, Sheet, Template
-from kvxfer.memory.cuda import launch
+from kvxfer.memory.cuda import CudaSpace, launch
 from kvxfer.memory.cuda.indexed import move_indexed
+from kvxfer.memory.space import Space
 from tests.geometry.engines import Case, cases
 from tests.geometry.test_law import links, plan
 from tests.geometry.test_pairs import engine
@@ -110,7 +113,7 @@ def test_long_rows_are_cut_into_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_empty_launch_moves_nothing() -> None:
-    cache, staged = filled(8192), filled(8192)
+    cache, staged = filled(8192, 1), filled(8192, 2)
     before = [cache.bytes(0, 8192).copy(), staged.bytes(0, 8192).copy()]
     at = np.array([0])
     made = CopyPlan((Sheet(Template(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64), at, at, np.ones(1, np.int64)),))
@@ -118,6 +121,40 @@ def test_an_empty_launch_moves_nothing() -> None:
         launcher = launch.Launcher(cache, programs=3)
         assert launcher.move(made, side, staged.region.address, pack=side == "source", empty=True).passed()  # type: ignore[arg-type]
     assert [np.array_equal(m.bytes(0, 8192), b) for m, b in zip((cache, staged), before, strict=True)] == [True, True]
+
+
+class OnHost(CudaSpace):
+    """The space of a device, with its kernels interpreted on host memory."""
+
+    def __init__(self, memory: memory.Space) -> None:
+        Space.__init__(self, memory.regions, "cpu")
+        self._device, self._launched = torch.device("cpu"), 0.0
+        self._launcher = launch.Launcher(self, programs=3)
+
+
+def test_a_space_is_ready_when_it_has_rested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    cache, staged = filled(8192), filled(8192)
+    cache.bytes(0, 8192)[:] = np.random.default_rng(0).integers(0, 255, 8192)
+    space, before = OnHost(cache), cache.bytes(0, 8192).copy()
+    at = np.array([1024])
+    made = CopyPlan((Sheet(Template(np.array([0, 2048]), np.array([0, 4096]), (), 512), at, at, np.ones(1, np.int64)),))
+    launched, move = [], space._launcher.move
+
+    def noted(*args, empty: bool = False, **kwargs):  # type: ignore[no-untyped-def]
+        launched.append(empty)
+        return move(*args, empty=empty, **kwargs)
+
+    monkeypatch.setattr(space._launcher, "move", noted)
+    space.prepare(made, "destination", staged)
+    assert np.array_equal(cache.bytes(0, 8192), before)
+    assert space.pack(made, staged, 64).passed()
+    assert np.array_equal(staged.bytes(64, 1024), np.concatenate([before[1024:1536], before[3072:3584]]))
+    monkeypatch.setattr("kvxfer.memory.cuda.space.QUICK_S", 3600.0)
+    space.prepare(made, "destination", staged)  # it has just run
+    assert space.unpack(made, staged, 64).passed()
+    assert np.array_equal(cache.bytes(5120, 512), before[3072:3584])
+    assert launched == [True, False, False]
 
 
 def test_a_plan_that_leaves_the_memory_is_refused() -> None:
