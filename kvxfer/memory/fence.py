@@ -8,7 +8,8 @@ __all__ = ["CudaEvent", "Done", "Fence", "fence"]
 
 
 class Fence(Protocol):
-    """``passed`` never blocks. ``event`` is the device event for stream-ordered users, ``None`` if there is none."""
+    """``passed`` never blocks. ``event`` is the device event for stream-ordered users, ``None`` if there is none; who uses it
+    keeps the fence."""
 
     def passed(self) -> bool: ...
 

@@ -64,7 +64,8 @@ class Verb(enum.StrEnum):
 class Fence(Protocol):
     """Work that must have happened before a batch may touch its memory (for CUDA: an event recorded by the engine).
 
-    ``passed`` never blocks. ``event`` is the device event for stream-ordered back ends, ``None`` if there is none.
+    ``passed`` never blocks. ``event`` is the device event for stream-ordered back ends, ``None`` if there is none. It stands
+    for the same work as long as somebody has the fence; afterwards it may be recorded anew.
     """
 
     def passed(self) -> bool: ...

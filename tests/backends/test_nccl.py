@@ -190,7 +190,7 @@ class Gate:
 
         def held(pipe: TwinPipe, addresses: Any, lengths: Any) -> None:
             if pipe._way.sends and int(lengths.sum()) > 1:  # not the byte by which a pair connects
-                pipe.wait(self.event)
+                pipe.wait(self)  # type: ignore[arg-type]  # it has an event
                 self.held.set()
             move(pipe, addresses, lengths)
 

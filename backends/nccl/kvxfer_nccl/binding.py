@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
+from kvxfer.transport.contract import Fence
 from kvxfer_nccl.options import Options
 
 __all__ = ["ID_BYTES", "Binding", "Mark", "Pipe", "Way"]
@@ -52,8 +53,8 @@ class Pipe(Protocol):
         """Enqueue the sending of runs, none of them empty, or their reception. Raises ``TransportError`` when the communicator
         is broken."""
 
-    def wait(self, event: Any) -> None:
-        """Let what is enqueued later wait for a device event (``Fence.event``)."""
+    def wait(self, fence: Fence) -> None:
+        """Let what is enqueued later wait for a fence that has a device event."""
 
     def mark(self) -> Mark:
         """Mark the end of what is enqueued."""

@@ -177,9 +177,8 @@ class Lane:
         while self.waiting and len(self.enqueued) < ENQUEUED:
             post = self.waiting[0]
             if post.after is not None:
-                event = post.after.event
-                if event is not None:
-                    self.pipe.wait(event)
+                if post.after.event is not None:
+                    self.pipe.wait(post.after)
                 elif not post.after.passed():
                     return
             real = post.lengths > 0

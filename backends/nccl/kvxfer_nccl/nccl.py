@@ -10,6 +10,7 @@ from typing import Any
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry.plan import Ints
+from kvxfer.transport.contract import Fence
 from kvxfer_nccl.binding import Binding, Mark, Pipe, Way
 
 __all__ = ["NcclBinding", "NcclPipe", "load"]
@@ -47,7 +48,7 @@ class NcclPipe:
         self._handle: Any = None  # the communicator, for the functions below
         self._aborted = False
         self._lock = threading.Lock()
-        self._fences: deque[Any] = deque()
+        self._fences: deque[Fence] = deque()
         self._owned: Any = None  # the stream, and torch's view of it
         self._stream: Any = None
 
@@ -102,11 +103,11 @@ class NcclPipe:
         act = self._bindings.send if self._way.sends else self._bindings.recv
         act(address, nbytes, self._byte, self._peer, self._handle, self._stream.cuda_stream)
 
-    def wait(self, event: Any) -> None:
-        while self._fences and self._fences[0].query():
+    def wait(self, fence: Fence) -> None:
+        while self._fences and self._fences[0].passed():
             self._fences.popleft()
-        self._fences.append(event)
-        self._stream.wait_event(event)
+        self._fences.append(fence)
+        self._stream.wait_event(fence.event)
 
     def mark(self) -> Mark:
         return NcclMark(self._stream.record_event())
@@ -126,7 +127,7 @@ class NcclPipe:
         try:
             # What waits for a fence is not launched yet, and must not be once NCCL has freed its memory.
             while self._fences:
-                if self._fences[0].query():
+                if self._fences[0].passed():
                     self._fences.popleft()
                 else:
                     time.sleep(TICK_S)

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry.plan import Ints
+from kvxfer.transport.contract import Fence
 from kvxfer_nccl.binding import ID_BYTES, Binding, Pipe, Way
 from kvxfer_nccl.transport import NcclTransport
 
@@ -85,8 +86,8 @@ class TwinPipe:
         for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
             self._work.put((act, memoryview((ctypes.c_char * length).from_address(address)).cast("B")))
 
-    def wait(self, event: Any) -> None:
-        self._work.put((self._wait, event))
+    def wait(self, fence: Fence) -> None:
+        self._work.put((self._wait, fence.event))
 
     def mark(self) -> TwinMark:
         mark = TwinMark()

@@ -1,0 +1,127 @@
+"""What two GPUs do at best with packed pieces over NCCL: all of them enqueued ahead, so that no host is in the way.
+
+    python benchmarks/nccl_queue.py [--tokens 32768] [--piece-mib 128] [--slots 4] [--channels 24] [--programs 8]
+
+A prompt of the Llama-3-8B shape is packed on one GPU piece by piece, sent, and unpacked on the other, in one process, with streams
+that wait for each other's events only. Prints a JSON object for each of four ways: messages alone, with packing before them, with
+unpacking behind them, and with both: GB/s (1e9 bytes) of three rounds, from the first piece's start to the last one's end.
+``--programs``: of the packing kernel, a multiprocessor. The back end ``nccl`` cannot be faster than ``both``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import nccl.core as nccl
+import torch
+from nccl.bindings import nccl as bindings
+
+from kvxfer import memory
+from kvxfer.bench.shapes import MODELS, Pool, Request
+from kvxfer.geometry import Claim, CopyPlan, Planner
+from kvxfer.memory.cuda import space as cuda_space
+from kvxfer.memory.fence import CudaEvent
+
+AHEAD = 40_000_000
+"""Clock cycles for which the streams sleep first, some 20 ms, in which the host gets ahead."""
+
+
+@dataclass
+class Side:
+    """One GPU: ``rank`` 0 sends."""
+
+    rank: int
+    pool: Pool
+    pieces: list[CopyPlan]
+    space: memory.Space
+    staged: memory.Space
+    wire: Any = field(init=False)
+    comm: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        torch.cuda.set_device(self.rank)
+        self.wire = torch.cuda.Stream(self.rank)
+
+    def open(self, unique_id: Any, channels: int) -> None:
+        """Blocks until the other side does so, too, on a thread of its own."""
+        torch.cuda.set_device(self.rank)
+        self.comm = nccl.Communicator.init(2, self.rank, unique_id, nccl.NCCLConfig(blocking=True, max_ctas=channels))
+        self.move(0, 1 << 20)
+        self.wire.synchronize()
+
+    def move(self, at: int, nbytes: int) -> Any:
+        """Send or receive; the event of its end."""
+        act = bindings.recv if self.rank else bindings.send
+        handle = bindings.Comm(self.comm.ptr)
+        act(self.staged.region.address + at, nbytes, int(nccl.UINT8), 1 - self.rank, handle, self.wire.cuda_stream)
+        return self.wire.record_event()
+
+
+def side(rank: int, request: Request, piece: int, slots: int) -> Side:
+    model = MODELS["llama-3-8b"]
+    pool = Pool(model, request.blocks, f"cuda:{rank}")
+    pool.fill()
+    cache = pool.cache
+    claim = Claim(0, 0, cache.views[0].layers, 0, model.heads)
+    plan = Planner(cache, cache, [claim]).plan((request.src,), (request.dst,), 0, len(request) * model.block_tokens)
+    staged = memory.allocate(piece * slots, f"cuda:{rank}")
+    return Side(rank, pool, list(plan.split(piece)), memory.space(cache.regions), staged)
+
+
+def go(sender: Side, receiver: Side, piece: int, slots: int, pack: bool, unpack: bool) -> float:
+    for each in (sender, receiver):
+        torch.cuda.set_device(each.rank)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(each.wire):
+            torch.cuda._sleep(AHEAD)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(receiver.wire)
+    sent: list[Any] = []
+    taken: list[memory.Fence] = []
+    for i, (out, back) in enumerate(zip(sender.pieces, receiver.pieces, strict=True)):
+        at = i % slots * piece
+        torch.cuda.set_device(sender.rank)
+        if pack:
+            before = CudaEvent(sent[i - slots]) if i >= slots else None
+            sender.wire.wait_event(sender.space.pack(out, sender.staged, at, before).event)
+        sent.append(sender.move(at, out.nbytes))
+        torch.cuda.set_device(receiver.rank)
+        if i >= slots:
+            receiver.wire.wait_event(taken[i - slots].event)
+        come = CudaEvent(receiver.move(at, back.nbytes))
+        taken.append(receiver.space.unpack(back, receiver.staged, at, come) if unpack else come)
+    receiver.wire.wait_event(taken[-1].event)
+    end.record(receiver.wire)
+    for each in (sender, receiver):
+        torch.cuda.synchronize(each.rank)
+    return sum(p.nbytes for p in sender.pieces) / begin.elapsed_time(end) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--piece-mib", type=int, default=128)
+    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--channels", type=int, default=24)
+    parser.add_argument("--programs", type=int, default=cuda_space.PROGRAMS_PER_SM)
+    args = parser.parse_args()
+    cuda_space.PROGRAMS_PER_SM = args.programs
+    piece, request = args.piece_mib << 20, Request(MODELS["llama-3-8b"], args.tokens)
+    sides = [side(rank, request, piece, args.slots) for rank in range(2)]
+    unique_id = nccl.get_unique_id()
+    threads = [threading.Thread(target=each.open, args=(unique_id, args.channels)) for each in sides]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, ways in (("alone", (False, False)), ("packing", (True, False)), ("unpacking", (False, True)), ("both", (True, True))):
+        rounds = [go(*sides, piece, args.slots, *ways) for _ in range(4)]
+        print(json.dumps({"messages": name, "GB_per_s": [round(r) for r in rounds[1:]], **vars(args)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
