@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing as mp
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,6 +23,8 @@ class Pair:
 
     def __init__(self, producer: Remote, consumer: Remote) -> None:
         self.producer, self.consumer = producer, consumer
+        producer("know", consumer("cache"))
+        consumer("know", producer("cache"))
 
     def connect(self) -> str:
         """Data threads of their own on both sides, and a link between them; how parts go on it."""
@@ -36,8 +37,8 @@ class Pair:
     def move(self, src: Ints, dst: Ints, rounds: int = 1, pause: float = 0.0) -> tuple[list[float], dict[str, Any]]:
         """Rounds by the back end, each after so many seconds; their times, and what the producer says of the last."""
         with self._pipe() as (one, two):
-            self.producer.send("move", src, dst, self._caches[1], one, rounds, pause)
-            self.consumer.send("move", src, dst, self._caches[0], two, rounds, pause)
+            self.producer.send("move", src, dst, one, rounds, pause)
+            self.consumer.send("move", src, dst, two, rounds, pause)
             ours, theirs = self._both()
         return [_span(*sides) for sides in zip(ours, theirs, strict=True)], ours[-1]
 
@@ -58,15 +59,11 @@ class Pair:
         all bytes, in turns; the times of each way, and the most runs."""
         with self._pipe() as (one, two):
             if two_sided:
-                self.producer.send("move_raw", src, dst, self._caches[1], one, rounds, ways)
-            self.consumer.send("move_raw", src, dst, self._caches[0], two if two_sided else None, rounds, ways)
+                self.producer.send("move_raw", src, dst, one, rounds, ways)
+            self.consumer.send("move_raw", src, dst, two if two_sided else None, rounds, ways)
             sides = self._both() if two_sided else (self.consumer.get(),)
         seconds = [[_span(*at) for at in zip(*each, strict=True)] for each in zip(*sides, strict=True)]
         return [list(way) for way in zip(*seconds, strict=True)], max(int(at["runs"]) for at in sides[-1][-1])
-
-    @cached_property
-    def _caches(self) -> tuple[Any, Any]:
-        return self.producer("cache"), self.consumer("cache")
 
     @contextmanager
     def _pipe(self) -> Iterator[tuple[Connection, Connection]]:

@@ -24,7 +24,7 @@ from kvxfer.bench.meeting import WAIT_S, Meeting
 from kvxfer.bench.raw import Raw, find
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config, Integrity
-from kvxfer.geometry import Claim, CopyPlan, Planner
+from kvxfer.geometry import Cache, Claim, CopyPlan, Planner
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
 from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, results
@@ -90,17 +90,15 @@ class Party:
         self._take(results.Connected)
         return self._terms.mode
 
-    def move(
-        self, src: Ints, dst: Ints, other: Any, pipe: Connection, rounds: int, pause: float
-    ) -> list[dict[str, float]]:  # fmt: skip
-        """Move all the blocks so often, each time after so many seconds; ``other`` is the peer's cache, ``pipe`` leads there."""
+    def move(self, src: Ints, dst: Ints, pipe: Connection, rounds: int, pause: float) -> list[dict[str, float]]:
+        """Move all the blocks so often, each time after so many seconds; ``pipe`` leads to the other side."""
         peer = Meeting(pipe)
-        return [self._move(src, dst, other, peer, pause) for _ in range(rounds)]
+        return [self._move(src, dst, peer, pause) for _ in range(rounds)]
 
-    def _move(self, src: Ints, dst: Ints, other: Any, peer: Meeting, pause: float) -> dict[str, float]:
+    def _move(self, src: Ints, dst: Ints, peer: Meeting, pause: float) -> dict[str, float]:
         assert self._mover is not None
         producer, mode = self._setup.role == "producer", self._terms.mode
-        plan = self._plan(src, dst, other)
+        plan = self._plan(src, dst)
         info = _Info(self._terms.piece_bytes, self._terms.stage_below)
         piece = piece_bytes(plan, info)  # type: ignore[arg-type]
         incoming = {"read": Verb.READ, "write": Verb.WRITE if piece else None, "sendrecv": Verb.RECV}[mode]
@@ -116,12 +114,8 @@ class Party:
             begun, done = self._until_moved(ref, peer)
         return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
 
-    def _plan(self, src: Ints, dst: Ints, other: Any) -> CopyPlan:
-        cache = self._pool.cache
-        source, sink = (cache, other) if self._setup.role == "producer" else (other, cache)
-        view = cache.views[0]
-        claims = [Claim(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
-        return Planner(source, sink, claims).plan((src,), (dst,), 0, len(src) * cache.groups[0].block_tokens)
+    def _plan(self, src: Ints, dst: Ints) -> CopyPlan:
+        return self._planner.plan((src,), (dst,), 0, len(src) * self._pool.cache.groups[0].block_tokens)
 
     def _note(self, result: Any) -> None:
         """On the data thread."""
@@ -178,7 +172,7 @@ class Party:
         return self._raw.two_sided
 
     def move_raw(
-        self, src: Ints, dst: Ints, other: Any, pipe: Connection | None, rounds: int, ways: Sequence[bool]
+        self, src: Ints, dst: Ints, pipe: Connection | None, rounds: int, ways: Sequence[bool]
     ) -> list[list[dict[str, float]]]:  # fmt: skip
         """The same blocks so often with a message or descriptor a run (``True``), or as many bytes in one, in turns.
         ``pipe`` leads to the other side, if that takes part."""
@@ -188,7 +182,7 @@ class Party:
         for _ in range(rounds):
             out.append([])
             for scattered in ways:
-                plan = self._plan(src, dst, other)
+                plan = self._plan(src, dst)
                 runs = plan.runs()
                 here, there = (runs.src, runs.dst) if self._setup.role == "producer" else (runs.dst, runs.src)
                 lengths = runs.length
@@ -259,8 +253,17 @@ class Party:
 
     # --- both ------------------------------------------------------------------------------------------------------
 
-    def cache(self) -> Any:
+    def cache(self) -> Cache:
         return self._pool.cache
+
+    def know(self, other: Cache) -> None:
+        """The other side's cache, before anything is moved. What depends on the two caches alone is worked out once, as on a
+        link between agents."""
+        cache = self._pool.cache
+        source, sink = (cache, other) if self._setup.role == "producer" else (other, cache)
+        view = cache.views[0]
+        claims = [Claim(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
+        self._planner = Planner(source, sink, claims)
 
     def clear(self) -> None:
         self._pool.clear()

@@ -1,4 +1,4 @@
-"""From plans to kernel launches: tables on the device, sizes of tiles. Needs torch and Triton, but no CUDA: under
+"""From plans to kernel launches: tables for the device, sizes of tiles. Needs torch and Triton, but no CUDA: under
 Triton's interpreter the same runs on host memory."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Launcher:
         np.multiply(sheet.counts, template.unit, out=size)
         np.cumsum(size[:-1] * len(template), out=begin[1:])
         begin[0] = 0
-        cells, grain = self._table(template, side, places, size)
+        cells, grain = self._cells_of(template, side, places, size)
         unit = gcd(grain, _grain(places), _grain(size), packed)
         longest = int(size.max())
         words = _power(min(_TILE, longest // min(unit, 8)))
@@ -140,7 +140,7 @@ class Launcher:
         for tokens, places, first in spans(part, side):
             units, keys = self._units_of(bundle, tokens)
             size = np.full(len(places), bundle.unit, np.int64)
-            cells, grain = self._table(units, side, places, size)
+            cells, grain = self._cells_of(units, side, places, size)
             n_words, n_rows = -(-bundle.unit // 8), len(units)
             unit = gcd(grain, _grain(places), 16)
             words = _power(min(_HASHED_WORDS, n_words))
@@ -154,7 +154,7 @@ class Launcher:
                 UNIT=unit if unit >= 8 else 1, ROWS=rows, WORDS=words, num_warps=_HASHED_WARPS,
             )  # fmt: skip
 
-    def _table(self, template: Template, side: Side, places: Ints, size: Ints) -> tuple[Any, int]:
+    def _cells_of(self, template: Template, side: Side, places: Ints, size: Ints) -> tuple[Any, int]:
         """Cells of a template on the device, as bytes from ``memory``, and what all of them and all strides are
         multiples of; checked to stay inside their regions at these places."""
         sides = self._cells.setdefault(template, {})
