@@ -71,13 +71,12 @@ class Memories:
             return offsets
         if not len(starts):
             raise TransportError(f"memory {memory} has no regions")
-        at = np.searchsorted(starts, offsets, side="right") - 1
-        bad = (at < 0) | (lengths < 0)
-        at = np.maximum(at, 0)
+        # The first region starts at 0, so that only what is negative lies before it.
+        at = np.maximum(starts.searchsorted(offsets, side="right") - 1, 0) if len(starts) > 1 else 0
         # Compared as a difference: offset + length could overflow.
-        bad |= lengths > ends[at] - offsets
-        if bad.any():
-            i = int(np.argmax(bad))
+        room = ends[at] - offsets
+        if int((offsets | lengths).min()) < 0 or (lengths > room).any():
+            i = int(np.argmax((offsets < 0) | (lengths < 0) | (lengths > room)))
             raise TransportError(
                 f"run {i} (offset {int(offsets[i])}, {int(lengths[i])} bytes) is outside the regions of memory {memory}"
             )
