@@ -107,7 +107,8 @@ class Party:
         begun = done = 0.0
         self._rounds += 1
         time.sleep(pause)
-        peer.meet()
+        if incoming and outgoing:
+            peer.meet()
         if verb is not None:
             ref = PartRef(self._setup.role, "link", T, 1, self._rounds)  # type: ignore[arg-type]
             self._mover.move(Move(ref, verb, plan, self._rounds, piece))
