@@ -14,6 +14,7 @@ import typer
 
 from kvxfer.geometry import Cache, Claim, CopyPlan, Group, Heads, Planner, Region, View
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.sheet import materialise
 
 __all__ = ["measure", "plan"]
 
@@ -114,7 +115,7 @@ def _pair(one: Side, other: Side, tokens: int, repeat: int) -> dict[str, Any]:
     warm = [_timed(lambda a=a: planner.plan(*a)) for a in asked]  # type: ignore[misc]
     few = min(tokens, max(one.block_tokens, other.block_tokens, tokens * _MOST_RUNS // made.rows))
     part = planner.plan(*asked[0][:3], few)
-    runs, ns = len(part.runs()), statistics.median(_timed(part.runs) for _ in range(repeat)) * 1e9
+    runs, ns = len(part.runs()), statistics.median(_timed(lambda: materialise(part.sheets)) for _ in range(repeat)) * 1e9
     return {
         "producer": str(one),
         "consumer": str(other),

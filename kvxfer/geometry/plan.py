@@ -50,7 +50,12 @@ class CopyPlan:
         return sum(len(s) for s in self.sheets)
 
     def runs(self) -> Runs:
-        """Materialised, coalesced runs for a back end that wants them. Both sides get the same list."""
+        """Materialised, coalesced runs for a back end that wants them; the first call makes them. Both sides get the same
+        list."""
+        return self._runs
+
+    @cached_property
+    def _runs(self) -> Runs:
         return materialise(self.sheets)
 
     def split(self, max_bytes: int, first: int = 0) -> Iterator[CopyPlan]:

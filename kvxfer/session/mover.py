@@ -69,6 +69,8 @@ class Mover:
         self._inbox.post(self._data.disconnect, link)
 
     def move(self, action: Move) -> None:
+        if not action.piece_bytes and self._data.made is not None and not self._data.made.factored:
+            action.plan.runs()  # made here, so that the data thread, which serves all links, has nothing to do but move
         self._inbox.post(self._data.move, action)
 
     def abort(self, ref: PartRef) -> None:
