@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["WAIT_S", "Meeting"]
 
-SPIN_S, WAIT_S = 0.001, 120.0
+SPIN_S, WAIT_S = 0.0002, 120.0
 
 
 class Meeting:
