@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,11 +114,13 @@ def main() -> None:
     piece, request = args.piece_mib << 20, Request(MODELS["llama-3-8b"], args.tokens)
     sides = [side(rank, request, piece, args.slots) for rank in range(2)]
     unique_id = nccl.get_unique_id()
-    threads = [threading.Thread(target=each.open, args=(unique_id, args.channels)) for each in sides]
+    threads = [threading.Thread(target=each.open, args=(unique_id, args.channels), daemon=True) for each in sides]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        if thread.is_alive():
+            sys.exit("the two GPUs are not connected after 60 s")
     for name, ways in (("alone", (False, False)), ("packing", (True, False)), ("unpacking", (False, True)), ("both", (True, True))):
         rounds = [go(*sides, piece, args.slots, *ways) for _ in range(4)]
         print(json.dumps({"messages": name, "GB_per_s": [round(r) for r in rounds[1:]], **vars(args)}), flush=True)

@@ -23,7 +23,7 @@ log = logging.getLogger("kvxfer.mover")
 
 
 class Mover:
-    """Start with ``start`` or ``begin``; all other methods may be called from any thread and return at once.
+    """Start with ``start`` or ``begin``; all other methods may be called from any thread and wait for nothing.
 
     ``name``: of the back end. ``make``: builds it, on the data thread (again after a reset). ``regions``: the cache's memory,
     number 0; what ``stage`` makes of the back end's capabilities is staging memory, number 1. ``post``: called on the data

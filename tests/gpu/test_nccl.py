@@ -147,7 +147,7 @@ def raw(a: LocalParty, b: LocalParty, channels: int, sizes: list[int]) -> list[s
     binding = a.transport._binding  # type: ignore[attr-defined]
     unique_id, options = binding.unique_id(), Options(channels=channels)
     pipes = [
-        binding.pipe(Pair(unique_id, sends, p._device, [p.region], options))  # type: ignore[attr-defined]
+        binding.pipe(Pair(unique_id, sends, p._device, options))  # type: ignore[attr-defined]
         for sends, p in ((True, a), (False, b))
     ]
     threads = [threading.Thread(target=pipe.open) for pipe in pipes]

@@ -7,39 +7,28 @@ import pytest
 pytest.importorskip("torch")
 
 from kvxfer.memory.cuda.tables import Tables  # noqa: E402  (needs torch)
-
-
-class Later:
-    """Passed when told so."""
-
-    event = None
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def passed(self) -> bool:
-        return self.over
+from kvxfer.testing.conformance.harness import HostFence  # noqa: E402
 
 
 def test_a_table_is_used_again_once_it_has_been_read() -> None:
-    tables, fences = Tables(pinned=False), [Later(), Later()]
+    tables, fences = Tables(pinned=False), [HostFence(), HostFence()]
     first = tables.take(3)
     tables.give([first], fences[0])
     second = tables.take(3)
     assert second is not first
     tables.give([second], fences[1])
     assert tables.take(3) not in (first, second)
-    fences[0].over = True
+    fences[0].open = True
     assert tables.take(3) is first
     assert tables.take(3) not in (first, second)
-    fences[1].over = True
+    fences[1].open = True
     assert tables.take(3) is second
 
 
 @pytest.mark.parametrize("segments", [1, 511, 512, 513, 5000])
 def test_a_table_has_room(segments: int) -> None:
-    tables, fence = Tables(pinned=False), Later()
-    fence.over = True
+    tables, fence = Tables(pinned=False), HostFence()
+    fence.open = True
     tables.give([tables.take(1)], fence)
     table = tables.take(segments)
     assert table.columns.shape == (3, table.pitch) and table.pitch >= segments

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Fence
 from kvxfer_nccl.options import Options
@@ -29,12 +28,11 @@ class Mark(Protocol):
 
 @dataclass(frozen=True)
 class Way:
-    """What makes a pipe: who takes part (``sends``: this side), where, and with what memory."""
+    """What makes a pipe: who takes part (``sends``: this side), and where."""
 
     unique_id: bytes
     sends: bool
     device: str
-    regions: Sequence[Region]
     options: Options
 
 

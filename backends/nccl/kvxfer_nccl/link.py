@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
 from kvxfer.errors import KvxferError, PeerError, TransportError
-from kvxfer.geometry.cache import Region
 from kvxfer.transport.contract import Completion, Verb
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nccl.binding import Binding, Pipe, Way
@@ -37,7 +36,7 @@ class Link:
 
     def __init__(
         self, number: int, mine: Endpoint, theirs: Endpoint, binding: Binding, options: Options, device: str,
-        regions: Sequence[Region], wakeup: Wakeup, wake: Callable[[], None], complete: Callable[[Completion], None],
+        wakeup: Wakeup, wake: Callable[[], None], complete: Callable[[Completion], None],
     ) -> None:  # fmt: skip
         self.mine, self.theirs = mine, theirs
         self.cause: KvxferError | None = None
@@ -54,7 +53,7 @@ class Link:
         agreed = msgspec.structs.replace(options, channels=min(mine.channels, theirs.channels))
 
         def way(unique_id: bytes, sends: bool) -> Way:
-            return Way(unique_id, sends, device, regions, agreed)
+            return Way(unique_id, sends, device, agreed)
 
         tools: Tools = Tools(binding, options, device, way, self._say, complete, self._start, self._bury)
         self._sender, self._receiver = Sender(tools), Receiver(tools)

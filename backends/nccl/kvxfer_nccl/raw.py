@@ -28,7 +28,7 @@ class NcclRaw:
         return self._id
 
     def connect(self, theirs: bytes) -> None:
-        way = Way(self._id or theirs, self._sends, self._region.device, [self._region], self._options)
+        way = Way(self._id or theirs, self._sends, self._region.device, self._options)
         self._pipe = self._binding.pipe(way)
         self._pipe.open()
 

@@ -141,9 +141,8 @@ class NcclTransport(Transport):
         del self._offers[own.token]
         number = self._number()
         assert self._device is not None  # known since the endpoint was made
-        regions = [r for memory in self._memories for r in self._memories.regions(memory)]
         self._links[number] = link = Link(
-            number, own, their, self._binding, self._options, self._device, regions, self._wakeup,
+            number, own, their, self._binding, self._options, self._device, self._wakeup,
             lambda: self._wake(number), self._ended.append,
         )  # fmt: skip
         early = self._early.pop(own.token, None)

@@ -76,11 +76,11 @@ class Launcher:
             for sheet in plan.sheets:
                 used.append(self._move(sheet, side, packed, pack, empty))
                 packed += sheet.nbytes
+            fence = self._mark()
         except Exception:
             if self._stream is not None:
-                self._stream.synchronize()  # sheets that were begun
+                self._stream.synchronize()  # sheets that were begun, which read tables
             raise
-        fence = self._mark()
         self._tables.give(used, fence)
         return fence
 
