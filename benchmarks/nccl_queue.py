@@ -1,11 +1,11 @@
 """What two GPUs do at best with packed pieces over NCCL: all of them enqueued ahead, so that no host is in the way.
 
-    python benchmarks/nccl_queue.py [--tokens 32768] [--piece-mib 128] [--slots 4] [--channels 24] [--programs 8]
+    python benchmarks/nccl_queue.py [--tokens 32768] [--piece-mib 128] [--slots 4] [--channels 24] [--share 2]
 
 A prompt of the Llama-3-8B shape is packed on one GPU piece by piece, sent, and unpacked on the other, in one process, with streams
 that wait for each other's events only. Prints a JSON object for each of four ways: messages alone, with packing before them, with
 unpacking behind them, and with both: GB/s (1e9 bytes) of three rounds, from the first piece's start to the last one's end.
-``--programs``: of the packing kernel, a multiprocessor. The back end ``nccl`` cannot be faster than ``both``.
+``--share``: multiprocessors for each program of the packing kernel. The back end ``nccl`` cannot be faster than ``both``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nccl.bindings import nccl as bindings
 from kvxfer import memory
 from kvxfer.bench.shapes import MODELS, Pool, Request
 from kvxfer.geometry import Claim, CopyPlan, Planner
-from kvxfer.memory.cuda import space as cuda_space
+from kvxfer.memory.cuda import launch
 from kvxfer.memory.fence import CudaEvent
 
 AHEAD = 40_000_000
@@ -108,9 +108,9 @@ def main() -> None:
     parser.add_argument("--piece-mib", type=int, default=128)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--channels", type=int, default=24)
-    parser.add_argument("--programs", type=int, default=cuda_space.PROGRAMS_PER_SM)
+    parser.add_argument("--share", type=int, default=launch._SHARE)
     args = parser.parse_args()
-    cuda_space.PROGRAMS_PER_SM = args.programs
+    launch._SHARE = args.share
     piece, request = args.piece_mib << 20, Request(MODELS["llama-3-8b"], args.tokens)
     sides = [side(rank, request, piece, args.slots) for rank in range(2)]
     unique_id = nccl.get_unique_id()

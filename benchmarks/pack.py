@@ -146,13 +146,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--tile", type=int, help="try another tile size (8-byte words in flight in a program)")
     parser.add_argument("--warps", type=int, help="try another number of warps in a program")
-    parser.add_argument("--programs", type=int, help="try another number of programs on a multiprocessor")
+    parser.add_argument("--share", type=int, help="try another number of multiprocessors for each program")
     args = parser.parse_args()
     if args.device != "cpu":
-        from kvxfer.memory.cuda import launch, space
+        from kvxfer.memory.cuda import launch
 
         launch._TILE, launch._WARPS = args.tile or launch._TILE, args.warps or launch._WARPS
-        space.PROGRAMS_PER_SM = args.programs or space.PROGRAMS_PER_SM
+        launch._SHARE = args.share or launch._SHARE
     for mib in args.mib:
         for one, other, heads in PAIRS:
             found = measure(args.device, mib, one, other, heads, args.repeat)

@@ -45,7 +45,7 @@ def places(pieces: list[CopyPlan], at: int) -> list[tuple[CopyPlan, int]]:
 
 
 def by_kernel(space: memory.Space, pieces: list[CopyPlan], side: memory.Side, staged: memory.Space, at: int) -> None:
-    launcher = launch.Launcher(space, programs=3)
+    launcher = launch.Launcher(space, processors=6)
     for piece, begin in places(pieces, at):
         launcher.move(piece, side, staged.region.address + begin, pack=side == "source")
 
@@ -118,7 +118,7 @@ def test_an_empty_launch_moves_nothing() -> None:
     at = np.array([0])
     made = CopyPlan((Sheet(Template(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64), at, at, np.ones(1, np.int64)),))
     for side in ("source", "destination"):
-        launcher = launch.Launcher(cache, programs=3)
+        launcher = launch.Launcher(cache, processors=6)
         assert launcher.move(made, side, staged.region.address, pack=side == "source", empty=True).passed()  # type: ignore[arg-type]
     assert [np.array_equal(m.bytes(0, 8192), b) for m, b in zip((cache, staged), before, strict=True)] == [True, True]
 
@@ -129,7 +129,7 @@ class OnHost(CudaSpace):
     def __init__(self, memory: memory.Space) -> None:
         Space.__init__(self, memory.regions, "cpu")
         self._device, self._launched = torch.device("cpu"), 0.0
-        self._launcher = launch.Launcher(self, programs=3)
+        self._launcher = launch.Launcher(self, processors=6)
 
 
 def test_a_space_is_ready_when_it_has_rested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_plan_that_leaves_the_memory_is_refused() -> None:
 
 
 def digest(store: Store, made: CopyPlan, side: memory.Side) -> int:
-    launcher, out = launch.Launcher(memory.space(store.cache.regions), programs=3), torch.zeros(1, dtype=torch.int64)
+    launcher, out = launch.Launcher(memory.space(store.cache.regions), processors=6), torch.zeros(1, dtype=torch.int64)
     for part in made.parts:
         for launch_one in launcher.digests(part, side, out):
             launch_one()

@@ -23,11 +23,15 @@ from kvxfer.memory.triton_kernels import digest_rows, move_rows
 
 __all__ = ["Launcher"]
 
-_TILE, _WARPS = 1 << 10, 4
+_TILE, _WARPS = 1 << 12, 16
 """Words of 8 bytes that a program moves at once, 64 bytes a lane, and its warps."""
 
-_HASHED, _HASHED_WARPS = 1 << 11, 2
-"""The same where it hashes."""
+_SHARE = 2
+"""Multiprocessors for each program that moves. On all of them packing would be a little faster, and what brings packed pieces
+to another GPU meanwhile, NCCL's kernels and copy engines, much slower (``benchmarks/nccl_queue.py``)."""
+
+_HASHED, _HASHED_WARPS, _HASHERS = 1 << 11, 2, 8
+"""Words and warps of a program that hashes, and how many of those a multiprocessor gets."""
 
 _HASHED_WORDS = 16
 """Words of a row that are hashed at once. Few, so that few lanes share a row: each of them works out where it is."""
@@ -51,11 +55,11 @@ class _Mark(CudaEvent):
 
 
 class Launcher:
-    """Launches for one space, on one stream (``None`` under the interpreter, where all is done on return). ``programs``:
-    how many run at once, at most. Used by one thread at a time."""
+    """Launches for one space, on one stream (``None`` under the interpreter, where all is done on return). ``processors``:
+    multiprocessors of its device. Used by one thread at a time."""
 
-    def __init__(self, space: Space, programs: int, stream: Any = None) -> None:
-        self._space, self._programs, self._stream = space, programs, stream
+    def __init__(self, space: Space, processors: int, stream: Any = None) -> None:
+        self._space, self._processors, self._stream = space, processors, stream
         self._device = torch.device(space.device)
         # All addresses are taken from a multiple of 16, so that what is aligned there is aligned.
         self._memory = space.regions[0].address // 16 * 16 if space.regions else 0
@@ -105,7 +109,7 @@ class Launcher:
             spans, -(-longest // unit // spans),
         )  # fmt: skip
         wide = (x.bit_length() > 31 for x in (self._memory, packed, axes[1], axes[3]))
-        self._start(min(jobs, self._programs), numbers, (unit, rows, words, pack), tuple(wide))
+        self._start(min(jobs, max(1, self._processors // _SHARE)), numbers, (unit, rows, words, pack), tuple(wide))
         return table
 
     def _start(self, programs: int, numbers: tuple[Any, ...], constants: tuple[int, ...], wide: tuple[bool, ...]) -> None:
@@ -146,7 +150,7 @@ class Launcher:
             words = _power(min(_HASHED_WORDS, n_words))
             rows = _HASHED // words
             (n1, stride1), (n2, stride2) = ((n, s if side == "source" else d) for n, s, d in units.axes)
-            kernel = digest_rows[(min(len(places) * -(-n_rows // rows), self._programs),)]
+            kernel = digest_rows[(min(len(places) * -(-n_rows // rows), self._processors * _HASHERS),)]
             yield partial(
                 kernel, cells, keys, self._upload(places, first.view(np.int64)), self._factors_of(n_words), self._memory, out,
                 len(places), n_rows, n1, stride1, _signed(HEAD), n2, stride2, _signed(TOKEN),

@@ -24,8 +24,6 @@ from kvxfer.memory.space import Checksum, Side, Space
 
 __all__ = ["CudaSpace", "allocate"]
 
-PROGRAMS_PER_SM = 8
-
 QUICK_S = 0.001
 """After so long without a launch the next one is slow: what it needs has left the processor's caches."""
 
@@ -47,7 +45,7 @@ class CudaSpace(Space):
         if importlib.util.find_spec("triton") is not None:
             from kvxfer.memory.cuda.launch import Launcher
 
-            self._launcher = Launcher(self, processors * PROGRAMS_PER_SM, self._stream)
+            self._launcher = Launcher(self, processors, self._stream)
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
         return self._move(plan, "source", out, at, after)
