@@ -83,9 +83,10 @@ class Sheet:
         if not len(self.counts):
             return
         t, longest = self.template, int(self.counts.max())
-        if len(t) * t.unit * longest <= max_bytes:
-            head = first if len(t) * t.unit * longest <= first else max_bytes
-            for lo, hi in _cuts(self.row_bytes * len(t), max_bytes, head):
+        each = len(t) * t.unit
+        if each * longest <= max_bytes:
+            head = first if each * longest <= first else max_bytes
+            for lo, hi in _cuts(self.counts * each, max_bytes, head):
                 yield Sheet(t, self.src_at[lo:hi], self.dst_at[lo:hi], self.counts[lo:hi])
         elif len(t.src_cells) > 1:
             step = max(1, max_bytes // (len(t) // len(t.src_cells) * t.unit * longest))
@@ -163,8 +164,8 @@ def _joined(src: Ints, dst: Ints, length: Ints) -> Runs:
 def _cuts(sizes: Ints, limit: int, first: int) -> Iterator[tuple[int, int]]:
     """Split a list of sizes into consecutive ranges whose sums stay within ``limit``, that of the first within ``first``; no
     size may exceed either."""
-    ends, lo, base, room = np.cumsum(sizes), 0, 0, first
+    ends, lo, base, room = sizes.cumsum(), 0, 0, first
     while lo < len(sizes):
-        hi = int(np.searchsorted(ends, base + room, side="right"))
+        hi = int(ends.searchsorted(base + room, side="right"))
         yield lo, hi
         lo, base, room = hi, int(ends[hi - 1]), limit

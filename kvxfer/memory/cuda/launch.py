@@ -90,11 +90,12 @@ class Launcher:
 
     def _move(self, sheet: Sheet, side: Side, packed: int, pack: bool, empty: bool) -> Table:
         template, places, n = sheet.template, sheet.src_at if side == "source" else sheet.dst_at, len(sheet.counts)
+        n_rows = len(template)
         table = self._tables.take(n)
-        place, begin, size = (column[:n] for column in table.columns)
+        place, begin, size = table.columns[:, :n]
         place[:] = places
         np.multiply(sheet.counts, template.unit, out=size)
-        np.cumsum(size[:-1] * len(template), out=begin[1:])
+        np.add.accumulate(size[:-1] * n_rows, out=begin[1:])
         begin[0] = 0
         cells, grain = self._cells_of(template, side, places, size)
         unit = gcd(grain, _grain(places), _grain(size), packed)
@@ -102,10 +103,10 @@ class Launcher:
         words = _power(min(_TILE, longest // min(unit, 8)))
         rows = _TILE // words
         spans = -(-longest // _SPAN)
-        jobs = n * -(-len(template) // rows) * spans
+        jobs = n * -(-n_rows // rows) * spans
         axes = _axes(template, side)
         numbers = (
-            cells, self._near(table, longest), table.pitch, self._memory, packed, 0 if empty else n, len(template), *axes,
+            cells, self._near(table, longest), table.pitch, self._memory, packed, 0 if empty else n, n_rows, *axes,
             spans, -(-longest // unit // spans),
         )  # fmt: skip
         wide = (x.bit_length() > 31 for x in (self._memory, packed, axes[1], axes[3]))

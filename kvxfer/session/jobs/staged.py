@@ -144,20 +144,17 @@ class Staged(Job):
 
 
 class StagedSend(Staged):
-    """Two-sided, producer: say which pieces have a slot, pack and send them, free their slots."""
+    """Two-sided, producer: pack pieces and send them, say which have a slot, free their slots."""
 
     def advance(self) -> None:
-        begun = deque(iter(self.begin, None))
-        if begun:
-            last = begun[-1]
-            self.sink(self.ref, last.number, last.slot.offset, last.plan.nbytes)
+        last = None
         try:
-            while begun:
-                piece = begun.popleft()
+            while (piece := self.begin()) is not None:
                 self.one_run(Verb.SEND, piece, after=self.pack(piece))
+                last = piece
         finally:
-            for piece in begun:
-                self.staging.give(piece.slot)
+            if last is not None:  # told last, since to tell takes time, and a consumer short of slots can wait for so long
+                self.sink(self.ref, last.number, last.slot.offset, last.plan.nbytes)
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
