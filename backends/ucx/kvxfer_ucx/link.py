@@ -150,12 +150,13 @@ class Link:
         self._connection, self._open = connection, True
         self._say(_WELCOME, 0, True)
 
-    def submit(self, half: Half) -> None:
-        if self._open and self.cause is None and half.after is None and half.nbytes and self._may(half):
-            self._post(half)
-        else:
-            self._waiting.append(half)
-            self._interval = FENCE_INTERVAL_S[0]
+    def submit(self, half: Half) -> list[Completion]:
+        """Take a batch, and post what may go now: what was packed before it may be ready meanwhile, and who submits several
+        does not step before the last. Returns batches that have ended with that."""
+        self._waiting.append(half)
+        ended = self._start() if self._open and self.cause is None else []
+        self._interval = FENCE_INTERVAL_S[0]
+        return ended
 
     def halves(self) -> list[Half]:
         """Batches whose memory is, or may be, in use."""
@@ -224,16 +225,16 @@ class Link:
     def _start(self) -> list[Completion]:
         """Post what may go now."""
         ended: list[Completion] = []
-        waiting, self._waiting = self._waiting, deque()
-        for half in waiting:
+        for half in list(self._waiting):
             if half.after is not None and not half.after.passed():
-                self._waiting.append(half)
-            elif not half.nbytes:
+                continue
+            if not half.nbytes:
                 ended.append(Completion(half.number))
             elif self._may(half):
                 self._post(half)
             else:
-                self._waiting.append(half)
+                continue
+            self._waiting.remove(half)
         self._interval = min(2 * self._interval, FENCE_INTERVAL_S[1])
         return ended
 

@@ -203,7 +203,7 @@ class UcxTransport(Transport):
             raise TransportError(f"{batch.verb} {batch.stream} is in flight on link {batch.peer} already")
         pieces, nbytes = self._one_piece(batch) or self._pieces(batch, merge=link.plain)
         self._numbers += 1
-        link.submit(Half(self._numbers, batch.verb, batch.local, batch.stream, pieces, nbytes, after))
+        self._ended += link.submit(Half(self._numbers, batch.verb, batch.local, batch.stream, pieces, nbytes, after))
         self._wakeup.set()
         return self._numbers
 
