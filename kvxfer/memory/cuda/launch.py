@@ -28,7 +28,7 @@ _TILE, _WARPS = 1 << 12, 16
 
 _SHARE = 2
 """Multiprocessors for each program that moves. On all of them packing would be a little faster, and what brings packed pieces
-to another GPU meanwhile, NCCL's kernels and copy engines, much slower (``benchmarks/nccl_queue.py``)."""
+to another GPU meanwhile, NCCL's kernels and copy engines, much slower (``benchmarks/pieces.py``)."""
 
 _HASHED, _HASHED_WARPS, _HASHERS = 1 << 11, 2, 8
 """Words and warps of a program that hashes, and how many of those a multiprocessor gets."""

@@ -1,11 +1,12 @@
-"""What two GPUs do at best with packed pieces over NCCL: all of them enqueued ahead, so that no host is in the way.
+"""What two GPUs do at best with packed pieces: all of them enqueued ahead, so that no host is in the way.
 
-    python benchmarks/nccl_queue.py [--tokens 32768] [--piece-mib 128] [--slots 4] [--channels 24] [--share 2]
+    python benchmarks/pieces.py [--by nccl|copy] [--tokens 32768] [--piece-mib 128] [--slots 4] [--channels 24] [--share 2]
 
-A prompt of the Llama-3-8B shape is packed on one GPU piece by piece, sent, and unpacked on the other, in one process, with streams
-that wait for each other's events only. Prints a JSON object for each of four ways: messages alone, with packing before them, with
-unpacking behind them, and with both: GB/s (1e9 bytes) of three rounds, from the first piece's start to the last one's end.
-``--share``: multiprocessors for each program of the packing kernel. The back end ``nccl`` cannot be faster than ``both``.
+A prompt of the Llama-3-8B shape is packed on one GPU piece by piece, brought to the other and unpacked there, in one process, with
+streams that wait for each other's events only. ``--by``: NCCL's messages, or copies by a copy engine, which is how UCX and NIXL
+move long runs between two GPUs of a host. Prints a JSON object for each of four ways: moving alone, with packing before it, with
+unpacking behind it, and with both: GB/s (1e9 bytes) of three rounds, from the first piece's start to the last one's end. No
+back end that stages can be faster than ``both``. ``--share``: multiprocessors for each program of the packing kernel.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import nccl.core as nccl
 import torch
+from cuda.bindings import runtime
 from nccl.bindings import nccl as bindings
 
 from kvxfer import memory
@@ -54,11 +56,25 @@ class Side:
         self.move(0, 1 << 20)
         self.wire.synchronize()
 
+    def wait(self, *events: Any) -> None:
+        """What is enqueued from now on waits for these. Makes this side's GPU the current one."""
+        torch.cuda.set_device(self.rank)
+        for event in events:
+            self.wire.wait_event(event)
+
     def move(self, at: int, nbytes: int) -> Any:
         """Send or receive; the event of its end."""
         act = bindings.recv if self.rank else bindings.send
         handle = bindings.Comm(self.comm.ptr)
         act(self.staged.region.address + at, nbytes, int(nccl.UINT8), 1 - self.rank, handle, self.wire.cuda_stream)
+        return self.wire.record_event()
+
+    def copy(self, other: Side, at: int, nbytes: int) -> Any:
+        """To the same place over there; the event of its end."""
+        here, there = (each.staged.region.address + at for each in (self, other))
+        (error,) = runtime.cudaMemcpyPeerAsync(there, other.rank, here, self.rank, nbytes, self.wire.cuda_stream)
+        if error != runtime.cudaError_t.cudaSuccess:
+            sys.exit(f"cudaMemcpyPeerAsync: {error}")
         return self.wire.record_event()
 
 
@@ -73,7 +89,7 @@ def side(rank: int, request: Request, piece: int, slots: int) -> Side:
     return Side(rank, pool, list(plan.split(piece)), memory.space(cache.regions), staged)
 
 
-def go(sender: Side, receiver: Side, piece: int, slots: int, pack: bool, unpack: bool) -> float:
+def go(sender: Side, receiver: Side, by: str, piece: int, slots: int, pack: bool, unpack: bool) -> float:
     for each in (sender, receiver):
         torch.cuda.set_device(each.rank)
         torch.cuda.synchronize()
@@ -81,29 +97,48 @@ def go(sender: Side, receiver: Side, piece: int, slots: int, pack: bool, unpack:
             torch.cuda._sleep(AHEAD)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(receiver.wire)
+    awake = receiver.wire.record_event()
+    sender.wait(awake)
     sent: list[Any] = []
     taken: list[memory.Fence] = []
     for i, (out, back) in enumerate(zip(sender.pieces, receiver.pieces, strict=True)):
         at = i % slots * piece
         torch.cuda.set_device(sender.rank)
         if pack:
-            before = CudaEvent(sent[i - slots]) if i >= slots else None
-            sender.wire.wait_event(sender.space.pack(out, sender.staged, at, before).event)
-        sent.append(sender.move(at, out.nbytes))
+            before = CudaEvent(sent[i - slots] if i >= slots else awake)
+            sender.wait(sender.space.pack(out, sender.staged, at, before).event)
+        free = [taken[i - slots].event] if i >= slots else []  # what lay there before has been unpacked
+        if by == "copy":
+            sender.wait(*free)
+            sent.append(sender.copy(receiver, at, out.nbytes))
+            come = CudaEvent(sent[-1])
+        else:
+            sent.append(sender.move(at, out.nbytes))
+            receiver.wait(*free)
+            come = CudaEvent(receiver.move(at, back.nbytes))
         torch.cuda.set_device(receiver.rank)
-        if i >= slots:
-            receiver.wire.wait_event(taken[i - slots].event)
-        come = CudaEvent(receiver.move(at, back.nbytes))
         taken.append(receiver.space.unpack(back, receiver.staged, at, come) if unpack else come)
-    receiver.wire.wait_event(taken[-1].event)
+    receiver.wait(taken[-1].event)
     end.record(receiver.wire)
     for each in (sender, receiver):
         torch.cuda.synchronize(each.rank)
     return sum(p.nbytes for p in sender.pieces) / begin.elapsed_time(end) / 1e6
 
 
+def connect(sides: list[Side], channels: int) -> None:
+    unique_id = nccl.get_unique_id()
+    threads = [threading.Thread(target=each.open, args=(unique_id, channels), daemon=True) for each in sides]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        if thread.is_alive():
+            sys.exit("the two GPUs are not connected after 60 s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by", choices=("nccl", "copy"), default="nccl")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--piece-mib", type=int, default=128)
     parser.add_argument("--slots", type=int, default=4)
@@ -113,17 +148,15 @@ def main() -> None:
     launch._SHARE = args.share
     piece, request = args.piece_mib << 20, Request(MODELS["llama-3-8b"], args.tokens)
     sides = [side(rank, request, piece, args.slots) for rank in range(2)]
-    unique_id = nccl.get_unique_id()
-    threads = [threading.Thread(target=each.open, args=(unique_id, args.channels), daemon=True) for each in sides]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        if thread.is_alive():
-            sys.exit("the two GPUs are not connected after 60 s")
+    if args.by == "nccl":
+        connect(sides, args.channels)
+    else:
+        for each in sides:
+            torch.cuda.set_device(each.rank)
+            runtime.cudaDeviceEnablePeerAccess(1 - each.rank, 0)  # may be so already
     for name, ways in (("alone", (False, False)), ("packing", (True, False)), ("unpacking", (False, True)), ("both", (True, True))):
-        rounds = [go(*sides, piece, args.slots, *ways) for _ in range(4)]
-        print(json.dumps({"messages": name, "GB_per_s": [round(r) for r in rounds[1:]], **vars(args)}), flush=True)
+        rounds = [go(*sides, args.by, piece, args.slots, *ways) for _ in range(4)]
+        print(json.dumps({"moving": name, "GB_per_s": [round(r) for r in rounds[1:]], **vars(args)}), flush=True)
 
 
 if __name__ == "__main__":
