@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvxfer.geometry import CopyPlan
+from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.session.life import SERVE, ServeEvent, ServeState
-from kvxfer.session.parts import Table, piece_bytes, to_hash
+from kvxfer.session.parts import Table, piece_bytes, plan_part, to_hash
 from kvxfer.session.values import (
     Abort,
     Action,
@@ -24,7 +24,7 @@ from kvxfer.session.values import (
 )
 from kvxfer.transport import Verb
 
-__all__ = ["Holding", "Key", "Link", "Over", "Serve", "announce", "follows", "unfit", "words"]
+__all__ = ["Holding", "Key", "Link", "Over", "Serve", "announce", "delivered_bytes", "follows", "plan_for", "unfit", "words"]
 
 Key = tuple[LinkId, int]
 """A serve: the link and the consumer's attempt."""
@@ -54,6 +54,7 @@ class Serve:
     state: ServeState = ServeState.WAITING
     sent: int = 0  # tokens announced so far
     part: int = 0
+    bytes: int = 0  # of the parts announced, where they were planned
     final: bool = False
     generation: int = -1
     tally: int = -1  # when its first part was announced; -1: not vouched for
@@ -143,17 +144,38 @@ def unfit(offer: Offered, want: m.Want, info: LinkInfo) -> str | None:
     return None
 
 
-def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan, hi: int, final: bool) -> list[Action]:
-    """The next part, up to token ``hi``, the last one if ``final``: what tells the consumer of it, moves it and hashes it."""
+def plan_for(serve: Serve, info: LinkInfo, offer: Offered, lo: int, hi: int, final: bool) -> CopyPlan:
+    """The plan of the part that holds tokens ``[lo, hi)``. Raises ``PlanError``."""
+    want = serve.want
+    return plan_part(info.planner, offer.blocks, serve.blocks, want.start, want.tokens, lo, hi, final)
+
+
+def delivered_bytes(serve: Serve, info: LinkInfo, offer: Offered) -> int:
+    """What a consumer has got that has everything. Over an unattended link nobody has planned it here, for then it would have
+    had to wait; of block tables that do not join it has read nothing."""
+    if not info.unattended:
+        return serve.bytes
+    try:
+        return plan_for(serve, info, offer, serve.want.start, serve.sent, serve.final).nbytes
+    except PlanError:
+        return 0
+
+
+def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan | None, hi: int, final: bool) -> list[Action]:
+    """The next part, up to token ``hi``, the last one if ``final``: what tells the consumer of it, moves it and hashes it.
+    ``plan``: of the part, where the link is not unattended."""
     want, info, number = serve.want, link.info, serve.part
     serve.on(ServeEvent.ANNOUNCE)
     ref = PartRef("producer", serve.link, want.transfer, want.attempt, number)
     have = m.Have(
         want.transfer, want.attempt, offer.generation, number, serve.sent, hi, final,
-        tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, piece_bytes(plan, info), serve.tally,
+        tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, piece_bytes(plan, info) if plan else 0, serve.tally,
     )  # fmt: skip
     serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
     link.stream += 1
+    if plan is None:
+        return [Send(serve.link, have)]
+    serve.bytes += plan.nbytes
     out: list[Action] = []
     hashed = to_hash(plan, info, ref)
     if hashed is not None:
@@ -164,7 +186,6 @@ def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan, hi: int, 
         serve.unsent[ref] = have
         return [Move(ref, Verb.WRITE, plan, have.stream, have.piece_bytes), *out]
     if info.mode == "read" and not have.piece_bytes:
-        serve.holding.nbytes += plan.nbytes
         return [Send(serve.link, have), *out]
     serve.flight.add(ref)  # what is read or written staged needs us to pack
     verb = Verb.SEND if info.mode == "sendrecv" else Verb(info.mode)

@@ -11,9 +11,21 @@ from kvxfer.errors import PeerError
 from kvxfer.geometry import PlanError
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
-from kvxfer.session.holding import Holding, Key, Link, Over, Serve, announce, follows, unfit, words
+from kvxfer.session.holding import (
+    Holding,
+    Key,
+    Link,
+    Over,
+    Serve,
+    announce,
+    delivered_bytes,
+    follows,
+    plan_for,
+    unfit,
+    words,
+)
 from kvxfer.session.life import ServeEvent, ServeState
-from kvxfer.session.parts import Table, aligned, cuts, plan_part
+from kvxfer.session.parts import Table, aligned, cuts
 from kvxfer.session.tally import Tally
 from kvxfer.session.timers import Recent, Timers
 from kvxfer.session.values import (
@@ -159,7 +171,6 @@ class Producer:
             serve.flight.discard(done.ref)
         have = serve.unsent.pop(done.ref, None)
         if done.error is None:
-            serve.holding.nbytes += done.nbytes
             if have is not None and serve.state is S.SERVING:
                 out.append(Send(serve.link, have))
         elif done.collateral:
@@ -286,24 +297,22 @@ class Producer:
         hi = max(min(want.tokens, tokens), serve.sent)
         if hi == serve.sent and not offer.final:
             return []
-        try:
-            plan = plan_part(
-                info.planner, offer.blocks, serve.blocks, want.start, want.tokens, serve.sent, hi, offer.final
-            )
-        except PlanError as e:
-            return self._stop(serve, f"the block tables do not join: {e}", False, now)
+        plan, ends = None, [hi]
+        if not info.unattended:
+            try:
+                plan = plan_for(serve, info, offer, serve.sent, hi, offer.final)
+            except PlanError as e:
+                return self._stop(serve, f"the block tables do not join: {e}", False, now)
+            ends = cuts(serve.sent, hi, plan, info)
         out: list[Action] = []
         if serve.tally < 0:
             serve.tally = self._tally.vouch(want.transfer)
-        ends = cuts(serve.sent, hi, plan, info)
         for end in ends:
             if serve.part >= m.MAX_PARTS:
                 return out + self._stop(serve, f"it came in more than {m.MAX_PARTS} parts", False, now)
             final = offer.final and end == hi
             if len(ends) > 1:
-                plan = plan_part(
-                    info.planner, offer.blocks, serve.blocks, want.start, want.tokens, serve.sent, end, final
-                )
+                plan = plan_for(serve, info, offer, serve.sent, end, final)
             out += announce(serve, link, offer, plan, end, final)
         return out
 
@@ -321,6 +330,9 @@ class Producer:
         out: list[Action] = [self._last_word(serve.link, m.Verdict(msg.transfer, msg.attempt), now)]
         self._budgets.set(serve.key, now + self._lease)
         serve.holding.settled.add(serve.reader)
+        link = self._links.get(serve.link)
+        if link is not None and offer is not None:
+            serve.holding.nbytes += delivered_bytes(serve, link.info, offer)
         return out + self._drop_if_over(serve, now) + self._count(serve.holding, Outcome(Kind.DELIVERED), now)
 
     def _drop(self, link: LinkId, serve: Serve | None, msg: m.Drop, now: float) -> list[Action]:

@@ -53,8 +53,9 @@ Mode = Literal["read", "write", "sendrecv"]
 class Ended:
     """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``.
 
-    ``seconds``: from the call that began it. ``waited``: consumer, how many of these had passed when it heard of the last
-    part that it heard of (0: of none), so that the rest was spent on moving and checking.
+    ``nbytes``: that have come; of a producer, that its consumers have confirmed. ``seconds``: from the call that began it.
+    ``waited``: consumer, how many of these had passed when it heard of the last part that it heard of (0: of none), so that
+    the rest was spent on moving and checking.
     """
 
     role: Role
@@ -155,6 +156,11 @@ class LinkInfo:
     stage_below: int = 0
     integrity: Integrity = "off"
     tally: Callable[[], int] | None = None
+
+    @property
+    def unattended(self) -> bool:
+        """Whether a consumer needs nothing of the producer but its block tables: it reads direct, and nothing is hashed."""
+        return self.mode == "read" and not self.stage_below and self.integrity == "off"
 
 
 # --- actions: what a machine asks its shell to do ------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tests.session.conftest import Ended, Kind, Released, fetch, offered
 
 VERBS = {
     "read": {"verbs": ["read"]},
+    "unattended read": {"verbs": ["read"], "factored": True},
     "write": {"verbs": ["write"]},
     "sendrecv": {"verbs": ["send", "recv"]},
     "all": {},
@@ -42,12 +43,27 @@ def test_bytes_arrive_whichever_side_comes_first(engine, options, first):
     (end,) = d.wait(Ended)
     assert end.outcome.kind is Kind.DELIVERED, end
     d.wait(Released)
-    assert [e.outcome.kind for e in p.wait(Ended)] == [Kind.DELIVERED]
+    (said,) = p.wait(Ended)
+    assert said.outcome.kind is Kind.DELIVERED
     p.wait(Released)
     assert np.array_equal(d.block(5), p.block(3)) and np.array_equal(d.block(2), p.block(1))
     assert np.array_equal(d.block(9)[:, :, :3], p.block(7)[:, :, :3])
     assert not d.block(9)[:, :, 3].any(), "the token beyond the transfer was touched"
-    assert end.nbytes == 11 * 3 * 4 * 16
+    assert said.nbytes == end.nbytes == 11 * 3 * 4 * 16
+
+
+def test_block_tables_that_do_not_join_fail_alone(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    p.agents[0].offer(offered([3], 11, transfer=T))  # one block for eleven tokens
+    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T, handle="short"))
+    (end,) = d.wait(Ended)
+    assert end.outcome.kind is Kind.FAILED and "has no block for token 4" in end.outcome.reason
+    d.wait(Released)
+    other = TransferId("own/1/y", 0)
+    p.agents[0].offer(offered([3, 1, 7], 11, transfer=other))
+    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=other, handle="whole"))
+    assert d.wait(Ended, count=2)[1].outcome.delivered
+    assert np.array_equal(d.block(2), p.block(1))
 
 
 def test_parts_as_chunks_finish(engine, options):
