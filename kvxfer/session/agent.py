@@ -212,7 +212,9 @@ class Agent:
             self._take(partial(self._from_producer, link, item))
         for source, route in self._resolver.receive(ready, now):
             self._take(partial(self._resolved, source, route))
-        self._timers(time.monotonic())
+        now = time.monotonic()
+        self._pardon(now)  # once more: it may have stood still since
+        self._timers(now)
 
     def _pardon(self, now: float) -> None:
         """While this process or its host did not run (stopped, frozen, starved), nobody could be heard: that is not the

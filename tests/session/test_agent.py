@@ -66,6 +66,28 @@ def test_block_tables_that_do_not_join_fail_alone(engine, options):
     assert np.array_equal(d.block(2), p.block(1))
 
 
+def test_who_stood_still_in_the_middle_of_a_turn_blames_no_peer(engine):
+    """Longer than it bears silence: what the peer has said meanwhile it has not read yet."""
+
+    class Freezing:
+        event = None
+
+        def passed(self) -> bool:
+            time.sleep(4.0)
+            return True
+
+    config = {"transfer_timeout": 20.0, "lease": 20.0}
+    p, d = engine({}, seed=1, **config), engine({}, **config)
+    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
+    p.agents[0].offer(offered([3], 4, transfer=T, final=False))
+    time.sleep(1.0)  # until they have met
+    d.agents[0].offer(offered([1], 4, transfer=TransferId("own/1/z", 0)), after=Freezing())
+    time.sleep(5.0)
+    p.agents[0].offer(offered([3, 1, 7], 11, transfer=T))
+    (end,) = d.wait(Ended)
+    assert end.outcome.kind is Kind.DELIVERED, end
+
+
 def test_parts_as_chunks_finish(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options))
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 12, transfer=T))
