@@ -5,8 +5,8 @@
 A prompt of the Llama-3-8B shape is packed on one GPU piece by piece, brought to the other and unpacked there, in one process, with
 streams that wait for each other's events only. ``--by``: NCCL's messages, or copies by a copy engine, which is how UCX and NIXL
 move long runs between two GPUs of a host. Prints a JSON object for each of four ways: moving alone, with packing before it, with
-unpacking behind it, and with both: GB/s (1e9 bytes) of three rounds, from the first piece's start to the last one's end. No
-back end that stages can be faster than ``both``. ``--share``: multiprocessors for each program of the packing kernel.
+unpacking behind it, and with both: GB/s (1e9 bytes) of three rounds, from the first piece's start to the last one's end. ``both``
+is about what a back end that stages can have at best. ``--share``: multiprocessors for each program of the packing kernel.
 """
 
 from __future__ import annotations

@@ -203,17 +203,16 @@ class Agent:
 
     def _turn(self) -> None:
         ready = self._hub.poll(self._wait())
-        self._pardon(time.monotonic())
+        # Silence is judged by this one reading: if we stand still later in the turn, the next one sees that before it judges.
+        now = time.monotonic()
+        self._pardon(now)
         self._drain()
         if self._router in ready:
-            self._read_router()
-        now = time.monotonic()
+            self._read_router(now)
         for link, item in self._out.receive(ready, now):
             self._take(partial(self._from_producer, link, item))
         for source, route in self._resolver.receive(ready, now):
             self._take(partial(self._resolved, source, route))
-        now = time.monotonic()
-        self._pardon(now)  # once more: it may have stood still since
         self._timers(now)
 
     def _pardon(self, now: float) -> None:
@@ -315,7 +314,7 @@ class Agent:
         if not e.outcome.delivered:
             log.warning("%s of %s %s: %s", e.role, e.transfer, e.outcome.kind, e.outcome.reason)
 
-    def _read_router(self) -> None:
+    def _read_router(self, now: float) -> None:
         for _ in range(256):  # a flood from outside must not keep the rest waiting
             frames = wire.receive(self._router)
             if frames is None:
@@ -323,7 +322,7 @@ class Agent:
             # What the engine has said before this message was taken in counts: a check must meet every revocation.
             self._drain()
             try:
-                found = self._in.receive(frames, time.monotonic())
+                found = self._in.receive(frames, now)
             except PeerError as e:
                 self._complain("ignored a message: %s", e)
                 continue

@@ -169,7 +169,7 @@ def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan | None, hi
     ref = PartRef("producer", serve.link, want.transfer, want.attempt, number)
     have = m.Have(
         want.transfer, want.attempt, offer.generation, number, serve.sent, hi, final,
-        tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, piece_bytes(plan, info) if plan else 0, serve.tally,
+        tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, 0 if plan is None else piece_bytes(plan, info), serve.tally,
     )  # fmt: skip
     serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
     link.stream += 1

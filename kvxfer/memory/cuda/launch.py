@@ -27,8 +27,8 @@ _TILE, _WARPS = 1 << 12, 16
 """Words of 8 bytes that a program moves at once, 64 bytes a lane, and its warps."""
 
 _SHARE = 2
-"""Multiprocessors for each program that moves. On all of them packing would be a little faster, and what brings packed pieces
-to another GPU meanwhile, NCCL's kernels and copy engines, much slower (``benchmarks/pieces.py``)."""
+"""Multiprocessors for each program that moves. These pack faster than a link moves; on all of them they would slow what brings packed
+pieces to another GPU meanwhile, NCCL's kernels and copy engines (``benchmarks/pieces.py``)."""
 
 _HASHED, _HASHED_WARPS, _HASHERS = 1 << 11, 2, 8
 """Words and warps of a program that hashes, and how many of those a multiprocessor gets."""
