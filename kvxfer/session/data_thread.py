@@ -24,6 +24,7 @@ from kvxfer.session.results import Broken, Connected, Disconnected, Endpoint, Re
 from kvxfer.session.staging import Staging
 from kvxfer.session.values import LinkId, Move, Moved, PartRef
 from kvxfer.transport import Capabilities, Completion, Transport, Verb
+from kvxfer.transport.wakeup import Wakeup
 
 __all__ = ["DataThread"]
 
@@ -32,6 +33,9 @@ log = logging.getLogger("kvxfer.mover")
 REOPEN_S = 1.0
 """Shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
 REOPEN_MOST_S = 30.0
+
+LOOK_S = 0.00003
+"""How soon to ask again whether a device is done with what nothing else tells of: it packs a piece in twice that time."""
 
 _UNENDED: list[Staging | None] = []
 """Staging memory in which a device is still at work when its thread ends: it and its tables must not be lent to others."""
@@ -85,6 +89,7 @@ class DataThread:
 
     def run(self, inbox: Mailbox) -> None:
         """Make the back end, do what comes in, until ``stop``."""
+        self._alarm = Wakeup()
         try:
             self._open()
         except Exception as e:
@@ -98,6 +103,7 @@ class DataThread:
                 log.exception("the back end failed in a way it must not")
                 self._reset("internal error in the back end")
         self._shut()
+        self._alarm.close()
         self._checks.wait()
         if not self._device_done():
             _UNENDED.append(self.staging)
@@ -121,10 +127,13 @@ class DataThread:
         if fd is not None:
             poller.register(fd, select.POLLIN)
         wait = self._timeout(transport, fd)
-        if wait >= 0.001:
+        if 0 < wait < 0.001:  # poll knows whole milliseconds only, and a thread that merely sleeps wakes 50 us too late
+            poller.register(self._alarm, select.POLLIN)
+            self._alarm.at(time.monotonic() + wait)
+            poller.poll()
+            self._alarm.clear()
+        else:
             poller.poll(wait * 1000)
-        elif not poller.poll(0):  # poll knows whole milliseconds only
-            time.sleep(wait)
         for call in inbox.take():
             call()
             if self._stopping:
@@ -146,7 +155,7 @@ class DataThread:
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
         jobs = self._restless.values()
         if self._checks or any(job.waiting_on_device for job in jobs) or (jobs and self.staging and self.staging.settling):
-            return 0.00003
+            return LOOK_S
         if transport is None:
             return 1.0 if self.failure is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
         active, idle = transport.poll_interval_s
