@@ -42,8 +42,8 @@ class Staged(Job):
         if wire.staging is None:
             raise TransportError("a staged part needs staging memory, and there is none")
         self.staging = wire.staging
-        self._rest = enumerate(_pieces(action))
-        self.ahead = next(self._rest, None)  # the number and plan of the piece to begin next
+        self._rest: Iterator[tuple[int, CopyPlan]] = enumerate(_pieces(action))
+        self._ahead: tuple[int, CopyPlan] | None = None
         self.held: dict[int, _Piece] = {}  # batch or piece number -> the piece that holds a slot
         self.unpacking: list[_Piece] = []
         self.stranded: list[_Piece] = []  # their slots may still be touched
@@ -51,8 +51,15 @@ class Staged(Job):
         self._ready = False  # to unpack
 
     @property
+    def ahead(self) -> tuple[int, CopyPlan] | None:
+        """The number and plan of the piece to begin next, cut when first asked for: while the one before is being packed."""
+        if self._ahead is None:
+            self._ahead = next(self._rest, None)
+        return self._ahead
+
+    @property
     def submitting(self) -> bool:
-        return self.ahead is not None and self.error is None
+        return self.error is None and self.ahead is not None
 
     @property
     def restless(self) -> bool:
@@ -72,17 +79,18 @@ class Staged(Job):
 
     def stop(self, reason: str) -> None:
         super().stop(reason)
-        self.ahead = None
+        self._ahead, self._rest = None, iter(())
 
     def begin(self) -> _Piece | None:
         """The next piece with a slot for it, or nothing now."""
-        if self.ahead is None or self.error is not None or not self.my_turn:
+        ahead = self.ahead
+        if ahead is None or self.error is not None or not self.my_turn:
             return None
         slot = self.take()
         if slot is None:
             return None
-        (number, plan), self.ahead = self.ahead, next(self._rest, None)
-        return _Piece(number, plan, slot)
+        self._ahead = None
+        return _Piece(*ahead, slot)
 
     def take(self) -> Slot | None:
         slot = self.staging.take(self.ref.link, self.ref.role)
@@ -241,9 +249,8 @@ class Named(Staged):
 
     def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
         super().__init__(action, wire, sink)
-        self._plans = dict([self.ahead, *self._rest] if self.ahead is not None else [])
+        self._plans = dict(self._rest)
         self._named: deque[tuple[int, int]] = deque()
-        self.ahead = None
 
     @property
     def complete(self) -> bool:
