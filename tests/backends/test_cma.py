@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -31,7 +30,6 @@ from tests.conftest import require
 require("cma")
 
 from kvxfer_cma import CmaTransport, ptrace, ring  # noqa: E402  (only where it can be used)
-from kvxfer_cma.crew import Crew  # noqa: E402
 from kvxfer_cma.endpoint import Endpoint  # noqa: E402
 
 VM = {"mode": "vm"}
@@ -238,40 +236,6 @@ def test_many_pieces_arrive_whichever_thread_copies_them(world: World, way: Way)
     at = np.random.default_rng(0).permutation(2000) * 1536
     source, target = (b, a) if way is Way.READ else (a, b)
     world.move(world.link(a, b), way, source, target, Runs.of(at, np.sort(at), np.full(2000, 1531)))
-
-
-def test_a_crew_works_at_the_same_time_and_ends_together() -> None:
-    crew, meeting, ended = Crew(3), threading.Barrier(3), []
-
-    def work(fails: bool) -> None:
-        meeting.wait(5)
-        if fails:
-            raise OSError("one of them")
-        time.sleep(0.05)
-        ended.append(True)
-
-    with pytest.raises(OSError, match="one of them"):
-        crew.do([lambda: work(False), lambda: work(True), lambda: work(False)])
-    assert len(ended) == 2
-    crew.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("kvxfer-cma")]
-
-
-def test_without_threads_a_crew_fails_once_and_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing of what failed happens later, when its memory is somebody else's."""
-    crew, done = Crew(3), []
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
-            crew.do([lambda: done.append(0)] * 3)
-    time.sleep(0.05)
-    assert not done and crew.size == 1
-    crew.do([lambda: done.append(0), lambda: done.append(1)])
-    assert done == [0, 1]
 
 
 def test_a_poll_stays_short(world: World) -> None:

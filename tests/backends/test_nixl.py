@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,13 +20,14 @@ from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Link, Started, Suite, Way, World
 from kvxfer.testing.conformance.harness import assert_equal, overlay
 from kvxfer.testing.conformance.transfers import Transfers
-from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.testing.party import LocalParty, Party, Runs
 from kvxfer.transport import Batch, Verb
 from tests.conftest import require
 
 require("nixl")
 
 from kvxfer_nixl import NixlTransport, flight, reach  # noqa: E402  (only where it can be used)
+from kvxfer_nixl.agent import Agent  # noqa: E402
 from kvxfer_nixl.endpoint import Endpoint, Piece  # noqa: E402
 
 TCP = {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}
@@ -72,9 +74,26 @@ class Tcp(Suite):
     __test__ = False
 
 
-@pytest.fixture(params=[Cma, Tcp], ids=["cma", "tcp"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+class Crewed(Suite):
+    """Every batch is posted by several threads."""
+
+    backend = NixlTransport
+    options: ClassVar[dict[str, Any]] = {"threads": 3}
+    __test__ = False
+
+
+@pytest.fixture(params=[Cma, Tcp, Crewed], ids=["cma", "tcp", "crew"])
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    if request.param is Crewed:
+        monkeypatch.setattr(flight, "SHARE_BYTES", 1)
     world = World(request.param())
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def cma() -> Iterator[World]:
+    world = World(Cma())
     yield world
     world.close()
 
@@ -104,6 +123,38 @@ def test_batches_in_pieces_move_the_same_bytes(
     a, b, link = world.pair()
     for way in (Way.READ, Way.WRITE):
         world.move(link, way, a, b, runs)
+
+
+def large(world: World) -> tuple[LocalParty, Party, Link]:
+    a, b = world.local(), world.other()
+    for party in (a, b):
+        party.allocate([8 * MIB], 1)
+    return a, b, world.link(a, b)
+
+
+def test_a_large_batch_is_posted_by_several_threads(cma: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    posted, post = list[str](), Agent.post
+    monkeypatch.setattr(Agent, "post", lambda self, handle: (posted.append(threading.current_thread().name), post(self, handle))[1])
+    a, b, link = large(cma)
+    runs = Runs.of(np.arange(512) * 16384, np.arange(512)[::-1] * 16384, np.full(512, 16384))
+    for way in (Way.READ, Way.WRITE):
+        posted.clear()
+        cma.move(link, way, a, b, runs)
+        assert sorted(name.startswith("kvxfer-nixl") for name in posted) == [False, True], posted
+    posted.clear()
+    cma.move(link, Way.READ, a, b, Runs.of([0], [0], [8 * MIB - 1]))
+    assert len(posted) == 1, "a thread was woken for little"
+
+
+def test_without_threads_a_batch_is_posted_by_one(cma: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, link = large(cma)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(2):
+        cma.move(link, Way.READ, a, b, Runs.of([0], [0], [8 * MIB]))
 
 
 def test_an_aborted_batch_posts_no_more_pieces(tcp: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,6 +444,8 @@ def test_memory_on_two_devices_is_refused(world: World) -> None:
     ({"plugn": "UCX"}, "did you mean 'plugin'"),
     ({"num_threads": -1}, "num_threads"),
     ({"sync_mode": "loose"}, "sync_mode"),
+    ({"sync_mode": "none"}, "'threads' is 1"),
+    ({"threads": 5}, "threads"),
     ({"verbs": ["send"]}, "verbs"),
     ({"verbs": []}, "verbs"),
     ({"plugin": "MOONCAKE"}, "no plugin 'MOONCAKE'.*POSIX.*source"),
@@ -449,7 +502,7 @@ def test_an_environment_that_contradicts_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_peers_with_different_settings_understand_each_other() -> None:
     """One side with its own number of workers."""
-    ends = [LocalParty(NixlTransport, o, n, "cpu") for n, o in (("a", {}), ("b", {"plugin_params": {"num_workers": 2}}))]
+    ends = [LocalParty(NixlTransport, o, n, "cpu") for n, o in (("a", {}), ("b", {"plugin_params": {"num_workers": 3}}))]
     a, b = ends
     try:
         for end in ends:

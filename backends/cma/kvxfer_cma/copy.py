@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from kvxfer.geometry.plan import Ints
-from kvxfer_cma.crew import Crew
+from kvxfer.transport.crew import Crew
 from kvxfer_cma.vm import IOV_MAX, Pieces, Process
 
 __all__ = ["Copy", "Direct", "Step", "split_long"]

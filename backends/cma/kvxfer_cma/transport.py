@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.crew import Crew
 from kvxfer.transport.host import host, pid_namespace
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_cma import ptrace, vm
 from kvxfer_cma.copy import Copy, Direct, Step
-from kvxfer_cma.crew import Crew
 from kvxfer_cma.endpoint import FORMAT, LINK_BYTES, Endpoint, Exported
 from kvxfer_cma.options import Options
 from kvxfer_cma.relay import Relay
@@ -84,7 +84,7 @@ class CmaTransport(Transport):
         self._numbers = 0
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Completion] = []
-        self._crew = Crew(self._options.threads)
+        self._crew = Crew(self._options.threads, "kvxfer-cma")
         self._wakeup = Wakeup()
         self._relay = None if self._options.mode == "vm" else Relay(self._wakeup, self._memories)
         self._closed = False

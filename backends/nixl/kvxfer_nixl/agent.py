@@ -39,7 +39,8 @@ _THREADS = {"UCX": "num_threads", "LIBFABRIC": "num_threads", "UCCL": "num_cpus"
 
 
 class Agent:
-    """``name``: what peers call it. It has one progress thread of NIXL's, which sleeps. One thread at a time."""
+    """``name``: what peers call it. It has one progress thread of NIXL's, which sleeps. One thread at a time, save ``prepare`` and
+    ``post``, which as many may call as the options say."""
 
     def __init__(self, name: str, options: Options) -> None:
         """Raises ``ConfigError`` for a plugin or parameter that this NIXL lacks, ``TransportError`` if it cannot start."""
@@ -194,4 +195,6 @@ def _parameters(agent: Any, library: Library, options: Options) -> dict[str, str
         if plugin not in _THREADS:
             raise ConfigError(f"option 'num_threads' of back end 'nixl' does nothing for plugin {plugin!r}")
         given[_THREADS[plugin]] = str(options.num_threads)
+    if plugin == "UCX" and options.threads > 1:
+        given.setdefault("num_workers", str(options.threads))  # a worker serves one thread at a time
     return given

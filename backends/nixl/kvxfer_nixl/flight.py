@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from kvxfer.errors import TransportError
 from kvxfer.transport.contract import Completion, Fence
+from kvxfer.transport.crew import Crew
 from kvxfer_nixl.agent import Agent, Side
 from kvxfer_nixl.link import Link
 
@@ -23,6 +26,8 @@ PIECE_BYTES = 64 << 20
 """Host memory in one piece: some 10 ms of copying."""
 PIECE_RUNS = 4096
 """Descriptors in one piece: at most some 20 ms of posting."""
+SHARE_BYTES = 4 << 20
+"""No thread is woken for less."""
 WINDOW = 4
 """Pieces posted and not done: enough for the fastest link, little enough to wait for when a batch is given up."""
 GIVE_UP_S = 0.5
@@ -36,16 +41,25 @@ LINK_S = (0.005, 0.05)
 """How often to look for the peer's greeting: in the first second, and later."""
 
 
+@dataclass
+class _Posted:
+    """What became of a piece: ``handle``, unless none could be made; why it could not, or could not be posted."""
+
+    handle: int | None = None
+    done: bool = False
+    error: TransportError | None = None
+
+
 class Flight:
-    """``number``: of the batch. ``memory``: the local one."""
+    """``number``: of the batch. ``memory``: the local one. ``crew``: posts host memory, several pieces at the same time."""
 
     def __init__(
         self, number: int, operation: Literal["read", "write"], link: Link, memory: int, local: Side, remote: Side,
-        fence: Fence | None,
+        fence: Fence | None, crew: Crew,
     ) -> None:  # fmt: skip
         self.number, self.link, self.memory = number, link, memory
-        self._operation, self._fence = operation, fence
-        self._local, self._remote, self._cuts = _pieces(local, remote)
+        self._operation, self._fence, self._crew = operation, fence, crew
+        self._local, self._remote, self._cuts = _pieces(local, remote, crew.size)
         self._start = 0
         self._handles: list[int] = []
         self._posted = 0.0
@@ -103,24 +117,47 @@ class Flight:
         return self._fence is None
 
     def _post(self, agent: Agent, until: float) -> None:
-        while self._cuts and len(self._handles) < WINDOW and time.monotonic() < until:
-            piece = slice(self._start, self._cuts[0])
-            local, remote = ((cuda, table[piece]) for cuda, table in (self._local, self._remote))
+        on_host = not (self._local[0] or self._remote[0])
+        while self._cuts and len(self._handles) < WINDOW and self._error is None and time.monotonic() < until:
+            at_once = min(len(self._cuts), WINDOW - len(self._handles), self._crew.size if on_host else 1)
+            posted = [(self._next(), _Posted()) for _ in range(at_once)]
             try:
-                handle = agent.prepare(self._operation, local, remote, self.link.peer.name)
-            except TransportError as e:
-                self.give_up(str(e), time.monotonic(), e)
-                return
-            self._start = self._cuts.popleft()
-            self._handles.append(handle)
-            try:
-                done = agent.post(handle)
-            except TransportError as e:
-                self._break(agent, e)
-                return
-            self._posted = time.monotonic()
-            if done:
-                agent.release(self._handles.pop())
+                self._crew.do([partial(self._post_one, agent, *each) for each in posted])
+            except RuntimeError:
+                if self._crew.size > 1:
+                    raise
+                for piece, result in posted:  # the system gives no more threads; what none has tried is ours
+                    if result == _Posted():
+                        self._post_one(agent, piece, result)
+            finally:
+                self._take_in(agent, [result for _, result in posted])
+
+    def _next(self) -> tuple[Side, Side]:
+        """The descriptors of the next piece."""
+        piece = slice(self._start, self._cuts.popleft())
+        self._start = piece.stop
+        return (self._local[0], self._local[1][piece]), (self._remote[0], self._remote[1][piece])
+
+    def _post_one(self, agent: Agent, piece: tuple[Side, Side], result: _Posted) -> None:
+        """On any thread. NIXL binds what is made to a worker of the thread that makes it."""
+        try:
+            result.handle = agent.prepare(self._operation, *piece, self.link.peer.name)
+            result.done = agent.post(result.handle)
+        except TransportError as e:
+            result.error = e
+
+    def _take_in(self, agent: Agent, results: list[_Posted]) -> None:
+        self._posted = time.monotonic()
+        for r in results:
+            if r.handle is not None and r.done:
+                agent.release(r.handle)
+            elif r.handle is not None:
+                self._handles.append(r.handle)
+        for r in results:
+            if r.error is not None and r.handle is None:
+                self.give_up(str(r.error), self._posted, r.error)
+            elif r.error is not None:
+                self._break(agent, r.error)
 
     def _look(self, agent: Agent) -> None:
         for handle in list(self._handles):
@@ -147,33 +184,37 @@ class Flight:
             self._error.__cause__ = cause
 
 
-def _pieces(local: Side, remote: Side) -> tuple[Side, Side, deque[int]]:
-    """The same bytes, and where to cut them: indices into the rows, the last one their number. In host memory runs
-    longer than ``PIECE_BYTES`` become several."""
+def _pieces(local: Side, remote: Side, shares: int) -> tuple[Side, Side, deque[int]]:
+    """The same bytes, and where to cut them: indices into the rows, the last one their number. In host memory into so many
+    shares, if they are large enough, and none larger than ``PIECE_BYTES``; a longer run becomes several."""
     sizes = local[1][:, 1]
     if not len(sizes):
         return local, remote, deque()
     on_host = not (local[0] or remote[0])
-    if len(sizes) <= PIECE_RUNS and not (on_host and int(np.add.reduce(sizes)) > PIECE_BYTES):
+    nbytes = int(np.add.reduce(sizes)) if on_host else 0
+    if len(sizes) <= PIECE_RUNS and nbytes <= PIECE_BYTES and (shares == 1 or nbytes < 2 * SHARE_BYTES):
         return local, remote, deque([len(sizes)])
-    if on_host and int(sizes.max()) > PIECE_BYTES:
-        local, remote = _shorten(local, remote)
+    longest = int(np.maximum.reduce(sizes))
+    share = -(-nbytes // max(1, min(shares, nbytes // SHARE_BYTES)))
+    most = min(PIECE_BYTES, share + (longest if longest < share // 8 else 0))  # no small piece is left over
+    if on_host and longest > most:
+        local, remote = _shorten(local, remote, most)
     ends = np.cumsum(local[1][:, 1])
     cuts, start, n = deque[int](), 0, len(ends)
     while start < n:
         end = min(start + PIECE_RUNS, n)
         if on_host:
             before = ends[start - 1] if start else np.uint64(0)
-            full = int(np.searchsorted(ends, before + np.uint64(PIECE_BYTES), side="right"))
+            full = int(np.searchsorted(ends, before + np.uint64(most), side="right"))
             end = min(end, max(start + 1, full))
         cuts.append(end)
         start = end
     return local, remote, cuts
 
 
-def _shorten(local: Side, remote: Side) -> tuple[Side, Side]:
-    """The same bytes in runs of at most ``PIECE_BYTES``."""
-    most = np.uint64(PIECE_BYTES)
+def _shorten(local: Side, remote: Side, longest: int) -> tuple[Side, Side]:
+    """The same bytes in runs of at most so many."""
+    most = np.uint64(longest)
     sizes = local[1][:, 1]
     counts = ((sizes + most - np.uint64(1)) // most).astype(np.int64)
     index = np.repeat(np.arange(len(sizes)), counts)

@@ -21,6 +21,7 @@ import numpy as np
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.crew import Crew
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nixl.agent import Agent
 from kvxfer_nixl.endpoint import FORMAT, Endpoint
@@ -79,6 +80,7 @@ class NixlTransport(Transport):
         self._ended: list[Completion] = []
         self._next_link, self._next_batch = 0, 0
         self._wakeup = Wakeup()
+        self._crew = Crew(self._options.threads if self._options.plugin == "UCX" else 1, "kvxfer-nixl")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -192,7 +194,7 @@ class NixlTransport(Transport):
             local, remote = (local[0], local[1][some]), (remote[0], remote[1][some])
         number, self._next_batch = self._next_batch, self._next_batch + 1
         operation: Literal["read", "write"] = "read" if batch.verb is Verb.READ else "write"
-        flight = Flight(number, operation, link, batch.local, local, remote, after)
+        flight = Flight(number, operation, link, batch.local, local, remote, after, self._crew)
         self._flights[number] = flight
         self._listen()
         now = time.monotonic()
@@ -233,6 +235,7 @@ class NixlTransport(Transport):
             time.sleep(0.0005)
         for flight in going:
             flight.drop(self._nixl)
+        self._crew.close()
         self._nixl.close()
         self._wakeup.close()
 

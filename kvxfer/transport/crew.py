@@ -1,4 +1,4 @@
-"""Threads that copy beside the one that has them: one core seldom moves as much as the memory would."""
+"""Threads that copy beside a back end's own: one core seldom moves as much as the memory would."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ __all__ = ["Crew"]
 
 
 class Crew:
-    """``size`` threads, the calling one counted. The others are made when there is work for them."""
+    """``size`` threads, the calling one counted; the others have names that begin with ``name``, and are made when there is work for
+    them. Used by one thread at a time."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, name: str) -> None:
         self.size = size
-        self._others = ThreadPoolExecutor(size - 1, "kvxfer-cma") if size > 1 else None
+        self._others = ThreadPoolExecutor(size - 1, name) if size > 1 else None
 
     def do(self, calls: Sequence[Callable[[], None]]) -> None:
         """Make at most ``size`` calls at the same time; returns when all have ended. Raises what one of them raised."""
