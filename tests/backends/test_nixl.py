@@ -63,6 +63,7 @@ class TestThreads(Transfers):
 
 class Cma(Suite):
     backend = NixlTransport
+    options: ClassVar[dict[str, Any]] = {"threads": 2}
     __test__ = False
 
 
@@ -444,7 +445,8 @@ def test_memory_on_two_devices_is_refused(world: World) -> None:
     ({"plugn": "UCX"}, "did you mean 'plugin'"),
     ({"num_threads": -1}, "num_threads"),
     ({"sync_mode": "loose"}, "sync_mode"),
-    ({"sync_mode": "none"}, "'threads' is 1"),
+    ({"threads": 2, "sync_mode": "none"}, "'threads' is 1"),
+    ({"plugin": "LIBFABRIC", "threads": 2}, "plugin 'LIBFABRIC'"),
     ({"threads": 5}, "threads"),
     ({"verbs": ["send"]}, "verbs"),
     ({"verbs": []}, "verbs"),

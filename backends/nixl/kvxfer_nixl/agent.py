@@ -50,7 +50,7 @@ class Agent:
         config = nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, PROGRESS_US
         config.useListenThread = False
-        config.syncMode = getattr(nixl, f"NIXL_THREAD_SYNC_{options.sync_mode.upper()}")
+        config.syncMode = getattr(nixl, f"NIXL_THREAD_SYNC_{options.locking.upper()}")
         ucx.check(options.ucx_settings, library.ucp)
         try:
             agent = nixl.nixlAgent(name, config)
@@ -195,6 +195,6 @@ def _parameters(agent: Any, library: Library, options: Options) -> dict[str, str
         if plugin not in _THREADS:
             raise ConfigError(f"option 'num_threads' of back end 'nixl' does nothing for plugin {plugin!r}")
         given[_THREADS[plugin]] = str(options.num_threads)
-    if plugin == "UCX" and options.threads > 1:
-        given.setdefault("num_workers", str(options.threads))  # a worker serves one thread at a time
+    if options.posting > 1:
+        given.setdefault("num_workers", str(options.posting))  # a worker serves one thread at a time
     return given

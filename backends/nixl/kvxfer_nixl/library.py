@@ -8,6 +8,7 @@ fixes the progress thread's delay at zero, so that the thread spins; and importi
 from __future__ import annotations
 
 import ctypes
+import glob
 import logging
 import logging.config
 import os
@@ -22,7 +23,7 @@ from typing import Any
 
 from kvxfer.errors import TransportError
 
-__all__ = ["Library", "load"]
+__all__ = ["Library", "has_gpu", "load"]
 
 PIP_LINE = "pip install 'kvxfer[nixl]' (install torch first: NIXL asks for it, and for any build of it)"
 
@@ -124,3 +125,8 @@ def _unnoticed(log_level: str | None) -> Iterator[None]:
             os.environ["NIXL_LOG_LEVEL"] = level
         elif log_level is not None:
             os.environ.pop("NIXL_LOG_LEVEL", None)
+
+
+def has_gpu() -> bool:
+    """Whether this machine has one that a process may open."""
+    return any(glob.glob(device) for device in ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd"))

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from kvxfer.errors import ConfigError
 from kvxfer.settings import read
+from kvxfer_nixl.library import has_gpu
 
 __all__ = ["Options"]
 
@@ -25,10 +26,10 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ucx: settings of UCX, with or without the prefix ``UCX_``, as in ``{"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}``.
         verbs: what is offered to the session. ``None``: writes, and reads unless UCX has nothing but TCP (see ``reach.py``); then a
             link that only TCP can make is refused. Whoever names them has decided.
-        threads: how many post a large batch in host memory at the same time; on one host that is to copy it. For plugin ``UCX``, which
-            then has as many workers; others are called by one.
+        threads: how many post a large batch in host memory at the same time, each with a worker of plugin ``UCX``; on one host to post is
+            to copy. ``None``: two, but one where there is a GPU, whose transfers a second worker slows down.
         num_threads: extra threads with which the plugin posts long batches; 0 for none. They spin while they work.
-        sync_mode: locking inside the NIXL agent; ``none`` with a single thread only.
+        sync_mode: locking inside the NIXL agent. ``None``: what ``threads`` asks for.
         log_level: what NIXL's library writes to stderr. Read once a process, when NIXL is loaded; ``None`` leaves it to
             ``NIXL_LOG_LEVEL``.
     """
@@ -37,9 +38,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     plugin_params: dict[str, Setting] = {}
     ucx: dict[str, Setting] = {}
     verbs: Annotated[frozenset[Literal["read", "write"]], Meta(min_length=1)] | None = None
-    threads: Annotated[int, Meta(ge=1, le=4)] = 2
+    threads: Annotated[int, Meta(ge=1, le=4)] | None = None
     num_threads: Annotated[int, Meta(ge=0, le=256)] = 0
-    sync_mode: Literal["none", "rw", "strict"] = "rw"
+    sync_mode: Literal["none", "rw", "strict"] | None = None
     log_level: Literal["TRACE", "DEBUG", "INFO", "WARN", "ERROR", "FATAL"] | None = None
 
     @classmethod
@@ -49,9 +50,21 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         parsed = msgspec.structs.replace(parsed, plugin=parsed.plugin.upper())
         if parsed.ucx and parsed.plugin != "UCX":
             raise ConfigError(f"option 'ucx' of back end 'nixl' is for plugin 'UCX', and the plugin is {parsed.plugin!r}")
-        if parsed.sync_mode == "none" and parsed.threads > 1:
+        if parsed.posting > 1 and parsed.plugin != "UCX":
+            raise ConfigError(f"option 'threads' of back end 'nixl' does nothing for plugin {parsed.plugin!r}")
+        if parsed.posting > 1 and parsed.sync_mode == "none":
             raise ConfigError("option 'sync_mode' of back end 'nixl' can be 'none' only if option 'threads' is 1")
         return parsed
+
+    @property
+    def posting(self) -> int:
+        """``threads``, chosen if it was not set."""
+        return self.threads or (1 if has_gpu() or self.plugin != "UCX" or self.sync_mode == "none" else 2)
+
+    @property
+    def locking(self) -> Literal["none", "rw", "strict"]:
+        """``sync_mode``, chosen if it was not set."""
+        return self.sync_mode or ("none" if self.posting == 1 else "rw")
 
     @property
     def ucx_settings(self) -> dict[str, str]:

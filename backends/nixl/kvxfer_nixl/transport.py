@@ -6,7 +6,6 @@ what has come, so this side looks at batches in flight in short intervals, and a
 
 from __future__ import annotations
 
-import glob
 import re
 import secrets
 import threading
@@ -26,7 +25,7 @@ from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nixl.agent import Agent
 from kvxfer_nixl.endpoint import FORMAT, Endpoint
 from kvxfer_nixl.flight import Flight
-from kvxfer_nixl.library import load
+from kvxfer_nixl.library import has_gpu, load
 from kvxfer_nixl.link import Link, Peers
 from kvxfer_nixl.options import Options
 from kvxfer_nixl.reach import Reach
@@ -80,7 +79,7 @@ class NixlTransport(Transport):
         self._ended: list[Completion] = []
         self._next_link, self._next_batch = 0, 0
         self._wakeup = Wakeup()
-        self._crew = Crew(self._options.threads if self._options.plugin == "UCX" else 1, "kvxfer-nixl")
+        self._crew = Crew(self._options.posting, "kvxfer-nixl")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -283,6 +282,5 @@ class NixlTransport(Transport):
 
 def _memory_kinds(agent: Agent) -> frozenset[str]:
     """``cuda`` where there is a GPU: NIXL's plugins say that they move its memory whether there is one or not."""
-    gpu = glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg") or glob.glob("/dev/kfd")
     found = {"cpu"} if "DRAM_SEG" in agent.kinds else set[str]()
-    return frozenset(found | {"cuda"} if gpu and "VRAM_SEG" in agent.kinds else found)
+    return frozenset(found | {"cuda"} if has_gpu() and "VRAM_SEG" in agent.kinds else found)
