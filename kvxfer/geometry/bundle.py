@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class Bundle:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_merged", merge(self.src_cells, self.dst_cells, self.unit, [self.heads]))
 
-    @property
+    @cached_property
     def most_tokens(self) -> int:
         """How long a segment may be: tokens that do not follow each other on both sides cost rows."""
         loose = sum(len(t) for t in self._merged if not self._follows(t))
@@ -65,7 +66,7 @@ class Bundle:
             s.src_block * self.src_stride + s.src_token * self.src_token,
             s.dst_block * self.dst_stride + s.dst_token * self.dst_token,
             s.token,
-            np.ones_like(s.count) if self.opaque else s.count,
+            np.ones(len(s.count), np.int64) if self.opaque else s.count,
         )
 
     def _follows(self, t: Template) -> bool:
@@ -105,14 +106,14 @@ class Part:
         if b.opaque:
             yield from (Sheet(t, self.src_at, self.dst_at, self.count) for t in b._merged)
             return
-        counts = np.flatnonzero(np.bincount(self.count)).tolist()
-        ones = np.ones(len(self.count), np.int64)
+        least, most = int(np.minimum.reduce(self.count)), int(np.maximum.reduce(self.count))
+        counts = [most] if least == most else np.flatnonzero(np.bincount(self.count)).tolist()
         for i, tile in enumerate(b._merged):
             plain = [n for n in counts if b._with_tokens(i, n)[0] is tile]
             groups = ([plain] if plain else []) + [[n] for n in counts if n not in plain]
             for group, (src, dst, count) in zip(groups, self._by(groups), strict=True):
                 for t in b._with_tokens(i, group[0]):
-                    yield Sheet(t, src, dst, count if t is tile else ones[: len(count)])
+                    yield Sheet(t, src, dst, count if t is tile else np.ones(len(count), np.int64))
 
     def _by(self, groups: list[list[int]]) -> list[tuple[Ints, ...]]:
         """Places and counts of the segments whose count is in each group, in their order."""

@@ -113,7 +113,7 @@ class Planner:
             if sg >= len(src_blocks) or dg >= len(dst_blocks):
                 raise PlanError(f"no block table for group {sg} of the producer or group {dg} of the consumer")
             src, dst = np.asarray(src_blocks[sg], np.int64), np.asarray(dst_blocks[dg], np.int64)
-            if not (dst >= 0).any():
+            if not len(dst) or np.maximum.reduce(dst) < 0:
                 continue
             found = join(src, dst, self._cut(sg, dg, opaque, members, len(dst), start, tokens), dg)
             if len(found.count):
@@ -143,11 +143,11 @@ class Planner:
             ("source", found.src_block, min(b.src_blocks for b in members)),
             ("destination", found.dst_block, min(b.dst_blocks for b in members)),
         ):
-            worst = int(block.max())
+            worst = int(np.maximum.reduce(block))
             if worst >= limit:
                 raise PlanError(f"{side} block {worst} is outside the cache's {limit} blocks")
         self._seen[found.dst_block] = found.dst_pos
         twice = self._seen[found.dst_block] != found.dst_pos
-        if twice.any():
+        if np.logical_or.reduce(twice):
             culprit = int(found.dst_block[int(np.argmax(twice))])
             raise PlanError(f"destination block {culprit} stands at two positions of its table")

@@ -50,14 +50,15 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
     """Cut ``[start, tokens)`` at multiples of both block sizes, and of ``most`` where blocks are larger than that."""
     steps = {bs, bd, most} if most < min(bs, bd) else {bs, bd}
     edges = [
-        np.arange(start // b + 1, -(-tokens // b), dtype=np.int64) * b
+        np.arange(start // b, -(-tokens // b) + 1 if start < tokens else 0, dtype=np.int64) * b
         for b in steps
         if not any(b != smaller and b % smaller == 0 for smaller in steps)
     ]
-    if start < tokens:
-        edges = [np.array([start]), *edges, np.array([tokens])]
-    bounds = np.concatenate(edges)
-    if len(edges) > 3:
+    for each in edges:
+        each[:1], each[-1:] = start, tokens
+    bounds = edges[0]
+    if len(edges) > 1 and start < tokens:
+        bounds = np.concatenate(edges)
         bounds.sort(kind="stable")  # a few ascending lists, which this kind of sort merges
         bounds = bounds[np.flatnonzero(np.append(bounds[1:] != bounds[:-1], True))]
     token, count = bounds[:-1], bounds[1:] - bounds[:-1]
@@ -81,14 +82,14 @@ def join(src: Ints, dst: Ints, cut: Cut, group: int) -> Segments:
     """Look the blocks up. Raises ``PlanError`` when a segment that is wanted and needed has no source."""
     to = dst[cut.dst_pos]
     wanted = to >= 0
-    if int(cut.src_pos.min(initial=0)) >= 0 and int(cut.src_pos.max(initial=-1)) < len(src):
+    if np.minimum.reduce(cut.src_pos, initial=0) >= 0 and np.maximum.reduce(cut.src_pos, initial=-1) < len(src):
         of = src[cut.src_pos]
     else:
         of = np.full(len(to), -1, np.int64)
         inside = (cut.src_pos >= 0) & (cut.src_pos < len(src))
         of[inside] = src[cut.src_pos[inside]]
     keep = wanted & (of >= 0)
-    if keep.all():
+    if np.logical_and.reduce(keep):
         return Segments(of, to, cut.dst_pos, cut.src_token, cut.dst_token, cut.token, cut.count)
     lost = wanted & (of < 0) & (cut.token + cut.count > cut.needed)
     if lost.any():

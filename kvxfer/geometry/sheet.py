@@ -68,7 +68,7 @@ class Sheet:
 
     @cached_property
     def nbytes(self) -> int:
-        return len(self.template) * self.template.unit * int(self.counts.sum())
+        return len(self.template) * self.template.unit * int(np.add.reduce(self.counts))
 
     def stream(self) -> tuple[Ints, Ints]:
         """Where the bytes lie in the packed stream, which is segment-major: row ``r`` of segment ``s`` begins at
@@ -82,7 +82,7 @@ class Sheet:
         by cells and axes; where one row is larger, inside it. ``first``: of the first piece, where segments allow it."""
         if not len(self.counts):
             return
-        t, longest = self.template, int(self.counts.max())
+        t, longest = self.template, int(np.maximum.reduce(self.counts))
         each = len(t) * t.unit
         if each * longest <= max_bytes:
             head = first if each * longest <= first else max_bytes

@@ -34,6 +34,8 @@ def plan_part(
     because an engine gives their blocks up while it computes. Raises ``PlanError`` (also for a part outside the want).
     """
     lo, hi = max(lo, start), min(hi, tokens)
+    if all(g.kind == "full" for g in planner.dst.groups):
+        return planner.plan(src, dst, lo, max(lo, hi))
     plan = planner.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi))
     if final:
         plan += planner.plan(src, _only(planner.dst, dst, full=False), start, tokens)
@@ -83,5 +85,5 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
     """Size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
     if not plan.rows or plan.nbytes >= info.stage_below * plan.rows:
         return 0
-    longest = max(int(s.counts.max()) * s.template.unit for s in plan.sheets)
+    longest = max(int(np.maximum.reduce(s.counts)) * s.template.unit for s in plan.sheets)
     return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 2, plan.nbytes // DEPTH, longest))
