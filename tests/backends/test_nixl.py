@@ -18,6 +18,8 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Link, Started, Suite, Way, World
+from kvxfer.testing.conformance.deaths import Deaths
+from kvxfer.testing.conformance.endings import Endings
 from kvxfer.testing.conformance.harness import assert_equal, overlay
 from kvxfer.testing.conformance.transfers import Transfers
 from kvxfer.testing.party import LocalParty, Party, Runs
@@ -59,6 +61,17 @@ class TestThreads(Transfers):
 
     backend = NixlTransport
     options: ClassVar[dict[str, Any]] = {"num_threads": 2, "plugin_params": {"split_batch_size": 16}}
+
+
+class TestCrew(Endings, Deaths):
+    """Every batch is posted by several threads, however small."""
+
+    backend = NixlTransport
+    options: ClassVar[dict[str, Any]] = {"threads": 3}
+
+    @pytest.fixture(autouse=True)
+    def shares(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(flight, "SHARE_BYTES", 1)
 
 
 class Cma(Suite):
@@ -256,6 +269,25 @@ def test_a_killed_peer_leaves_quiet_memory(tcp: World) -> None:
     a.fill(0, seed=77)
     before = a.content(0)
     tcp.run(0.3)
+    assert_equal(a.content(0), before, "the memory after the end")
+
+
+def test_a_peer_killed_while_two_threads_read_it(cma: World) -> None:
+    """Over CMA they are inside the call at that time. The batch ends with one error, and nothing lands later."""
+    a, b = cma.local(), cma.process("killed")
+    for party in (a, b):
+        party.allocate([64 * MIB], 1)
+    link = cma.link(a, b)
+    assert all(r.error is None for r in cma.finish(link.start(Way.READ, b, a, Runs.of([0], [0], [10]))))
+    threading.Timer(0.05, b.kill).start()
+    until, result = time.monotonic() + 20, None
+    while result is None or result.error is None:
+        assert time.monotonic() < until, "reads of a dead peer succeed"
+        [result] = cma.finish(link.start(Way.READ, b, a, Runs.of([0], [0], [64 * MIB])))
+    assert b.name in result.error and result.quiet
+    a.fill(0, seed=77)
+    before = a.content(0)
+    cma.run(0.3)
     assert_equal(a.content(0), before, "the memory after the end")
 
 
