@@ -129,9 +129,8 @@ class DataThread:
         wait = self._timeout(transport, fd)
         if 0 < wait < 0.001:  # poll knows whole milliseconds only, and a thread that merely sleeps wakes 50 us too late
             poller.register(self._alarm, select.POLLIN)
-            self._alarm.at(time.monotonic() + wait)
+            self._alarm.at(time.monotonic() + wait)  # which takes an earlier ring back
             poller.poll()
-            self._alarm.clear()
         else:
             poller.poll(wait * 1000)
         for call in inbox.take():

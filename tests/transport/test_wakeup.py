@@ -64,6 +64,13 @@ def test_a_time_can_be_replaced(wakeup: Wakeup) -> None:
     assert not readable(wakeup)
 
 
+def test_a_later_time_takes_back_one_that_has_come(wakeup: Wakeup) -> None:
+    wakeup.at(time.monotonic() - 1)
+    assert readable(wakeup, 5)
+    wakeup.at(time.monotonic() + 3600)
+    assert not readable(wakeup, 0.05)
+
+
 def test_close_gives_all_descriptors_back() -> None:
     before = os.listdir("/proc/self/fd")
     wakeup = Wakeup()
