@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["CudaEvent", "Done", "Fence", "fence"]
+__all__ = ["CudaEvent", "Done", "Events", "Fence", "fence"]
 
 
 class Fence(Protocol):
@@ -34,6 +34,31 @@ class CudaEvent:
 
     def passed(self) -> bool:
         return bool(self.event.query())
+
+
+class Events:
+    """Events of torch's on one device, each recorded anew when nobody has its fence any more: one that has never been recorded is
+    slow to record. Fences may be dropped on any thread."""
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+
+    def record(self, stream: Any) -> CudaEvent:
+        """Passed when all has run that this stream was given so far."""
+        import torch
+
+        event = self._free.pop() if self._free else torch.cuda.Event()
+        event.record(stream)
+        return _Lent(event, self._free)
+
+
+class _Lent(CudaEvent):
+    def __init__(self, event: Any, home: list[Any]) -> None:
+        super().__init__(event)
+        self._home = home
+
+    def __del__(self) -> None:
+        self._home.append(self.event)
 
 
 def fence(device: str) -> Fence:
