@@ -66,9 +66,10 @@ class Space(ABC):
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
         """Scatter what was packed into ``staged`` at ``at`` over the plan's destination side, which is here."""
 
-    def prepare(self, plan: CopyPlan, side: Side, packed: Space) -> None:  # noqa: B027
-        """Go through ``pack`` or ``unpack`` of a plan and move nothing, so that the next one is quick, if it would not be.
-        Raises ``ValueError`` as they do."""
+    def prepare_unpack(self, plan: CopyPlan, staged: Space) -> Callable[[int], Fence]:
+        """``unpack`` in two steps: what is returned takes ``at``, is called at most once, and has little left to do.
+        Raises ``ValueError`` as ``unpack`` does."""
+        return lambda at: self.unpack(plan, staged, at)
 
     @abstractmethod
     def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:

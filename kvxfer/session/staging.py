@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -128,13 +129,10 @@ class Staging:
         """Gather the plan's source side into a slot; the fence passes when the bytes are there."""
         return self._begun(slot, self._space.pack(plan, self._buffer, slot.offset))
 
-    def prepare(self, plan: CopyPlan) -> None:
-        """Get ready to unpack pieces of a plan, while nothing has come yet."""
-        self._space.prepare(plan, "destination", self._buffer)
-
-    def unpack(self, plan: CopyPlan, slot: Slot) -> Fence:
-        """Scatter a slot into the plan's destination side."""
-        return self._begun(slot, self._space.unpack(plan, self._buffer, slot.offset))
+    def unpack(self, plan: CopyPlan) -> Callable[[Slot], Fence]:
+        """Get ready to scatter a slot into the plan's destination side; what is returned does it, once."""
+        begin = self._space.prepare_unpack(plan, self._buffer)
+        return lambda slot: self._begun(slot, begin(slot.offset))
 
     def _begun(self, slot: Slot, fence: Fence) -> Fence:
         self._busy[slot.offset] = fence

@@ -119,7 +119,7 @@ def test_an_empty_launch_moves_nothing() -> None:
     made = CopyPlan((Sheet(Template(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64), at, at, np.ones(1, np.int64)),))
     for side in ("source", "destination"):
         launcher = launch.Launcher(cache, processors=6)
-        assert launcher.move(made, side, staged.region.address, pack=side == "source", empty=True).passed()  # type: ignore[arg-type]
+        launcher.rehearse(launcher.prepare(made, side, pack=side == "source"), staged.region.address)  # type: ignore[arg-type]
     assert [np.array_equal(m.bytes(0, 8192), b) for m, b in zip((cache, staged), before, strict=True)] == [True, True]
 
 
@@ -139,22 +139,26 @@ def test_a_space_is_ready_when_it_has_rested(monkeypatch: pytest.MonkeyPatch) ->
     space, before = OnHost(cache), cache.bytes(0, 8192).copy()
     at = np.array([1024])
     made = CopyPlan((Sheet(Template(np.array([0, 2048]), np.array([0, 4096]), (), 512), at, at, np.ones(1, np.int64)),))
-    launched, move = [], space._launcher.move
+    launched, start = [], space._launcher._start
 
     def noted(*args, empty: bool = False, **kwargs):  # type: ignore[no-untyped-def]
         launched.append(empty)
-        return move(*args, empty=empty, **kwargs)
+        return start(*args, empty=empty, **kwargs)
 
-    monkeypatch.setattr(space._launcher, "move", noted)
-    space.prepare(made, "destination", staged)
+    monkeypatch.setattr(space._launcher, "_start", noted)
+    unpack = space.prepare_unpack(made, staged)
     assert np.array_equal(cache.bytes(0, 8192), before)
     assert space.pack(made, staged, 64).passed()
     assert np.array_equal(staged.bytes(64, 1024), np.concatenate([before[1024:1536], before[3072:3584]]))
-    monkeypatch.setattr("kvxfer.memory.cuda.space.QUICK_S", 3600.0)
-    space.prepare(made, "destination", staged)  # it has just run
-    assert space.unpack(made, staged, 64).passed()
+    assert unpack(64).passed()
     assert np.array_equal(cache.bytes(5120, 512), before[3072:3584])
-    assert launched == [True, False, False]
+    monkeypatch.setattr("kvxfer.memory.cuda.space.QUICK_S", 3600.0)
+    cache.bytes(4096, 4096)[:] = 0
+    unpack = space.prepare_unpack(made, staged)  # it has just run
+    assert not cache.bytes(4096, 4096).any()
+    assert unpack(64).passed()
+    assert np.array_equal(cache.bytes(5120, 512), before[3072:3584])
+    assert launched == [True, False, False, False]
 
 
 def test_a_plan_that_leaves_the_memory_is_refused() -> None:

@@ -3,8 +3,9 @@ Triton's interpreter the same runs on host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial, reduce
 from math import gcd
 from typing import Any
@@ -17,7 +18,7 @@ from kvxfer.geometry import Bundle, CopyPlan, Part, Sheet, Template
 from kvxfer.geometry.template import Ints
 from kvxfer.memory.checksum import HEAD, LENGTH, TOKEN, cell_keys, fine, spans, word_keys
 from kvxfer.memory.cuda.tables import Table, Tables
-from kvxfer.memory.fence import CudaEvent, Done, Fence
+from kvxfer.memory.fence import Done, Events, Fence
 from kvxfer.memory.space import Side, Space
 from kvxfer.memory.triton_kernels import digest_rows, move_rows
 
@@ -43,15 +44,21 @@ _SPAN = 1 << 16
 """Bytes of a row that one job moves, so that few long rows keep many programs busy."""
 
 
-class _Mark(CudaEvent):
-    """An event that is recorded anew when nobody has the fence any more: one that has never been is slow to record."""
+@dataclass(frozen=True, eq=False)
+class _Launch:
+    """One sheet's, but for where the packed stream is. ``cells``, ``near``: what kernels read. ``longest``: bytes of a row.
+    ``grain``: what all places and sizes are multiples of."""
 
-    def __init__(self, event: Any, home: list[Any]) -> None:
-        super().__init__(event)
-        self._home = home
-
-    def __del__(self) -> None:
-        self._home.append(self.event)
+    nbytes: int
+    table: Table
+    cells: Any
+    near: Any
+    segments: int
+    rows: int
+    axes: tuple[int, ...]
+    longest: int
+    grain: int
+    pack: bool
 
 
 class Launcher:
@@ -69,26 +76,38 @@ class Launcher:
         self._factors: dict[int, Any] = {}
         self._compiled: dict[tuple[int, ...], Any] = {}
         self._tables = Tables(pinned=stream is not None)
-        self._events: list[Any] = []
+        self._events = Events()
 
-    def move(self, plan: CopyPlan, side: Side, packed: int, *, pack: bool, empty: bool = False) -> Fence:
-        """Between the rows of a plan on one side and the packed stream at this address. ``empty``: go through all of it and
-        move nothing, so that what has to be compiled is, and the next time is quick.
+    def move(self, plan: CopyPlan, side: Side, packed: int, *, pack: bool) -> Fence:
+        """Between the rows of a plan on one side and the packed stream at this address.
         Raises ``ValueError`` when a row would leave its region."""
-        used = []
+        return self.begin(self.prepare(plan, side, pack=pack), packed)
+
+    def prepare(self, plan: CopyPlan, side: Side, *, pack: bool) -> list[_Launch]:
+        """What ``move`` does before its first launch; for ``begin``, which may take it once. Raises as it does."""
+        return [self._prepare(sheet, side, pack) for sheet in plan.sheets]
+
+    def rehearse(self, launches: Sequence[_Launch], packed: int) -> None:
+        """Go through all of them and move nothing, so that what has to be compiled is, and the next time is quick."""
+        for launch in launches:
+            self._start(launch, packed, empty=True)
+        self._mark()
+
+    def begin(self, launches: Sequence[_Launch], packed: int) -> Fence:
+        """Move what was prepared, between its rows and the packed stream at this address."""
         try:
-            for sheet in plan.sheets:
-                used.append(self._move(sheet, side, packed, pack, empty))
-                packed += sheet.nbytes
+            for launch in launches:
+                self._start(launch, packed)
+                packed += launch.nbytes
             fence = self._mark()
         except Exception:
             if self._stream is not None:
                 self._stream.synchronize()  # sheets that were begun, which read tables
             raise
-        self._tables.give(used, fence)
+        self._tables.give([launch.table for launch in launches], fence)
         return fence
 
-    def _move(self, sheet: Sheet, side: Side, packed: int, pack: bool, empty: bool) -> Table:
+    def _prepare(self, sheet: Sheet, side: Side, pack: bool) -> _Launch:
         template, places, n = sheet.template, sheet.src_at if side == "source" else sheet.dst_at, len(sheet.counts)
         n_rows = len(template)
         table = self._tables.take(n)
@@ -98,24 +117,27 @@ class Launcher:
         np.add.accumulate(size[:-1] * n_rows, out=begin[1:])
         begin[0] = 0
         cells, grain = self._cells_of(template, side, places, size)
-        unit = gcd(grain, _grain(places), _grain(size), packed)
         longest = int(size.max())
+        return _Launch(
+            sheet.nbytes, table, cells, self._near(table, longest), n, n_rows, _axes(template, side), longest,
+            gcd(grain, _grain(places), _grain(size)), pack,
+        )  # fmt: skip
+
+    def _start(self, launch: _Launch, packed: int, *, empty: bool = False) -> None:
+        """Triton looks at every argument of a launch to find what was compiled for such; since its kernel depends on constants and
+        on which numbers are wide alone, it is found by these."""
+        longest, axes, n_rows = launch.longest, launch.axes, launch.rows
+        unit = gcd(launch.grain, packed)
         words = _power(min(_TILE, longest // min(unit, 8)))
         rows = _TILE // words
         spans = -(-longest // _SPAN)
-        jobs = n * -(-n_rows // rows) * spans
-        axes = _axes(template, side)
+        programs = min(launch.segments * -(-n_rows // rows) * spans, max(1, self._processors // _SHARE))
         numbers = (
-            cells, self._near(table, longest), table.pitch, self._memory, packed, 0 if empty else n, n_rows, *axes,
+            launch.cells, launch.near, launch.table.pitch, self._memory, packed, 0 if empty else launch.segments, n_rows, *axes,
             spans, -(-longest // unit // spans),
         )  # fmt: skip
-        wide = (x.bit_length() > 31 for x in (self._memory, packed, axes[1], axes[3]))
-        self._start(min(jobs, max(1, self._processors // _SHARE)), numbers, (unit, rows, words, pack), tuple(wide))
-        return table
-
-    def _start(self, programs: int, numbers: tuple[Any, ...], constants: tuple[int, ...], wide: tuple[bool, ...]) -> None:
-        """Launch ``move_rows``. Triton looks at every argument of a launch to find what was compiled for such; since its
-        kernel depends on constants and on which numbers are wide alone, it is found by these."""
+        constants = unit, rows, words, launch.pack
+        wide = tuple(x.bit_length() > 31 for x in (self._memory, packed, axes[1], axes[3]))
         compiled = self._compiled.get(constants + wide)
         if compiled is not None:
             compiled[programs, 1, 1](*numbers, *constants, stream=self._stream.cuda_stream)
@@ -133,11 +155,7 @@ class Launcher:
             return table.tensor.to(self._device, non_blocking=True)
 
     def _mark(self) -> Fence:
-        if self._stream is None:
-            return Done()
-        event = self._events.pop() if self._events else torch.cuda.Event()
-        event.record(self._stream)
-        return _Mark(event, self._events)
+        return Done() if self._stream is None else self._events.record(self._stream)
 
     def digests(self, part: Part, side: Side, out: Any) -> Iterator[Callable[[], Any]]:
         """Launches that add the checksum of a part, read on one side, to ``out`` (int64 ``[1]``, on the device), each once."""

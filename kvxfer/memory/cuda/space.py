@@ -40,7 +40,7 @@ class CudaSpace(Space):
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(priority=0)  # 0 is the lowest
             processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._launcher: Any = None
+        self._launcher: Launcher | None = None
         self._launched = 0.0
         if importlib.util.find_spec("triton") is not None:
             from kvxfer.memory.cuda.launch import Launcher
@@ -53,9 +53,23 @@ class CudaSpace(Space):
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
         return self._move(plan, "destination", staged, at, after)
 
-    def prepare(self, plan: CopyPlan, side: Side, packed: Space) -> None:
-        if self._launcher is not None and time.monotonic() > self._launched + QUICK_S:
-            self._launch(plan, side, packed.region.address, None, empty=True)
+    def prepare_unpack(self, plan: CopyPlan, staged: Space) -> Callable[[int], Fence]:
+        launcher = self._launcher
+        if launcher is None:
+            return super().prepare_unpack(plan, staged)
+        with torch.cuda.device(self._device):
+            launches = launcher.prepare(plan, "destination", pack=False)
+            if time.monotonic() > self._launched + QUICK_S:
+                launcher.rehearse(launches, staged.region.address)
+                self._launched = time.monotonic()
+
+        def begin(at: int) -> Fence:
+            address = self._address(staged, at, plan.nbytes)
+            with torch.cuda.device(self._device):
+                self._launched = time.monotonic()
+                return launcher.begin(launches, address)
+
+        return begin
 
     def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
         parts = parts_of(plan)
@@ -76,12 +90,12 @@ class CudaSpace(Space):
         return begin
 
     def _move(self, plan: CopyPlan, side: Side, packed: Space, at: int, after: Fence | None) -> Fence:
-        if packed.device != self.device and not getattr(packed, "pinned", False):
-            raise ValueError(f"memory of {self.device} is packed into the same device or pinned host memory only")
-        region, offset = packed.locate(at, plan.nbytes)
-        stream = packed.regions[region].address + offset
+        stream = self._address(packed, at, plan.nbytes)
         if self._launcher is not None:
-            return self._launch(plan, side, stream, after)
+            with torch.cuda.device(self._device):  # without ``torch.cuda.stream``, which takes as long as a launch
+                self._wait(after)
+                self._launched = time.monotonic()
+                return self._launcher.move(plan, side, stream, pack=side == "source")
         with self._on_stream(after):
             try:
                 for sheet in plan.sheets:
@@ -92,13 +106,11 @@ class CudaSpace(Space):
                 raise
             return CudaEvent(self._stream.record_event())
 
-    def _launch(self, plan: CopyPlan, side: Side, packed: int, after: Fence | None, *, empty: bool = False) -> Fence:
-        # Without ``torch.cuda.stream``, which takes as long as a launch.
-        with torch.cuda.device(self._device):
-            self._wait(after)
-            fence: Fence = self._launcher.move(plan, side, packed, pack=side == "source", empty=empty)
-        self._launched = time.monotonic()
-        return fence
+    def _address(self, packed: Space, at: int, nbytes: int) -> int:
+        if packed.device != self.device and not getattr(packed, "pinned", False):
+            raise ValueError(f"memory of {self.device} is packed into the same device or pinned host memory only")
+        region, offset = packed.locate(at, nbytes)
+        return packed.regions[region].address + offset
 
     @contextmanager
     def _on_stream(self, after: Fence | None) -> Iterator[None]:

@@ -27,7 +27,8 @@ class Table:
 
 
 class Tables:
-    """Tables, each used again once the device has read it: there are as many as launches were ever under way at once."""
+    """Tables, each used again once the device has read it: there are about as many as launches were ever prepared or
+    under way at once."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned

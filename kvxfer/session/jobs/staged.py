@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from kvxfer.session.values import Move
 from kvxfer.transport import Batch, Completion, Fence, Verb
 
 __all__ = ["Staged", "StagedLend", "StagedRead", "StagedRecv", "StagedSend", "StagedServe", "StagedWrite"]
+
+READY = 2
+"""Pieces that a reader gets ready to unpack before it is told that they can be read."""
 
 
 @dataclass
@@ -48,7 +52,7 @@ class Staged(Job):
         self.unpacking: list[_Piece] = []
         self.stranded: list[_Piece] = []  # their slots may still be touched
         self.starving = False  # wants a slot, and there was none
-        self._ready = False  # to unpack
+        self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
 
     @property
     def ahead(self) -> tuple[int, CopyPlan] | None:
@@ -80,6 +84,7 @@ class Staged(Job):
     def stop(self, reason: str) -> None:
         super().stop(reason)
         self._ahead, self._rest = None, iter(())
+        self._unpackers.clear()
 
     def begin(self) -> _Piece | None:
         """The next piece with a slot for it, or nothing now."""
@@ -116,16 +121,20 @@ class Staged(Job):
             self.staging.give(piece.slot)
             raise
 
-    def get_ready(self) -> None:
-        """To be called when the peer has got all that it needs to go on: what is done here then costs no time."""
-        if not self._ready:
-            self._ready = True
-            self.staging.prepare(self.action.plan)
+    def get_ready(self, expected: Iterable[tuple[int, CopyPlan]] = ()) -> None:
+        """Get ready to unpack the pieces that are on their way, and others. To be called when the peer has all that it needs to go
+        on: then it costs no time."""
+        if self.error is not None:
+            return
+        for number, plan in chain(((p.number, p.plan) for p in self.held.values()), expected):
+            if number not in self._unpackers:
+                self._unpackers[number] = self.staging.unpack(plan)
 
     def land(self, piece: _Piece) -> None:
         """A piece has arrived in its slot: begin to unpack it."""
         try:
-            piece.fence = self.staging.unpack(piece.plan, piece.slot)
+            unpack = self._unpackers.pop(piece.number, None) or self.staging.unpack(piece.plan)
+            piece.fence = unpack(piece.slot)
         except Exception:
             self.staging.give(piece.slot)
             raise
@@ -287,7 +296,7 @@ class StagedRead(Named):
         while (named := self.next_named()) is not None:
             piece, offset = named
             self.one_run(Verb.READ, piece, remote=offset)
-        self.get_ready()
+        self.get_ready(islice(self._plans.items(), READY))
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
