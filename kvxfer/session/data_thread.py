@@ -9,7 +9,6 @@ too much is quarantined.
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
 from collections import deque
@@ -24,7 +23,6 @@ from kvxfer.session.results import Broken, Connected, Disconnected, Endpoint, Re
 from kvxfer.session.staging import Staging
 from kvxfer.session.values import LinkId, Move, Moved, PartRef
 from kvxfer.transport import Capabilities, Completion, Transport, Verb
-from kvxfer.transport.wakeup import Wakeup
 
 __all__ = ["DataThread"]
 
@@ -89,7 +87,6 @@ class DataThread:
 
     def run(self, inbox: Mailbox) -> None:
         """Make the back end, do what comes in, until ``stop``."""
-        self._alarm = Wakeup()
         try:
             self._open()
         except Exception as e:
@@ -103,7 +100,6 @@ class DataThread:
                 log.exception("the back end failed in a way it must not")
                 self._reset("internal error in the back end")
         self._shut()
-        self._alarm.close()
         self._checks.wait()
         if not self._device_done():
             _UNENDED.append(self.staging)
@@ -121,18 +117,8 @@ class DataThread:
 
     def _turn(self, inbox: Mailbox) -> None:
         transport = self._transport
-        poller = select.poll()
-        poller.register(inbox, select.POLLIN)
         fd = None if transport is None else transport.fileno()
-        if fd is not None:
-            poller.register(fd, select.POLLIN)
-        wait = self._timeout(transport, fd)
-        if 0 < wait < 0.001:  # poll knows whole milliseconds only, and a thread that merely sleeps wakes 50 us too late
-            poller.register(self._alarm, select.POLLIN)
-            self._alarm.at(time.monotonic() + wait)  # which takes an earlier ring back
-            poller.poll()
-        else:
-            poller.poll(wait * 1000)
+        inbox.sleep(fd, self._timeout(transport, fd))
         for call in inbox.take():
             call()
             if self._stopping:
