@@ -7,6 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["Crew"]
 
+SHARE_BYTES = 4 << 20
+"""No thread is woken for less."""
+
 
 class Crew:
     """``size`` threads, the calling one counted; the others have names that begin with ``name``, and are made when there is work for
@@ -15,6 +18,10 @@ class Crew:
     def __init__(self, size: int, name: str) -> None:
         self.size = size
         self._others = ThreadPoolExecutor(size - 1, name) if size > 1 else None
+
+    def shares(self, nbytes: int) -> int:
+        """Among how many of them so many bytes are worth sharing."""
+        return max(1, min(self.size, nbytes // SHARE_BYTES))
 
     def do(self, calls: Sequence[Callable[[], None]]) -> None:
         """Make at most ``size`` calls at the same time; returns when all have ended. Raises what one of them raised."""

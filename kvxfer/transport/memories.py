@@ -18,6 +18,7 @@ class Memories:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[tuple[Region, ...], Ints, Ints, Ints]] = {}
+        self._spans: dict[int, list[tuple[int, int, int]]] = {}
         self._next = 0
 
     def add(self, regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> int:
@@ -39,12 +40,14 @@ class Memories:
         shift = np.array([r.address for r in kept], np.int64) - starts
         number, self._next = self._next, self._next + 1
         self._known[number] = (kept, starts, starts + sizes, shift)
+        self._spans[number] = [(s, s + r.nbytes, r.address) for s, r in zip(starts.tolist(), kept, strict=True)]
         return number
 
     def remove(self, memory: int) -> tuple[Region, ...]:
         """Forget a memory and return its regions. Raises ``TransportError`` when the number is unknown."""
         if memory not in self._known:
             raise TransportError(f"memory {memory} is not registered")
+        del self._spans[memory]
         return self._known.pop(memory)[0]
 
     def __contains__(self, memory: int) -> bool:
@@ -57,6 +60,25 @@ class Memories:
         if memory not in self._known:
             raise TransportError(f"memory {memory} is not registered")
         return self._known[memory][0]
+
+    def only(self, memory: int, offsets: Ints, lengths: Ints) -> tuple[int, int] | None:
+        """(address, bytes) if there is one run, not empty and inside a region, as in what a session has packed; else ``None``: ask
+        ``addresses``. Without numpy, which takes 0.2 ms for it with the processor's caches full of what was moved before."""
+        if len(offsets) != 1 or len(lengths) != 1:
+            return None
+        offset, nbytes = int(offsets[0]), int(lengths[0])
+        for start, end, address in self._spans.get(memory, ()):
+            if start <= offset and 0 < nbytes <= end - offset:
+                return address + offset - start, nbytes
+        return None
+
+    def runs(self, memory: int, offsets: Ints, lengths: Ints) -> list[tuple[int, int]]:
+        """(address, bytes) of each run that is not empty. Raises as ``addresses`` does."""
+        only = self.only(memory, offsets, lengths)
+        if only is not None:
+            return [only]
+        addresses = self.addresses(memory, offsets, lengths)
+        return [(at, n) for at, n in zip(addresses.tolist(), np.asarray(lengths, np.int64).tolist(), strict=True) if n]
 
     def addresses(self, memory: int, offsets: Ints, lengths: Ints) -> Ints:
         """Address of each run, int64. Raises ``TransportError`` when the memory is unknown, the arrays do not fit

@@ -18,7 +18,7 @@ from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.party import LocalParty, Party, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_nccl.channel import Channel
-from kvxfer_nccl.wire import VERSION, Bye, Done, Endpoint, Hello, Id, Message, Ready, Retire, Sent, new_token
+from kvxfer_nccl.wire import Bye, Done, Endpoint, Hello, Id, Message, Ready, Retire, Sent, new_token
 
 SMALL = Runs.of([0], [0], [1000])
 LARGE = Runs.of([0], [0], [3_000_000])
@@ -36,7 +36,7 @@ class Impostor:
         self._taken: list[socket.socket] = []
         theirs = Endpoint.decode(victim.endpoint())
         mine = Endpoint(
-            VERSION, self.name, "127.0.0.1", self._listener.getsockname()[1], new_token(), "elsewhere", theirs.channels,
+            self.name, "127.0.0.1", self._listener.getsockname()[1], new_token(), "elsewhere", theirs.channels,
             theirs.release,
         )
         self.peer = victim.connect(theirs.encode(), mine.encode())

@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -27,6 +28,7 @@ from kvxfer_cuda_ipc.endpoint import Endpoint
 from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, describe
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_sheet
+from tests.backends.altered import altered_as
 from tests.backends.cuda_on_host import OnHost
 from tests.backends.cuda_plans import PAIRS, move_plans, planner
 
@@ -247,8 +249,7 @@ def test_lanes_take_whole_lines(row: int, word: int, tile: Tile) -> None:
 # What is refused
 
 
-def altered(endpoint: bytes, **changes: Any) -> bytes:
-    return msgspec.structs.replace(Endpoint.decode(endpoint), **changes).encode()
+altered = partial(altered_as, Endpoint)
 
 
 def test_what_cannot_work_is_refused_when_connecting(world: World) -> None:

@@ -188,11 +188,11 @@ class Gate:
         self.event, self.opened, self.held = threading.Event(), 0, threading.Event()
         move, open_ = TwinPipe.move, TwinPipe.open
 
-        def held(pipe: TwinPipe, addresses: Any, lengths: Any) -> None:
-            if pipe._way.sends and int(lengths.sum()) > 1:  # not the byte by which a pair connects
+        def held(pipe: TwinPipe, runs: list[tuple[int, int]]) -> None:
+            if pipe._way.sends and sum(n for _, n in runs) > 1:  # not the byte by which a pair connects
                 pipe.wait(self)  # type: ignore[arg-type]  # it has an event
                 self.held.set()
-            move(pipe, addresses, lengths)
+            move(pipe, runs)
 
         def counted(pipe: TwinPipe) -> None:
             self.opened += 1

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -24,6 +24,7 @@ from kvxfer.testing.conformance.harness import assert_equal, overlay
 from kvxfer.testing.conformance.transfers import Transfers
 from kvxfer.testing.party import LocalParty, Party, Runs
 from kvxfer.transport import Batch, Verb
+from tests.backends.altered import altered_as
 from tests.conftest import require
 
 require("nixl")
@@ -71,7 +72,7 @@ class TestCrew(Endings, Deaths):
 
     @pytest.fixture(autouse=True)
     def shares(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(flight, "SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
 
 
 class Cma(Suite):
@@ -99,7 +100,7 @@ class Crewed(Suite):
 @pytest.fixture(params=[Cma, Tcp, Crewed], ids=["cma", "tcp", "crew"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if request.param is Crewed:
-        monkeypatch.setattr(flight, "SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
     world = World(request.param())
     yield world
     world.close()
@@ -169,6 +170,27 @@ def test_without_threads_a_batch_is_posted_by_one(cma: World, monkeypatch: pytes
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for _ in range(2):
         cma.move(link, Way.READ, a, b, Runs.of([0], [0], [8 * MIB]))
+
+
+def test_a_failed_piece_vouches_for_no_other(cma: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has a worker of UCX's with connections of its own: that one has failed says nothing of the others."""
+    broken, finished, post = list[int](), threading.Event(), Agent.post
+
+    def done(self: Agent, handle: int) -> bool:
+        if not broken:
+            broken.append(handle)
+            raise TransportError("the connection broke")
+        return finished.is_set()
+
+    a, b, link = large(cma)
+    monkeypatch.setattr(Agent, "post", lambda self, handle: post(self, handle) and False)
+    monkeypatch.setattr(Agent, "done", done)
+    started = link.start(Way.READ, a, b, Runs.of(np.arange(512) * 16384, np.arange(512)[::-1] * 16384, np.full(512, 16384)))
+    cma.run(5 * flight.SETTLE_S)
+    assert not started.over(), "the batch has ended while a piece of it is under way"
+    finished.set()
+    [result] = cma.finish(started)
+    assert "the connection broke" in str(result.error) and result.quiet
 
 
 def test_an_aborted_batch_posts_no_more_pieces(tcp: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,9 +449,7 @@ def test_a_link_closed_before_we_connect_fails_at_once(world: World) -> None:
 # --- endpoints --------------------------------------------------------------------------------------------------------
 
 
-def altered(endpoint: bytes, **changes: Any) -> bytes:
-    """With a checksum that is right."""
-    return msgspec.structs.replace(Endpoint.decode(endpoint), **changes).encode()
+altered = partial(altered_as, Endpoint)
 
 
 @pytest.mark.parametrize("changes, said", [

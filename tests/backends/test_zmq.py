@@ -17,7 +17,7 @@ from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.party import LocalParty, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport
-from kvxfer_zmq.wire import VERSION, Endpoint, Header, Kind, new_token, routing_id
+from kvxfer_zmq.wire import Endpoint, Header, Kind, new_token, routing_id
 
 
 class TestTcp(ConformanceSuite):
@@ -82,7 +82,7 @@ class Impostor:
         self.router = self.context.socket(zmq.ROUTER)
         port = self.router.bind_to_random_port("tcp://127.0.0.1")
         theirs = victim.endpoint()
-        mine = Endpoint(VERSION, "impostor", f"tcp://127.0.0.1:{port}", new_token())
+        mine = Endpoint("impostor", f"tcp://127.0.0.1:{port}", new_token())
         self.peer = victim.connect(theirs, mine.encode())
         self.victim, self.world, self.name = victim, world, "impostor"
         self.dealer = self.context.socket(zmq.DEALER)

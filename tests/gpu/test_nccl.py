@@ -160,8 +160,8 @@ def raw(a: LocalParty, b: LocalParty, channels: int, sizes: list[int]) -> list[s
         seconds = []
         for _ in range(7):
             begun = time.perf_counter()
-            pipes[1].move(np.array([b.region.address]), np.array([size]))  # type: ignore[attr-defined]
-            pipes[0].move(np.array([a.region.address]), np.array([size]))  # type: ignore[attr-defined]
+            pipes[1].move([(b.region.address, size)])  # type: ignore[attr-defined]
+            pipes[0].move([(a.region.address, size)])  # type: ignore[attr-defined]
             marks = [pipe.mark() for pipe in pipes]
             while not all(mark.passed() for mark in marks):
                 pass

@@ -48,13 +48,29 @@ def test_one_offset_a_length() -> None:
         addresses([0, 1], [1])
 
 
+@given(runs=st.lists(st.tuples(st.sampled_from([0, 1, 4000, 4999, 5000, 5096, 9095]), st.integers(0, 4096)), max_size=3))
+def test_runs_are_addresses_and_bytes_without_the_empty(runs: list[tuple[int, int]]) -> None:
+    memories = Memories()
+    memories.add(REGIONS)
+    offsets, lengths = (np.array([run[i] for run in runs], np.int64) for i in (0, 1))
+    try:
+        expected = [(at, n) for at, n in zip(memories.addresses(0, offsets, lengths), lengths, strict=True) if n]
+    except TransportError as refused:
+        with pytest.raises(TransportError) as e:
+            memories.runs(0, offsets, lengths)
+        assert str(e.value) == str(refused)
+        return
+    assert memories.runs(0, offsets, lengths) == expected
+    assert memories.only(0, offsets, lengths) == (expected[0] if len(runs) == 1 and expected else None)
+
+
 def test_numbers_are_never_used_twice() -> None:
     memories = Memories()
     assert [memories.add([]), memories.add([REGIONS[0]])] == [0, 1]
     assert memories.remove(1) == (REGIONS[0],)
     assert memories.add([]) == 2
     assert list(memories) == [0, 2] and 1 not in memories
-    for call in (memories.remove, memories.regions):
+    for call in (memories.remove, memories.regions, lambda n: memories.runs(n, np.zeros(1, np.int64), np.ones(1, np.int64))):
         with pytest.raises(TransportError, match="memory 1"):
             call(1)
 

@@ -17,9 +17,6 @@ STEP_BYTES = 16 << 20
 """At most these bytes go in one system call of each thread. It cannot be broken off, so they bound how long a poll blocks: 4 ms at
 4 GB/s, and some 30 ms into memory that was never touched. More calls cost more: each starts with cold caches."""
 
-SHARE_BYTES = 4 << 20
-"""No thread is woken for less."""
-
 PIECE_BYTES = 256 << 10
 """Longer runs are cut, so that a few long ones among many short ones do not make every step short."""
 
@@ -58,7 +55,7 @@ class Direct:
         longest = int(lengths.max(initial=1))
         runs_a_step = min(STEP_BYTES // longest, IOV_MAX - 1)
         n, nbytes = len(lengths), int(lengths.sum())
-        shares = max(1, min(crew.size, n, nbytes // SHARE_BYTES))
+        shares = max(1, min(crew.shares(nbytes), n))
         cuts = [n * i // shares for i in range(shares + 1)]
         self._shares = [
             _Share(process, write, Pieces(local[lo:hi], lengths[lo:hi]), Pieces(remote[lo:hi], lengths[lo:hi]), hi - lo, runs_a_step)

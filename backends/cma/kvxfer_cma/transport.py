@@ -20,7 +20,7 @@ from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_cma import ptrace, vm
 from kvxfer_cma.copy import Copy, Direct, Step
-from kvxfer_cma.endpoint import FORMAT, LINK_BYTES, Endpoint, Exported
+from kvxfer_cma.endpoint import LINK_BYTES, Endpoint, Exported
 from kvxfer_cma.options import Options
 from kvxfer_cma.relay import Relay
 from kvxfer_cma.ring import Asker, Relayed
@@ -125,7 +125,7 @@ class CmaTransport(Transport):
         if self._relay is not None:
             self._relay.offer(link)
         return Endpoint(
-            FORMAT, self.agent, self._host, self._pid_namespace, os.getpid(), link,
+            self.agent, self._host, self._pid_namespace, os.getpid(), link,
             self._relay.name if self._relay is not None else "", tuple(exported),
         ).encode()  # fmt: skip
 

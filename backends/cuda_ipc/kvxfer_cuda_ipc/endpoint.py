@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
 
 from kvxfer.errors import TransportError
+from kvxfer.transport.endpoint import EndpointBase
 
 __all__ = ["HANDLE_BYTES", "LINK_BYTES", "Allocation", "Endpoint", "Exported", "process"]
 
-FORMAT = 1
 LINK_BYTES = 16
 HANDLE_BYTES = 64
 
@@ -38,32 +38,22 @@ class Exported(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[tuple[Place, Place, Size], ...]
 
 
-class Endpoint(msgspec.Struct, frozen=True, array_like=True, tag="kvxfer-cuda-ipc"):
+class Endpoint(EndpointBase, frozen=True):
     """``host``: ``kvxfer.transport.host``. ``process`` is as below. ``link`` is random: it names this end of a link and proves the right to
     use it. ``socket`` is the abstract Unix socket on which the peer announces itself."""
 
-    format: int
-    agent: str
+    backend = "cuda_ipc"
+    format = 2
+
     host: str
     process: Secret
     link: Secret
     socket: str
     memories: tuple[Exported, ...]
 
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
     @classmethod
-    def decode(cls, data: bytes) -> Endpoint:
-        try:
-            endpoint = msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-            raise TransportError(f"this is no endpoint of the cuda_ipc back end: {e}") from None
-        if endpoint.format != FORMAT:
-            raise TransportError(
-                f"{endpoint.agent} sent a cuda_ipc endpoint of format {endpoint.format}, this side speaks {FORMAT}; "
-                "install the same release of kvxfer-cuda-ipc on both"
-            )
+    def decode(cls, data: bytes) -> Self:
+        endpoint = super().decode(data)
         for memory in endpoint.memories:
             for at, offset, nbytes in memory.regions:
                 if at >= len(memory.allocations) or offset + nbytes > memory.allocations[at].nbytes:

@@ -17,7 +17,7 @@ from kvxfer.transport.host import host
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_cuda_ipc import driver
-from kvxfer_cuda_ipc.endpoint import FORMAT, LINK_BYTES, Endpoint, Exported, process
+from kvxfer_cuda_ipc.endpoint import LINK_BYTES, Endpoint, Exported, process
 from kvxfer_cuda_ipc.exports import Opened, export
 from kvxfer_cuda_ipc.gpu import Gpu
 from kvxfer_cuda_ipc.lines import Line, Lines
@@ -138,7 +138,7 @@ class CudaIpcTransport(Transport):
         link = os.urandom(LINK_BYTES)
         self._lines.offer(link)
         return Endpoint(
-            FORMAT, self.agent, self._host, process(), link, self._lines.name, tuple(self._exported.values())
+            self.agent, self._host, process(), link, self._lines.name, tuple(self._exported.values())
         ).encode()
 
     def connect(self, mine: bytes, theirs: bytes) -> int:

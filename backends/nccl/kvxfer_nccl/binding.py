@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Fence
 from kvxfer_nccl.options import Options
 
@@ -47,9 +46,9 @@ class Pipe(Protocol):
         """Join the other side, and connect so far that no later operation has to wait for it on the host. Waits for the
         other side without an end. Raises ``TransportError``, also when aborted meanwhile."""
 
-    def move(self, addresses: Ints, lengths: Ints) -> None:
-        """Enqueue the sending of runs, none of them empty, or their reception. Raises ``TransportError`` when the communicator
-        is broken."""
+    def move(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Enqueue the sending of runs (address, bytes), none of them empty, or their reception. Raises ``TransportError`` when the
+        communicator is broken."""
 
     def wait(self, fence: Fence) -> None:
         """Let what is enqueued later wait for a fence that has a device event."""

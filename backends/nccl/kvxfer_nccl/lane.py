@@ -26,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Completion, Fence, Verb
 from kvxfer_nccl.binding import Binding, Mark, Pipe, Way
 from kvxfer_nccl.options import Options
@@ -63,14 +62,13 @@ class Broken(Exception):
 
 @dataclass(eq=False)
 class Post:
-    """This side's half of a batch. ``mark``: set while it is enqueued."""
+    """This side's half of a batch. ``runs``: (address, bytes), none of them empty. ``mark``: set while it is enqueued."""
 
     number: int
     verb: Verb
     memory: int
     stream: int
-    addresses: Ints
-    lengths: Ints
+    runs: list[tuple[int, int]]
     nbytes: int
     after: Fence | None
     mark: Mark | None = None
@@ -181,10 +179,9 @@ class Lane:
                     self.pipe.wait(post.after)
                 elif not post.after.passed():
                     return
-            real = post.lengths > 0
             try:
-                if real.any():
-                    self.pipe.move(post.addresses[real], post.lengths[real])
+                if post.runs:
+                    self.pipe.move(post.runs)
             finally:
                 # Whatever came of it, the stream may touch its memory from now on.
                 self.enqueued.append(self.waiting.popleft())

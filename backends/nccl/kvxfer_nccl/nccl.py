@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.plan import Ints
+from kvxfer.memory.fence import Events
 from kvxfer.transport.contract import Fence
 from kvxfer_nccl.binding import Binding, Mark, Pipe, Way
 
@@ -25,14 +26,6 @@ TICK_S = 0.0005
 
 # ncclResult_t
 _FINE = (0, 7)  # success, in progress
-
-
-class NcclMark:
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def passed(self) -> bool:
-        return bool(self._event.query())
 
 
 class NcclPipe:
@@ -51,6 +44,7 @@ class NcclPipe:
         self._fences: deque[Fence] = deque()
         self._owned: Any = None  # the stream, and torch's view of it
         self._stream: Any = None
+        self._events = Events()
 
     def open(self) -> None:
         nccl, torch = self._nccl, self._torch
@@ -84,8 +78,7 @@ class NcclPipe:
         except Exception as e:
             raise TransportError(f"NCCL could not connect the two GPUs: {e}") from e
 
-    def move(self, addresses: Ints, lengths: Ints) -> None:
-        runs = list(zip(addresses.tolist(), lengths.tolist(), strict=True))
+    def move(self, runs: Sequence[tuple[int, int]]) -> None:
         try:
             if len(runs) == 1:
                 self._act(*runs[0])
@@ -95,7 +88,7 @@ class NcclPipe:
                     for address, nbytes in runs[i : i + GROUPED]:
                         self._act(address, nbytes)
         except Exception as e:
-            raise TransportError(f"NCCL did not take {len(runs)} runs of {int(lengths.sum())} bytes: {e}") from e
+            raise TransportError(f"NCCL did not take {len(runs)} runs of {sum(nbytes for _, nbytes in runs)} bytes: {e}") from e
 
     def _act(self, address: int, nbytes: int) -> None:
         """One send or receive, by the functions below nccl4py's ``Communicator``: that wants a tensor for each piece, and to
@@ -110,7 +103,7 @@ class NcclPipe:
         self._stream.wait_event(fence.event)
 
     def mark(self) -> Mark:
-        return NcclMark(self._stream.record_event())
+        return self._events.record(self._stream)
 
     def error(self) -> str | None:
         code = int(self._comm.get_async_error())

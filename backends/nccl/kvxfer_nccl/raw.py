@@ -33,7 +33,7 @@ class NcclRaw:
         self._pipe.open()
 
     def move(self, here: Ints, there: Ints, lengths: Ints) -> None:
-        self._pipe.move(self._region.address + here, lengths)
+        self._pipe.move(list(zip((self._region.address + here).tolist(), lengths.tolist(), strict=True)))
         mark = self._pipe.mark()
         while not mark.passed():
             pass

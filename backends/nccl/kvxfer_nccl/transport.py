@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
@@ -21,7 +19,7 @@ from kvxfer_nccl.channel import Channel, listen
 from kvxfer_nccl.lane import Post
 from kvxfer_nccl.link import Link
 from kvxfer_nccl.options import Options
-from kvxfer_nccl.wire import VERSION, Bye, Endpoint, Hello, new_token
+from kvxfer_nccl.wire import Bye, Endpoint, Hello, new_token
 
 __all__ = ["NcclTransport"]
 
@@ -116,7 +114,7 @@ class NcclTransport(Transport):
         if self._device is None:
             self._device = self._binding.default_device()
         mine = Endpoint(
-            VERSION, self.agent, self._options.host, self._listener.getsockname()[1], new_token(),
+            self.agent, self._options.host, self._listener.getsockname()[1], new_token(),
             self._binding.identity(self._device), self._options.channels, self._binding.release,
         )  # fmt: skip
         self._offers[mine.token] = mine
@@ -171,11 +169,9 @@ class NcclTransport(Transport):
             raise TransportError("back end 'nccl' takes SEND and RECV of runs, nothing else")
         if not link.lane(batch.verb).takes(batch.stream):
             raise TransportError(f"stream {batch.stream} comes too late on link {batch.peer}: their numbers must rise")
-        addresses = self._memories.addresses(batch.local, batch.local_offsets, batch.lengths)
-        lengths = np.asarray(batch.lengths, np.int64)
+        runs = self._memories.runs(batch.local, batch.local_offsets, batch.lengths)
         number = self._number()
-        nbytes = int(lengths.sum())
-        link.post(Post(number, batch.verb, batch.local, batch.stream, addresses, lengths, nbytes, after))
+        link.post(Post(number, batch.verb, batch.local, batch.stream, runs, sum(n for _, n in runs), after))
         self._step(batch.peer, time.monotonic())  # at once: whoever submits several must not delay the first
         self._arm()
         return number

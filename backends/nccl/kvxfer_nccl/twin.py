@@ -15,12 +15,12 @@ import secrets
 import select
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Fence
 from kvxfer_nccl.binding import ID_BYTES, Binding, Pipe, Way
 from kvxfer_nccl.transport import NcclTransport
@@ -71,7 +71,7 @@ class TwinPipe:
         # As the real one does: only when a byte has passed are the two connected, and not with unlike channels.
         channels = self._way.options.channels
         byte = np.full(1, channels if self._way.sends else 0, np.uint8)
-        self.move(np.array([byte.ctypes.data]), np.array([1]))
+        self.move([(byte.ctypes.data, 1)])
         mark = self.mark()
         while not mark.passed():
             if self._aborted.wait(0.001):
@@ -81,10 +81,10 @@ class TwinPipe:
         if byte[0] != channels:
             raise TransportError("internal error")
 
-    def move(self, addresses: Ints, lengths: Ints) -> None:
+    def move(self, runs: Sequence[tuple[int, int]]) -> None:
         act = self._send if self._way.sends else self._recv
-        for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
-            self._work.put((act, memoryview((ctypes.c_char * length).from_address(address)).cast("B")))
+        for address, nbytes in runs:
+            self._work.put((act, memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")))
 
     def wait(self, fence: Fence) -> None:
         self._work.put((self._wait, fence.event))

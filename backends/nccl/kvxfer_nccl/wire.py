@@ -7,35 +7,34 @@ arrived. Each message is a length (four bytes, big endian) and MessagePack.
 from __future__ import annotations
 
 import secrets
-import zlib
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
-from kvxfer.errors import TransportError
+from kvxfer.transport.endpoint import EndpointBase
 
 __all__ = ["Bye", "Done", "Endpoint", "Hello", "Id", "Keep", "Message", "Ready", "Retire", "Retired", "Sent",
-           "TOKEN_BYTES", "VERSION", "decode", "encode", "new_token"]  # fmt: skip
-
-VERSION = 2
-"""Of everything in this file."""
+           "TOKEN_BYTES", "decode", "encode", "new_token"]  # fmt: skip
 
 TOKEN_BYTES = 16
 MOST_BYTES = 4096
-"""Of one message."""
+"""Of an endpoint, and of one message."""
 
 Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Stream = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=0)]
 
 
-class Endpoint(Struct, frozen=True, array_like=True):
+class Endpoint(EndpointBase, frozen=True):
     """One side of a link to be. ``token``: secret name of the link on this side. ``device``: which GPU. ``channels``: at
-    most, for both sides must have the same. ``release``: of the library, for two releases do not understand each other."""
+    most, for both sides must have the same. ``release``: of the library, for two releases do not understand each other.
+    ``format``: of everything in this file."""
 
-    version: int
-    agent: str
+    backend = "nccl"
+    format = 3
+    most_bytes = MOST_BYTES
+
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: Token
@@ -45,25 +44,6 @@ class Endpoint(Struct, frozen=True, array_like=True):
 
     def __str__(self) -> str:
         return f"{self.agent!r} at {self.host}:{self.port}"
-
-    def encode(self) -> bytes:
-        packed = msgspec.msgpack.encode(self)
-        return packed + zlib.crc32(packed).to_bytes(4)
-
-    @classmethod
-    def decode(cls, raw: bytes) -> Endpoint:
-        """Raises ``TransportError`` for what is none, or was altered, or comes of another version."""
-        if len(raw) > MOST_BYTES or zlib.crc32(raw[:-4]).to_bytes(4) != raw[-4:]:
-            raise TransportError("this is no endpoint of back end 'nccl', or it was altered on its way")
-        try:
-            found = msgspec.msgpack.decode(raw[:-4], type=cls)
-        except (msgspec.DecodeError, msgspec.ValidationError) as e:
-            raise TransportError(f"this is no endpoint of back end 'nccl': {e}") from None
-        if found.version != VERSION:
-            raise TransportError(
-                f"{found} speaks version {found.version} of back end 'nccl', this side {VERSION}; update one of them"
-            )
-        return found
 
 
 class Hello(Struct, frozen=True, tag=0, array_like=True):

@@ -26,8 +26,6 @@ PIECE_BYTES = 64 << 20
 """Host memory in one piece: some 10 ms of copying."""
 PIECE_RUNS = 4096
 """Descriptors in one piece: at most some 20 ms of posting."""
-SHARE_BYTES = 4 << 20
-"""No thread is woken for less."""
 WINDOW = 4
 """Pieces posted and not done: enough for the fastest link, little enough to wait for when a batch is given up."""
 GIVE_UP_S = 0.5
@@ -59,7 +57,7 @@ class Flight:
     ) -> None:  # fmt: skip
         self.number, self.link, self.memory = number, link, memory
         self._operation, self._fence, self._crew = operation, fence, crew
-        self._local, self._remote, self._cuts = _pieces(local, remote, crew.size)
+        self._local, self._remote, self._cuts = _pieces(local, remote, crew)
         self._start = 0
         self._handles: list[int] = []
         self._posted = 0.0
@@ -82,10 +80,14 @@ class Flight:
         return None
 
     def give_up(self, why: str, now: float, cause: Exception | None = None) -> None:
-        """Post no more, and end with an error as soon as NIXL is done with what was posted, or waited for long enough."""
+        """Post no more, and end with an error as soon as NIXL is done with what was posted, or waited for long enough. The first
+        reason counts."""
         if self._error is None:
-            self._fail(why, cause)
             self._latest = now + GIVE_UP_S
+            lengths = self._local[1][:, 1]
+            what = f"{self._operation.upper()} of {int(lengths.sum())} bytes in {len(lengths)} runs with {self.link}"
+            self._error = TransportError(f"{what} failed: {why}")
+            self._error.__cause__ = cause
 
     def linger(self, agent: Agent) -> bool:
         """After the end: whether NIXL is still not done."""
@@ -149,15 +151,15 @@ class Flight:
     def _take_in(self, agent: Agent, results: list[_Posted]) -> None:
         self._posted = time.monotonic()
         for r in results:
-            if r.handle is not None and r.done:
-                agent.release(r.handle)
-            elif r.handle is not None:
-                self._handles.append(r.handle)
-        for r in results:
-            if r.error is not None and r.handle is None:
-                self.give_up(str(r.error), self._posted, r.error)
+            if r.handle is None:
+                if r.error is not None:
+                    self.give_up(str(r.error), self._posted, r.error)
             elif r.error is not None:
-                self._break(agent, r.error)
+                self._break(agent, r.handle, r.error)
+            elif r.done:
+                agent.release(r.handle)
+            else:
+                self._handles.append(r.handle)
 
     def _look(self, agent: Agent) -> None:
         for handle in list(self._handles):
@@ -166,36 +168,32 @@ class Flight:
                     self._handles.remove(handle)
                     agent.release(handle)
             except TransportError as e:
-                self._break(agent, e)
-                return
+                self._handles.remove(handle)
+                self._break(agent, handle, e)
 
-    def _break(self, agent: Agent, error: TransportError) -> None:
-        """The connection has failed, and NIXL has closed it: nothing of this batch moves any more."""
-        self.drop(agent)
+    def _break(self, agent: Agent, handle: int, error: TransportError) -> None:
+        """The connection has failed, and its worker of UCX's has closed it: nothing of this piece moves any more. Of others, which
+        another worker may have, NIXL has to say so."""
+        agent.release(handle)
         self.link.peer.error = self.link.peer.error or error
-        self._fail(str(error), error)
-        self._earliest = time.monotonic() + SETTLE_S
-
-    def _fail(self, why: str, cause: Exception | None) -> None:
-        if self._error is None:
-            lengths = self._local[1][:, 1]
-            what = f"{self._operation.upper()} of {int(lengths.sum())} bytes in {len(lengths)} runs with {self.link}"
-            self._error = TransportError(f"{what} failed: {why}")
-            self._error.__cause__ = cause
+        now = time.monotonic()
+        self.give_up(str(error), now, error)
+        self._earliest = now + SETTLE_S
 
 
-def _pieces(local: Side, remote: Side, shares: int) -> tuple[Side, Side, deque[int]]:
-    """The same bytes, and where to cut them: indices into the rows, the last one their number. In host memory into so many
-    shares, if they are large enough, and none larger than ``PIECE_BYTES``; a longer run becomes several."""
+def _pieces(local: Side, remote: Side, crew: Crew) -> tuple[Side, Side, deque[int]]:
+    """The same bytes, and where to cut them: indices into the rows, the last one their number. In host memory into
+    shares for a crew, and none larger than ``PIECE_BYTES``; a longer run becomes several."""
     sizes = local[1][:, 1]
     if not len(sizes):
         return local, remote, deque()
     on_host = not (local[0] or remote[0])
     nbytes = int(np.add.reduce(sizes)) if on_host else 0
-    if len(sizes) <= PIECE_RUNS and nbytes <= PIECE_BYTES and (shares == 1 or nbytes < 2 * SHARE_BYTES):
+    shares = crew.shares(nbytes)
+    if len(sizes) <= PIECE_RUNS and nbytes <= PIECE_BYTES and shares == 1:
         return local, remote, deque([len(sizes)])
     longest = int(np.maximum.reduce(sizes))
-    share = -(-nbytes // max(1, min(shares, nbytes // SHARE_BYTES)))
+    share = -(-nbytes // shares)
     most = min(PIECE_BYTES, share + (longest if longest < share // 8 else 0))  # no small piece is left over
     if on_host and longest > most:
         local, remote = _shorten(local, remote, most)

@@ -23,7 +23,7 @@ from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Pr
 from kvxfer.transport.crew import Crew
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nixl.agent import Agent
-from kvxfer_nixl.endpoint import FORMAT, Endpoint
+from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.flight import Flight
 from kvxfer_nixl.library import has_gpu, load
 from kvxfer_nixl.link import Link, Peers
@@ -127,8 +127,7 @@ class NixlTransport(Transport):
         self._check()
         end = secrets.token_hex(8)
         metadata = self._nixl.metadata()
-        plugin, agent = self._options.plugin, self.agent[:256]
-        data = Endpoint(FORMAT, plugin, agent, self._reach.here, end, self._space.describe(), metadata).encode()
+        data = Endpoint(self.agent[:256], self._options.plugin, self._reach.here, end, self._space.describe(), metadata).encode()
         self._issued[end] = ""
         if len(self._issued) > MOST_ISSUED:
             self._issued.popitem(last=False)

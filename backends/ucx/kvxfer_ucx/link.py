@@ -6,10 +6,9 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-import msgspec
-
 from kvxfer.errors import KvxferError, PeerError
 from kvxfer.transport import Completion, Fence, Verb
+from kvxfer.transport.endpoint import EndpointBase
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.messages import OK, TRUNCATED, Messages, Pieces, Posted
 
@@ -40,17 +39,18 @@ together, and packing and unpacking would not overlap with anything."""
 _DATA, _ACK, _WELCOME = 0, 1, 2
 
 
-class Offer(msgspec.Struct, frozen=True):
+class Offer(EndpointBase, frozen=True):
     """An endpoint, as it travels to the peer.
 
     ``token``: secret name of the link, shown by whoever dials it. ``tag``: 64 random bits from which the tags of all
     messages to this side of the link are made. So none of another link, or of an earlier one, is taken for one of
     it, and nobody else can send to it, although UCX takes tagged messages from everybody who connects.
-    ``plain``: all of this side's memory is host memory.
+    ``plain``: all of this side's memory is host memory. ``format``: of all that travels between two of us: endpoints, greetings, tags.
     """
 
-    version: int
-    agent: str
+    backend = "ucx"
+    format = 2
+
     host: str
     port: int
     token: bytes

@@ -20,7 +20,7 @@ from kvxfer_zmq.bytestream import FRAME, ByteStream
 from kvxfer_zmq.connection import NOBLOCK, readable
 from kvxfer_zmq.link import Link, Post
 from kvxfer_zmq.options import Options
-from kvxfer_zmq.wire import VERSION, Endpoint, Header, Kind, new_token, routing_id, split_routing_id
+from kvxfer_zmq.wire import Endpoint, Header, Kind, new_token, routing_id, split_routing_id
 
 __all__ = ["ZmqTransport"]
 
@@ -88,7 +88,7 @@ class ZmqTransport(Transport):
     def endpoint(self) -> bytes:
         self._check()
         self._sealed = True
-        mine = Endpoint(VERSION, self.agent, self._address, new_token())
+        mine = Endpoint(self.agent, self._address, new_token())
         self._pending[mine.token] = mine
         return mine.encode()
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import enum
 import secrets
 import struct
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-import msgspec
+from msgspec import Meta
 
-from kvxfer.errors import TransportError
+from kvxfer.transport.endpoint import EndpointBase
 
 __all__ = ["Endpoint", "Header", "Kind", "new_token", "routing_id", "split_routing_id"]
 
-VERSION = 1
 TOKEN_BYTES = 16
 ROUTING_ID_BYTES = 2 * TOKEN_BYTES + 1
 _HEADER = struct.Struct("<BQQQ")
@@ -69,34 +68,14 @@ class Header(NamedTuple):
         return cls(_KINDS[kind], stream, a, b)
 
 
-class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Endpoint(EndpointBase, frozen=True):
     """One end of a link. ``token`` is known to the two ends only."""
 
-    version: int
-    agent: str
-    address: str
-    token: bytes
+    backend = "zmq"
+    format = 2
 
-    def encode(self) -> bytes:
-        return b"zmq " + msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, raw: bytes) -> Endpoint:
-        """Raises ``TransportError`` when the bytes are not an endpoint of a version that we speak."""
-        try:
-            if raw[:4] != b"zmq ":
-                raise ValueError("it does not start with 'zmq '")
-            endpoint = msgspec.msgpack.decode(raw[4:], type=cls)
-            if endpoint.version != VERSION:
-                versions = f"version {endpoint.version}, this side {VERSION}"
-                raise ValueError(f"it speaks {versions}; install matching releases")
-            if len(endpoint.token) != TOKEN_BYTES:
-                raise ValueError(f"its token has {len(endpoint.token)} bytes")
-            if not endpoint.address.startswith(("tcp://", "ipc://")):
-                raise ValueError(f"{endpoint.address!r} is no address for this back end")
-        except (msgspec.MsgspecError, ValueError) as e:
-            raise TransportError(f"not an endpoint that back end 'zmq' can use ({bytes(raw[:40])!r}): {e}") from None
-        return endpoint
+    address: Annotated[str, Meta(pattern="^(tcp|ipc)://")]
+    token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 def new_token() -> bytes:

@@ -1,0 +1,88 @@
+"""What one side tells the other arrives as it was, or is refused in words that help."""
+
+import zlib
+from typing import Annotated
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Meta
+
+from kvxfer.errors import TransportError
+from kvxfer.transport.endpoint import EndpointBase
+
+
+class Ours(EndpointBase, frozen=True):
+    backend = "our_own"
+    format = 7
+
+    token: Annotated[bytes, Meta(max_length=1 << 21)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Short(Ours, frozen=True):
+    most_bytes = 100
+
+
+class Newer(EndpointBase, frozen=True):
+    backend = "our_own"
+    format = 8
+
+    token: bytes
+
+
+class Theirs(EndpointBase, frozen=True):
+    backend = "another"
+    format = 7
+
+    token: bytes
+    port: int
+
+
+OURS = st.builds(Ours, st.text(max_size=20), st.binary(max_size=40), st.integers(1, 65535))
+
+
+@given(OURS)
+def test_what_was_encoded_is_decoded(ours: Ours) -> None:
+    assert Ours.decode(ours.encode()) == ours
+
+
+@given(OURS, st.data())
+def test_what_was_altered_is_refused(ours: Ours, data: st.DataObject) -> None:
+    raw = bytearray(ours.encode())
+    bit = data.draw(st.integers(0, 8 * len(raw) - 1))
+    raw[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(TransportError, match="our_own"):
+        Ours.decode(bytes(raw))
+    with pytest.raises(TransportError, match="our_own"):
+        Ours.decode(ours.encode()[: data.draw(st.integers(0, len(raw) - 1))])
+
+
+@given(st.binary(max_size=64))
+def test_noise_is_refused_even_with_a_checksum_that_is_right(noise: bytes) -> None:
+    for said in (noise, b"our_own " + noise, b"our_own 7 " + noise):
+        with pytest.raises(TransportError, match="our_own"):
+            Ours.decode(said + zlib.crc32(said).to_bytes(4))
+
+
+@pytest.mark.parametrize("other, said", [
+    (Newer("b", b""), "format 8, this side's 7; install the same release of kvxfer-our-own on both"),
+    (Theirs("b", b"", 1), "an endpoint of back end 'another', not of 'our_own'"),
+    (Ours("b", b"", 65536), "65535"),
+])  # fmt: skip
+def test_the_reason_is_named(other: EndpointBase, said: str) -> None:
+    with pytest.raises(TransportError, match=said):
+        Ours.decode(other.encode())
+
+
+def test_it_has_a_most() -> None:
+    long = Ours("a", bytes(1 << 20), 1)
+    with pytest.raises(TransportError, match="register fewer, longer regions"):
+        long.encode()
+    most = Ours("a", bytes((1 << 20) - 100), 1).encode()
+    Ours.decode(most)
+    with pytest.raises(TransportError, match="no endpoint"):
+        Short.decode(most)
+    with pytest.raises(TransportError, match="more than 100"):
+        Short("a", bytes(100), 1).encode()
+    Short.decode(Short("a", bytes(50), 1).encode())
