@@ -289,9 +289,9 @@ def test_another_agent_answers_where_the_producer_was(node: Make, relayed: tuple
     """The link's messages, and the hello that follows, reach an agent that started later at the same address, and that
     offers other bytes under the same name."""
     p, d, relay = relayed
+    other = node(seed=2)  # before the transfer begins, whose time runs: a process may take as long to start
     half(p, d, 0)
     mine = d.blocks([12])
-    other = node(seed=2)
     other.offer(name(0), [13, 11], 8, 1, True)
     relay.lead(other.address())
     p.kill()
