@@ -128,7 +128,7 @@ class OnHost(CudaSpace):
 
     def __init__(self, memory: memory.Space) -> None:
         Space.__init__(self, memory.regions, "cpu")
-        self._device, self._launched = torch.device("cpu"), 0.0
+        self._device = torch.device("cpu")
         self._launcher = launch.Launcher(self, processors=6)
 
 
@@ -152,7 +152,7 @@ def test_a_space_is_ready_when_it_has_rested(monkeypatch: pytest.MonkeyPatch) ->
     assert np.array_equal(staged.bytes(64, 1024), np.concatenate([before[1024:1536], before[3072:3584]]))
     assert unpack(64).passed()
     assert np.array_equal(cache.bytes(5120, 512), before[3072:3584])
-    monkeypatch.setattr("kvxfer.memory.cuda.space.QUICK_S", 3600.0)
+    monkeypatch.setattr(launch, "QUICK_S", 3600.0)
     cache.bytes(4096, 4096)[:] = 0
     unpack = space.prepare_unpack(made, staged)  # it has just run
     assert not cache.bytes(4096, 4096).any()

@@ -3,11 +3,12 @@ Triton's interpreter the same runs on host memory."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
-from math import gcd
+from math import gcd, inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,6 +44,9 @@ _LONG = 1 << 14
 _SPAN = 1 << 16
 """Bytes of a row that one job moves, so that few long rows keep many programs busy."""
 
+QUICK_S = 0.001
+"""After so long without a launch the next one is slow: what it needs has left the processor's caches."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Launch:
@@ -77,6 +81,7 @@ class Launcher:
         self._compiled: dict[tuple[int, ...], Any] = {}
         self._tables = Tables(pinned=stream is not None)
         self._events = Events()
+        self._last = -inf  # when something was launched
 
     def move(self, plan: CopyPlan, side: Side, packed: int, *, pack: bool) -> Fence:
         """Between the rows of a plan on one side and the packed stream at this address.
@@ -88,7 +93,10 @@ class Launcher:
         return [self._prepare(sheet, side, pack) for sheet in plan.sheets]
 
     def rehearse(self, launches: Sequence[_Launch], packed: int) -> None:
-        """Go through all of them and move nothing, so that what has to be compiled is, and the next time is quick."""
+        """Unless there was a launch just now, go through these and move nothing, so that what has to be compiled is, and the next time
+        is quick."""
+        if time.monotonic() < self._last + QUICK_S:
+            return
         for launch in launches:
             self._start(launch, packed, empty=True)
         self._mark()
@@ -155,6 +163,7 @@ class Launcher:
             return table.tensor.to(self._device, non_blocking=True)
 
     def _mark(self) -> Fence:
+        self._last = time.monotonic()
         return Done() if self._stream is None else self._events.record(self._stream)
 
     def digests(self, part: Part, side: Side, out: Any) -> Iterator[Callable[[], Any]]:

@@ -7,7 +7,6 @@ model little.
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +23,6 @@ from kvxfer.memory.space import Checksum, Side, Space
 
 __all__ = ["CudaSpace", "allocate"]
 
-QUICK_S = 0.001
-"""After so long without a launch the next one is slow: what it needs has left the processor's caches."""
-
-
 class CudaSpace(Space):
     """Memory of one device; packs into memory of that device or pinned host memory. ``owner`` is kept alive with it."""
 
@@ -41,7 +36,6 @@ class CudaSpace(Space):
             self._stream = torch.cuda.Stream(priority=0)  # 0 is the lowest
             processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._launcher: Launcher | None = None
-        self._launched = 0.0
         if importlib.util.find_spec("triton") is not None:
             from kvxfer.memory.cuda.launch import Launcher
 
@@ -59,14 +53,11 @@ class CudaSpace(Space):
             return super().prepare_unpack(plan, staged)
         with torch.cuda.device(self._device):
             launches = launcher.prepare(plan, "destination", pack=False)
-            if time.monotonic() > self._launched + QUICK_S:
-                launcher.rehearse(launches, staged.region.address)
-                self._launched = time.monotonic()
+            launcher.rehearse(launches, staged.region.address)
 
         def begin(at: int) -> Fence:
             address = self._address(staged, at, plan.nbytes)
             with torch.cuda.device(self._device):
-                self._launched = time.monotonic()
                 return launcher.begin(launches, address)
 
         return begin
@@ -94,7 +85,6 @@ class CudaSpace(Space):
         if self._launcher is not None:
             with torch.cuda.device(self._device):  # without ``torch.cuda.stream``, which takes as long as a launch
                 self._wait(after)
-                self._launched = time.monotonic()
                 return self._launcher.move(plan, side, stream, pack=side == "source")
         with self._on_stream(after):
             try:
