@@ -13,7 +13,6 @@ the wrong thread, a stream number that does not rise, and memory registered too 
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
@@ -29,6 +28,7 @@ from kvxfer.geometry.plan import Ints
 from kvxfer.settings import advice
 from kvxfer.testing.network import ONE_SIDED, Fault, Network, Post, Side
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.endpoint import EndpointBase
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 
@@ -46,12 +46,21 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+class Endpoint(EndpointBase, frozen=True):
+    """``network``: the ``id`` of one; ``token``: names this end of a link."""
+
+    backend = "fake"
+    format = 1
+
+    network: int
+    token: str
+
+
 class FakeTransport(Transport):
     """Options, all optional:
 
     ``network``: a ``Network``. ``verbs``: names (default: all). ``memory``: kinds. ``gathers``, ``factored``,
-    ``run_bytes``, ``abort``, ``quiet``: as in ``Capabilities``. ``delay_s``: added to every batch. ``lose``,
-    ``corrupt``,
+    ``run_bytes``, ``abort``, ``quiet``: as in ``Capabilities``. ``delay_s``: added to every batch. ``lose``, ``corrupt``,
     ``fail``: probability that a batch of this agent meets that fault, drawn from ``seed``. ``wakeup``: false takes
     ``fileno`` away.
     """
@@ -117,21 +126,21 @@ class FakeTransport(Transport):
         self._tokens.add(token)
         with self._net.lock:
             self._net.own(token, self)
-        return json.dumps({"network": id(self._net), "agent": self.agent, "token": token}).encode()
+        return Endpoint(self.agent, id(self._net), token).encode()
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self._check()
-        own, their = _parse(mine), _parse(theirs)
-        if own["token"] not in self._tokens:
+        own, their = Endpoint.decode(mine), Endpoint.decode(theirs)
+        if own.token not in self._tokens:
             raise TransportError("the first argument of connect is not an unused endpoint of this transport")
-        if their["network"] != id(self._net):
-            raise TransportError(f"the endpoint of {their['agent']!r} belongs to another network or process")
-        if own["token"] == their["token"]:
+        if their.network != id(self._net):
+            raise TransportError(f"the endpoint of {their.agent!r} belongs to another network or process")
+        if own.token == their.token:
             raise TransportError("both endpoints are the same; connect takes one of each side")
-        self._tokens.remove(own["token"])
+        self._tokens.remove(own.token)
         with self._net.lock:
             peer = self._number()
-            self.sides[peer] = side = Side(self, frozenset((own["token"], their["token"])), their["agent"])
+            self.sides[peer] = side = Side(self, frozenset((own.token, their.token)), their.agent)
             self._net.link(side)
             self.wake()
             return peer
@@ -263,13 +272,3 @@ class FakeTransport(Transport):
             raise TransportError(f"the transport of {self.agent!r} is closed")
         if threading.current_thread() is not self._thread:
             raise TransportError(f"the transport of {self.agent!r} belongs to the thread that made it")
-
-
-def _parse(endpoint: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(endpoint)
-        if isinstance(value, dict) and set(value) == {"network", "agent", "token"}:
-            return value
-    except ValueError:
-        pass  # falls through to the one error for all malformed endpoints
-    raise TransportError(f"not an endpoint of back end 'fake': {endpoint[:40]!r}")
