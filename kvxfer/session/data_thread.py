@@ -69,6 +69,7 @@ class DataThread:
         self._transport: Transport | None = None
         self._reopen, self._wait = 0.0, REOPEN_S
         self._asked: list[tuple[LinkId, int]] = []  # for endpoints, while the back end is down
+        self._unused: dict[LinkId, bytes] = {}  # endpoints made for links that are not connected
         self._peers: dict[LinkId, _Peer] = {}
         self._jobs: dict[PartRef, Job] = {}
         self._restless: dict[PartRef, Job] = {}  # those that may go on without an event of their own
@@ -161,20 +162,29 @@ class DataThread:
             self._asked.append((link, number))
             return
         try:
-            self._post(Endpoint(link, number, self._transport.endpoint()))
+            self._withdraw(link)
+            self._unused[link] = mine = self._transport.endpoint()
+            self._post(Endpoint(link, number, mine))
         except Exception as e:
             self._post(Endpoint(link, number, b"", _words(e)))
+
+    def _withdraw(self, link: LinkId) -> None:
+        unused = self._unused.pop(link, None)
+        if unused is not None:
+            self._backend.withdraw(unused)
 
     def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
         try:
             self._hang_up(link)
             self._peers[link] = _Peer(number, self._backend.connect(mine, theirs))
+            self._unused.pop(link, None)
             self._post(Connected(link, number))
         except Exception as e:
             self._post(Connected(link, number, _words(e)))
 
     def disconnect(self, link: LinkId) -> None:
         try:
+            self._withdraw(link)
             self._hang_up(link)
         except Exception as e:
             log.exception("a link could not be closed")
@@ -355,7 +365,7 @@ class DataThread:
             job.stop(f"the back end was reset: {reason}")
             self._post(Moved(job.ref, job.error, not never, 0, collateral=True))
         self._checks.forget()
-        for known in (self._jobs, self._restless, self._lines, self._batches, self._aborted, self._peers):
+        for known in (self._jobs, self._restless, self._lines, self._batches, self._aborted, self._peers, self._unused):
             known.clear()
         if not never:  # else slots that were in use stay out of use, as the cache's blocks do
             for ref in list(self._quarantine):

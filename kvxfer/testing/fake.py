@@ -145,6 +145,14 @@ class FakeTransport(Transport):
             self.wake()
             return peer
 
+    def withdraw(self, endpoint: bytes) -> None:
+        self._check()
+        token = Endpoint.decode(endpoint).token
+        if token in self._tokens:
+            self._tokens.remove(token)
+            with self._net.lock:
+                self._net.disown(token)
+
     def disconnect(self, peer: int) -> None:
         self._check()
         with self._net.lock:

@@ -119,6 +119,9 @@ class Faulty(Transport):
     def connect(self, mine: bytes, theirs: bytes) -> int:
         return self._inner.connect(mine, theirs)
 
+    def withdraw(self, endpoint: bytes) -> None:
+        self._inner.withdraw(endpoint)
+
     def disconnect(self, peer: int) -> None:
         self._inner.disconnect(peer)
 

@@ -151,6 +151,14 @@ class Network:
         """Note whose end of a link a token stands for."""
         self._owners[token] = member
 
+    def disown(self, token: str) -> None:
+        """Nothing will come of the link that this was an end of; a peer that has made its side notices."""
+        owner = self._owners.pop(token)
+        for member in self._members:
+            for side in member.sides.values():
+                if token in side.tokens:
+                    self.cut(side, f"{owner.agent!r} has given this link up")
+
     def link(self, side: Side) -> None:
         """Join a new side with its other one, if that is there already."""
         for member in self._members:

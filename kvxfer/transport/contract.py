@@ -12,8 +12,8 @@ of ``(memory, flat offset, length)``. Memories are numbered 0, 1, 2 ... in the o
 them by these numbers. All memory is registered before the first ``endpoint``.
 
 **Peers.** Either side calls ``endpoint`` once for every new link and sends the bytes to the other side by a channel of
-its own; then both call ``connect(mine, theirs)``. The call returns at once; batches for a link that is still
-being made wait inside the back end. Two links between the same two agents are independent.
+its own; then both call ``connect(mine, theirs)``, or ``withdraw`` if nothing comes of it. ``connect`` returns at once;
+batches for a link that is still being made wait inside the back end. Two links between the same two agents are independent.
 
 **Verbs.** ``READ`` and ``WRITE`` are one-sided: only one side submits. ``SEND`` and ``RECV`` are two-sided: both submit
 batches with the same ``lengths`` in the same order on a link and direction, and both carry the same ``stream`` number
@@ -187,6 +187,10 @@ class Transport(ABC):
     def connect(self, mine: bytes, theirs: bytes) -> int:
         """Open a link from both sides' endpoints and return its number. Raises ``TransportError`` for a malformed or
         incompatible endpoint; an unreachable peer may show only in the completions of its batches."""
+
+    def withdraw(self, endpoint: bytes) -> None:  # noqa: B027
+        """The link for which this endpoint was made will not be: give back what is kept for it. One that was connected or
+        withdrawn before is ignored."""
 
     @abstractmethod
     def disconnect(self, peer: int) -> None:

@@ -4,9 +4,10 @@ others."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -87,6 +88,61 @@ def test_a_hello_that_does_not_fit_is_refused_with_the_reason(pair: tuple[Engine
         refused = answer(s)
         assert isinstance(refused, m.Refused) and word in refused.reason and not refused.again, refused
     honest(p, d)
+
+
+class Tracked(FakeTransport):
+    """Knows which of its endpoints are neither connected nor withdrawn."""
+
+    made: ClassVar[list[Tracked]] = []
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        super().__init__(agent, options)
+        self.unused: list[bytes] = []
+        self.given = 0
+        self.made.append(self)
+
+    def endpoint(self) -> bytes:
+        self.unused.append(super().endpoint())
+        self.given += 1
+        return self.unused[-1]
+
+    def connect(self, mine: bytes, theirs: bytes) -> int:
+        peer = super().connect(mine, theirs)
+        self.unused.remove(mine)
+        return peer
+
+    def withdraw(self, endpoint: bytes) -> None:
+        super().withdraw(endpoint)
+        self.unused.remove(endpoint)
+
+
+def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with the producer, to whom strangers say hello, nor with the consumer, who dials where nobody is."""
+    monkeypatch.setattr(Tracked, "made", [])
+    backend = f"{__name__}:Tracked"
+    p, d = (engine({"verbs": ["read"], "backend": backend}, seed=seed, peer_timeout=0.5) for seed in (1, None))
+    of_p, of_d = Tracked.made
+    for _ in range(5):
+        with stranger(p.agents[0].member.address) as s:
+            s.send(m.encode(hello(p)))
+            refused = answer(s)
+            assert isinstance(refused, m.Refused) and "endpoint" in refused.reason
+    honest(p, d)
+    assert of_p.given == 6
+    p.agents[0].close()
+    for i in range(3):
+        d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/late", i), handle=f"late {i}"))
+        end = d.wait(Ended, count=2 + i)[1 + i]
+        assert end.outcome.kind is Kind.FAILED
+    assert "no answer to our hello" in end.outcome.reason and of_d.given == 3
+    until(lambda: not of_p.unused and not of_d.unused)
+
+
+def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
+    end = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < end, f"not so within {timeout} s"
+        time.sleep(0.01)
 
 
 def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engine, Engine]) -> None:

@@ -12,6 +12,7 @@ from kvxfer.errors import PeerError
 from kvxfer.testing import ConformanceSuite, FakeTransport
 from kvxfer.testing.conformance import Part, Way, World
 from kvxfer.testing.conformance.transfers import LAYOUTS
+from kvxfer.testing.fake import Endpoint
 from kvxfer.transport import Batch, Completion, Fence
 
 
@@ -123,6 +124,12 @@ class RepeatsItsEndpoint(FakeTransport):
         return self._once
 
 
+class KeepsEndpoints(FakeTransport):
+    def withdraw(self, endpoint: bytes) -> None:
+        self.__dict__.setdefault("kept", []).append(Endpoint.decode(endpoint))
+        super().withdraw(endpoint)
+
+
 class TakesAnyOption(FakeTransport):
     def __init__(self, agent: str, options: Any) -> None:
         super().__init__(agent, {k: v for k, v in options.items() if k != "no_such_option"})
@@ -162,6 +169,7 @@ DEFECTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (NamesNobody, "test_disconnecting_in_flight", {"part": Part(Way.SEND, "source"), "closer": "far"}),
     (Spins, "test_idle_costs_nothing", {}),
     (LeaksDescriptors, "test_nothing_leaks", {}),
+    (KeepsEndpoints, "test_a_withdrawn_endpoint_is_forgotten", WAYS),
     (RepeatsItsEndpoint, "test_endpoints_are_fresh_and_small", {}),
     (TakesAnyOption, "test_an_unknown_option_is_named", {}),
     (TakesUsedMemoryBack, "test_memory_in_use_cannot_be_deregistered", PART),

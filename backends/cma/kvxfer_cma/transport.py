@@ -132,7 +132,7 @@ class CmaTransport(Transport):
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self._check_open()
         link, peer = Endpoint.decode(mine).link, Endpoint.decode(theirs)
-        if link not in self._keys or any(known.mine == link for known in self._links.values()):
+        if link not in self._keys or self._connected(link):
             raise TransportError("connect: `mine` is no endpoint of this transport, or was used before")
         if peer.host != self._host:
             raise TransportError(
@@ -176,16 +176,29 @@ class CmaTransport(Transport):
             return processes  # gone already: its batches will say so
         return processes
 
+    def withdraw(self, endpoint: bytes) -> None:
+        self._check_open()
+        link = Endpoint.decode(endpoint).link
+        if link in self._keys and not self._connected(link):
+            self._retract(link)
+
+    def _connected(self, link: bytes) -> bool:
+        return any(known.mine == link for known in self._links.values())
+
+    def _retract(self, link: bytes) -> None:
+        """Nobody gets in by this link any more."""
+        for key in self._keys.pop(link).values():
+            key.fill(0)
+        if self._relay is not None:
+            self._relay.withdraw(link)
+
     def disconnect(self, peer: int) -> None:
         link = self._links.pop(peer, None)
         if link is None:
             return
-        for key in self._keys.pop(link.mine).values():
-            key.fill(0)
-        if self._relay is not None:
-            self._relay.withdraw(link.mine)
-            if link.asker is not None:
-                self._relay.hang_up(link.asker)
+        self._retract(link.mine)
+        if self._relay is not None and link.asker is not None:
+            self._relay.hang_up(link.asker)
         for number in [n for n, job in self._jobs.items() if job.link == peer]:
             self._end(number, PeerError(f"the link to {link.peer} was closed on this side"))
         self._wakeup.set()

@@ -55,6 +55,13 @@ class Lines:
         """Whether this end was offered and has not been connected."""
         return self._offered.get(link, self) is None
 
+    def withdraw(self, link: bytes) -> None:
+        """Take back what was offered, unless it has been connected."""
+        if self.unused(link):
+            del self._offered[link]
+            if link in self._early:
+                self._early.pop(link)[1].close()
+
     def connect(self, mine: bytes, peer: Endpoint) -> Line:
         """Announce ourselves to the peer. A peer that cannot be reached gives a line that is down."""
         line = self._offered[mine] = Line(mine, peer)

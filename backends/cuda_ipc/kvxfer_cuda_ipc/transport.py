@@ -186,6 +186,10 @@ class CudaIpcTransport(Transport):
             for memory in peer.memories:
                 self._opened.close(memory, ordinal)
 
+    def withdraw(self, endpoint: bytes) -> None:
+        self._check_open()
+        self._lines.withdraw(Endpoint.decode(endpoint).link)
+
     def disconnect(self, peer: int) -> None:
         link = self._links.pop(peer, None)
         if link is None:

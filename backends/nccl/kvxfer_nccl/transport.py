@@ -149,6 +149,14 @@ class NcclTransport(Transport):
         self._wake(number)
         return number
 
+    def withdraw(self, endpoint: bytes) -> None:
+        self._check()
+        token = Endpoint.decode(endpoint).token
+        if self._offers.pop(token, None) is not None and token in self._early:
+            channel, _ = self._early.pop(token)
+            channel.say(Bye("the other side has given this link up"))
+            channel.close()
+
     def disconnect(self, peer: int) -> None:
         self._check()
         link = self._links.pop(peer, None)

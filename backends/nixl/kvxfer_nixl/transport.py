@@ -10,7 +10,6 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -38,9 +37,6 @@ BUDGET_S = 0.015
 DRAIN_S = 1.0
 """How long ``close`` waits for NIXL to be done: ended in the middle of a READ over TCP, UCX 1.23 can abort the *peer*."""
 LINGER_S = 0.05
-MOST_ISSUED = 10_000
-"""Endpoints handed out and not connected that are remembered."""
-
 
 class NixlTransport(Transport):
     """One-sided reads and writes by NIXL. See ``docs/backends/nixl.md`` for what its plugins need and promise."""
@@ -71,7 +67,7 @@ class NixlTransport(Transport):
         self._closed = False
         self._space = Space(memory)
         self._tokens: dict[int, Any] = {}
-        self._issued: OrderedDict[str, str] = OrderedDict()
+        self._issued: dict[str, str] = {}
         self._links: dict[int, Link] = {}
         self._ends: dict[str, Link] = {}
         self._flights: dict[int, Flight] = {}
@@ -129,8 +125,6 @@ class NixlTransport(Transport):
         metadata = self._nixl.metadata()
         data = Endpoint(self.agent[:256], self._options.plugin, self._reach.here, end, self._space.describe(), metadata).encode()
         self._issued[end] = ""
-        if len(self._issued) > MOST_ISSUED:
-            self._issued.popitem(last=False)
         return data
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
@@ -159,6 +153,10 @@ class NixlTransport(Transport):
         for message in self._issued.pop(link.end):
             link.hear(message)
         return link.number
+
+    def withdraw(self, endpoint: bytes) -> None:
+        self._check()
+        self._issued.pop(Endpoint.decode(endpoint).end, None)
 
     def disconnect(self, peer: int) -> None:
         self._check()

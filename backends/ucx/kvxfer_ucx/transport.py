@@ -168,6 +168,10 @@ class UcxTransport(Transport):
         self._wakeup.set()
         return self._numbers
 
+    def withdraw(self, endpoint: bytes) -> None:
+        self._check()
+        self._offers.pop(Offer.decode(endpoint).token, None)  # who has dialled for it is sent away at the next step
+
     def disconnect(self, peer: int) -> None:
         self._check()
         link = self._links.pop(peer, None)

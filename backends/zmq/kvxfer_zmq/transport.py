@@ -108,6 +108,10 @@ class ZmqTransport(Transport):
         self._heat(number)
         return number
 
+    def withdraw(self, endpoint: bytes) -> None:
+        self._check()
+        self._pending.pop(Endpoint.decode(endpoint).token, None)
+
     def disconnect(self, peer: int) -> None:
         self._check()
         link = self._links.get(peer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
@@ -21,6 +22,25 @@ class Links(Suite):
         endpoints = [party.endpoint() for _ in range(5)]
         assert len(set(endpoints)) == 5
         assert all(isinstance(e, bytes) and 0 < len(e) <= 1 << 20 for e in endpoints)
+
+    def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: Way) -> None:
+        """Nothing is kept of it: who dials peers that never answer makes endpoints for ever. One that was connected, or withdrawn
+        before, is ignored."""
+        a, b = world.local(), world.other()
+        world.allocate(a, b)
+        mine, theirs = a.endpoint(), b.endpoint()
+        link = Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+
+        def blocks_after(count: int) -> int:
+            for _ in range(count):
+                unused = a.endpoint()
+                for endpoint in (unused, unused, mine):
+                    a.transport.withdraw(endpoint)
+            return sys.getallocatedblocks()
+
+        kept = -blocks_after(100) + blocks_after(1000)
+        assert kept < 1000, f"{kept} blocks of Python's memory are kept of 1000 endpoints"
+        world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
     def test_malformed_endpoints_are_refused(self, world: World, way: Way) -> None:
         """What is no endpoint raises ``TransportError``; what was altered is refused or fails its batches. Neither
