@@ -31,7 +31,7 @@ def test_the_demo_fails_if_a_block_of_one_layer_is_zeroed(tmp_path: Path) -> Non
     assert {log.name for log in tmp_path.iterdir()} == {"plain.log", "prefill.log", "decode.log"}
 
 
-DEADLINE_S = 5.0
+DEADLINE_S = 15.0  # with a dozen processes on two cores, a thread that may run has been seen to wait for seconds
 
 
 def test_a_killed_prefill_server_costs_only_its_requests(cluster: Cluster, model: Path, tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_real_ones_stand_by(make: Make, monkeypatch: pytest.MonkeyPatch, real: s
     require(real)
     order(monkeypatch, NEAR, real)
     Near.lame = {"engine1"}
-    p, d = (make(transfer_timeout=60.0) for _ in range(2))  # NIXL takes its time to start
+    p, d = (make(transfer_timeout=60.0, peer_timeout=20.0) for _ in range(2))  # NIXL takes its time to start
     for name in ("x", "y"):
         assert deliver(p, d, name).delivered
     assert d.agents[0].stats().quarantined_bytes == 0
