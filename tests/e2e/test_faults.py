@@ -37,7 +37,7 @@ DEADLINE_S = 15.0  # with a dozen processes on two cores, a thread that may run 
 def test_a_killed_prefill_server_costs_only_its_requests(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """Killed while its KV is on the way: both policies answer in time, later requests for what it held fare alike, and its
     successor is found without a restart of the decode servers."""
-    config = {"transfer_timeout": DEADLINE_S, "peer_timeout": 2.0, "backend": "kvxfer.testing.faults:Faulty"}
+    config = {"transfer_timeout": DEADLINE_S, "peer_timeout": 5.0, "backend": "kvxfer.testing.faults:Faulty"}
     slow = {**config, "backend_options": {"inner": "zmq", "delay_s": 300.0}}
     with ExitStack() as stack:
 
