@@ -85,6 +85,19 @@ class Resources(Suite):
         grown = _resident() - resident
         assert grown < RSS_SLACK, f"{grown / self.rounds:.0f} bytes of memory were lost a link"
 
+    def test_a_peer_that_came_too_early_leaves_nothing(self, world: World) -> None:
+        """It has connected, and on this side the endpoint is withdrawn: what its coming has cost here is given back."""
+        a, b, _ = world.pair()
+        world.run(0.3)
+        descriptors = _descriptors()
+        for _ in range(20):
+            mine, theirs = a.endpoint(), b.endpoint()
+            early = b.connect(theirs, mine)
+            world.run(0.01)
+            a.transport.withdraw(mine)
+            b.disconnect(early)
+        world.wait_for(lambda: _descriptors() <= descriptors, "the release of descriptors")
+
     def test_idle_costs_nothing(self, world: World) -> None:
         """Connected and with nothing to do, a transport and its threads use less than 3 % of a core: no thread
         spins, and ``fileno`` is readable only when there is something to do. The least of some stretches counts: a host
