@@ -139,13 +139,7 @@ class Network:
             return
         self._members.remove(member)
         tokens = {t for t, owner in self._owners.items() if owner is member}
-        for other in self._members:
-            for side in other.sides.values():
-                if side.tokens & tokens:
-                    side.other = None
-                    self.cut(side, f"{member.agent!r} is gone (its process ended, or it closed)")
-        for token in tokens:
-            del self._owners[token]
+        self._orphan(tokens, f"{member.agent!r} is gone (its process ended, or it closed)")
 
     def own(self, token: str, member: Member) -> None:
         """Note whose end of a link a token stands for."""
@@ -153,11 +147,17 @@ class Network:
 
     def disown(self, token: str) -> None:
         """Nothing will come of the link that this was an end of; a peer that has made its side notices."""
-        owner = self._owners.pop(token)
+        self._orphan({token}, f"{self._owners[token].agent!r} has given this link up")
+
+    def _orphan(self, tokens: set[str], why: str) -> None:
+        """The ends of links that these stand for are no more."""
         for member in self._members:
             for side in member.sides.values():
-                if token in side.tokens:
-                    self.cut(side, f"{owner.agent!r} has given this link up")
+                if side.tokens & tokens:
+                    side.other = None
+                    self.cut(side, why)
+        for token in tokens:
+            del self._owners[token]
 
     def link(self, side: Side) -> None:
         """Join a new side with its other one, if that is there already."""

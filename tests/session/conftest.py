@@ -104,4 +104,11 @@ def fetch(source: Source, blocks: list[int], tokens: int, *, transfer: TransferI
     return Fetch(handle, transfer, digest, source, (np.array(blocks, np.int64),), start, tokens, own)
 
 
-__all__ = ["Ended", "Engine", "Kind", "Released", "fetch", "make_cache", "offered"]
+def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
+    end = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < end, f"not so within {timeout} s"
+        time.sleep(0.01)
+
+
+__all__ = ["Ended", "Engine", "Kind", "Released", "fetch", "make_cache", "offered", "until"]

@@ -14,6 +14,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.identity import Source
 from kvxfer.session import Ended, Kind, Released
 from kvxfer.transport import load
+from tests.session.conftest import until
 from tests.session.node import Node, name
 
 DEADLINE = 6.0  # seconds, the nodes' transfer_timeout
@@ -66,13 +67,6 @@ def half(p: Node, d: Node, i: int | str) -> None:
 def rest(p: Node, i: int | str) -> None:
     """The second part."""
     p.offer(name(i), [13, 11], 8, 1, True)
-
-
-def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
-    end = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < end, f"not so within {timeout} s"
-        time.sleep(0.01)
 
 
 # --- death ---------------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ others."""
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.session import Directory, Ended, Kind, Renew, Settle, links
 from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
-from tests.session.conftest import Engine, fetch, make_cache, offered
+from tests.session.conftest import Engine, fetch, make_cache, offered, until
 
 T = TransferId("own/1/honest", 0)
 
@@ -136,13 +135,6 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
         assert end.outcome.kind is Kind.FAILED
     assert "no answer to our hello" in end.outcome.reason and of_d.given == 3
     until(lambda: not of_p.unused and not of_d.unused)
-
-
-def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
-    end = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < end, f"not so within {timeout} s"
-        time.sleep(0.01)
 
 
 def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engine, Engine]) -> None:

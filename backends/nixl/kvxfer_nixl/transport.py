@@ -38,6 +38,7 @@ DRAIN_S = 1.0
 """How long ``close`` waits for NIXL to be done: ended in the middle of a READ over TCP, UCX 1.23 can abort the *peer*."""
 LINGER_S = 0.05
 
+
 class NixlTransport(Transport):
     """One-sided reads and writes by NIXL. See ``docs/backends/nixl.md`` for what its plugins need and promise."""
 

@@ -23,6 +23,7 @@ from kvxfer.memory.space import Checksum, Side, Space
 
 __all__ = ["CudaSpace", "allocate"]
 
+
 class CudaSpace(Space):
     """Memory of one device; packs into memory of that device or pinned host memory. ``owner`` is kept alive with it."""
 
