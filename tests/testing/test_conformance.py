@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -111,6 +111,14 @@ class Spins(FakeTransport):
         return done
 
 
+class LeaksMemory(FakeTransport):
+    kept: ClassVar[list[bytes]] = []
+
+    def connect(self, mine: bytes, theirs: bytes) -> int:
+        self.kept.append(b"x" * (1 << 20))
+        return super().connect(mine, theirs)
+
+
 class LeaksDescriptors(FakeTransport):
     def close(self) -> None:
         if not self._closed:
@@ -168,6 +176,8 @@ DEFECTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (SaysQuietTooSoon, "test_aborted_batches_end_and_stay_ended", WAYS),
     (NamesNobody, "test_disconnecting_in_flight", {"part": Part(Way.SEND, "source"), "closer": "far"}),
     (Spins, "test_idle_costs_nothing", {}),
+    (LeaksMemory, "test_nothing_leaks", {}),
+    (LeaksMemory, "test_links_do_not_leak", {}),
     (LeaksDescriptors, "test_nothing_leaks", {}),
     (KeepsEndpoints, "test_a_withdrawn_endpoint_is_forgotten", WAYS),
     (RepeatsItsEndpoint, "test_endpoints_are_fresh_and_small", {}),
@@ -177,7 +187,7 @@ DEFECTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("backend, clause, arguments", DEFECTS, ids=[d[0].__name__ for d in DEFECTS])
+@pytest.mark.parametrize("backend, clause, arguments", DEFECTS, ids=[f"{d[0].__name__}-{d[1]}" for d in DEFECTS])
 def test_a_defect_is_found(backend: type[FakeTransport], clause: str, arguments: dict[str, Any]) -> None:
     assert _passes(FakeTransport, clause, arguments), "the clause fails for a good back end as well"
     assert not _passes(backend, clause, arguments)
