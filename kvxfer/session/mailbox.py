@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
@@ -9,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvxfer.transport.wakeup import Wakeup
+from kvxfer.transport.wakeup import Timer
 
 __all__ = ["Mailbox"]
 
@@ -19,35 +20,43 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
-        self._wakeup = Wakeup()
+        self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._timer = Timer()
+        self._poller = select.poll()
+        self._poller.register(self._flag, select.POLLIN)
+        self._poller.register(self._timer, select.POLLIN)
+        self._other: int | None = None  # that the poller looks at
         self._closed = False
         self._lock = threading.Lock()
 
     def sleep(self, fd: int | None, seconds: float) -> None:
-        """Until there is a call, ``fd`` is readable, or so much time has passed. By a timer: poll knows whole milliseconds only, and
-        a thread that merely sleeps wakes 50 us too late."""
-        poller = select.poll()
-        poller.register(self._wakeup, select.POLLIN)
-        if fd is not None:
-            poller.register(fd, select.POLLIN)
-        self._wakeup.at(time.monotonic() + seconds)
-        poller.poll()
+        """Until there is a call, ``fd`` is readable, or so much time has passed."""
+        if fd != self._other:
+            if self._other is not None:
+                self._poller.unregister(self._other)
+            if fd is not None:
+                self._poller.register(fd, select.POLLIN)
+            self._other = fd
+        self._timer.at(time.monotonic() + seconds)
+        if any(ready == self._flag for ready, _ in self._poller.poll()):
+            os.eventfd_read(self._flag)
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         """Have ``call(*args)`` made by whoever takes it; never, once the mailbox is closed."""
         self._calls.append(lambda: call(*args))
         with self._lock:  # so that no descriptor is written to that is somebody else's by now
             if not self._closed:
-                self._wakeup.set()
+                os.eventfd_write(self._flag, 1)
 
     def take(self) -> Iterator[Callable[[], None]]:
         """The calls that have come, those that come meanwhile included."""
-        self._wakeup.clear()
         while self._calls:
             yield self._calls.popleft()
 
     def close(self) -> None:
         """Once nobody takes any more. Idempotent."""
         with self._lock:
+            if not self._closed:
+                os.close(self._flag)
+                self._timer.close()
             self._closed = True
-            self._wakeup.close()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 
-__all__ = ["Wakeup"]
+__all__ = ["Timer", "Wakeup"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOEXEC_NONBLOCK = os.O_CLOEXEC | os.O_NONBLOCK
@@ -22,18 +22,45 @@ class _TimerSpec(ctypes.Structure):
     _fields_ = [(name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns")]
 
 
+class Timer:
+    """A descriptor that polls readable once a time has come. A thread that waits so wakes sooner than one that sleeps, or polls for
+    whole milliseconds."""
+
+    def __init__(self) -> None:
+        self._fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC_NONBLOCK)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._spec = _TimerSpec()
+        self._at = ctypes.byref(self._spec)
+        self._due: float | None = None
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def at(self, due: float | None) -> None:
+        """Be readable from this time of ``time.monotonic`` on (in place of the one set before); ``None``: never."""
+        if due == self._due:
+            return
+        self._due = due
+        left = 0 if due is None else max(1, int((due - time.monotonic()) * 1e9))
+        self._spec.value_s, self._spec.value_ns = divmod(left, 1_000_000_000)
+        if _libc.timerfd_settime(self._fd, 0, self._at, None) < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime failed")
+
+    def close(self) -> None:
+        """Once only."""
+        os.close(self._fd)
+
+
 class Wakeup:
     """``fileno()`` is for the poll of the thread that drives a back end. Other threads may only call ``set``."""
 
     def __init__(self) -> None:
-        self._timer = _libc.timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC_NONBLOCK)
-        if self._timer < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._timer = Timer()
         self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._epoll.register(self._timer, select.EPOLLIN)
         self._epoll.register(self._flag, select.EPOLLIN)
-        self._due: float | None = None
         self._keys: dict[int, Hashable] = {}
 
     def fileno(self) -> int:
@@ -58,23 +85,17 @@ class Wakeup:
         fired = {fd for fd, _ in self._epoll.poll(0)}
         if self._flag in fired:
             os.eventfd_read(self._flag)
-        if self._timer in fired:
+        if self._timer.fileno() in fired:
             self.at(None)
         return {self._keys[fd] for fd in fired if fd in self._keys}
 
     def at(self, due: float | None) -> None:
         """Wake at this time of ``time.monotonic`` (in place of the one set before); ``None`` for never."""
-        if due == self._due:
-            return
-        self._due = due
-        left = 0 if due is None else max(1, int((due - time.monotonic()) * 1e9))
-        spec = _TimerSpec(0, 0, left // 1_000_000_000, left % 1_000_000_000)
-        if _libc.timerfd_settime(self._timer, 0, ctypes.byref(spec), None) < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_settime failed")
+        self._timer.at(due)
 
     def close(self) -> None:
         """Give the descriptors back. Idempotent."""
         if not self._epoll.closed:
             self._epoll.close()
             os.close(self._flag)
-            os.close(self._timer)
+            self._timer.close()
