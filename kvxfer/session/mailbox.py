@@ -16,7 +16,10 @@ __all__ = ["Mailbox"]
 
 
 class Mailbox:
-    """``post`` from any thread, ``sleep`` and ``take`` on one."""
+    """``post`` from any thread, ``sleep`` and ``take`` on one.
+
+    No ``Wakeup``, whose epoll would have to be looked at within this poll and after it: the data thread sleeps often, and shortly.
+    """
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -25,7 +28,7 @@ class Mailbox:
         self._poller = select.poll()
         self._poller.register(self._flag, select.POLLIN)
         self._poller.register(self._timer, select.POLLIN)
-        self._other: int | None = None  # that the poller looks at
+        self._other: int | None = None  # what the poller looks at beside them
         self._closed = False
         self._lock = threading.Lock()
 
