@@ -32,15 +32,15 @@ test-vllm: $(READY)
 demo: $(READY)
 	$(BIN)/kvxfer demo $(ARGS)
 
-# UCX in a process of its own: the nixl and ucxx packages each bring a libucp, and with both at work in one process its
+# UCX in processes of its own: the nixl and ucxx packages each bring a libucp, and with both at work in one process its
 # progress has crashed. Tests that start engines keep all cores busy and come one by one; most others wait for deadlines.
 test: lint
-	$(BIN)/python -m pytest tests/backends/test_ucx.py
+	$(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
 	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e" $(ARGS)
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
 test-fast: lint
-	$(BIN)/python -m pytest tests/backends/test_ucx.py
+	$(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
 	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e and not slow" $(ARGS)
 
 lint: $(READY)
