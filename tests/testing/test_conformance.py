@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -185,6 +186,12 @@ DEFECTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (TakesUsedMemoryBack, "test_memory_in_use_cannot_be_deregistered", PART),
     (ClosesQuietly, "test_closing_in_flight", {"part": Part(Way.SEND, "target"), "closer": "far"}),
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    yield
+    LeaksMemory.kept.clear()
 
 
 @pytest.mark.parametrize("backend, clause, arguments", DEFECTS, ids=[f"{d[0].__name__}-{d[1]}" for d in DEFECTS])

@@ -20,6 +20,8 @@ loaded host leaves us too little of a processor to use ``IDLE_CPU`` of it."""
 RSS_SLACK, RSS_STRETCHES = 16 << 20, 3
 """Bytes by which memory may grow over all rounds, seen in that many stretches of them."""
 
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+
 
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
@@ -27,9 +29,6 @@ def _descriptors() -> int:
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
 def _resident() -> int:
@@ -107,7 +106,7 @@ class Resources(Suite):
         """Check that descriptors, threads and memory stay what they are after the first few rounds."""
         few = max(3, self.rounds // 20)
         rounds(few)
-        gc.collect()
+        gc.collect()  # or descriptors of garbage would count as what was there before
         world.run(0.2)
         descriptors, threads = _descriptors(), _threads()
         lost = _lost(rounds, self.rounds - few)
