@@ -1,7 +1,8 @@
 # Everything runs in .venv/, which is built from nothing on first use: real engines, CPU builds, no CUDA needed.
 #   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server
 #   make test        lint, types and all tests          make test-fast   without the tests that start engines
-#   make bench       benchmarks                         make lint        ruff and mypy only
+#   make bench       benchmarks                         make lint        ruff, mypy and the documentation's links
+#   make docs        the documentation as a site in build/site
 #   make test-matrix the connector's tests on vLLM 0.29 to 0.31
 #   make fuzz        noise at the decoder and at a live agent, and the machines in a world that noise drives
 #   make dist        sdists and wheels for a release    make clean       remove all that was built
@@ -26,7 +27,7 @@ test-matrix:
 test-vllm: $(READY)
 	$(BIN)/python -m pytest tests/vllm tests/e2e/test_pair.py tests/e2e/test_faults.py $(ARGS)
 
-.PHONY: demo test test-matrix test-vllm test-fast lint bench fuzz dist clean
+.PHONY: demo test test-matrix test-vllm test-fast lint docs bench fuzz dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -43,9 +44,12 @@ test-fast: lint
 	$(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
 	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e and not slow" $(ARGS)
 
-lint: $(READY)
+lint: docs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 
 bench: $(READY)
 	$(BIN)/kvxfer bench transfer $(ARGS)
@@ -86,8 +90,9 @@ $(ENGINES): Makefile constraints.txt
 # dependencies, then the same distributions again, as links into the checkout.
 $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
 	@echo "== 5/6 kvxfer from this checkout"
-	$(INSTALL) . $(patsubst %/pyproject.toml,./%,$(SIBLINGS))
+	$(INSTALL) '.[cli]' $(patsubst ./connectors/vllm,'./connectors/vllm[demo]',$(patsubst %/pyproject.toml,./%,$(SIBLINGS)))
 	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
 	@echo "== 6/6 test tools"
-	$(INSTALL) pytest pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling
+	$(INSTALL) pytest pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
+	    mkdocs-material mkdocstrings-python
 	@touch $@

@@ -15,14 +15,10 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 class SiblingsHook(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         siblings: dict[str, str] = self.config["siblings"]
-        requirement = {
-            name: self._requirement(f"kvxfer-{name}", Path(self.root, folder), metadata["version"])
+        metadata["dependencies"] = self.config["dependencies"]
+        metadata["optional-dependencies"] = self.config["extras"] | {
+            name: [self._requirement(f"kvxfer-{name}", Path(self.root, folder), metadata["version"])]
             for name, folder in siblings.items()
-        }
-        required = self.config["required-siblings"]
-        metadata["dependencies"] = self.config["dependencies"] + [requirement[name] for name in required]
-        metadata["optional-dependencies"] = {
-            name: [line] for name, line in requirement.items() if name not in required
         }
 
     @staticmethod

@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from kvxfer.facts import TEXT
 from kvxfer.settings import check_dialable, read
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded: no wait is without an end
 Bytes = Annotated[int, Meta(gt=0)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=TEXT)]
 Integrity = Literal["off", "sample", "full"]
 
 NAMING = "kvxfer setting {!r}"
@@ -41,6 +43,10 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         peers: who may connect and be dialled: networks, addresses, host names; None: everybody.
         integrity: how much of what arrives is compared with a hash of what was sent: nothing, a sixteenth of each
             part's blocks, or all. Of two engines that differ in it, the stricter one has its way.
+        layout_check: whether a connector compares at start where its engine writes KV with where kvxfer would read it, and
+            refuses to start when they differ.
+        model: a name for the weights, instead of what the engine finds out about them: two engines of one name are taken
+            to serve the same. For checkpoints that differ in form only, or that cannot be read. None: found out.
     """
 
     backend: NonEmpty = "zmq"
@@ -56,6 +62,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     key_file: NonEmpty | None = None
     peers: tuple[NonEmpty, ...] | None = None
     integrity: Integrity = "off"
+    layout_check: bool = True
+    model: ModelName | None = None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Config:

@@ -287,13 +287,14 @@ def _permits(entry: str, address: Address) -> bool:
             network = ip_network(entry)
         except ValueError as error:
             raise IdentityError(f"allow-list entry {entry!r} is not a network: {error}") from error
-        return _is_ip(address.host) and ip_address(address.host) in network
-    if _is_ip(entry) or ":" not in entry or entry.endswith("]"):
+        return is_ip(address.host) and ip_address(address.host) in network
+    if is_ip(entry) or ":" not in entry or entry.endswith("]"):
         return _host(entry) == address.host
     return parse_address(entry) == address
 
 
-def _is_ip(text: str) -> bool:
+def is_ip(text: str) -> bool:
+    """Whether it is an address, of version 4 or 6, and no name."""
     try:
         ip_address(text)
     except ValueError:

@@ -1,22 +1,21 @@
 """Who may talk to an engine's control sockets: one key for all engines of a deployment, and a list of addresses.
 
-With a key, every connection is CurveZMQ: either side proves that it holds the key before a message is taken in,
-messages are encrypted under keys made for the connection, and none can be replayed. The list is of those who may
-connect, and of those whom a request may have us dial. Bulk bytes go over the back end's own connections, which this does
-not encrypt; a peer learns where they are only over an authenticated control socket.
+With a key, every connection is TLS 1.3: the key is a private key with its own certificate, and either side proves that it holds
+the very same before a message is taken in. Messages are encrypted under keys made for the connection, and none can be replayed.
+The list is of those who may connect, and of those whom a request may have us dial. Bulk bytes go over the back end's own
+connections, which this does not encrypt; a peer learns where they are only over an authenticated control socket.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
+import socket
+import ssl
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-import zmq
-from zmq.utils import z85
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerError
@@ -26,8 +25,7 @@ __all__ = ["OPEN", "Complaints", "Security", "make_key"]
 
 log = logging.getLogger("kvxfer.security")
 
-_MAGIC = "kvxfer-key-1"
-_DOMAIN = b"kvxfer"
+_NAME = "kvxfer"
 _LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
 
 
@@ -54,21 +52,45 @@ _turned_away = Complaints(log)
 
 def make_key(path: Path) -> None:
     """Write a new key to a file that does not exist yet, readable by its owner only. Raises ``ConfigError``."""
-    _, secret = zmq.curve_keypair()
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as e:
+        raise ConfigError(f"making a key needs cryptography ({e}); pip install 'kvxfer[cli]'. Using one does not") from None
+    secret = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name).issuer_name(name).public_key(secret.public_key()).serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2020, 1, 1)).not_valid_after(datetime.datetime(9999, 12, 31))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(secret, hashes.SHA256())
+    )  # fmt: skip
+    pem = serialization.Encoding.PEM
+    text = secret.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as e:
         raise ConfigError(f"cannot write the key {str(path)!r}: {e.strerror}") from None
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{_MAGIC} {secret.decode()}\n")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text + certificate.public_bytes(pem))
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a connection begins with, on the side that takes it and on the side that makes it."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
 
 
 @dataclass(frozen=True)
 class Security:
-    """``key``: the deployment's secret key (Z85), or ``None``: no authentication. ``peers``: the allow-list (see
+    """``key``: of the deployment, or ``None``: no authentication. ``peers``: the allow-list (see
     ``kvxfer.identity.allowed``), or ``None``: everybody."""
 
-    key: bytes | None = None
+    key: Key | None = None
     peers: tuple[str, ...] | None = None
 
     @classmethod
@@ -87,70 +109,72 @@ class Security:
             return cls(None, config.peers)
         return cls(_read_key(Path(config.key_file)), config.peers)
 
-    def serve(self, sock: zmq.Socket[bytes]) -> None:
-        """Have a listening socket ask ``admits`` about whoever connects, if there is anything to ask."""
-        if self != OPEN:
-            sock.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        if self.key is not None:
-            sock.setsockopt(zmq.CURVE_SERVER, 1)
-            sock.setsockopt(zmq.CURVE_SECRETKEY, self.key)
+    def accepted(self, sock: socket.socket) -> socket.socket:
+        """A connection that somebody has made to us, to begin the handshake on if there is one."""
+        if self.key is None:
+            return sock
+        return self.key.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
-    def dial(self, sock: zmq.Socket[bytes], target: Address) -> None:
-        """Prepare a socket for this target. Raises ``PeerError`` when it must not be dialled."""
+    def dialled(self, sock: socket.socket) -> socket.socket:
+        """The same, of a connection that we have made."""
+        if self.key is None:
+            return sock
+        return self.key.client.wrap_socket(sock, do_handshake_on_connect=False)
+
+    def check_target(self, target: Address) -> None:
+        """Raises ``PeerError`` when it must not be dialled."""
         if self.peers is not None and not allowed(target, self.peers):
             raise PeerError("it is not in the list of allowed peers; see the setting 'peers'")
-        if self.key is not None:
-            public = zmq.curve_public(self.key)
-            sock.setsockopt(zmq.CURVE_SECRETKEY, self.key)
-            sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
-            sock.setsockopt(zmq.CURVE_SERVERKEY, public)
 
-    def admits(self, request: list[bytes]) -> list[bytes]:
-        """The answer to a ZeroMQ authentication request (RFC 27)."""
-        if len(request) < 6 or request[0] != b"1.0":
-            return [b"1.0", request[1] if len(request) > 1 else b"", b"500", b"not understood", b"", b""]
-        version, number, _, address, _, mechanism, *credentials = request
-        why = self._objection(address.decode("utf-8", "replace"), mechanism, credentials)
-        if why:
-            _turned_away("turned away a connection from %s: %s", address.decode("utf-8", "replace"), why)
-        return [version, number, b"400" if why else b"200", why.encode(), b"", b""]
+    def admits(self, host: str) -> bool:
+        """Whether somebody from this address may connect."""
+        if self.peers is None:
+            return True
+        try:
+            admitted = allowed(Address(_plain(host), 1), [_portless(entry) for entry in self.peers])
+        except IdentityError:
+            admitted = False
+        if not admitted:
+            self.turned_away(host, "it is not in the list of allowed peers")
+        return admitted
 
-    def _objection(self, address: str, mechanism: bytes, credentials: Iterable[bytes]) -> str:
-        if self.peers is not None:
-            try:
-                if not allowed(Address(_plain(address), 1), [_portless(entry) for entry in self.peers]):
-                    return "it is not in the list of allowed peers"
-            except IdentityError as e:
-                return str(e)
-        if self.key is not None and (
-            mechanism != b"CURVE" or list(credentials) != [z85.decode(zmq.curve_public(self.key))]
-        ):
-            return "it does not have the key"
-        return ""
+    def turned_away(self, host: str, why: str) -> None:
+        """Somebody from this address was."""
+        key = "" if self.key is None else "; whoever connects here needs the key"
+        _turned_away("turned away a connection from %s: %s%s", host, why, key)
 
 
 OPEN = Security()
 """No key, no list: for tests, and for sockets that only this host can reach."""
 
 
-def _read_key(path: Path) -> bytes:
-    if not zmq.has("curve"):
-        raise ConfigError("this build of ZeroMQ has no CURVE; install the pyzmq wheel, or leave 'key_file' out")
+def _read_key(path: Path) -> Key:
     try:
         text = path.read_text()
         mode = path.stat().st_mode
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"cannot read the key {str(path)!r}: {e}") from None
-    magic, _, secret = text.strip().partition(" ")
     try:
-        if magic != _MAGIC:
-            raise ValueError
-        zmq.curve_public(secret.encode())
-    except (ValueError, zmq.ZMQError):
-        raise ConfigError(f"{str(path)!r} is not a key of kvxfer; make one with `kvxfer keys {path}`") from None
+        key = Key(_context(ssl.PROTOCOL_TLS_SERVER, path), _context(ssl.PROTOCOL_TLS_CLIENT, path))
+    except (OSError, ValueError):
+        old = "a key of an earlier version" if text.startswith("kvxfer-key-1") else "not a key of kvxfer"
+        raise ConfigError(f"{str(path)!r} is {old}; make one with `kvxfer keys {path}`") from None
     if mode & 0o007:
         log.warning("the key %s can be read by every user of this host; chmod 600 it", path)
-    return secret.encode()
+    return key
+
+
+def _context(side: int, path: Path) -> ssl.SSLContext:
+    """TLS of which both ends have this key and its certificate, and trust no other."""
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # it is not known by a name but by its key
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(path)
+    context.load_verify_locations(path)
+    if side == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # each connection proves it anew
+    return context
 
 
 def _plain(address: str) -> str:

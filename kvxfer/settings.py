@@ -14,7 +14,7 @@ import msgspec
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["advice", "check_dialable", "near", "read"]
+__all__ = ["WILDCARDS", "advice", "check_dialable", "near", "read"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 import kvxfer
 from kvxfer.cli.main import build
 from kvxfer.cli.probing import probe_all
+from kvxfer.security import make_key
+from tests.conftest import require
 
 BACKEND = """
 import os
@@ -104,10 +106,10 @@ def test_another_distribution_brings_commands() -> None:
 
 
 def test_a_command_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvxfer.cli.main.entry_points", lambda group: ())
+    monkeypatch.setattr("kvxfer.cli.installed.entry_points", lambda group: ())
     result = run("demo", "--backend", "zmq")
     assert result.exit_code == 1
-    assert "pip install 'kvxfer[vllm]'" in result.stderr
+    assert "pip install 'kvxfer-vllm[demo]'" in result.stderr
 
 
 @pytest.mark.usefixtures("installed")
@@ -146,7 +148,7 @@ def test_doctor_tells_of_each_back_end_whether_it_works_and_why_not() -> None:
 def test_a_probe_that_hangs_is_given_up() -> None:
     started = time.monotonic()
     probes = probe_all(["third_party_backend:Hangs"], patience_s=1)
-    assert "not come to an end" in probes["third_party_backend:Hangs"].reason
+    assert "not come to an end" in probes["third_party_backend:Hangs"].probe.reason
     assert time.monotonic() - started < 60
 
 
@@ -158,8 +160,51 @@ def test_doctor_shows_the_same_to_people() -> None:
         assert word in result.stdout
 
 
+def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    settings = {"listen": "0.0.0.0", "advertise": "node-7", "port": 7001, "key_file": str(tmp_path / "key"), "backend": "auto"}
+    (tmp_path / "engine.json").write_text(json.dumps(settings))
+    report = json.loads(run("doctor", "--json", "--config", str(tmp_path / "engine.json")).stdout)
+    rows = {row["opened_by"]: row for row in report["ports"]}
+    assert rows["directory, in the scheduler"] == {
+        "port": "0.0.0.0:7001", "opened_by": "directory, in the scheduler", "who": "whoever has the key",
+    }  # fmt: skip
+    assert rows["back end zmq"]["port"].startswith("0.0.0.0:") and "secret" in rows["back end zmq"]["who"]
+    for open_one in {"back end nixl", "back end ucx"} & set(rows):
+        assert "firewall" in rows[open_one]["who"]
+    assert "nixl" not in report["auto"]["cpu"], "with a key it has to be named"
+
+
+@pytest.mark.parametrize("backend", ["nixl", "ucx"])
+def test_doctor_on_loopback(backend: str) -> None:
+    require(backend)
+    ports = json.loads(run("doctor", "--json", "--config", '{"key_file": null}').stdout)["ports"]
+    found = [row["port"] for row in ports if row["opened_by"] == f"back end {backend}"]
+    assert found and all(port == "none" or port.startswith("unix:") for port in found)
+    shown = run("doctor").stdout
+    assert "who may speak to it" in shown
+
+
+def test_settings_that_are_none_are_told() -> None:
+    for config, words in [("{", "neither JSON"), ("no-such-file", "neither JSON"), ('{"lissten": 1}', "did you mean 'listen'")]:
+        result = run("doctor", "--config", config)
+        assert result.exit_code == 1 and words in result.stderr
+
+
 def test_doctor_lists_what_ships_with_kvxfer_and_where_it_runs() -> None:
     report = json.loads(run("doctor", "--json").stdout)
     assert report["backends"]["zmq"]["usable"]
     assert report["versions"]["numpy"] and report["host"]["cpus"] > 0
     assert set(report["versions"]) >= {"torch", "vllm", "nixl", "ucxx", "nccl"}
+
+
+def test_benchmarks_are_commands_whoever_brings_them() -> None:
+    listed = run("bench", "--help").stdout
+    for name in ("control", "cuda-ipc", "mixed-load", "pack", "pieces", "plan", "soak", "transfer", "turns"):
+        assert f" {name} " in listed
+
+
+def test_a_benchmark_says_what_is_wrong_with_its_arguments() -> None:
+    for wrong in (["turns", "zmq", "{"], ["turns", "zmq", "{}", "--device", "tape"], ["pieces", "--by", "post"]):
+        result = run("bench", *wrong)
+        assert result.exit_code == 1 and result.stderr.startswith("kvxfer: ")

@@ -14,6 +14,7 @@ def test_empty_mapping_gives_the_defaults() -> None:
     assert config == Config()
     assert (config.backend, config.listen, config.port, config.advertise) == ("zmq", "127.0.0.1", 0, None)
     assert config.integrity == "off"
+    assert config.layout_check
 
 
 def test_all_keys_are_read() -> None:
@@ -31,6 +32,8 @@ def test_all_keys_are_read() -> None:
         "key_file": "/run/secrets/kvxfer",
         "peers": ["10.0.0.0/8"],
         "integrity": "full",
+        "layout_check": False,
+        "model": "policy-v3",
     }
     read = msgspec.structs.asdict(Config.from_mapping(settings))
     assert read | {name: list(read[name]) for name in ("legacy_hosts", "peers")} == settings

@@ -7,6 +7,7 @@ import sys
 import tarfile
 import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [
     {"errors"},
-    {"settings"},
-    {"identity", "config", "geometry"},
+    {"settings", "identity"},
+    {"facts", "geometry"},
+    {"config"},
     {"memory", "transport", "schedule", "security"},
     {"session"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
@@ -106,7 +108,7 @@ def test_a_checkout_takes_siblings_from_their_folders_and_a_release_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkout = metadata(ROOT)
-    assert f"kvxfer-zmq @ {(ROOT / 'backends/zmq').as_uri()}" in checkout["dependencies"]
+    assert checkout["optional-dependencies"]["zmq"] == [f"kvxfer-zmq @ {(ROOT / 'backends/zmq').as_uri()}"]
 
     monkeypatch.setenv("KVXFER_RELEASE", "1")
     hatchling("build", "-t", "sdist", "-d", str(tmp_path), folder=ROOT)
@@ -114,7 +116,7 @@ def test_a_checkout_takes_siblings_from_their_folders_and_a_release_names_them(
     with tarfile.open(tmp_path / f"kvxfer-{kvxfer.__version__}.tar.gz") as sdist:
         sdist.extractall(tmp_path, filter="data")
     released = metadata(tmp_path / f"kvxfer-{kvxfer.__version__}")
-    assert f"kvxfer-zmq=={kvxfer.__version__}" in released["dependencies"]
+    assert released["optional-dependencies"]["zmq"] == [f"kvxfer-zmq=={kvxfer.__version__}"]
     assert released["optional-dependencies"]["vllm"] == [f"kvxfer-vllm=={kvxfer.__version__}"]
     assert not any("file:" in line for line in json.dumps(released).split())
     assert released["version"] == checkout["version"] == kvxfer.__version__
@@ -129,17 +131,38 @@ def hatchling(*arguments: str, folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
+def test_the_core_asks_for_three_libraries_and_for_nothing_of_ours() -> None:
+    needed = {line.partition(">")[0] for line in metadata(ROOT)["dependencies"]}
+    assert needed == {"msgspec", "numpy", "pyzmq"}
+
+
+@pytest.mark.parametrize("path", SIBLINGS, ids=lambda path: path.parent.name)
+def test_every_distribution_says_what_it_is_and_under_which_licence_and_has_types(path: Path, tmp_path: Path) -> None:
+    hatchling("build", "-t", "wheel", "-d", str(tmp_path), folder=path.parent)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = archive.namelist()
+        about = archive.read(next(name for name in held if name.endswith(".dist-info/METADATA"))).decode()
+    name = tomllib.loads(path.read_text())["project"]["name"]
+    assert f"# {name}" in about
+    assert any(name.endswith("licenses/LICENSE") for name in held)
+    assert any(name.endswith("/py.typed") for name in held)
+
+
 @pytest.mark.slow
 def test_pip_install_brings_a_working_program_and_nothing_heavy(tmp_path: Path) -> None:
     venv.create(tmp_path, with_pip=True)
     pip = [str(tmp_path / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    program = [str(tmp_path / "bin" / "kvxfer"), "doctor", "--json"]
     subprocess.run([*pip, "install", "-q", str(ROOT)], check=True, timeout=240)
+    bare = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert bare.returncode == 1 and "pip install 'kvxfer[cli]'" in bare.stderr
 
+    subprocess.run([*pip, "install", "-q", f"{ROOT}[cli,zmq]"], check=True, timeout=240)
     listed = subprocess.run([*pip, "list", "--format=json"], capture_output=True, check=True, timeout=60)
     names = {entry["name"].lower() for entry in json.loads(listed.stdout)}
     assert {"kvxfer", "kvxfer-zmq"} <= names
     assert not {name for name in names if name.startswith(("torch", "vllm", "nixl", "nvidia", "ucx", "cuda"))}
 
-    program = [str(tmp_path / "bin" / "kvxfer"), "doctor", "--json"]
     report = subprocess.run(program, capture_output=True, check=True, timeout=60, cwd=tmp_path)
     assert json.loads(report.stdout)["backends"]["zmq"]["usable"]

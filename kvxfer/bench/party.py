@@ -80,7 +80,7 @@ class Party:
             stager(cache, self._config.staging_bytes), self._note, grace=5.0, quarantine_limit=1 << 62,
         )  # fmt: skip
         self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
-        self._mover.endpoint("link", 1)
+        self._mover.endpoint("link", 1, self._setup.role)  # type: ignore[arg-type]
         self._mine = bytes(self._take(results.Endpoint).endpoint)
         return self._mine
 

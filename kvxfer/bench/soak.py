@@ -46,7 +46,8 @@ WATCHED = ("producer", "consumer")
 FIGURES = ("rss_MiB", "descriptors", "threads", "fetches", "leases", "quarantined_bytes")
 
 # How much more there may be at the end than after the first fifth: medians of a fifth of the run each.
-ALLOWED = {"rss_MiB": 6.0, "descriptors": 3, "threads": 1, "fetches": 60, "leases": 60, "quarantined_bytes": 0}
+ALLOWED = {"rss_MiB": 6.0, "descriptors": 10, "threads": 1, "fetches": 60, "leases": 60, "quarantined_bytes": 0}
+"""A link takes up to ten descriptors, and there may be one more at the end; what leaks takes some for every restart."""
 
 
 class Engine:

@@ -1,12 +1,10 @@
-"""`kvxfer bench`: the benchmarks, one command each."""
+"""`kvxfer bench`: the benchmarks, one command each, those that back ends and connectors bring included."""
 
 import typer
 
-from kvxfer.bench.plan import plan
-from kvxfer.bench.soak import soak
-from kvxfer.bench.transfer import transfer
+from kvxfer.cli.installed import add_installed
+
+GROUP = "kvxfer.benchmarks"
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what this machine and a back end can do.")
-bench.command("plan")(plan)
-bench.command("soak")(soak)
-bench.command("transfer")(transfer)
+add_installed(bench, GROUP, {})

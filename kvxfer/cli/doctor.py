@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,10 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvxfer
-from kvxfer.cli.probing import probe_all
+from kvxfer.cli.probing import Found, probe_all
+from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.transport import Probe, registry
 from kvxfer.transport.auto import ORDER, choose
+from kvxfer.transport.guard import guard, who
 
 # What bug reports need, under the names that distributions may have.
 _VERSIONS = {
@@ -35,15 +38,19 @@ _VERSIONS = {
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    config: Annotated[str, typer.Option(help="Settings of an engine, as JSON or the path of such a file.")] = "{}",
 ) -> None:
-    """Show which back ends work on this machine, and why the others do not."""
-    probes = probe_all(registry.available())
+    """Show which back ends work on this machine, why the others do not, and which ports an engine opens with these settings."""
+    settings = _settings(config)
+    found = probe_all(registry.available(), settings)
+    probes = {name: f.probe for name, f in found.items()}
     report = {
         "kvxfer": kvxfer.__version__,
         "host": _host(),
         "versions": {name: _version(names) for name, names in _VERSIONS.items()},
         "backends": {name: _facts(probe) for name, probe in probes.items()},
-        "auto": {memory: _auto(memory, probes) for memory in ORDER},
+        "auto": {memory: _auto(memory, probes, settings) for memory in ORDER},
+        "ports": _ports(found, settings),
     }
     if as_json:
         typer.echo(json.dumps(report))
@@ -60,9 +67,42 @@ def _facts(probe: Probe) -> dict[str, Any]:
     }
 
 
-def _auto(memory: str, probes: Mapping[str, Probe]) -> str:
+def _settings(config: str) -> Config:
     try:
-        choice = choose(memory, probes.get)
+        text = config if config.lstrip().startswith("{") else Path(config).read_text()
+        values = json.loads(text)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--config {config!r} is neither JSON nor the path of a file of it: {e}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {config!r} is no JSON object")
+    return Config.from_mapping(values)
+
+
+def _ports(found: Mapping[str, Found], config: Config) -> list[dict[str, str]]:
+    """Every port of an engine: where it is, who opens it, and who may speak to it. A port that is any free one is 0."""
+    anybody = "whoever has the key" if config.key_file else "anybody who reaches it"
+    if config.peers is not None:
+        anybody += " from the addresses in 'peers'"
+    rows = [
+        {"port": f"{config.listen}:0", "opened_by": "control, in each worker", "who": anybody},
+        {"port": f"{config.listen}:{config.port}", "opened_by": "directory, in the scheduler", "who": anybody},
+    ]
+    for name, f in found.items():
+        if not f.probe.usable:
+            continue
+        by = f"back end {name}"
+        if isinstance(f.ports, str):
+            rows.append({"port": "?", "opened_by": by, "who": f"it cannot be opened with these settings: {f.ports}"})
+        elif not f.ports:
+            rows.append({"port": "none", "opened_by": by, "who": "nobody"})
+        else:
+            rows += [{"port": str(port), "opened_by": by, "who": who(name, config.listen)} for port in f.ports]
+    return rows
+
+
+def _auto(memory: str, probes: Mapping[str, Probe], config: Config) -> str:
+    try:
+        choice = choose(memory, probes.get, guard(config))
         return ", else ".join((choice.name, *choice.others))
     except ConfigError as error:
         return str(error)
@@ -112,5 +152,9 @@ def _show(report: dict[str, Any]) -> None:
         usable = "[green]yes[/]" if found["usable"] else "[red]no[/]"
         table.add_row(name, usable, ", ".join(found["memory"]), escape(found["reason"] + facts))
     console.print(table)
+    ports = Table("port", "opened by", "who may speak to it", title="Ports", title_justify="left")
+    for row in report["ports"]:
+        ports.add_row(*(escape(row[key]) for key in ("port", "opened_by", "who")))
+    console.print(ports)
     chosen = ", ".join(f"{name} ({where})" for where, name in report["auto"].items())
     console.print(f"backend auto: {chosen}", highlight=False)

@@ -7,21 +7,19 @@ imported whenever the program starts: one that needs something heavy imports it 
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import kvxfer
+from kvxfer.cli.installed import add_installed
 from kvxfer.errors import KvxferError
 
 GROUP = "kvxfer.commands"
 
-_ELSEWHERE = {"demo": "pip install 'kvxfer[vllm]'"}
+_ELSEWHERE = {"demo": "pip install 'kvxfer-vllm[demo]'"}
 """Commands of distributions that are published beside the core, and how to get them."""
-
-_ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 class _Program(TyperGroup):
@@ -53,28 +51,8 @@ def build() -> typer.Typer:
     ) -> None:
         """Moves the KV cache of LLM requests between prefill and decode engines, over any transport."""
 
-    installed = {point.name: point for point in entry_points(group=GROUP)}
-    for name in sorted(installed.keys() | _ELSEWHERE):
-        if name not in installed:
-            _add_unavailable(program, name, f"not installed: {_ELSEWHERE[name]}")
-            continue
-        try:
-            command = installed[name].load()
-        except (ImportError, AttributeError) as error:
-            _add_unavailable(program, name, f"not to be loaded from {installed[name].value}: {error}")
-        else:
-            if isinstance(command, typer.Typer):
-                program.add_typer(command, name=name)
-            else:
-                program.command(name)(command)
+    add_installed(program, GROUP, _ELSEWHERE)
     return program
-
-
-def _add_unavailable(program: typer.Typer, name: str, reason: str) -> None:
-    @program.command(name, help=f"({reason})", context_settings=_ANY_ARGUMENTS)
-    def unavailable() -> None:
-        typer.echo(f"kvxfer: {name} is {reason}", err=True)
-        raise typer.Exit(1)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,26 +8,42 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+import msgspec
+
+from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.transport import Probe, registry
+from kvxfer.transport.auto import AUTO, options_for
+from kvxfer.transport.ports import Port, listening
 
-__all__ = ["PATIENCE_S", "probe_all"]
+__all__ = ["PATIENCE_S", "Found", "probe_all"]
 
 PATIENCE_S = 60.0
 """For all probes together, which run at the same time. They take a few seconds, for importing mostly."""
 
 
-def probe_all(names: Iterable[str], patience_s: float = PATIENCE_S) -> dict[str, Probe]:
-    """Probe these back ends. Never raises for what becomes of one: that is in its ``reason``."""
+@dataclass(frozen=True)
+class Found:
+    """``ports``: what a back end has opened, made as an engine would make it and with one link begun; or why it cannot be made so."""
+
+    probe: Probe
+    ports: tuple[Port, ...] | str
+
+
+def probe_all(names: Iterable[str], config: Config | None = None, patience_s: float = PATIENCE_S) -> dict[str, Found]:
+    """Probe these back ends, and open each as an engine does that is configured so. Never raises for what becomes of one: that is in
+    its probe's ``reason``."""
+    config = config or Config()
     apart = multiprocessing.get_context("spawn")
     asked: list[tuple[str, BaseProcess, Connection]] = []
     try:
         for name in names:
             ours, theirs = apart.Pipe(duplex=False)
-            asking = apart.Process(target=_probe, args=(name, theirs), name=f"kvxfer-probe-{name}")
+            asking = apart.Process(target=_probe, args=(name, config, theirs), name=f"kvxfer-probe-{name}")
             asking.start()
             theirs.close()  # so that its end is seen
             asked.append((name, asking, ours))
@@ -40,16 +56,44 @@ def probe_all(names: Iterable[str], patience_s: float = PATIENCE_S) -> dict[str,
             ours.close()
 
 
-def _probe(name: str, answer: Connection) -> None:
+def _probe(name: str, config: Config, answer: Connection) -> None:
     os.dup2(2, 1)  # what libraries print is no part of a report
     try:
         probe = registry.load(name).probe()
     except ConfigError as e:
         probe = Probe(False, str(e))
     answer.send((probe.usable, probe.reason, probe.memory, dict(probe.facts)))
+    answer.send(_ports(name, config) if probe.usable else "it does not work here")
 
 
-def _answer(process: BaseProcess, ours: Connection, due: float) -> Probe:
+def _ports(name: str, config: Config) -> tuple[Port, ...] | str:
+    if config.backend not in (AUTO, name):
+        config = msgspec.structs.replace(config, backend_options={})  # they are another's
+    before = listening()
+    try:
+        transport = registry.load(name)("doctor", options_for(name, config))
+        try:
+            transport.endpoint()  # some open a port for each link
+            return tuple(sorted(listening() - before))
+        finally:
+            transport.close()
+    except Exception as e:
+        return str(e) or type(e).__name__
+
+
+def _answer(process: BaseProcess, ours: Connection, due: float) -> Found:
+    probe = _probed(process, ours, due)
+    if not probe.usable:
+        return Found(probe, probe.reason)
+    try:
+        if ours.poll(max(0.0, due - time.monotonic())):
+            return Found(probe, ours.recv())
+    except EOFError:
+        pass
+    return Found(probe, "it could not be opened: its process ended, or did not come to an end")
+
+
+def _probed(process: BaseProcess, ours: Connection, due: float) -> Probe:
     if not ours.poll(max(0.0, due - time.monotonic())):
         return Probe(False, "its probe does not come to an end; is its library, or a device, stuck?")
     try:

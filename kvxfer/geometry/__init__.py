@@ -4,6 +4,7 @@ from kvxfer.geometry.bundle import Bundle, Part
 from kvxfer.geometry.cache import Cache, Group, Heads, Rank, Region, View
 from kvxfer.geometry.claim import Claim, Incompatible
 from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, Sheet
+from kvxfer.geometry.rest import Hole, rest
 from kvxfer.geometry.route import Route, route
 from kvxfer.geometry.template import Template
 
@@ -14,6 +15,7 @@ __all__ = [
     "CopyPlan",
     "Group",
     "Heads",
+    "Hole",
     "Incompatible",
     "Part",
     "PlanError",
@@ -25,5 +27,6 @@ __all__ = [
     "Sheet",
     "Template",
     "View",
+    "rest",
     "route",
 ]

@@ -133,6 +133,7 @@ class Part:
 def bundles(src: Cache, dst: Cache, claims: Sequence[Claim]) -> list[Bundle]:
     """Resolve claims and put those together that can share segments and templates, in the order of the claims."""
     cells: dict[tuple[object, ...], list[tuple[tuple[str, str], int, int]]] = defaultdict(list)
+    src_at, dst_at = ([dict(zip(v.layers, v.offsets, strict=True)) for v in cache.views] for cache in (src, dst))
     for c in claims:
         s, d = src.views[c.src_view], dst.views[c.dst_view]
         heads, s_first, d_first = (1, 0, 0), 0, 0
@@ -143,7 +144,7 @@ def bundles(src: Cache, dst: Cache, claims: Sequence[Claim]) -> list[Bundle]:
             s.group, d.group, s.token_stride is None, s.block_stride, d.block_stride, s.token_stride or 0,
             d.token_stride or 0, heads, c.head_lo, s.unit, s.blocks, d.blocks,
         )  # fmt: skip
-        s_at, d_at = dict(zip(s.layers, s.offsets, strict=True)), dict(zip(d.layers, d.offsets, strict=True))
+        s_at, d_at = src_at[c.src_view], dst_at[c.dst_view]
         cells[key] += [((d.plane, name), s_at[name] + s_first, d_at[name] + d_first) for name in c.layers]
     return [_bundle(key, of) for key, of in cells.items()]
 

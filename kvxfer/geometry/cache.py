@@ -10,10 +10,13 @@ The axes of a view are *block, head, token* and the contiguous *unit* below them
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from itertools import accumulate
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvxfer.geometry.overlap import Strided, first_overlap
 
@@ -23,7 +26,18 @@ GAP = 4096
 """Bytes between two regions in the flat offset space, so that no run can span both."""
 
 _MOST_BYTES = 1 << 60
+
+# What planning costs grows with these, and a description may come from a peer. A model has some hundred layers, of a handful of
+# planes each; a plan's template is as large as what one block holds of a plane.
+_MOST_VIEWS, _MOST_REGIONS, _MOST_GROUPS = 512, 1 << 12, 128
+_MOST_LAYERS = 1 << 12
+"""Layers, counted once for each plane."""
+_MOST_HEADS = 1 << 18
+"""Heads, counted once for each layer and plane."""
 _MOST_CELLS = 1 << 22
+"""Pieces of content in one block of one view."""
+
+_Name = Annotated[str, Meta(max_length=1 << 12)]
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -79,18 +93,21 @@ class View(msgspec.Struct, frozen=True):
     ``token_stride is None``: the tokens of a block are inside the unit and must not be cut (opaque).
     ``encoding`` names everything else the bytes depend on (dtype, quantisation, packing and its ISA, where
     scales live); it is compared, never interpreted.
+    ``optional``: a consumer makes do without (the cache of a draft model: it loses guesses, no token is another): what no
+    producer has, or has of another kind, is not moved.
     """
 
-    plane: str
+    plane: _Name
     group: int
-    layers: tuple[str, ...]
-    offsets: tuple[int, ...]
+    layers: Annotated[tuple[_Name, ...], Meta(max_length=_MOST_LAYERS)]
+    offsets: Annotated[tuple[int, ...], Meta(max_length=_MOST_LAYERS)]
     blocks: int
     block_stride: int
     unit: int
-    encoding: str
+    encoding: _Name
     heads: Heads | None = None
     token_stride: int | None = None
+    optional: bool = False
 
     def axes(self, block_tokens: int) -> list[tuple[int, int]]:
         """The axes within a block that can be cut, as (length, stride in bytes): heads, then tokens."""
@@ -110,9 +127,9 @@ class View(msgspec.Struct, frozen=True):
 class Cache(msgspec.Struct, frozen=True):
     """All that a peer must know of a worker's cache to plan copies from it or into it."""
 
-    regions: tuple[Region, ...]
-    groups: tuple[Group, ...]
-    views: tuple[View, ...]
+    regions: Annotated[tuple[Region, ...], Meta(max_length=_MOST_REGIONS)]
+    groups: Annotated[tuple[Group, ...], Meta(max_length=_MOST_GROUPS)]
+    views: Annotated[tuple[View, ...], Meta(max_length=_MOST_VIEWS)]
     rank: Rank = Rank()
 
     @property
@@ -123,7 +140,10 @@ class Cache(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Raise ``ValueError`` when the description is malformed: impossible numbers, a view that leaves its region,
         or two pieces of content of one group in the same bytes (groups may overlay each other: their block ids are
-        disjoint). Takes milliseconds; call it once for a cache that came from elsewhere, before planning with it."""
+        disjoint). Also when it is larger than any engine's is (the text says of what there is too much), or when its planes
+        interleave in a way that no engine's do and that would take long to check. Takes milliseconds for whatever it is given;
+        call it once for a cache that came from elsewhere, before planning with it."""
+        self._check_size()
         for i, r in enumerate(self.regions):
             if r.address < 0 or not 0 < r.nbytes <= _MOST_BYTES:
                 raise ValueError(f"region {i}: {r.nbytes} bytes at {r.address} is not a piece of memory")
@@ -136,11 +156,27 @@ class Cache(msgspec.Struct, frozen=True):
                 raise ValueError(f"group {g}: block_tokens must be positive, not {group.block_tokens}")
             if (group.window > 0) != (group.kind == "window") or group.window < 0:
                 raise ValueError(f"group {g} is of kind {group.kind!r} and has a window of {group.window} tokens")
+        starts = self.starts
         for v in self.views:
-            self._check_view(v)
+            self._check_view(v, starts)
         self._check_overlaps()
 
-    def _check_view(self, v: View) -> None:
+    def _check_size(self) -> None:
+        """Refuse what is larger than any engine's before anything is done whose cost grows with it."""
+        for what, n, most in (
+            ("regions", len(self.regions), _MOST_REGIONS),
+            ("groups", len(self.groups), _MOST_GROUPS),
+            ("views", len(self.views), _MOST_VIEWS),
+            ("layers, counted for each plane,", sum(len(v.layers) for v in self.views), _MOST_LAYERS),
+            (
+                "heads, counted for each layer and plane,",
+                sum(len(v.layers) * v.heads.count for v in self.views if v.heads is not None), _MOST_HEADS,
+            ),
+        ):  # fmt: skip
+            if n > most:
+                raise ValueError(f"{n} {what} are more than {most}")
+
+    def _check_view(self, v: View, starts: tuple[int, ...]) -> None:
         what = f"view {v.plane!r} of group {v.group}"
         if not 0 <= v.group < len(self.groups):
             raise ValueError(f"{what}: no such group; there are {len(self.groups)}")
@@ -161,9 +197,9 @@ class Cache(msgspec.Struct, frozen=True):
         if cells > _MOST_CELLS:
             raise ValueError(f"{what}: {cells} pieces in one block are more than {_MOST_CELLS}")
         extent = v.extent(group.block_tokens)
-        inside = [(s, s + r.nbytes) for s, r in zip(self.starts, self.regions, strict=True)]
         for layer, offset in zip(v.layers, v.offsets, strict=True):
-            if not any(lo <= offset and offset + extent <= hi for lo, hi in inside):
+            r = bisect_right(starts, offset) - 1
+            if r < 0 or offset + extent > starts[r] + self.regions[r].nbytes:
                 raise ValueError(f"{what}: layer {layer!r} at {offset} (+{extent} bytes) leaves every region")
 
     def _check_overlaps(self) -> None:
@@ -173,15 +209,18 @@ class Cache(msgspec.Struct, frozen=True):
                 if (v.plane, layer) in seen:
                     raise ValueError(f"plane {v.plane!r} of layer {layer!r} is described twice")
                 seen.add((v.plane, layer))
-        for g, group in enumerate(self.groups):
-            views = [v for v in self.views if v.group == g]
-            n = group.block_tokens
-            found = first_overlap(
-                [Strided(v.offsets, v.axes(n), v.unit, v.block_stride, v.blocks, v.extent(n)) for v in views]
-            )
-            if found is not None:
-                one, other = (views[i].plane for i in found)
-                raise ValueError(f"group {g}: content of planes {one!r} and {other!r} lies in the same bytes")
+        of_group: dict[int, list[View]] = defaultdict(list)
+        for v in self.views:
+            of_group[v.group].append(v)
+        found = first_overlap([[self._strided(v) for v in views] for views in of_group.values()])
+        if found is not None:
+            g, views = list(of_group.items())[found[0]]
+            one, other = (views[i].plane for i in found[1:])
+            raise ValueError(f"group {g}: content of planes {one!r} and {other!r} lies in the same bytes")
+
+    def _strided(self, v: View) -> Strided:
+        n = self.groups[v.group].block_tokens
+        return Strided(v.offsets, v.axes(n), v.unit, v.block_stride, v.blocks, v.extent(n))
 
 
 def flat_starts(regions: tuple[Region, ...]) -> tuple[int, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvxfer.geometry.cache import Cache, View
 
@@ -16,19 +19,28 @@ class Incompatible(ValueError):
     """Two caches whose contents cannot be converted into one another; the text names both sides and the axis."""
 
 
+MOST_CLAIMS, MOST_LAYERS = 1 << 10, 1 << 12
+"""Claims on one rank, and the layers that they name together: a rank claims each plane of a layer once, or a few times where
+heads come from replicas."""
+
+
 class Claim(msgspec.Struct, frozen=True):
     """A rectangle of layers and global heads ``[head_lo, head_hi)`` to copy from one view into another."""
 
     src_view: int
     dst_view: int
-    layers: tuple[str, ...]
+    layers: Annotated[tuple[str, ...], Meta(max_length=MOST_LAYERS)]
     head_lo: int
     head_hi: int
 
 
 def check_claims(src: Cache, dst: Cache, claims: Sequence[Claim]) -> None:
     """Raise ``Incompatible`` unless ``claims`` (from a peer) lie within both caches, join convertible views of one
-    plane, cut nothing opaque and claim no cell twice."""
+    plane, cut nothing opaque and claim no cell twice. What it costs grows with what the claims and caches are made of, and
+    that is bounded."""
+    if len(claims) > MOST_CLAIMS or sum(len(c.layers) for c in claims) > MOST_LAYERS:
+        raise Incompatible(f"{len(claims)} claims are more than {MOST_CLAIMS}, or name more than {MOST_LAYERS} layers together")
+    held = [frozenset(v.layers) for v in src.views], [frozenset(v.layers) for v in dst.views]
     taken: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     for c in claims:
         if not (0 <= c.src_view < len(src.views) and 0 <= c.dst_view < len(dst.views)):
@@ -40,20 +52,25 @@ def check_claims(src: Cache, dst: Cache, claims: Sequence[Claim]) -> None:
                 f"{name(dst)}"
             )
         check_pair(src, s, dst, d)
-        for v, side in ((s, "producer's " + name(src)), (d, "consumer's " + name(dst))):
+        sides = (
+            (s, held[0][c.src_view], "producer's " + name(src)),
+            (d, held[1][c.dst_view], "consumer's " + name(dst)),
+        )
+        for v, layers, side in sides:
             lo, hi = head_range(v)
-            if not lo <= c.head_lo < c.head_hi <= hi or not c.layers or not set(c.layers) <= set(v.layers):
+            if not lo <= c.head_lo < c.head_hi <= hi or not c.layers or not layers.issuperset(c.layers):
                 raise Incompatible(f"claim {c} leaves what the {side} holds of plane {v.plane!r}")
             if v.heads is not None and v.heads.stride is None and (c.head_lo, c.head_hi) != (lo, hi):
                 raise Incompatible(f"head (opaque): claim {c} cuts the heads of plane {v.plane!r} of the {side}")
         for layer in c.layers:
             cells = taken[c.dst_view, layer]
-            if any(c.head_lo < hi and lo < c.head_hi for lo, hi in cells):
+            i = bisect_right(cells, (c.head_lo, c.head_hi))
+            if (i and cells[i - 1][1] > c.head_lo) or (i < len(cells) and cells[i][0] < c.head_hi):
                 raise Incompatible(
                     f"layer {layer!r}, plane {d.plane!r}, heads [{c.head_lo}, {c.head_hi}) of the consumer's "
                     f"{name(dst)} are claimed twice from the producer's {name(src)}"
                 )
-            cells.append((c.head_lo, c.head_hi))
+            cells.insert(i, (c.head_lo, c.head_hi))
 
 
 def head_range(view: View) -> tuple[int, int]:

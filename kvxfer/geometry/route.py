@@ -33,8 +33,8 @@ def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, 
     """Assign every consumer rank its claims on the producer ranks.
 
     Deterministic in its arguments (ranks are sorted), so that all ranks agree without talking.
-    Raises ``Incompatible`` when some cell of a consumer's cache has no convertible source, or two ranks of a side are
-    the same.
+    Raises ``Incompatible`` when some cell of a consumer's cache that is not optional has no convertible source, or two
+    ranks of a side are the same.
     """
     sources = sorted(producers, key=lambda c: c.rank)
     sinks = sorted(consumers, key=lambda c: c.rank)
@@ -42,9 +42,10 @@ def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, 
         if len({c.rank for c in caches}) < len(caches):
             raise Incompatible(f"rank: two caches of the {side} say that they are the same rank")
     served: Counter[Rank] = Counter()
+    places = {c.rank: {(v.plane, layer): i for i, v in enumerate(c.views) for layer in v.layers} for c in sources}
     claims: dict[Rank, dict[Rank, tuple[Claim, ...]]] = {}
     for sink in sinks:
-        claims[sink.rank] = _claims_of(sink, sources, served)
+        claims[sink.rank] = _claims_of(sink, sources, places, served)
     for source in sources if sinks else ():
         if not any(source.rank in of for of in claims.values()):
             idlest = min(claims, key=lambda r: (len(claims[r]), r))
@@ -53,28 +54,45 @@ def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, 
     return {r: Route(claims=of, readers={p: readers[p] for p in of}) for r, of in claims.items()}
 
 
-def _claims_of(sink: Cache, sources: Sequence[Cache], served: Counter[Rank]) -> dict[Rank, tuple[Claim, ...]]:
-    """One consumer rank's claims; counts in ``served`` the bytes a token that each source has to give."""
+def _claims_of(
+    sink: Cache, sources: Sequence[Cache], places: dict[Rank, dict[tuple[str, str], int]], served: Counter[Rank]
+) -> dict[Rank, tuple[Claim, ...]]:
+    """One consumer rank's claims. ``places``: the view of each source that holds a plane of a layer. Counts in ``served`` the
+    bytes a token that each source has to give."""
     found: dict[Rank, list[Claim]] = defaultdict(list)
     for d, view in enumerate(sink.views):
         lo, hi = head_range(view)
         row = {layer: i for i, layer in enumerate(view.layers)}
         open_cells = np.ones((len(row), hi - lo), dtype=bool)
         for source in sorted(sources, key=lambda c: (c.rank not in found, served[c.rank], c.rank)):
-            for s, other in enumerate(source.views):
-                rows = [row[layer] for layer in other.layers if layer in row] if other.plane == view.plane else []
+            at = places[source.rank]
+            for s in sorted({at[view.plane, layer] for layer in view.layers if (view.plane, layer) in at}):
+                other = source.views[s]
+                rows = [row[layer] for layer in other.layers if layer in row]
                 a, b = max(lo, head_range(other)[0]), min(hi, head_range(other)[1])
                 if not rows or a >= b:
                     continue
-                check_pair(source, other, sink, view)
+                if not _convertible(source, other, sink, view):
+                    continue
                 for taken, first, last in _rectangles(rows, open_cells[rows, a - lo : b - lo]):
                     open_cells[np.ix_(taken, range(a - lo + first, a - lo + last))] = False
                     layers = tuple(view.layers[r] for r in taken)
                     found[source.rank].append(Claim(s, d, layers, a + first, a + last))
                     served[source.rank] += len(taken) * (last - first) * view.unit
-        if open_cells.any():
+        if open_cells.any() and not view.optional:
             raise Incompatible(_lacking(sink, view, open_cells, sources))
     return {rank: tuple(of) for rank, of in found.items()}
+
+
+def _convertible(source: Cache, other: View, sink: Cache, view: View) -> bool:
+    """Whether these views of one plane can be joined. Raises ``Incompatible`` if they cannot, but must be."""
+    try:
+        check_pair(source, other, sink, view)
+    except Incompatible:
+        if view.optional:
+            return False
+        raise
+    return True
 
 
 def _rectangles(rows: Sequence[int], free: NDArray[np.bool_]) -> Iterator[tuple[list[int], int, int]]:

@@ -99,5 +99,14 @@ def join(src: Ints, dst: Ints, cut: Cut, group: int) -> Segments:
             f"{int(cut.src_pos[at])} of a table of {len(src)}), which the consumer wants at position "
             f"{int(cut.dst_pos[at])}"
         )
+    half = np.isin(to, to[wanted & (of < 0)]) & keep
+    if half.any():
+        # Its consumer would take it for whole, and hand it to a request that attends to more of it than this one.
+        at = int(np.argmax(half))
+        raise PlanError(
+            f"group {group}: the producer has only tokens from {int(cut.token[at])} on of the block that the consumer wants at "
+            f"position {int(cut.dst_pos[at])}, and has given up those before, which are out of the window; choose a block size "
+            "for the consumer that is not larger than the producer's"
+        )
     columns = of, to, cut.dst_pos, cut.src_token, cut.dst_token, cut.token, cut.count
     return Segments(*(c[keep] for c in columns))

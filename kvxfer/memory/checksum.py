@@ -3,9 +3,9 @@
 **What it is.** The content of a plan is a set of *units*: the contiguous bytes of one layer and plane, one head and one
 token (where heads or tokens are opaque, of all that one page holds together). A unit has a *position*, (layer name,
 plane, model's head, token of the request), which no layout, block size, block id, tensor-parallel or pipeline split
-changes. Its bytes, as little-endian 64-bit words ``w[0], w[1], …`` (the last filled up with zeros), give
+changes. Its bytes, as little-endian 32-bit words ``w[0], w[1], …`` (the last filled up with zeros), give
 
-    digest = sum over i of  fold(w[i]) * k[i]                     fold(w) = w ^ (w >> 32);  k[i] fixed and odd
+    digest = sum over i of  w[i] * k[i]                           k[i] of 64 bits, odd, as if drawn at random
     value  = mix((digest + length * LENGTH) ^ key(position))      mix: the finaliser of splitmix64
 
 and the checksum is the sum of all values, everything modulo 2**64. Both sides read their own memory by their own
@@ -14,10 +14,12 @@ strides; only which units were moved is taken from the plan, never where the oth
 **It adds up.** The checksum of a whole is the sum of those of its parts however it is cut: by token spans, layers,
 heads, ranks or increments; and it does not depend on the order in which they are read.
 
-**What it detects.** A difference within one word of a unit always changes the digest, since ``fold`` is a bijection
-and ``k[i]`` is odd; of those that touch several words, all but about one in 2**32 do (without ``fold``, two flipped top
-bits would cancel). ``mix`` is a bijection too, so that a single damaged unit whose digest differs is always noticed;
-several cancel with a chance of about 2**-64. Units that are exchanged, moved to another token, head, layer or plane,
+**What it detects.** Damage changes some words by ``d[i]``, each less than 2**32 and so a multiple of no more than 2**31,
+and goes unnoticed if the sum of ``d[i] * k[i]`` is 0. One word alone always changes the digest, since ``k[i]`` is odd. Of
+several, whatever they are, take one: once all other keys are drawn, at most one in 2**32 of its own keys gives 0. So
+keys twice as wide as what they multiply leave damage no shape that it could hide in, be it the same in each word, in its
+top bits only, or everywhere. ``mix`` is a bijection, so that a single damaged unit whose digest differs
+is always noticed; several cancel with a chance of about 2**-64. Units that are exchanged, moved to another token, head, layer or plane,
 missing, or there twice are damaged units in this sense, all-zero content included: the value of a unit depends on
 where it stands. So it catches stale blocks, half-written blocks, wrong block ids, wrong strides, bytes lost or
 reordered by a transport, and plans that the two sides derived differently.
@@ -36,20 +38,17 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer.geometry import Bundle, CopyPlan, Part, Template
 from kvxfer.geometry.template import Ints
 from kvxfer.memory.fence import Done
-from kvxfer.memory.rows import Rows, best, mix, sum_rows
+from kvxfer.memory.rows import Keys, Rows, best, mix, sum_rows
 from kvxfer.memory.space import Checksum, Side, grids
 
 if TYPE_CHECKING:
     from kvxfer.memory.cpu import CpuSpace
 
 __all__ = ["LENGTH", "Sum", "fine", "parts_of", "row_keys", "sample", "spans", "sum_of", "word_keys"]
-
-Words = NDArray[np.uint64]
 
 HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 """Odd constants: a position's key is its cell's plus its head times one plus its token times another."""
@@ -72,12 +71,12 @@ class Sum(Checksum):
 
 
 @cache
-def word_keys(words: int) -> Words:
+def word_keys(words: int) -> Keys:
     """``k[0]`` to ``k[words - 1]``. Ask for powers of two, so that few tables are made."""
     return mix(np.arange(1, words + 1, dtype=np.uint64) * np.uint64(HEAD)) | np.uint64(1)
 
 
-def cell_keys(bundle: Bundle) -> Words:
+def cell_keys(bundle: Bundle) -> Keys:
     """Key of every (plane, layer) of a bundle, at head 0 and token 0."""
     out = np.empty(len(bundle.names), np.uint64)
     for i, (plane, layer) in enumerate(bundle.names):
@@ -99,14 +98,14 @@ def parts_of(plan: CopyPlan) -> tuple[Part, ...]:
     return plan.parts
 
 
-def row_keys(bundle: Bundle, tokens: int) -> Words:
+def row_keys(bundle: Bundle, tokens: int) -> Keys:
     """Key of every row of ``fine(bundle, tokens)`` in a segment that begins at token 0, uint64 ``[rows]``."""
     heads = np.arange(bundle.heads[0], dtype=np.uint64) + np.uint64(bundle.first_head)
     inner = heads[:, None] * np.uint64(HEAD) + np.arange(tokens, dtype=np.uint64) * np.uint64(TOKEN)
     return (cell_keys(bundle)[:, None] + inner.ravel()).ravel()
 
 
-def spans(part: Part, side: Side) -> Iterator[tuple[int, Ints, Words]]:
+def spans(part: Part, side: Side) -> Iterator[tuple[int, Ints, Keys]]:
     """A part by the length of its segments: tokens in each, their places on one side, the key to add to their rows'."""
     at = part.src_at if side == "source" else part.dst_at
     first = part.token.astype(np.uint64) * np.uint64(TOKEN)
@@ -135,8 +134,8 @@ def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
     return sum(_sum(space, bundle, tokens, at, first, side) for bundle, tokens, at, first in work) % (1 << 64)
 
 
-def _sum(space: CpuSpace, bundle: Bundle, tokens: int, at: Ints, first: Words, side: Side) -> int:
-    units, words = fine(bundle, tokens), -(-bundle.unit // 8)
+def _sum(space: CpuSpace, bundle: Bundle, tokens: int, at: Ints, first: Keys, side: Side) -> int:
+    units, words = fine(bundle, tokens), -(-bundle.unit // 4)
     keys, factors = row_keys(bundle, tokens), word_keys(1 << (words - 1).bit_length())[:words]
     length, total = np.uint64(bundle.unit * LENGTH % (1 << 64)), 0
     for g in grids(space, units, side):

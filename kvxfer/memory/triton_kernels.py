@@ -85,6 +85,12 @@ def _shr(x, n: tl.constexpr):
 
 
 @triton.jit
+def _low(x):
+    """The lower half."""
+    return x.to(tl.uint32).to(tl.int64)
+
+
+@triton.jit
 def _mix(x):
     """splitmix64's finaliser; its factors as signed numbers."""
     x = (x ^ _shr(x, 30)) * -4658895280553007687
@@ -97,7 +103,7 @@ def digest_rows(
     cells,  # *int64 [cells]: bytes from memory to each cell
     cell_keys,  # *int64 [cells]
     segments,  # *int64 [2, segments]: place of the segment, key of its first token
-    factors,  # *int64 [at least n_words]
+    factors,  # *int64 [at least 2 * n_words]: keys of the lower and the upper half of each word
     memory,  # int64: address, a multiple of UNIT
     out,  # *int64 [1]: the sum of all values is added to it
     n_segments,
@@ -141,8 +147,9 @@ def digest_rows(
                     inside = there[:, None] & (byte < nbytes)[None, :]
                     piece = tl.load(bytes_here + (at[:, None] + byte[None, :]), mask=inside, other=0)
                     x |= piece.to(tl.int64) << (8 * b)
-            factor = tl.load(factors + step, mask=step < n_words, other=0)
-            products += (x ^ _shr(x, 32)) * factor[None, :]
+            low = tl.load(factors + 2 * step, mask=step < n_words, other=0)
+            high = tl.load(factors + 2 * step + 1, mask=step < n_words, other=0)
+            products += _low(x) * low[None, :] + _shr(x, 32) * high[None, :]
         digest = tl.sum(products, axis=1) + salt
         total += tl.sum(tl.where(there, _mix(digest ^ key), 0), axis=0)
     tl.atomic_add(out, total)

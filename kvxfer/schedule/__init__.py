@@ -17,6 +17,7 @@ from kvxfer.schedule.commands import (
 )
 from kvxfer.schedule.consumer import Intake
 from kvxfer.schedule.producer import PrefillTracker
+from kvxfer.schedule.quorum import Quorum
 
 __all__ = [
     "NULL",
@@ -25,6 +26,7 @@ __all__ = [
     "Intake",
     "Offer",
     "PrefillTracker",
+    "Quorum",
     "Release",
     "Revoke",
     "Schedule",

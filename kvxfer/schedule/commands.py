@@ -24,16 +24,24 @@ class Group(msgspec.Struct, frozen=True):
 
     kind: "full" keeps every block for the life of a request; "window" gives up blocks that fall behind
         (sliding window, chunked local attention); "state" keeps a recurrent state, in the block of the last
-        token.
+        token, and perhaps states after fewer tokens in blocks before it, which nobody takes over; "local" is
+        moved by nobody, and listed by no offer and no want.
     block: tokens per block of the scheduler's (logical) block table.
     """
 
-    kind: Literal["full", "window", "state"]
+    kind: Literal["full", "window", "state", "local"]
     block: int
 
     def blocks(self, tokens: int) -> int:
         """How many blocks `tokens` tokens take."""
         return -(-tokens // self.block)
+
+    def taken(self, row: Sequence[int], tokens: int) -> tuple[int, ...]:
+        """The blocks of a row that hold what can be moved of `tokens` tokens, by position."""
+        if self.kind == "local" or not tokens:
+            return ()
+        past = self.blocks(tokens)
+        return (NULL,) * (past - 1) + tuple(row[past - 1 : past]) if self.kind == "state" else tuple(row[:past])
 
 
 def rows(groups: Sequence[Group], table: Sequence[Sequence[int]]) -> list[tuple[Group, Sequence[int]]]:
@@ -54,9 +62,9 @@ class Offer(msgspec.Struct, frozen=True):
         epoch.
     tokens: tokens `[0, tokens)` are complete in every "full" group, which lists exactly `ceil(tokens /
         block)` blocks. Smaller than the transfer only if not final, and then no block is half filled.
-    blocks: one entry per group. "window" and "state" groups stay empty until the final offer, and list -1
-        where the engine has given a block up; a reader that wants a block that is -1 here must fail the
-        transfer.
+    blocks: one entry per group; see `Group.taken`. "window" and "state" groups stay empty until the final
+        offer, and list -1 where the engine has given a block up; a reader that wants a block that is -1 here
+        must fail the transfer.
     final: every group is complete; nothing follows but a Revoke. May come before the engine has finished the
         request, which thus may be read before the engine holds its blocks for readers.
     """
@@ -135,5 +143,6 @@ class Release(msgspec.Struct, frozen=True):
     """
 
     transfer: TransferId
+    digest: bytes
     source: Source
     reason: str

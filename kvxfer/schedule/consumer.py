@@ -155,9 +155,10 @@ class Intake:
         self._prune(load)
 
     @property
-    def waiting(self) -> dict[TransferId, Source]:
-        """Transfers that workers do not know yet: the scheduler half renews their leases itself."""
-        return {load.transfer: load.source for load in self._loads.values() if load.state is _State.OPEN}
+    def waiting(self) -> dict[TransferId, tuple[bytes, Source]]:
+        """Transfers that workers do not know yet, their digests and producers: the scheduler half renews their leases itself."""
+        open_ = (load for load in self._loads.values() if load.state is _State.OPEN)
+        return {load.transfer: (load.digest, load.source) for load in open_}
 
     def __len__(self) -> int:
         """Transfers remembered, cancelled ones that are not quiet yet included."""
@@ -181,11 +182,15 @@ class Intake:
     def _wanted(self, table: Sequence[Sequence[int]], start: int, end: int) -> Table:
         """The blocks that hold a token of `[start, end)`; those in front may be shared with other
         requests."""
-        wanted = []
+        wanted: list[tuple[int, ...]] = []
         for group, row in rows(self._groups, table):
+            if group.kind == "local":
+                wanted.append(())
+                continue
             cached, past = start // group.block, group.blocks(end)
-            fresh = tuple(row[cached:past])
-            if len(fresh) < past - cached or (group.kind == "full" and NULL in fresh):
+            fresh = group.taken(row, end)[cached:]
+            needed = {"full": fresh, "state": fresh[-1:], "window": ()}[group.kind]
+            if len(fresh) < past - cached or NULL in needed:
                 raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {len(row)} blocks")
             wanted.append((NULL,) * cached + fresh)
         return tuple(wanted)
@@ -197,7 +202,7 @@ class Intake:
 
     def _release(self, load: _Load, reason: str) -> None:
         load.state = _State.CLOSED
-        self._releases.append(Release(load.transfer, load.source, reason))
+        self._releases.append(Release(load.transfer, load.digest, load.source, reason))
 
     def _prune(self, load: _Load) -> None:
         if not load.requests and load.loader is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.identity import Generation, TransferId
-from kvxfer.schedule.commands import Group, Offer, Revoke, ScheduleError, StepCommands, Table, rows
+from kvxfer.schedule.commands import NULL, Group, Offer, Revoke, ScheduleError, StepCommands, Table, rows
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class PrefillTracker:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = tuple(groups)
-        self._at_once = all(group.kind == "full" for group in self._groups)
+        self._at_once = all(group.kind in ("full", "local") for group in self._groups)
         self._nothing: Table = tuple(() for _ in self._groups)
         self._generation: Generation = 0
         self._running: dict[str, _Prefill] = {}
@@ -131,6 +131,15 @@ class PrefillTracker:
         self._offer(prefill, prefill.total, self._cut(table, prefill.total), final=True)
         return True
 
+    def digest(self, transfer: TransferId) -> bytes:
+        """That of a transfer that is tracked."""
+        return self._transfers[transfer].digest
+
+    def offers(self, transfer: TransferId, digest: bytes) -> bool:
+        """Whether this transfer is offered, or will be, and of this content. Any thread."""
+        prefill = self._transfers.get(transfer)
+        return prefill is not None and prefill.digest == digest
+
     def withdraw(self, transfer: TransferId, reason: str) -> None:
         """Nobody will read this transfer any more: its lease ran out, or the consumer gave it up unread.
 
@@ -166,6 +175,11 @@ class PrefillTracker:
         """Transfers whose request has finished and whose blocks wait for `released`."""
         return frozenset(transfer for transfer, prefill in self._transfers.items() if prefill.finished)
 
+    @property
+    def transfers(self) -> tuple[TransferId, ...]:
+        """Transfers of requests that are tracked or held."""
+        return tuple(self._transfers)
+
     def __len__(self) -> int:
         """Transfers remembered, held ones included."""
         return len(self._transfers)
@@ -196,8 +210,12 @@ class PrefillTracker:
         """Why a finished request cannot be offered whole; None if it can."""
         if prefill.progress < prefill.total:
             return f"the producer finished with {prefill.progress} of {prefill.total} tokens computed"
-        if any(len(row) < group.blocks(prefill.total) for group, row in rows(self._groups, table)):
-            return f"the producer finished with too few blocks for {prefill.total} tokens"
+        total = prefill.total
+        moved = [(group, row) for group, row in rows(self._groups, table) if group.kind != "local"]
+        if any(len(row) < group.blocks(total) for group, row in moved):
+            return f"the producer finished with too few blocks for {total} tokens"
+        if any(group.kind == "state" and group.taken(row, total)[-1] == NULL for group, row in moved):
+            return f"the producer finished without its recurrent state of {total} tokens"
         if prefill.progress > prefill.total and any(group.kind == "state" for group in self._groups):
             return (
                 f"the producer's recurrent state holds {prefill.progress} tokens instead of {prefill.total}: "
@@ -208,7 +226,7 @@ class PrefillTracker:
     def _cut(self, table: Sequence[Sequence[int]], tokens: int, late: bool = True) -> Table:
         """The blocks of `tokens` tokens; of "full" groups only unless `late`."""
         return tuple(
-            tuple(row[: group.blocks(tokens)]) if late or group.kind == "full" else ()
+            group.taken(row, tokens) if late or group.kind == "full" else ()
             for group, row in rows(self._groups, table)
         )
 

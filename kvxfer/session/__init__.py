@@ -2,10 +2,10 @@
 
 from kvxfer.session.agent import Agent
 from kvxfer.session.directory import Directory
-from kvxfer.session.messages import Card, Member, Renew, Settle
+from kvxfer.session.messages import Card, Member, Named, Renew, Settle
 from kvxfer.session.values import Ended, Event, Fetch, Kind, Offered, Outcome, Released, Stats
 
 __all__ = [
-    "Agent", "Card", "Directory", "Ended", "Event", "Fetch", "Kind", "Member", "Offered", "Outcome", "Released",
+    "Agent", "Card", "Directory", "Ended", "Event", "Fetch", "Kind", "Member", "Named", "Offered", "Outcome", "Released",
     "Renew", "Settle", "Stats",
 ]  # fmt: skip

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
+from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.errors import PeerError
-from kvxfer.geometry import Cache
+from kvxfer.geometry import Cache, Planner
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.security import Complaints, Security
 from kvxfer.session import messages as m
 from kvxfer.session import results, wire
 from kvxfer.session.consumer import Consumer
+from kvxfer.session.endings import Owner, close_at_exit
 from kvxfer.session.fences import Fences
 from kvxfer.session.hasher import Hasher
 from kvxfer.session.links import Inbound, Lost, Outbound
@@ -30,7 +34,7 @@ from kvxfer.session.movers import Movers
 from kvxfer.session.producer import Producer
 from kvxfer.session.resolver import Path, Resolver
 from kvxfer.session.tally import SharedTally
-from kvxfer.session.terms import Terms, stager
+from kvxfer.session.terms import Terms, admit, stager
 from kvxfer.session.values import (
     Abort,
     Acquit,
@@ -42,18 +46,22 @@ from kvxfer.session.values import (
     Fetch,
     Hash,
     Hashed,
+    Kind,
     LinkId,
     LinkInfo,
     Move,
     Moved,
     Offered,
+    Outcome,
     Report,
     Resolve,
     Send,
     Stats,
 )
+from kvxfer.session.worker import Worker
 from kvxfer.transport import Fence, Transport, load
-from kvxfer.transport.auto import lineup, options_of
+from kvxfer.transport.auto import lineup, options_for
+from kvxfer.transport.guard import guard
 
 __all__ = ["Agent"]
 
@@ -62,56 +70,96 @@ log = logging.getLogger("kvxfer.agent")
 LONGEST_WAIT_S = 1.0
 STALL_S = 0.5
 """A turn later than this was not waiting for anything."""
+SLICE_S = 0.002
+"""What a turn spends on calls, and what on messages."""
+FEW = 16
+"""Messages of one connection after which others have their turn; calls and messages after which the clock is looked at."""
+MOST_EXAMINED = 256
+"""Hellos and cards that may wait to be looked at."""
 START_S = 60.0
+CLOSE_S = 5.0
+LINGER_S = 0.2
+"""For so long, at the most, peers' connections take to hear of our end."""
+
+CLOSED = Outcome(Kind.CANCELLED, "the agent was closed")
 
 Step = Callable[[float], list[Action]]
 """Something to do on the control thread, given the time."""
+Ways = Iterator[tuple[Source, Path | str]]
 
 
 class Agent:
     """Move KV in and out of one worker's cache.
 
-    Make it once the cache is allocated; ``cache`` describes memory that must stay where it is until ``close``. Raises
-    ``ConfigError`` (unknown back end, bad options), ``TransportError`` (it cannot start), ``KvxferError`` (checks are asked for
+    Make it once the cache is allocated; ``cache`` describes memory that must stay where it is until ``close``. ``facts``: what all
+    KV in it depends on, the same as the engine's directory states; ``None`` until the engine says it (``identify``). Raises
+    ``ConfigError`` (unknown back end, bad options or facts), ``TransportError`` (it cannot start), ``KvxferError`` (checks are asked for
     that cannot be made here) or ``OSError`` (no port).
-    All methods may be called from any thread and return at once, save ``close``.
+    All methods may be called from any thread and return at once, save ``close``. In a process that was forked from the one
+    that made it they raise ``KvxferError``, save ``close``, which does nothing there. It is closed when a ``with`` block or the
+    interpreter ends.
     """
 
-    def __init__(self, cache: Cache, config: Config, engine: str = "") -> None:
+    def __init__(
+        self, cache: Cache, config: Config, engine: str = "", facts: Mapping[str, str] | None = None
+    ) -> None:  # fmt: skip
         cache.check()
+        self._facts = None if facts is None else f.check(facts)
         self.cache, self.config, self.epoch = cache, config, new_epoch()
+        self._owner = Owner("this agent")
         self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
-        backends = lineup(config.backend, (r.device for r in cache.regions))
-        self._hub = wire.Hub(Security.of(config))
+        backends = lineup(config.backend, (r.device for r in cache.regions), guard(config))
+        self._inbox: deque[Step] = deque()
+        self._taken = 0  # of what has been in the inbox
         self._tally = SharedTally()
+        try:
+            self._hub = wire.Hub(Security.of(config), self._inbox)
+        except BaseException:
+            self._tally.close()
+            raise
         self._movers = Movers(
             backends, self._mover, lambda name, caps, staging: Terms.of(name, caps, staging, cache, config.integrity)
         )
         self._hasher = Hasher(cache, self._post)
-        self._inbox: deque[Step] = deque()
+        self._examiner = Worker("kvxfer-examine", MOST_EXAMINED)
         self._events: deque[Event] = deque()
-        self._closing = False
+        self._closing: Outcome | None = None
+        self._close_s = 0.0  # the longest that anybody has who closes it
+        self._over = False
+        self._late = threading.RLock()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvxfer-control", daemon=True)
         try:
             if config.integrity != "off":
                 self._hasher.get_ready()
             self._movers.start(START_S)
-            self._router, port = self._hub.listen(config.listen, 0)
+            port = self._hub.listen(config.listen, 0, None)
         except BaseException:
-            self.close()
+            self._stop_others(CLOSE_S)
+            self._hub.close()
             raise
         address = wire.address(config.advertise or config.listen, port)
         self.member = m.Member(address, self.epoch, cache, self._movers.lineup)
         self._consumer = Consumer(config.transfer_timeout)
-        self._producer = Producer(config.lease, self._tally)
+        self._producer = Producer(config.lease, max(config.lease, config.transfer_timeout), self._tally)
         self._fences = Fences()
-        self._in = Inbound(self._router, self._movers, cache, self.epoch, config.peer_timeout, self._tally.place)
-        self._out = Outbound(self._hub, self._movers, cache, self.epoch, engine, config.peer_timeout)
-        self._resolver = Resolver(self._hub, self.member, config.transfer_timeout)
+        self._in = Inbound(
+            self._hub, self._movers, cache, self.epoch, config.peer_timeout, self._tally.place, self._examine_hello
+        )
+        stated = self._facts or {}
+        self._out = Outbound(self._hub, self._movers, cache, self.epoch, engine, config.peer_timeout, stated)
+        self._resolver = Resolver(self._hub, self.member, config.transfer_timeout, stated, self._examine_card)
         self._complain = Complaints(log)
         self._awake = time.monotonic()
         self._direct = self._staged = 0
         self._thread.start()
+        close_at_exit(self)
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _mover(self, name: str) -> Mover:
         regions = self.cache.regions
@@ -122,44 +170,51 @@ class Agent:
 
     def _transport(self, name: str) -> Transport:
         """Load a back end and make it, on its data thread: that may take seconds."""
-        config = self.config
-        backend, options = load(name), options_of(name, config.backend, config.backend_options)
-        if not backend.inherits & options.keys():  # an address set for the back end goes with none of ours
-            ours = {"listen": config.listen, "advertise": config.advertise or config.listen}
-            options = {**options, **{key: ours[key] for key in backend.inherits}}
-        return backend(self._name, options)
+        return load(name)(self._name, options_for(name, self.config))
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def offer(self, offer: Offered, after: Fence | None = None) -> None:
         """Let consumers have these blocks. ``after``: the fence behind which their content is complete. Ends in one
-        ``Ended`` and one ``Released`` event; until then the blocks must not be reused."""
+        ``Ended`` and one ``Released`` event; until then the blocks must not be reused. Of an agent that is closed, at once."""
+        self._owner.check()
         self._tally.offered(offer.transfer, offer.generation)
-        self._do(partial(self._offer, offer, after))
+        self._do(partial(self._offer, offer, after, time.monotonic()))
 
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
         """Blocks of this generation are given up; whoever has read them will be told not to trust them. Call it before
         they are used for something else; once it has returned they may be. ``gone``: for good. Then the transfer ends,
         with its two events unless they have come before."""
+        self._owner.check()
         declared = self._tally.declare(transfer)  # the engine may use the blocks before our thread comes to it
         self._do(partial(self._revoke, transfer, generation, reason, gone, declared))
 
     def renew(self, transfer: TransferId) -> None:
         """Keep an offer's lease: its consumer is alive, though it has not come yet."""
+        self._owner.check()
         self._do(partial(self._renew, transfer))
 
     def fetch(self, fetch: Fetch) -> None:
-        """Bring a transfer into our blocks. Ends in one ``Ended`` within the configured deadline, and in one
-        ``Released``, until which the blocks must be neither used nor freed. A handle in use is an error of the engine
-        that is logged; the fetch that has it goes on."""
-        self._do(partial(self._consumer.fetch, fetch))
+        """Bring a transfer into our blocks. Ends in one ``Ended`` within the configured deadline from now, and in one ``Released``,
+        until which the blocks must be neither used nor freed; of an agent that is closed, at once. A handle in use is an error
+        of the engine that is logged; the fetch that has it goes on."""
+        self._owner.check()
+        self._do(partial(self._consumer.fetch, fetch, called=time.monotonic()))
 
     def cancel(self, handle: str, reason: str) -> None:
         """The engine no longer wants this fetch."""
+        self._owner.check()
         self._do(partial(self._consumer.cancel, handle, reason))
 
+    def identify(self, facts: Mapping[str, str]) -> None:
+        """State what all KV of the engine depends on from now on, after all calls made before; see ``kvxfer.facts``. When it
+        changes, what is being fetched fails, and peers to which other facts apply lose their links and are told why. Raises
+        ``ConfigError`` for facts that are too long."""
+        self._do(partial(self._identify, f.check(facts)))
+
     def events(self) -> list[Event]:
-        """Outcomes and releases since the last call, in order."""
+        """Outcomes and releases since the last call, in order; what is left of them after ``close`` too."""
+        self._owner.check()
         out: list[Event] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -168,26 +223,57 @@ class Agent:
 
     def stats(self) -> Stats:
         """What there is now, and what has been counted."""
+        self._owner.check()
         return Stats(
             fetches=len(self._consumer), holdings=len(self._producer), quarantined_bytes=self._movers.quarantined_bytes,
             corrupt=self._consumer.corrupt + self._producer.corrupt, direct=self._direct, staged=self._staged,
         )  # fmt: skip
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop threads, close sockets and the back end; memory is quiet afterwards. Idempotent."""
-        self._closing = True
-        self._tally.close()
-        self._hub.wake()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
-        self._hasher.close(timeout)
-        self._movers.close(timeout)
-        if not self._thread.is_alive():
-            self._hub.close()
+    def close(self, timeout: float = CLOSE_S) -> bool:
+        """Give up all transfers, stop the threads, close sockets and the back end. Any thread, any number of times; each call waits
+        until that is done, ``timeout`` seconds at the most.
+
+        Each transfer in hand ends, ``CANCELLED``, and is released; peers that take part in it are told. Returns whether all
+        memory is quiet: if a back end does not let go in time, or is one that never does, transfers whose memory it may still
+        touch are not released (a late release may follow), and the cache must not be freed.
+        """
+        if not self._owner.here:
+            return False
+        self._close_s = max(self._close_s, timeout)
+        self.begin_close()
+        if threading.current_thread() is not self._thread and not self._closed.wait(timeout + LINGER_S + 0.1):
+            log.error("the agent did not close within %g s; its threads are abandoned", timeout)
+        return self._over and not self._held
+
+    def begin_close(self, outcome: Outcome = CLOSED) -> None:
+        """Have the agent close, and all transfers end so; returns at once. What came first counts."""
+        if self._owner.here and self._closing is None:
+            self._closing = outcome
+            self._tally.close()
+            self._hub.wake()
 
     def _do(self, step: Step) -> None:
         self._inbox.append(step)
-        self._hub.wake()
+        if self._over:
+            self._drain_late()
+        else:
+            self._hub.wake()
+
+    def _examine(self, weight: int, job: Callable[[], Any], done: Callable[[Any, float], list[Action]]) -> bool:
+        """Have a job done off the control thread, and its result, or the reason why there is none, taken in there. False when
+        too many wait for that."""
+
+        def examine() -> None:
+            try:
+                found = job()
+            except (PeerError, ValueError) as e:
+                found = str(e)
+            except Exception as e:
+                log.exception("something could not be examined")
+                found = f"it could not be examined: {e!r}"
+            self._do(partial(done, found))
+
+        return self._examiner.submit(weight, examine)
 
     def _post(self, result: results.Result | Hashed) -> None:
         self._do(partial(self._result, result))
@@ -195,25 +281,67 @@ class Agent:
     # --- the control thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing:
-            try:
-                self._turn()
-            except Exception:
-                log.exception("something could not be handled; it is dropped")
+        try:
+            while self._closing is None:
+                try:
+                    self._turn()
+                except BaseException:
+                    log.exception("something could not be handled; it is dropped")
+        except BaseException as e:
+            self.begin_close(Outcome(Kind.FAILED, f"the control thread has died: {e!r}"))
+            raise
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """End all transfers, then whatever may touch their memory, then the sockets, which nobody else may close."""
+        outcome = self._closing or CLOSED
+        try:
+            self._drain()
+            self._take(partial(self._producer.close, outcome))
+            self._take(partial(self._consumer.close, outcome))
+            for offer, called in self._fences.close():
+                self._take(partial(self._unfenced, offer, called, None))
+            self._drain()
+            self._hub.flush()
+            self._stop_others(self._close_s or CLOSE_S)
+            self._drain()  # what those had still to say, which may be news for peers
+            self._hub.linger(LINGER_S)
+            self._hub.close()
+        finally:
+            self._over = True
+            self._drain_late()
+            if self._held:
+                log.error("memory of %d transfers that have ended may still be touched; it must not be freed", self._held)
+            self._closed.set()
+
+    @property
+    def _held(self) -> int:
+        """Transfers that are not released."""
+        return len(self._consumer) + len(self._producer)
+
+    def _stop_others(self, timeout: float) -> None:
+        """End what works for the control thread."""
+        until = time.monotonic() + timeout
+        self._tally.close()
+        self._examiner.close(timeout)
+        self._hasher.close(max(until - time.monotonic(), 0.1))
+        self._movers.close(max(until - time.monotonic(), 0.1))
 
     def _turn(self) -> None:
-        ready = self._hub.poll(self._wait())
-        # Silence is judged by this one reading: if we stand still later in the turn, the next one sees that before it judges.
+        """Look at what is due, then take in some of what has been called for, then some of what peers have said: none of these
+        keeps the others waiting."""
+        news = self._hub.poll(self._wait())
         now = time.monotonic()
         self._pardon(now)
-        self._drain()
-        if self._router in ready:
-            self._read_router(now)
-        for link, item in self._out.receive(ready, now):
-            self._take(partial(self._from_producer, link, item))
-        for source, route in self._resolver.receive(ready, now):
-            self._take(partial(self._resolved, source, route))
+        # What the engine has said before a message came counts: a check must meet every revocation.
+        said = self._taken + len(self._inbox)
+        for connection in news:
+            connection.after = said
         self._timers(now)
+        self._drain(time.monotonic() + SLICE_S)
+        self._hear(time.monotonic() + SLICE_S)
+        self._hub.flush()
 
     def _pardon(self, now: float) -> None:
         """While this process or its host did not run (stopped, frozen, starved), nobody could be heard: that is not the
@@ -232,29 +360,84 @@ class Agent:
         due = [t for clock in clocks if (t := clock.next_tick()) is not None]
         return min(max(min(due, default=1e18) - time.monotonic(), 0.001), LONGEST_WAIT_S)
 
-    def _drain(self) -> None:
-        """Take in what the engine and the data thread have said."""
+    def _drain(self, until: float = math.inf) -> None:
+        """Take in what the engine and the data thread have said, up to this time."""
         while self._inbox:
-            self._take(self._inbox.popleft())
+            for _ in range(min(FEW, len(self._inbox))):
+                self._taken += 1
+                self._take(self._inbox.popleft())
+            if time.monotonic() >= until:
+                return
+
+    def _hear(self, until: float) -> None:
+        """Take in what peers have said, each in its turn, up to this time."""
+        for connection in self._hub.ready():
+            if connection.after > self._taken:
+                continue
+            for _ in range(FEW):
+                frame = connection.receive()
+                if frame is None:
+                    break
+                self._take(partial(self._frame, connection, frame))
+            if connection.lost is not None and not connection.ready:
+                self._take(partial(self._hung_up, connection))
+            if time.monotonic() >= until:
+                return
+
+    def _frame(self, connection: wire.Connection, frame: bytes, now: float) -> list[Action]:
+        match connection.owner:
+            case None:
+                return self._from_consumer(connection, frame, now)
+            case Outbound(), link:
+                return self._from_producer(link, self._out.receive(link, connection, frame, now), now)
+            case Resolver(), directory:
+                return self._ways(self._resolver.receive(directory, frame), now)
+        raise AssertionError(connection.owner)
+
+    def _hung_up(self, connection: wire.Connection, now: float) -> list[Action]:
+        match connection.owner:
+            case None:
+                why = self._in.hung_up(connection)
+                return [] if why is None else self._producer.link_down(connection.name, why, now)
+            case Outbound(), link:
+                return self._from_producer(link, self._out.hung_up(link, connection), now)
+            case Resolver(), directory:
+                self._resolver.hung_up(directory, connection)
+        return []
+
+    def _drain_late(self) -> None:
+        """The same once the control thread has ended: whoever says something sees to it, one at a time."""
+        with self._late:
+            self._drain()
 
     def _take(self, step: Step) -> None:
         """Do one thing; whatever goes wrong with it must not keep others from being done."""
         try:
             self._perform(step(time.monotonic()))
-        except Exception:
+        except PeerError as e:
+            self._complain("ignored a message: %s", e)
+        except BaseException:  # of what engines and back ends raise, anything may be
             log.exception("something could not be handled; it is dropped")
 
     def _timers(self, now: float) -> None:
-        for offer, error in self._fences.passed():
-            self._take(partial(self._unfenced, offer, error))
-        self._take(self._consumer.tick)
-        self._take(self._producer.tick)
+        for offer, called, error in self._fences.passed():
+            self._take(partial(self._unfenced, offer, called, error))
+        self._deadlines()
         for source, why in self._resolver.tick(now):
             self._take(partial(self._resolved, source, why))
+        # Silence is judged by the time at which all was read that had come: if we stand still after it, that is not seen as theirs.
         for link, lost in self._out.tick(now):
             self._take(partial(self._lost, link, lost))
         for link, reason in self._in.tick(now):
             self._take(partial(self._producer.link_down, link, reason))
+
+    def _deadlines(self) -> None:
+        """What is due to the machines."""
+        now = time.monotonic()
+        for machine in (self._consumer, self._producer):
+            due = machine.next_tick()
+            if due is not None and due <= now:
+                self._take(machine.tick)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -262,7 +445,7 @@ class Agent:
                 self._act(action, time.monotonic())
             except PeerError as e:
                 self._failed(action, str(e))
-            except Exception as e:
+            except BaseException as e:
                 log.exception("an action failed: %s", type(action).__name__)
                 self._failed(action, str(e))
 
@@ -277,6 +460,8 @@ class Agent:
                 self._do(partial(self._producer.link_down, link, why))
 
     def _act(self, action: Action, now: float) -> None:
+        if self._over and not isinstance(action, Report):
+            return
         match action:
             case Send():
                 owner = self._in if isinstance(action.link, bytes) else self._out
@@ -314,35 +499,42 @@ class Agent:
         if not e.outcome.delivered:
             log.warning("%s of %s %s: %s", e.role, e.transfer, e.outcome.kind, e.outcome.reason)
 
-    def _read_router(self, now: float) -> None:
-        for _ in range(256):  # a flood from outside must not keep the rest waiting
-            frames = wire.receive(self._router)
-            if frames is None:
-                return
-            # What the engine has said before this message was taken in counts: a check must meet every revocation.
-            self._drain()
-            try:
-                found = self._in.receive(frames, now)
-            except PeerError as e:
-                self._complain("ignored a message: %s", e)
-                continue
-            if found is None:
-                continue
-            link, msg = found
-            if isinstance(msg, m.Taken):
-                self._movers.slot(self._in.ref(link, msg), msg.piece, 0, 0)
-            elif isinstance(msg, m.Slot):
-                self._movers.slot(self._in.ref(link, msg), msg.piece, msg.offset, msg.nbytes)
-            else:
-                self._take(partial(self._producer.message, link, msg))
+    def _from_consumer(self, connection: wire.Connection, frame: bytes, now: float) -> list[Action]:
+        found = self._in.receive(connection, frame, now)
+        if found is None:
+            return []
+        link, msg = found
+        if isinstance(msg, m.Taken):
+            self._movers.slot(self._in.ref(link, msg), msg.piece, 0, 0)
+        elif isinstance(msg, m.Slot):
+            self._movers.slot(self._in.ref(link, msg), msg.piece, msg.offset, msg.nbytes)
+        else:
+            return self._producer.message(link, msg, now)
+        return []
 
-    def _from_producer(self, link: LinkId, item: m.Message | Lost, now: float) -> list[Action]:
+    def _from_producer(self, link: LinkId, item: m.Message | Lost | None, now: float) -> list[Action]:
+        if item is None:
+            return []
         if isinstance(item, Lost):
             return self._lost(link, item, now)
         if isinstance(item, m.Slot):
             self._movers.slot(self._out.ref(link, item), item.piece, item.offset, item.nbytes)
             return []
         return self._consumer.message(link, item, now)
+
+    def _examine_hello(self, link: LinkId, hello: m.Hello, nbytes: int) -> bool:
+        job = partial(admit, hello, self._movers.lineup, self.cache, self.epoch, self._facts)
+        return self._examine(nbytes, job, partial(self._examined, link))
+
+    def _examined(self, link: LinkId, found: Planner | str, now: float) -> list[Action]:
+        self._in.examined(link, found, now)
+        return []
+
+    def _examine_card(self, weight: int, job: Callable[[], Any], done: Callable[[Any], Ways]) -> bool:
+        return self._examine(weight, job, lambda found, now: self._ways(done(found), now))
+
+    def _ways(self, ways: Ways, now: float) -> list[Action]:
+        return [action for source, path in ways for action in self._resolved(source, path, now)]
 
     def _lost(self, link: LinkId, lost: Lost, now: float) -> list[Action]:
         if lost.again:
@@ -377,6 +569,8 @@ class Agent:
                 self._out.send(r.link, m.Taken(r.transfer, r.attempt, r.part, result.piece))
             case results.Reset():
                 return self._reset(result.backend, f"the back end was reset: {result.reason}", now)
+            case results.Died():
+                self.begin_close(Outcome(Kind.FAILED, result.why))
         return []
 
     def _linked(self, result: results.Endpoint | results.Connected | results.Broken, now: float) -> list[Action]:
@@ -402,12 +596,12 @@ class Agent:
 
     # --- engine calls, on the control thread -----------------------------------------------------------------------
 
-    def _offer(self, offer: Offered, after: Fence | None, now: float) -> list[Action]:
-        return [] if self._fences.hold(offer, after) else self._unfenced(offer, None, now)
+    def _offer(self, offer: Offered, after: Fence | None, called: float, now: float) -> list[Action]:
+        return [] if self._fences.hold(offer, after, called) else self._unfenced(offer, called, None, now)
 
-    def _unfenced(self, offer: Offered, error: str | None, now: float) -> list[Action]:
+    def _unfenced(self, offer: Offered, called: float, error: str | None, now: float) -> list[Action]:
         if error is None:
-            out = self._producer.offer(offer, now)
+            out = self._producer.offer(offer, now, called)
         else:
             out = self._producer.revoke(offer.transfer, offer.generation, f"its fence failed: {error}", True, now)
         self._forget_if_over(offer.transfer, offer.generation)
@@ -427,6 +621,17 @@ class Agent:
         """Offers that come too late, or are taken back before they were announced, have no end of their own."""
         if not self._producer.holds(transfer):
             self._tally.over(transfer, generation)
+
+    def _identify(self, facts: dict[str, str], now: float) -> list[Action]:
+        if facts == self._facts:
+            return []
+        self._facts = self._resolver.facts = facts
+        out: list[Action] = []
+        for link in self._out.identify(facts):
+            out += self._consumer.link_down(link, "the model of this engine is another one now", now)
+        for link, why in self._in.identify(facts):
+            out += self._producer.link_down(link, why, now)
+        return out
 
     def _renew(self, transfer: TransferId, now: float) -> list[Action]:
         self._producer.renew(transfer, now)

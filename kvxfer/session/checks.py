@@ -40,7 +40,7 @@ class Checks:
             self._space = space = self._space or memory.space(self._regions)
             if space.by_itself:
                 self._ready[action.ref] = space.prepare_checksum(action.check, "destination")
-        except Exception:
+        except BaseException:
             log.exception("a checksum could not be prepared")
 
     def end(self, moved: Moved) -> None:
@@ -50,7 +50,7 @@ class Checks:
             try:
                 self._reading.append((moved, begin(None)))
                 return
-            except Exception:
+            except BaseException:
                 log.exception("a checksum could not be begun")
         self._post(moved)
 
@@ -62,7 +62,7 @@ class Checks:
                 if not checksum.fence.passed():
                     continue
                 moved = replace(moved, checksum=checksum.value)
-            except Exception:
+            except BaseException:
                 log.exception("a checksum failed")
             self._reading.remove(reading)
             self._post(moved)

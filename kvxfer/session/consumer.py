@@ -1,7 +1,8 @@
 """The consumer's half of a session as a sans-IO state machine: events in, actions out, the clock an argument.
 
-A *fetch* is one request's load. It runs over one *lane* for each producer rank that holds something of it; its
-outcome is the AND of its lanes. The life of a lane is the table ``life.LANE``. A lane may take several *attempts*:
+A *fetch* is one request's load. It runs over one *lane* for each producer rank that holds something of it. It is delivered
+when all lanes hold the same generation, and each producer rank still held that after the last byte of the last lane had
+come. The life of a lane is the table ``life.LANE``. A lane may take several *attempts*:
 when its link breaks or the producer's blocks change, the attempt is void, and the next begins once nothing of it
 moves any more. Outcome and release are two events: a fetch is released only when nothing can touch its memory.
 """
@@ -67,6 +68,7 @@ class Consumer:
     def __init__(self, timeout: float, retry: float = 1.0) -> None:
         self._timeout, self._retry = timeout, retry
         self.corrupt = 0
+        self._closed: Outcome | None = None
         self._attempts = count(1)
         self._fetches: dict[str, Load] = {}
         self._tries: dict[int, tuple[Load, Way]] = {}  # by a lane's last attempt
@@ -77,11 +79,14 @@ class Consumer:
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
-    def fetch(self, spec: Fetch, now: float) -> list[Action]:
-        """Begin. Raises ``ValueError`` when the handle is in use."""
+    def fetch(self, spec: Fetch, now: float, called: float | None = None) -> list[Action]:
+        """Begin; its time runs from ``called`` (``None``: now). Raises ``ValueError`` when the handle is in use."""
         if spec.handle in self._fetches:
             raise ValueError(f"a fetch named {spec.handle!r} is still alive")
-        f = self._fetches[spec.handle] = Load(spec, now, now + self._timeout, now)
+        began = now if called is None else called
+        f = self._fetches[spec.handle] = Load(spec, began, began + self._timeout, began)
+        if self._closed is not None:
+            return self._end(f, self._closed, now)
         self._deadlines.set(spec.handle, f.deadline)
         route = self._routes.get(spec.source)
         return [Resolve(spec.source, spec.own)] if route is None else self._start(f, route, now)
@@ -90,6 +95,16 @@ class Consumer:
         """The engine no longer wants it. Unknown handles are ignored."""
         f = self._fetches.get(handle)
         return [] if f is None else self._end(f, Outcome(Kind.CANCELLED, reason), now)
+
+    def close(self, outcome: Outcome, now: float) -> list[Action]:
+        """Every fetch ends so, and each that is still to come; all links are given up."""
+        self._closed = outcome
+        out: list[Action] = []
+        for f in list(self._fetches.values()):
+            out += self._end(f, outcome, now)
+        for link in list(self._links):
+            out += self._close(link, outcome.reason)
+        return out
 
     # --- from the shell --------------------------------------------------------------------------------------------
 
@@ -123,13 +138,14 @@ class Consumer:
         out: list[Action] = []
         for f, lane in lanes:
             if lane.on(E.LINK_RESET):
+                self._reopen(f)
                 lane.resets += 1
                 lane.broke = reason
                 self._questions.cancel(lane.attempt)
                 if lane.resets > RESETS:
                     out += self._fail(f, f"the link to {link_name(link)} broke {lane.resets} times: {reason}", now)
                 out += [Abort(ref) for ref in in_order(lane.flight)]
-        if any(lane.state in (S.LINKING, S.PAUSED, S.CHECKING) for _, lane in lanes):
+        if any(lane.state in (S.LINKING, S.PAUSED, S.CHECKING, S.HELD) for _, lane in lanes):
             self._links[link] = None
             out.append(Dial(link))
         else:
@@ -150,7 +166,7 @@ class Consumer:
         """What ``Close`` or ``Dial`` has closed is closed: nothing can come into our memory from there any more."""
         out: list[Action] = []
         for f, lane in list(self._on_link(link)):
-            if lane.owed and lane.state in (S.PAUSED, S.FAILED, S.CHECKING):
+            if lane.owed and lane.state in (S.PAUSED, S.FAILED, S.ARRIVED, S.CHECKING):
                 out += self._acquit(f, lane, now)
         return out
 
@@ -168,7 +184,7 @@ class Consumer:
                 lane.sum = msg.checksum
                 return []
             case m.Verdict():
-                return self._verdict(f, lane, now)
+                return self._verdict(f, lane, msg, now)
             case m.Gone():
                 return self._gone(f, lane, msg, now)
 
@@ -216,7 +232,7 @@ class Consumer:
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
-            states = {str(lane) for lane in (f.lanes or {}).values()} or {f"looking for {f.spec.source}"}
+            states = {str(lane) for lane in f.ways} or {f"looking for {f.spec.source}"}
             out += self._fail(f, f"no outcome within {self._timeout:g} s (still {', '.join(sorted(states))})", now)
         for attempt in self._questions.due(now):
             f, lane = self._tries[attempt]
@@ -269,7 +285,7 @@ class Consumer:
         assert info is not None
         lane.on(E.LINK_UP)
         self._tries.pop(lane.attempt, None)
-        lane.begin(next(self._attempts), owed=info.mode == "write")
+        lane.begin(next(self._attempts), owed=info.mode == "write", least=f.generation)
         self._tries[lane.attempt] = f, lane
         return self._ask(f, lane, now)
 
@@ -277,7 +293,7 @@ class Consumer:
         """Put, or repeat, the question that a lane waits on. It has an answer, but messages die with their link."""
         self._questions.set(lane.attempt, now + self._retry * 2 ** min(lane.asked, 4))
         lane.asked += 1
-        spec, link = f.spec, lane.spec.link
+        link = lane.spec.link
         if lane.state is S.CHECKING:
             return [Send(link, f.check(lane))] if self._links.get(link) is not None else []  # else once there is a link
         if lane.state is S.WANTING:
@@ -287,11 +303,10 @@ class Consumer:
             self._questions.cancel(lane.attempt)
             out = self._fail(f, f"moving a part from {link_name(link)}: {lane.error}", now)
             return out + self.link_reset(link, lane.error, now)
-        reason = f.outcome.reason if f.outcome else "void"
         if self._links.get(link) is None or lane.asked > REMINDERS:
             self._questions.cancel(lane.attempt)
             return self.link_reset(link, "it does not answer to a Drop", now)
-        return [Send(link, m.Drop(spec.transfer, lane.attempt, reason))]
+        return [Send(link, f.drop(lane))]
 
     def _have(self, f: Load, lane: Way, msg: m.Have, now: float) -> list[Action]:
         info = self._links.get(lane.spec.link)
@@ -301,6 +316,10 @@ class Consumer:
             return self._fail(f, f"{link_name(lane.spec.link)} mixed generations in one attempt", now)
         if not lane.on(E.HAVE):
             return []
+        if msg.generation < lane.least:
+            return self._fail(f, f"{link_name(lane.spec.link)} has an older generation than it was asked for", now)
+        if msg.generation < f.generation:
+            return self._outdate(f, lane, now)
         if msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
             return self._fail(f, f"{link_name(lane.spec.link)} sends pieces of another size than was agreed on", now)
         self._questions.cancel(lane.attempt)
@@ -312,6 +331,10 @@ class Consumer:
             plan = self._plan(f, info, msg)
         except (PlanError, PeerError) as e:
             return self._fail(f, f"what {link_name(lane.spec.link)} has does not fit what is wanted: {e}", now)
+        return self._newest(f, msg.generation, now) + self._take(f, lane, info, msg, plan, now)
+
+    def _take(self, f: Load, lane: Way, info: LinkInfo, msg: m.Have, plan: CopyPlan, now: float) -> list[Action]:
+        """See to it that a part that was announced comes."""
         ref = PartRef("consumer", lane.spec.link, f.spec.transfer, lane.attempt, msg.part)
         hashed = to_hash(plan, info, ref)
         if info.mode == "write" and not msg.piece_bytes:
@@ -330,29 +353,71 @@ class Consumer:
         src = tuple(m.unpack_blocks(b) for b in msg.blocks)
         return plan_part(info.planner, src, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final)
 
+    def _newest(self, f: Load, generation: int, now: float) -> list[Action]:
+        """A producer rank has announced this generation. What others have of an older one is of no use: wherever they lag,
+        their engine has given it up."""
+        f.generation = max(f.generation, generation)
+        out: list[Action] = []
+        for lane in f.ways:
+            if 0 <= lane.generation < f.generation:
+                out += self._outdate(f, lane, now)
+        return out
+
+    def _outdate(self, f: Load, lane: Way, now: float) -> list[Action]:
+        """The attempt is void, since another lane has a newer generation: want that here, too."""
+        if not lane.on(E.OUTDATED):
+            return []
+        self._reopen(f)
+        lane.asked = 0
+        out = self._ask(f, lane, now)
+        if not lane.owed:
+            self._questions.cancel(lane.attempt)
+        out += [Abort(ref) for ref in in_order(lane.flight)]
+        return out + self._resume(f, lane, now)
+
+    def _reopen(self, f: Load) -> None:
+        """A lane begins anew, so its last byte is still to come, and what held in the others will have to have held until
+        then."""
+        for lane in f.ways:
+            if lane.on(E.ANOTHER):
+                self._questions.cancel(lane.attempt)
+
     def _complete(self, f: Load, lane: Way, now: float) -> list[Action]:
-        """If all parts are here and cover what was wanted: see, or else ask, whether they can be trusted."""
+        """If all parts are here and cover what was wanted, this lane has arrived; once all have: see, or else ask, whether
+        they can be trusted."""
         if not lane.complete(f.spec.start, f.spec.tokens):
             return []
-        if lane.held(self._links.get(lane.spec.link)):
-            lane.on(E.HELD)
-            # The producer only has to know that we have it. Should it never hear of it, its lease ends.
-            return [*self._delivered(f, now), Send(lane.spec.link, f.check(lane))]
         lane.on(E.COMPLETE)
-        lane.asked = 0
-        return self._ask(f, lane, now)
+        if any(x.state is not S.ARRIVED for x in f.ways):
+            return []
+        f.round += 1
+        out: list[Action] = []
+        for x in f.ways:
+            if x.held(self._links.get(x.spec.link)):
+                x.on(E.SEEN)
+            else:
+                x.on(E.ASK)
+                x.asked = 0
+                out += self._ask(f, x, now)
+        return out + self._deliver(f, now)
 
-    def _verdict(self, f: Load, lane: Way, now: float) -> list[Action]:
-        if not lane.on(E.VERDICT):
+    def _verdict(self, f: Load, lane: Way, msg: m.Verdict, now: float) -> list[Action]:
+        if msg.round != f.round or not lane.on(E.VERDICT):
             return []
         self._questions.cancel(lane.attempt)
         lane.owed = False
-        return self._delivered(f, now)
+        lane.counted = len(f.ways) == 1
+        return self._deliver(f, now)
 
-    def _delivered(self, f: Load, now: float) -> list[Action]:
-        if all(x.state is S.DELIVERED for x in (f.lanes or {}).values()):
-            return self._end(f, Outcome(Kind.DELIVERED), now)
-        return self._release(f)
+    def _deliver(self, f: Load, now: float) -> list[Action]:
+        """If all lanes have held, that is the outcome. Producers only have to know that we have it; should one never hear of
+        it, its lease ends."""
+        if any(lane.state is not S.HELD for lane in f.ways):
+            return []
+        for lane in f.ways:
+            lane.on(E.ALL_HELD)
+        out = self._end(f, Outcome(Kind.DELIVERED), now)
+        return out + [Send(x.spec.link, f.done(x)) for x in f.ways if not x.counted and self._links.get(x.spec.link)]
 
     def _gone(self, f: Load, lane: Way, msg: m.Gone, now: float) -> list[Action]:
         out: list[Action] = []
@@ -360,6 +425,7 @@ class Consumer:
             self.corrupt += msg.corrupt
             out += self._fail(f, f"{link_name(lane.spec.link)} gave it up: {msg.reason}", now)
         elif msg.again and lane.on(E.GONE_AGAIN):
+            self._reopen(f)
             out += [Abort(ref) for ref in in_order(lane.flight)]
         if lane.owed:
             out += [Acquit(ref) for ref in in_order(lane.flight)]
@@ -390,7 +456,7 @@ class Consumer:
         spec = f.spec
         self._deadlines.cancel(spec.handle)
         ended = Ended(
-            "consumer", spec.transfer, spec.handle, outcome, f.nbytes, now - f.began, waited=f.heard - f.began
+            "consumer", spec.transfer, spec.handle, outcome, f.nbytes, now - f.began, f.generation, f.heard - f.began
         )
         out: list[Action] = [Report(ended)]
         for link, lane in (f.lanes or {}).items():

@@ -15,13 +15,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
 from kvxfer.session.checks import Checks
 from kvxfer.session.jobs import Job, Wire, make_job
 from kvxfer.session.mailbox import Mailbox
-from kvxfer.session.results import Broken, Connected, Disconnected, Endpoint, Reset, Result, SlotReady, SlotTaken
+from kvxfer.session.results import Broken, Connected, Died, Disconnected, Endpoint, Reset, Result, SlotReady, SlotTaken
 from kvxfer.session.staging import Staging
-from kvxfer.session.values import LinkId, Move, Moved, PartRef
+from kvxfer.session.terms import lent
+from kvxfer.session.values import LinkId, Move, Moved, PartRef, Role
 from kvxfer.transport import Capabilities, Completion, Transport, Verb
 
 __all__ = ["DataThread"]
@@ -34,6 +36,10 @@ REOPEN_MOST_S = 30.0
 
 LOOK_S = 0.00003
 """How soon to ask again whether a device is done with what nothing else tells of: it packs a piece in twice that time."""
+
+PATIENCE_S = 1.0
+"""For how long a consumer may take nothing of what was packed for it while others wait for a slot. A piece is on its way for
+milliseconds; then it waits for a consumer that has stopped."""
 
 _UNENDED: list[Staging | None] = []
 """Staging memory in which a device is still at work when its thread ends: it and its tables must not be lent to others."""
@@ -68,7 +74,7 @@ class DataThread:
         self.staging: Staging | None = None
         self._transport: Transport | None = None
         self._reopen, self._wait = 0.0, REOPEN_S
-        self._asked: list[tuple[LinkId, int]] = []  # for endpoints, while the back end is down
+        self._asked: list[tuple[LinkId, int, Role]] = []  # for endpoints, while the back end is down
         self._unused: dict[LinkId, bytes] = {}  # endpoints made for links that are not connected
         self._peers: dict[LinkId, _Peer] = {}
         self._jobs: dict[PartRef, Job] = {}
@@ -87,22 +93,32 @@ class DataThread:
         return sum(job.nbytes for job in list(self._quarantine.values()))
 
     def run(self, inbox: Mailbox) -> None:
-        """Make the back end, do what comes in, until ``stop``."""
+        """Make the back end, do what comes in, until ``stop``; then every part has ended. Whatever a back end raises, be it no
+        ``Exception``, costs its parts at the most."""
         try:
-            self._open()
-        except Exception as e:
-            self.failure = e
-            self._shut()
-        self.ready.set()
-        while not self._stopping:
             try:
-                self._turn(inbox)
-            except Exception:
-                log.exception("the back end failed in a way it must not")
-                self._reset("internal error in the back end")
-        self._shut()
+                self._open()
+            except BaseException as e:
+                self.failure = e if isinstance(e, Exception) else TransportError(f"back end {self._name!r} raised {e!r}")
+                self._shut()
+            self.ready.set()
+            while not self._stopping:
+                try:
+                    self._turn(inbox)
+                except BaseException:
+                    log.exception("the back end failed in a way it must not")
+                    self._reset("internal error in the back end")
+            self._end()
+        except BaseException as e:
+            self._post(Died(f"the data thread of back end {self._name!r} has died: {e!r}"))
+            raise
+
+    def _end(self) -> None:
+        """Close the back end, and tell of each part that it has ended and whether its memory is quiet."""
+        quiet = self._void("it was closed")
         self._checks.wait()
-        if not self._device_done():
+        self._checks.look()
+        if not quiet:
             _UNENDED.append(self.staging)
 
     def _open(self) -> None:
@@ -136,7 +152,19 @@ class DataThread:
             given = self.staging.given
             for job in list(self._restless.values()):
                 self._advance(job)
+        self._make_room()
         self._overdue()
+
+    def _make_room(self) -> None:
+        """Where consumers wait for slots and others take nothing of theirs, the transfers of those are given up; once they live
+        again, they may want them anew."""
+        hungry = {job.ref.link for job in self._restless.values() if job.starving and job.ref.role == "producer"}
+        idle = set(self.staging.idle(PATIENCE_S)) if hungry and self.staging is not None else set()
+        if not idle or not hungry - idle:
+            return
+        for job in [j for j in self._jobs.values() if j.ref.link in idle and j.ref.role == "producer" and not j.error]:
+            job.collateral = True
+            self._stop(job, f"its consumer took nothing for {PATIENCE_S:g} s, while others waited")
 
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
         jobs = self._restless.values()
@@ -146,7 +174,8 @@ class DataThread:
             return 1.0 if self.failure is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
         active, idle = transport.poll_interval_s
         wait = 1.0 if fd is not None else (active if self._batches else idle)
-        return min(wait, 0.05) if self._aborted or self._quarantine else wait
+        soon = self._aborted or self._quarantine or any(job.starving for job in jobs)
+        return min(wait, 0.05) if soon else wait
 
     @property
     def _backend(self) -> Transport:
@@ -154,18 +183,18 @@ class DataThread:
             raise RuntimeError("the back end is down")
         return self._transport
 
-    def endpoint(self, link: LinkId, number: int) -> None:
+    def endpoint(self, link: LinkId, number: int, role: Role) -> None:
         if self.failure is not None:
             self._post(Endpoint(link, number, b"", f"it cannot be started: {_words(self.failure)}"))
             return
         if self._transport is None:
-            self._asked.append((link, number))
+            self._asked.append((link, number, role))
             return
         try:
             self._withdraw(link)
-            self._unused[link] = mine = self._transport.endpoint()
+            self._unused[link] = mine = self._transport.endpoint_lending(*lent(self._transport.capabilities, role))
             self._post(Endpoint(link, number, mine))
-        except Exception as e:
+        except BaseException as e:
             self._post(Endpoint(link, number, b"", _words(e)))
 
     def _withdraw(self, link: LinkId) -> None:
@@ -179,14 +208,14 @@ class DataThread:
             self._peers[link] = _Peer(number, self._backend.connect(mine, theirs))
             self._unused.pop(link, None)
             self._post(Connected(link, number))
-        except Exception as e:
+        except BaseException as e:
             self._post(Connected(link, number, _words(e)))
 
     def disconnect(self, link: LinkId) -> None:
         try:
             self._withdraw(link)
             self._hang_up(link)
-        except Exception as e:
+        except BaseException as e:
             log.exception("a link could not be closed")
             self._reset(f"a link could not be closed: {_words(e)}")
         self._post(Disconnected(link))
@@ -198,7 +227,7 @@ class DataThread:
             return
         try:
             self._backend.disconnect(known.peer)
-        except Exception as e:
+        except BaseException as e:
             log.warning("closing the link to %s: %s", link, e)
         for done in self._backend.poll():
             self._completed(done)
@@ -236,6 +265,15 @@ class DataThread:
             self._break(link, why)
 
     def move(self, action: Move) -> None:
+        try:
+            self._begin(action)
+        except BaseException as e:
+            if action.ref in self._jobs:
+                raise
+            log.exception("a part could not be begun")
+            self._post(Moved(action.ref, _words(e), True, 0))
+
+    def _begin(self, action: Move) -> None:
         ref = action.ref
         self._doubt(ref.link)
         known = self._peers.get(ref.link)
@@ -265,10 +303,14 @@ class DataThread:
 
     def abort(self, ref: PartRef) -> None:
         job = self._jobs.get(ref)
-        if job is None or ref in self._aborted:
-            return
-        self._aborted[ref] = time.monotonic() + self._grace
-        job.stop("aborted")
+        if job is not None and ref not in self._aborted:
+            self._stop(job, "aborted")
+
+    def _stop(self, job: Job, reason: str) -> None:
+        """End a job early, in bounded time."""
+        ref = job.ref
+        self._aborted.setdefault(ref, time.monotonic() + self._grace)
+        job.stop(reason)
         if job.batches and self._backend.capabilities.abort == "peer":
             self._break(ref.link, "a transfer was given up, which ends all that moves on its link")
         for batch in list(job.batches):
@@ -293,7 +335,7 @@ class DataThread:
             self._doubtful.add(job.ref.link)
         try:
             job.completed(done)
-        except Exception as e:
+        except BaseException as e:
             job.stop(_words(e))
         self._advance(job)
 
@@ -312,7 +354,7 @@ class DataThread:
             return
         try:
             job.advance()
-        except Exception as e:
+        except BaseException as e:
             job.stop(_words(e))
             for batch in list(job.batches):
                 self._backend.abort(batch)
@@ -358,22 +400,26 @@ class DataThread:
     def _reset(self, reason: str) -> None:
         """Close the back end, which makes all memory quiet, and make it anew as soon as may be."""
         log.warning("resetting the back end: %s", reason)
+        if self._void(f"the back end was reset: {reason}") and self.staging is not None:
+            self.staging.reset()  # else slots that were in use stay out of use, as the cache's blocks do
+        self._post(Reset(self._name, reason))
+        self._try_open()
+
+    def _void(self, reason: str) -> bool:
+        """Close the back end, which ends all parts; whether all memory is quiet."""
         never = self._transport is not None and self._transport.capabilities.quiet == "never"
         self._shut()
         never |= not self._device_done()
         for job in list(self._jobs.values()):
-            job.stop(f"the back end was reset: {reason}")
+            job.stop(reason)
             self._post(Moved(job.ref, job.error, not never, 0, collateral=True))
         self._checks.forget()
         for known in (self._jobs, self._restless, self._lines, self._batches, self._aborted, self._peers, self._unused):
             known.clear()
-        if not never:  # else slots that were in use stay out of use, as the cache's blocks do
+        if not never:
             for ref in list(self._quarantine):
                 self._calm(ref)
-            if self.staging is not None:
-                self.staging.reset()
-        self._post(Reset(self._name, reason))
-        self._try_open()
+        return not never
 
     def _try_open(self) -> None:
         """Open the back end, unless that was tried a moment ago, or it could not be opened to begin with. Then links that have
@@ -386,19 +432,19 @@ class DataThread:
         try:
             self._open()
             self._wait = REOPEN_S
-            for link, number in asked:
-                self.endpoint(link, number)
-        except Exception as e:
+            for link, number, role in asked:
+                self.endpoint(link, number, role)
+        except BaseException as e:
             log.exception("the back end cannot be opened; trying again in %g s", self._reopen - now)
             self._shut()
-            for link, number in asked:
+            for link, number, _ in asked:
                 self._post(Endpoint(link, number, b"", f"it cannot be opened: {_words(e)}"))
 
     def _device_done(self) -> bool:
         """Wait until it neither packs nor unpacks, for ``grace`` at most; one that has failed does neither."""
         try:
             done = self.staging is None or self.staging.wait(time.monotonic() + self._grace)
-        except Exception:
+        except BaseException:
             log.exception("the device failed while it packed or unpacked")
             return True
         if not done:
@@ -413,10 +459,10 @@ class DataThread:
         if self._transport is not None:
             try:
                 self._transport.close()
-            except Exception:
+            except BaseException:
                 log.exception("the back end did not close cleanly")
             self._transport = None
 
 
-def _words(e: Exception) -> str:
+def _words(e: BaseException) -> str:
     return str(e) or type(e).__name__

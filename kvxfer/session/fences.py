@@ -16,39 +16,51 @@ class Fences:
     """Keeps a transfer's offers in order: none overtakes an earlier one, whatever their fences say."""
 
     def __init__(self) -> None:
-        self._held: dict[TransferId, deque[tuple[Offered, Fence | None]]] = {}
+        self._held: dict[TransferId, deque[tuple[Offered, Fence | None, float]]] = {}
+        self._closed = False
 
-    def hold(self, offer: Offered, after: Fence | None) -> bool:
-        """Keep an offer back; false when there is no need to."""
+    def hold(self, offer: Offered, after: Fence | None, called: float) -> bool:
+        """Keep an offer back that was made at this time; false when there is no need to."""
         line = self._held.get(offer.transfer)
         if line is None:
-            if after is None or after.passed():
+            if self._closed or after is None or _look(after) is True:
                 return False
             line = self._held[offer.transfer] = deque()
-        line.append((offer, after))
+        line.append((offer, after, called))
         return True
 
     def forget(self, transfer: TransferId, generation: int) -> None:
         """Offers up to this generation are void."""
-        kept = deque((o, f) for o, f in self._held.pop(transfer, ()) if o.generation > generation)
+        kept = deque(held for held in self._held.pop(transfer, ()) if held[0].generation > generation)
         if kept:
             self._held[transfer] = kept
 
-    def passed(self) -> Iterator[tuple[Offered, str | None]]:
-        """Take out the offers whose fence has passed, or failed with an error."""
+    def passed(self) -> Iterator[tuple[Offered, float, str | None]]:
+        """Take out the offers whose fence has passed, or failed with an error; with the time when they were made."""
         for transfer, line in list(self._held.items()):
             while line:
-                offer, fence = line[0]
-                error = None
-                try:
-                    if fence is not None and not fence.passed():
-                        break
-                except Exception as e:
-                    error = str(e) or type(e).__name__
+                offer, fence, called = line[0]
+                found = fence is None or _look(fence)
+                if found is False:
+                    break
                 line.popleft()
-                yield offer, error
+                yield offer, called, None if found is True else found
             if not line and self._held.get(transfer) is line:
                 del self._held[transfer]
 
+    def close(self) -> list[tuple[Offered, float]]:
+        """Take out all offers, with the times when they were made, and hold no more."""
+        self._closed = True
+        held, self._held = self._held, {}
+        return [(offer, called) for line in held.values() for offer, _, called in line]
+
     def __len__(self) -> int:
         return len(self._held)
+
+
+def _look(fence: Fence) -> bool | str:
+    """Whether it has passed, or what its check failed with: the engine's code, of which anything may come."""
+    try:
+        return bool(fence.passed())
+    except BaseException as e:
+        return str(e) or type(e).__name__

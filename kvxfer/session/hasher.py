@@ -15,6 +15,7 @@ import numpy as np
 
 from kvxfer import memory
 from kvxfer.geometry import Cache, Planner, route
+from kvxfer.session.results import Died
 from kvxfer.session.values import Hash, Hashed, PartRef
 
 __all__ = ["Hasher"]
@@ -24,9 +25,9 @@ log = logging.getLogger("kvxfer.hasher")
 
 class Hasher:
     """``cache``: what is read. ``post``: called with one ``Hashed`` for each ``Hash``, on this object's thread or
-    from within ``cancel``; must not block. Methods are called by one thread, save ``close``."""
+    from within ``cancel`` or ``close``; must not block. Methods are called by one thread, save ``close``."""
 
-    def __init__(self, cache: Cache, post: Callable[[Hashed], None]) -> None:
+    def __init__(self, cache: Cache, post: Callable[[Hashed | Died], None]) -> None:
         self._cache, self._post = cache, post
         self._waiting: dict[PartRef, Hash] = {}
         self._line: queue.SimpleQueue[PartRef | None] = queue.SimpleQueue()
@@ -57,7 +58,8 @@ class Hasher:
 
     def close(self, timeout: float) -> None:
         """Begin nothing more and wait for what has begun, ``timeout`` seconds at most (it is a daemon thread)."""
-        self._waiting.clear()
+        for ref in list(self._waiting):
+            self.cancel(ref)
         self._line.put(None)
         if self._started:
             self._thread.join(timeout)
@@ -65,6 +67,13 @@ class Hasher:
                 log.error("a checksum was not done within %g s; its thread is abandoned", timeout)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as e:
+            self._post(Died(f"the thread for checksums has died: {e!r}"))
+            raise
+
+    def _serve(self) -> None:
         space: memory.Space | None = None
         while (ref := self._line.get()) is not None:
             action = self._waiting.pop(ref, None)
@@ -72,7 +81,8 @@ class Hasher:
                 continue
             try:
                 space = space or memory.space(self._cache.regions)
-                self._post(Hashed(ref, space.checksum(action.plan, action.side).value))
-            except Exception as e:
+                done = Hashed(ref, space.checksum(action.plan, action.side).value)
+            except BaseException as e:
                 log.exception("a checksum failed")
-                self._post(Hashed(ref, error=str(e) or type(e).__name__))
+                done = Hashed(ref, error=str(e) or type(e).__name__)
+            self._post(done)

@@ -9,6 +9,7 @@ from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.session.life import SERVE, ServeEvent, ServeState
 from kvxfer.session.parts import Table, piece_bytes, plan_part, to_hash
+from kvxfer.session.shares import Keep
 from kvxfer.session.values import (
     Abort,
     Action,
@@ -24,7 +25,7 @@ from kvxfer.session.values import (
 )
 from kvxfer.transport import Verb
 
-__all__ = ["Holding", "Key", "Link", "Over", "Serve", "announce", "delivered_bytes", "follows", "plan_for", "unfit", "words"]
+__all__ = ["Early", "Holding", "Key", "Link", "Over", "Serve", "announce", "delivered_bytes", "follows", "plan_for", "unfit", "words"]
 
 Key = tuple[LinkId, int]
 """A serve: the link and the consumer's attempt."""
@@ -32,13 +33,10 @@ Key = tuple[LinkId, int]
 
 @dataclass
 class Link:
-    """A consumer rank that has said hello. ``stream``: the next number of a part. ``serves``, ``nbytes``: how many wants
-    of it are alive, and the size of their block tables."""
+    """A consumer rank that has said hello. ``stream``: the next number of a part."""
 
     info: LinkInfo
     stream: int = 0
-    serves: int = 0
-    nbytes: int = 0
 
 
 @dataclass
@@ -51,6 +49,7 @@ class Serve:
     blocks: Table
     reader: int  # the consumer's agent, by its epoch
     expires: float
+    lent: bool  # it wanted more time than it got, and may ask anew
     state: ServeState = ServeState.WAITING
     sent: int = 0  # tokens announced so far
     part: int = 0
@@ -109,13 +108,58 @@ class Holding:
     generation: int = -1  # the last one that was offered or revoked
     revoked: int = -1  # this one and older ones are given up
     serves: dict[Key, Serve] = field(default_factory=dict)
+    # Readers, by their agents' epochs. They count once their digest is that of the offer: whoever names another is at the
+    # wrong door, and changes nothing for those who are not.
+    digest: bytes | None = None  # of the last offer
+    fit: dict[int, int] = field(default_factory=dict)  # those that count, and how many there are by their word
     settled: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
-    misfits: set[int] = field(default_factory=set)  # wanted something else under its name; their word does not count
-    readers: int = 1
+    misfits: set[int] = field(default_factory=set)  # want more than there is; their word does not count
     nbytes: int = 0
     outcome: Outcome | None = None
     known: bool = False  # the engine has spoken of it and waits for its end
+
+    def take(self, offer: Offered) -> None:
+        """The engine offers this."""
+        self.known, self.generation, self.offer = True, offer.generation, offer
+        if self.digest != offer.digest:
+            self.digest = offer.digest
+            for readers in (self.fit, self.settled, self.dropped, self.misfits):
+                readers.clear()
+
+    def admit(self, reader: int, readers: int) -> None:
+        """A consumer wants what is offered, and says how many there are of it."""
+        self.fit[reader] = max(readers, self.fit.get(reader, 1))
+
+    def leave(self, reader: int) -> None:
+        """A consumer is lost, and with it what it said, unless it is done or served by another link."""
+        if reader not in self.settled | self.dropped and not self.lives(reader):
+            self.fit.pop(reader, None)
+
+    def reject(self, reader: int, digest: bytes) -> None:
+        """A consumer wants what is not to be had here."""
+        self.fit.pop(reader, None)
+        if digest == self.digest:
+            self.misfits.add(reader)
+
+    def drop(self, reader: int) -> None:
+        """A reader that counts has given it up."""
+        self.dropped.add(reader)
+
+    def lives(self, reader: int, but: Serve | None = None) -> bool:
+        """Whether it is being served to this reader by an attempt other than ``but``."""
+        return any(s.live and s.reader == reader and s is not but for s in self.serves.values())
+
+    @property
+    def whole(self) -> bool:
+        """Whether all have it of whom those speak who have it."""
+        return len(self.settled) >= max((self.fit.get(r, 1) for r in self.settled), default=1)
+
+    @property
+    def done(self) -> bool:
+        """Whether all readers are done with it, one way or the other: as many as they say, and none is being served."""
+        over = self.settled | self.dropped
+        return len(over) >= max(self.fit.values(), default=1) and all(s.reader in over or not s.live for s in self.serves.values())
 
 
 @dataclass(frozen=True)
@@ -123,7 +167,34 @@ class Over:
     """What is remembered of a holding that has ended."""
 
     outcome: Outcome
-    generation: int  # whose end the engine has been told; -1: it had not spoken of it yet
+    generation: int  # whose end the engine has been told
+
+
+class Early(Keep[int, TransferId, bytes]):
+    """Who has given a transfer up before it was offered, and what they took it for: by reader, transfer and digest."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        super().__init__(seconds, most)
+        self._readers: dict[TransferId, set[int]] = {}
+
+    def put(self, owner: int, key: TransferId, value: bytes, now: float) -> None:
+        super().put(owner, key, value, now)
+        self._readers.setdefault(key, set()).add(owner)
+
+    def pop(self, owner: int, key: TransferId) -> None:
+        super().pop(owner, key)
+        readers = self._readers.get(key, set())
+        readers.discard(owner)
+        if not readers:
+            self._readers.pop(key, None)
+
+    def take(self, transfer: TransferId, digest: bytes) -> list[int]:
+        """The readers that have, by their digest; forgets all that is known of the transfer."""
+        readers = sorted(self._readers.get(transfer, ()))
+        fit = [r for r in readers if self.get(r, transfer) == digest]
+        for r in readers:
+            self.pop(r, transfer)
+        return fit
 
 
 def follows(new: Offered, old: Offered) -> bool:

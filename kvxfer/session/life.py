@@ -39,7 +39,9 @@ class LaneState(enum.StrEnum):
     LINKING = "linking"  # the link is being made
     WANTING = "wanting"  # the producer knows what we want; nothing has come
     MOVING = "moving"  # parts are moving
-    CHECKING = "checking"  # all bytes are here; the producer is asked whether they can be trusted
+    ARRIVED = "arrived"  # all bytes of this lane are here; those of others may not be
+    CHECKING = "checking"  # all bytes of all lanes are here; the producer is asked whether they can be trusted
+    HELD = "held"  # they can, for this producer rank; others are being asked
     PAUSED = "paused"  # the attempt is void; the next begins when nothing of it moves any more
     DELIVERED = "delivered"
     FAILED = "failed"
@@ -51,8 +53,12 @@ class LaneEvent(enum.StrEnum):
     LINK_DOWN = "link lost for good"
     HAVE = "have"
     COMPLETE = "all parts complete"
-    HELD = "all parts complete, seen to have held"
+    ASK = "all lanes arrived"
+    SEEN = "all lanes arrived, seen to have held"
     VERDICT = "verdict"
+    ALL_HELD = "all lanes held"
+    ANOTHER = "another lane begins anew"
+    OUTDATED = "a newer generation seen"
     GONE = "gone"
     GONE_AGAIN = "gone, may come again"
     QUIET = "attempt quiet"
@@ -60,37 +66,56 @@ class LaneEvent(enum.StrEnum):
 
 
 _L, _e = LaneState, LaneEvent
-_OPEN = (_L.LINKING, _L.WANTING, _L.MOVING, _L.CHECKING, _L.PAUSED)
-_TRIED = (_L.WANTING, _L.MOVING, _L.CHECKING)
+_OPEN = (_L.LINKING, _L.WANTING, _L.MOVING, _L.ARRIVED, _L.CHECKING, _L.HELD, _L.PAUSED)
+_DOUBTED = (_L.WANTING, _L.MOVING, _L.ARRIVED, _L.CHECKING)
 _OVER = (_L.DELIVERED, _L.FAILED)
+_INSIDE = (_e.LINK_UP, _e.COMPLETE, _e.ASK, _e.SEEN, _e.ALL_HELD, _e.ANOTHER, _e.QUIET)
 
 LANE: Life[LaneState, LaneEvent] = Life(
     moves={
         (_L.LINKING, _e.LINK_UP): _L.WANTING,
         (_L.WANTING, _e.HAVE): _L.MOVING,
         (_L.MOVING, _e.HAVE): _L.MOVING,
-        (_L.MOVING, _e.COMPLETE): _L.CHECKING,
-        (_L.MOVING, _e.HELD): _L.DELIVERED,
-        (_L.CHECKING, _e.VERDICT): _L.DELIVERED,
-        **{(s, _e.LINK_RESET): _L.PAUSED for s in (_L.WANTING, _L.MOVING)},
-        **{(s, _e.GONE_AGAIN): _L.PAUSED for s in _TRIED},
+        (_L.MOVING, _e.COMPLETE): _L.ARRIVED,
+        (_L.ARRIVED, _e.ASK): _L.CHECKING,
+        (_L.ARRIVED, _e.SEEN): _L.HELD,
+        (_L.CHECKING, _e.VERDICT): _L.HELD,
+        (_L.HELD, _e.ALL_HELD): _L.DELIVERED,
+        **{(s, _e.ANOTHER): _L.ARRIVED for s in (_L.CHECKING, _L.HELD)},
+        **{(s, _e.LINK_RESET): _L.PAUSED for s in (_L.WANTING, _L.MOVING, _L.ARRIVED)},
+        **{(s, _e.GONE_AGAIN): _L.PAUSED for s in _DOUBTED},
+        **{(s, _e.OUTDATED): _L.PAUSED for s in (_L.MOVING, _L.ARRIVED)},
         (_L.PAUSED, _e.QUIET): _L.LINKING,
         **{(s, e): _L.FAILED for s in _OPEN for e in (_e.LINK_DOWN, _e.FAIL)},
-        **{(s, _e.GONE): _L.FAILED for s in _TRIED},
+        **{(s, _e.GONE): _L.FAILED for s in _DOUBTED},
     },
     ignored={
         "the attempt that it speaks of is over": _pairs(
             (_L.LINKING, _L.PAUSED), (_e.HAVE, _e.VERDICT, _e.GONE, _e.GONE_AGAIN)
         ),
-        "the outcome stands": _pairs(_OVER, set(_e) - {_e.COMPLETE, _e.HELD, _e.QUIET, _e.LINK_UP}),
-        "the verdict is asked for once all parts are here": _pairs((_L.WANTING, _L.MOVING), (_e.VERDICT,)),
-        "the parts cover all that is wanted": frozenset({(_L.CHECKING, _e.HAVE)}),
-        "the bytes are here: the question is put again over the next link": frozenset({(_L.CHECKING, _e.LINK_RESET)}),
-        "there is no attempt that could be void": _pairs((_L.LINKING, _L.PAUSED), (_e.LINK_RESET,)),
+        "the outcome stands": _pairs(_OVER, set(_e) - set(_INSIDE)),
+        "the verdict is asked for once all lanes have arrived": _pairs((_L.WANTING, _L.MOVING, _L.ARRIVED), (_e.VERDICT,)),
+        "it has been said": frozenset({(_L.HELD, _e.VERDICT)}),
+        "it held when it had to; should it have to once more, the producer is asked again": _pairs(
+            (_L.HELD,), (_e.GONE, _e.GONE_AGAIN)
+        ),
+        "the parts cover all that is wanted": _pairs((_L.ARRIVED, _L.CHECKING, _L.HELD), (_e.HAVE,)),
+        "the bytes are here: the question is put again over the next link": _pairs(
+            (_L.CHECKING, _L.HELD), (_e.LINK_RESET,)
+        ),
+        "there is no attempt that could be void": _pairs((_L.LINKING, _L.PAUSED), (_e.LINK_RESET, _e.OUTDATED)),
+        "nothing has been asked yet": _pairs(
+            (_L.LINKING, _L.WANTING, _L.MOVING, _L.ARRIVED, _L.PAUSED), (_e.ANOTHER,)
+        ),
     },
     never={
         "links come up under lanes that wait for one": _pairs(set(_L) - {_L.LINKING}, (_e.LINK_UP,)),
-        "only moving parts complete": _pairs(set(_L) - {_L.MOVING}, (_e.COMPLETE, _e.HELD)),
+        "only moving parts complete": _pairs(set(_L) - {_L.MOVING}, (_e.COMPLETE,)),
+        "it is asked, or looked, once all lanes have arrived": _pairs(set(_L) - {_L.ARRIVED}, (_e.ASK, _e.SEEN)),
+        "all lanes hold, or none is delivered": _pairs(set(_L) - {_L.HELD}, (_e.ALL_HELD,)),
+        "nothing was announced here yet": frozenset({(_L.WANTING, _e.OUTDATED)}),
+        "what others announce, they do after they have begun anew": _pairs((_L.CHECKING, _L.HELD), (_e.OUTDATED,)),
+        "no lane begins anew after the outcome": _pairs(_OVER, (_e.ANOTHER,)),
         "only a paused lane waits for quiet": _pairs(set(_L) - {_L.PAUSED}, (_e.QUIET,)),
     },
 )
@@ -101,14 +126,14 @@ class ServeState(enum.StrEnum):
 
     WAITING = "waiting"  # wanted, nothing announced yet
     SERVING = "serving"  # at least one part announced
-    SETTLED = "settled"  # the consumer has checked and was told yes
+    SETTLED = "settled"  # the consumer has it all, and trusts it
     ENDING = "ending"  # over; waiting for our own part batches to end before saying so
     ENDED = "ended"
 
 
 class ServeEvent(enum.StrEnum):
     ANNOUNCE = "part announced"
-    VERDICT = "check: it held"
+    SETTLE = "it held for all lanes"
     STOP = "drop, revoke, expiry or error"
     QUIET = "own parts ended"
     LINK_DOWN = "link lost"
@@ -120,19 +145,19 @@ SERVE: Life[ServeState, ServeEvent] = Life(
     moves={
         (_V.WAITING, _v.ANNOUNCE): _V.SERVING,
         (_V.SERVING, _v.ANNOUNCE): _V.SERVING,
-        (_V.SERVING, _v.VERDICT): _V.SETTLED,
+        (_V.SERVING, _v.SETTLE): _V.SETTLED,
         (_V.WAITING, _v.STOP): _V.ENDING,
         (_V.SERVING, _v.STOP): _V.ENDING,
         (_V.ENDING, _v.QUIET): _V.ENDED,
         **{(s, _v.LINK_DOWN): _V.ENDED for s in (_V.WAITING, _V.SERVING, _V.ENDING)},
     },
     ignored={
-        "gone is on its way": _pairs((_V.ENDING,), (_v.STOP, _v.VERDICT)),
-        "the last word has been said": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN)),
+        "gone is on its way": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
+        "the last word has been said": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
     },
     never={
         "nothing is announced to whom has been given up": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),
-        "only what is being served can have held": _pairs(set(_V) - {_V.SERVING, _V.ENDING}, (_v.VERDICT,)),
+        "only what was announced can be had": frozenset({(_V.WAITING, _v.SETTLE)}),
         "only an ending serve waits for quiet": _pairs(set(_V) - {_V.ENDING}, (_v.QUIET,)),
     },
 )

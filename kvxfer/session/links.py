@@ -9,20 +9,22 @@ several back ends that both have, the consumer tries one after the other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
+from typing import NoReturn
 
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Cache, Claim, Planner
 from kvxfer.session import messages as m
-from kvxfer.session import wire
 from kvxfer.session.movers import Movers
 from kvxfer.session.results import Broken, Connected, Endpoint
 from kvxfer.session.tally import Sight
-from kvxfer.session.terms import admit
+from kvxfer.session.terms import check_facts
+from kvxfer.session.timers import Timers
 from kvxfer.session.values import LinkId, LinkInfo, PartRef, link_name
+from kvxfer.session.wire import Connection, Hub
 
 __all__ = ["Inbound", "Lost", "Outbound", "Target"]
 
@@ -32,6 +34,8 @@ _numbers = count(1)
 
 MOST = 1024
 """Links that may be dialled to us, that strangers cannot fill our memory with hellos."""
+PEER_FRAME = 4 << 20
+"""Longest frame over a link: a block table of a million blocks."""
 
 
 @dataclass(frozen=True)
@@ -44,73 +48,104 @@ class Lost:
 
 @dataclass
 class _In:
+    """``planner``: there once its hello has been admitted."""
+
+    connection: Connection
     number: int
-    heard: float
     hello: m.Hello
-    planner: Planner
+    planner: Planner | None = None
     info: LinkInfo | None = None  # agreed on once our back end is there
     mine: bytes = b""
     up: bool = False
-    deaf: bool = False  # does not take our messages
 
 
 class Inbound:
-    """Links that consumers have dialled to us, by their socket identity."""
+    """Links that consumers have dialled to us, by the names of their connections.
+
+    ``examine``: has a hello looked at off the control thread, and its answer given to ``examined``; false when there are too
+    many of them.
+    """
 
     def __init__(
-        self, router: wire.Socket, movers: Movers, cache: Cache, epoch: int, silence: float, tally: str
+        self, hub: Hub, movers: Movers, cache: Cache, epoch: int, silence: float, tally: str,
+        examine: Callable[[LinkId, m.Hello, int], bool],
     ) -> None:  # fmt: skip
-        self._router, self._movers, self._cache = router, movers, cache
+        self._hub, self._movers, self._cache = hub, movers, cache
         self._epoch, self._silence, self._tally = epoch, silence, tally
+        self._examine = examine
         self._links: dict[LinkId, _In] = {}
+        self._clock: Timers[LinkId] = Timers()  # when to look whether a link is silent
+        self._deaf: list[LinkId] = []  # do not take our messages
 
-    def receive(self, frames: list[bytes], now: float) -> tuple[LinkId, m.Message] | None:
+    def receive(self, connection: Connection, frame: bytes, now: float) -> tuple[LinkId, m.Message] | None:
         """Take what came in; returns what is for the producer's machine or the mover. Raises ``PeerError`` for what
         makes no sense; its sender has been told if it might be a consumer of another version."""
-        link = frames[0]
-        if not link.startswith(b"\0"):
-            raise PeerError("a peer chose its own socket identity, and with it could take another's place")
+        link = connection.name
         known = self._links.get(link)
         try:
-            if len(frames) != 2:
-                raise PeerError(f"{len(frames)} frames where two were expected")
-            msg = m.decode(frames[1])
+            msg = m.decode(frame)
         except PeerError as e:
             if known is None:
-                self._refuse(link, f"not understood by kvxfer protocol {m.PROTOCOL}", again=False)
-            raise PeerError(f"{known.hello.engine if known else 'a stranger'!r}: {e}") from None
-        if known is not None:
-            known.heard = now
-        match msg:
-            case m.Hello() if known is None:
-                self._hello(link, msg, now)
-            case m.Ping() if known is not None:
-                self.send(link, m.Pong(msg.number))
-            case m.Want() | m.Check() | m.Drop() | m.Slot() | m.Taken() if known is not None and known.up:
-                return link, msg
-            case m.Want() | m.Check() | m.Drop() | m.Slot() | m.Taken() | m.Ping() if known is None:
-                self._refuse(link, "this link is not known here (any more)", again=True)
-            case _:
-                raise PeerError(f"a {type(msg).__name__} makes no sense here")
-        return None
+                self._refuse(connection, f"not understood by kvxfer protocol {m.PROTOCOL}", again=False)
+                self._hub.finish(connection)
+            raise PeerError(f"{_who(known, connection)}: {e}") from None
+        if known is None:
+            match msg:
+                case m.Hello():
+                    self._hello(connection, msg, len(frame), now)
+                    return None
+                case m.Want() | m.Check() | m.Done() | m.Drop() | m.Slot() | m.Taken() | m.Ping():
+                    self._refuse(connection, "this link is not known here (any more)", again=True)
+                    return None
+        else:
+            match msg:
+                case m.Ping():
+                    self.send(link, m.Pong(msg.number))
+                    return None
+                case m.Want() | m.Check() | m.Done() | m.Drop() | m.Slot() | m.Taken() if known.up:
+                    return link, msg
+        raise PeerError(f"{_who(known, connection)}: a {type(msg).__name__} makes no sense here")
 
-    def _hello(self, link: LinkId, hello: m.Hello, now: float) -> None:
+    def _hello(self, connection: Connection, hello: m.Hello, nbytes: int, now: float) -> None:
+        link = connection.name
         try:
-            if len(self._links) >= MOST and self._alive() >= MOST:
+            if len(self._links) >= MOST:
                 raise PeerError(f"{MOST} links are open already")
-            planner = admit(hello, self._movers.lineup, self._cache, self._epoch)
+            if not self._examine(link, hello, nbytes):
+                raise PeerError("too many hellos at once")
         except PeerError as e:
-            self._refuse(link, str(e), again=False)
-            raise PeerError(f"refused a link from {hello.engine!r}: {e}") from None
-        number = next(_numbers)
-        self._links[link] = _In(number, now, hello, planner)
-        self._movers.endpoint(link, number, hello.backend)
+            self._turn_away(connection, hello, str(e))
+        self._links[link] = _In(connection, next(_numbers), hello)
+        self._clock.set(link, now + self._silence)
 
-    def _alive(self) -> int:
-        """How many links still have a connection; the others are dropped at the next ``tick``."""
-        for link in list(self._links):
-            self.send(link, m.Pong(0))
-        return sum(not known.deaf for known in self._links.values())
+    def identify(self, facts: Mapping[str, str]) -> Iterator[tuple[LinkId, str]]:
+        """From now on our KV depends on this. Links of consumers to whom other facts apply are given up; those who dial anew
+        are told why there is none."""
+        for link, known in list(self._links.items()):
+            try:
+                check_facts(known.hello, facts)
+            except PeerError as e:
+                self.close(link, str(e))
+                yield link, str(e)
+
+    def examined(self, link: LinkId, found: Planner | str, now: float) -> None:
+        """What has come of looking at a hello: the way to plan copies for it, or why it is refused. Raises ``PeerError`` for
+        the log in that case."""
+        known = self._links.get(link)
+        if known is None:
+            return
+        if isinstance(found, str):
+            self._forget(link)
+            self._turn_away(known.connection, known.hello, found)
+        else:
+            known.planner = found
+            self._hub.keep(known.connection, PEER_FRAME)
+            self._movers.endpoint(link, known.number, known.hello.backend, "producer")
+
+    def _turn_away(self, connection: Connection, hello: m.Hello, why: str) -> NoReturn:
+        self._refuse(connection, why, again=False)
+        self._hub.finish(connection)
+        raise PeerError(f"refused a link from {hello.engine[:100]!r} at {connection.host}: {why}")
 
     def result(self, result: Endpoint | Connected | Broken, now: float) -> LinkInfo | Lost | None:
         """The mover's word about a link: its terms once it is up, or that it is lost."""
@@ -120,6 +155,7 @@ class Inbound:
         why = result.error
         if why is None and isinstance(result, Endpoint):
             try:
+                assert known.planner is not None
                 known.info = self._movers.terms(known.hello.backend).agree(known.hello, known.planner)
                 known.mine = result.endpoint
                 self._movers.connect(link, known.number, known.mine, known.hello.endpoint)
@@ -127,7 +163,7 @@ class Inbound:
             except PeerError as e:
                 why = str(e)
         if why is not None:
-            self._refuse(link, f"the producer's back end: {why}", again=known.up, backend=not known.up)
+            self._refuse(known.connection, f"the producer's back end: {why}", again=known.up, backend=not known.up)
             self.drop(link)
             return Lost(why, False)
         assert known.info is not None
@@ -139,28 +175,46 @@ class Inbound:
     def send(self, link: LinkId, msg: m.Message) -> None:
         """Send if the link is still there; one that takes no messages is lost at the next ``tick``."""
         known = self._links.get(link)
-        if known is not None and isinstance(link, bytes) and not wire.send(self._router, msg, to=link):
-            known.deaf = True
+        if known is not None and not known.connection.send(msg):
+            self._deaf.append(link)
 
-    def _refuse(self, link: LinkId, reason: str, again: bool, backend: bool = False) -> None:
-        if isinstance(link, bytes):
-            wire.send(self._router, m.Refused(reason, again, backend), to=link)
+    @staticmethod
+    def _refuse(connection: Connection, reason: str, again: bool, backend: bool = False) -> None:
+        connection.send(m.Refused(reason, again, backend))
+
+    def hung_up(self, connection: Connection) -> str | None:
+        """A connection is lost. Returns why its link is, if it had one; that is closed here already."""
+        known = self._links.get(connection.name)
+        if known is None:
+            return None
+        self.drop(connection.name)
+        return f"{known.hello.engine!r} is gone: {connection.lost}"
 
     def tick(self, now: float) -> Iterator[tuple[LinkId, str]]:
         """Links that have gone silent or deaf, closed here already."""
-        for link, known in list(self._links.items()):
-            if known.deaf or now - known.heard > self._silence:
-                what = "does not take our messages" if known.deaf else f"was silent for {self._silence:g} s"
-                self.drop(link)
-                yield link, f"{known.hello.engine!r} {what}"
+        deaf, self._deaf = self._deaf, []
+        for link in deaf:
+            yield from self._lost(link, "does not take our messages")
+        for link in self._clock.due(now):
+            silent = self._links[link].connection.heard + self._silence
+            if silent > now:
+                self._clock.set(link, silent)
+            else:
+                yield from self._lost(link, f"was silent for {self._silence:g} s")
+
+    def _lost(self, link: LinkId, what: str) -> Iterator[tuple[LinkId, str]]:
+        known = self._links.get(link)
+        if known is not None:
+            self.drop(link)
+            yield link, f"{known.hello.engine!r} {what}"
 
     def next_tick(self) -> float | None:
-        return min((0.0 if k.deaf else k.heard + self._silence for k in self._links.values()), default=None)
+        return 0.0 if self._deaf else self._clock.next()
 
     def pardon(self, seconds: float) -> None:
         """For so long nobody could be heard."""
         for known in self._links.values():
-            known.heard += seconds
+            known.connection.heard += seconds
 
     def reset(self, backend: str, reason: str) -> list[LinkId]:
         """Give all links of a back end up; their consumers are told to dial anew."""
@@ -172,16 +226,28 @@ class Inbound:
     def close(self, link: LinkId, reason: str) -> None:
         """Give a link up; its consumer is told to dial anew."""
         if link in self._links:
-            self._refuse(link, reason, again=True)
+            self._refuse(self._links[link].connection, reason, again=True)
             self.drop(link)
 
     def drop(self, link: LinkId) -> None:
-        if self._links.pop(link, None) is not None:
-            self._movers.disconnect(link)
+        known = self._links.get(link)
+        if known is not None:
+            self._forget(link)
+            self._hub.finish(known.connection)
+            if known.planner is not None:
+                self._movers.disconnect(link)
+
+    def _forget(self, link: LinkId) -> None:
+        del self._links[link]
+        self._clock.cancel(link)
 
     @staticmethod
     def ref(link: LinkId, msg: m.Slot | m.Taken) -> PartRef:
         return PartRef("producer", link, msg.transfer, msg.attempt, msg.part)
+
+
+def _who(known: _In | None, connection: Connection) -> str:
+    return f"a stranger at {connection.host}" if known is None else f"{known.hello.engine[:100]!r} at {connection.host}"
 
 
 @dataclass(frozen=True)
@@ -204,13 +270,11 @@ class Target:
 class _Out:
     number: int
     backend: str
-    socket: wire.Socket
+    connection: Connection
     target: Target
-    heard: float
     pinged: float
     pings: int = 0
     up: bool = False
-    deaf: bool = False
     mine: bytes = b""
     piece_bytes: int = 0
     integrity: Integrity = "off"
@@ -218,16 +282,18 @@ class _Out:
 
 
 class Outbound:
-    """Links that we dial, by (address, epoch)."""
+    """Links that we dial, by (address, epoch). ``facts``: what all of our KV depends on."""
 
     def __init__(
-        self, hub: wire.Hub, movers: Movers, cache: Cache, epoch: int, engine: str, silence: float
+        self, hub: Hub, movers: Movers, cache: Cache, epoch: int, engine: str, silence: float, facts: Mapping[str, str]
     ) -> None:  # fmt: skip
         self._hub, self._movers, self._cache = hub, movers, cache
-        self._epoch, self._engine, self._silence = epoch, engine, silence
+        self._epoch, self._engine, self._silence, self._facts = epoch, engine, silence, facts
         self._targets: dict[LinkId, Target] = {}
         self._unfit: dict[LinkId, dict[str, str]] = {}  # back ends that could not make it, and why
         self._links: dict[LinkId, _Out] = {}
+        self._clock: Timers[LinkId] = Timers()  # when to ping a link, or to look whether it is silent
+        self._deaf: list[LinkId] = []  # do not take our messages
 
     def __contains__(self, link: LinkId) -> bool:
         return link in self._links
@@ -235,6 +301,11 @@ class Outbound:
     def of(self, backend: str) -> list[LinkId]:
         """The links of a back end."""
         return [link for link, o in self._links.items() if o.backend == backend]
+
+    def identify(self, facts: Mapping[str, str]) -> list[LinkId]:
+        """From now on our KV depends on this. Returns the links that we know, all made or to be made under other facts."""
+        self._facts = facts
+        return list(self._targets)
 
     def know(self, targets: Iterable[Target]) -> None:
         """Where links lead that may be dialled later."""
@@ -250,8 +321,9 @@ class Outbound:
         target = self._targets[link]
         backend = next((b for b in target.backends if b not in self._unfit.get(link, {})), target.backends[-1])
         number = next(_numbers)
-        self._links[link] = _Out(number, backend, self._hub.dial(target.address), target, now, now)
-        self._movers.endpoint(link, number, backend)
+        connection = self._hub.dial(target.address, (self, link), PEER_FRAME)
+        self._links[link] = _Out(number, backend, connection, target, now)
+        self._movers.endpoint(link, number, backend, "consumer")
 
     def _without(self, o: _Out, why: str, now: float) -> Lost | None:
         """This back end cannot make the link: try the next, if there is one."""
@@ -276,83 +348,87 @@ class Outbound:
             why = f"our back end: {result.error}"
             return Lost(why, again=True) if o.up else self._without(o, why, now)
         if isinstance(result, Endpoint):
-            o.mine, o.heard = result.endpoint, now
+            o.mine, o.connection.heard = result.endpoint, now
             t = o.target
             terms = self._movers.terms(o.backend)
-            self.send(t.link, terms.hello(o.mine, t.epoch, self._epoch, self._engine, t.claims))
+            self.send(t.link, terms.hello(o.mine, t.epoch, self._epoch, self._engine, t.claims, self._facts))
+            self._clock.set(t.link, now + self._silence / 4)
             return None
         o.up = True
         planner = Planner(o.target.cache, self._cache, o.target.claims)
         mode = self._movers.terms(o.backend).mode
         return LinkInfo(mode, planner, o.target.epoch, o.piece_bytes, integrity=o.integrity, tally=o.tally)
 
-    def receive(self, ready: set[wire.Socket], now: float) -> Iterator[tuple[LinkId, m.Message | Lost]]:
-        """Messages for the consumer's machine or the mover. Links may be dropped and dialled meanwhile."""
-        for link, o in [(link, o) for link, o in self._links.items() if o.socket in ready]:
-            for _ in range(256):
-                if self._links.get(link) is not o:
-                    break
-                frames = wire.receive(o.socket)
-                if frames is None:
-                    break
-                o.heard = now
+    def receive(self, link: LinkId, connection: Connection, frame: bytes, now: float) -> m.Message | Lost | None:
+        """What a frame means for the consumer's machine or the mover, if it means anything to them. Links may be dropped and
+        dialled meanwhile."""
+        o = self._links.get(link)
+        if o is None or o.connection is not connection:
+            return None
+        try:
+            msg = m.decode(frame)
+        except PeerError as e:
+            return Lost(str(e), again=False)
+        match msg:
+            case m.Have() | m.Slot() | m.Sum() | m.Verdict() | m.Gone() if o.up:
+                return msg
+            case m.Welcome() if not o.up and o.mine:
                 try:
-                    msg = m.decode(frames[-1])
+                    self._movers.terms(o.backend).accept(msg)
                 except PeerError as e:
-                    yield link, Lost(str(e), again=False)
-                    break
-                match msg:
-                    case m.Welcome() if not o.up and o.mine:
-                        try:
-                            self._movers.terms(o.backend).accept(msg)
-                        except PeerError as e:
-                            yield link, Lost(f"its welcome: {e}", again=False)
-                            break
-                        o.piece_bytes, o.integrity, o.tally = msg.piece_bytes, msg.integrity, Sight.of(msg.tally)
-                        self._movers.connect(link, o.number, o.mine, msg.endpoint)
-                    case m.Refused(backend=True) if not o.up:
-                        lost = self._without(o, f"it refused: {msg.reason}", now)
-                        if lost is not None:
-                            yield link, lost
-                    case m.Refused():
-                        yield link, Lost(f"it refused: {msg.reason}", again=msg.again and o.up)
-                    case m.Have() | m.Slot() | m.Sum() | m.Verdict() | m.Gone() if o.up:
-                        yield link, msg
-                    case _:
-                        pass  # a Pong, which has been heard, or nonsense
+                    return Lost(f"its welcome: {e}", again=False)
+                o.piece_bytes, o.integrity, o.tally = msg.piece_bytes, msg.integrity, Sight.of(msg.tally)
+                self._movers.connect(link, o.number, o.mine, msg.endpoint)
+            case m.Refused(backend=True) if not o.up:
+                return self._without(o, f"it refused: {msg.reason}", now)
+            case m.Refused():
+                return Lost(f"it refused: {msg.reason}", again=msg.again and o.up)
+        return None  # else it is a Pong, which has been heard, or nonsense
+
+    def hung_up(self, link: LinkId, connection: Connection) -> Lost | None:
+        """A connection is lost, and with it the link, if it was still that link's."""
+        o = self._links.get(link)
+        if o is None or o.connection is not connection:
+            return None
+        return Lost(str(connection.lost), again=o.up)
 
     def send(self, link: LinkId, msg: m.Message) -> None:
         """Send if the link is still there; one that takes no messages is lost at the next ``tick``."""
         o = self._links.get(link)
-        if o is not None and not wire.send(o.socket, msg):
-            o.deaf = True
+        if o is not None and not o.connection.send(msg) and o.connection.lost is None:
+            self._deaf.append(link)
 
     def tick(self, now: float) -> Iterator[tuple[LinkId, Lost]]:
         """Ping all that have been sent a hello; those that are silent or deaf are lost."""
-        for link, o in [(link, o) for link, o in self._links.items() if o.mine]:
-            if o.deaf:
+        deaf, self._deaf = self._deaf, []
+        for link in deaf:
+            if link in self._links:
                 yield link, Lost("it does not take our messages", again=False)
-            elif now - o.heard > self._silence:
+        for link in self._clock.due(now):
+            o = self._links[link]
+            if now - o.connection.heard > self._silence:
                 what = "silent" if o.up else "no answer to our hello"
                 yield link, Lost(f"{what} for {self._silence:g} s", again=False)
-            elif now - o.pinged >= self._silence / 4:
+                continue
+            if now - o.pinged >= self._silence / 4:
                 o.pinged, o.pings = now, o.pings + 1
                 self.send(link, m.Ping(o.pings))
+            self._clock.set(link, min(o.pinged + self._silence / 4, o.connection.heard + self._silence + 0.001))
 
     def next_tick(self) -> float | None:
-        waits = (min(o.pinged + self._silence / 4, o.heard + self._silence) for o in self._links.values() if o.mine)
-        return min(waits, default=None)
+        return 0.0 if self._deaf else self._clock.next()
 
     def pardon(self, seconds: float) -> None:
         """For so long nobody could be heard."""
         for o in self._links.values():
-            o.heard += seconds
+            o.connection.heard += seconds
 
     def drop(self, link: LinkId) -> None:
         """Close a link; it may be dialled again."""
         o = self._links.pop(link, None)
         if o is not None:
-            self._hub.drop(o.socket)
+            self._clock.cancel(link)
+            self._hub.drop(o.connection)
             self._movers.disconnect(link)
 
     def forget(self, link: LinkId) -> None:

@@ -20,6 +20,7 @@ class Way:
     spec: Lane
     state: LaneState = LaneState.LINKING
     attempt: int = 0  # the last one begun; void when the state is PAUSED or FAILED
+    least: int = -1  # the generation that was asked for, or a newer one
     generation: int = -1
     tally: int = -1  # the producer's, when it announced the first part
     final: bool = False
@@ -33,6 +34,7 @@ class Way:
     resets: int = 0
     broke: str = ""  # why its link did, the last time
     asked: int = 0  # how often the present question has been asked
+    counted: bool = False  # the producer has said that it counts us as done
 
     def on(self, stimulus: LaneEvent) -> bool:
         """Take a transition; false when the stimulus means nothing in this state."""
@@ -42,8 +44,9 @@ class Way:
         self.state = after
         return True
 
-    def begin(self, attempt: int, owed: bool) -> None:
+    def begin(self, attempt: int, owed: bool, least: int) -> None:
         """The next attempt: nothing is left of the one before."""
+        self.least, self.counted = least, False
         self.attempt, self.generation, self.tally, self.final, self.error = attempt, -1, -1, False, None
         self.owed, self.asked, self.checksum, self.sum = owed, 0, 0, b""
         self.spans.clear()
@@ -80,17 +83,34 @@ class Load:
     lanes: dict[LinkId, Way] | None = None  # None: the route is not known yet
     outcome: Outcome | None = None
     nbytes: int = 0
+    generation: int = -1  # the newest that any lane has heard of; older ones are of no use
+    round: int = 0  # how often all lanes had arrived
+
+    @property
+    def ways(self) -> list[Way]:
+        return list((self.lanes or {}).values())
 
     def want(self, lane: Way, now: float) -> m.Want:
         """What a lane asks for."""
         s = self.spec
         blocks, left = tuple(m.pack_blocks(b) for b in s.blocks), max(self.deadline - now, 0.0)
-        return m.Want(s.transfer, lane.attempt, s.digest, s.start, s.tokens, blocks, lane.spec.readers, left)
+        return m.Want(s.transfer, lane.attempt, s.digest, s.start, s.tokens, blocks, lane.spec.readers, left, lane.least)
 
     def check(self, lane: Way) -> m.Check:
         """What a lane says when all is here."""
-        return m.Check(self.spec.transfer, lane.attempt, lane.generation, m.pack_checksum(lane.checksum))
+        checksum, alone = m.pack_checksum(lane.checksum), len(self.ways) == 1
+        return m.Check(self.spec.transfer, lane.attempt, lane.generation, checksum, self.round, alone)
+
+    def done(self, lane: Way) -> m.Done:
+        """What is said when all lanes have held."""
+        return m.Done(self.spec.transfer, lane.attempt, self.spec.digest)
+
+    def drop(self, lane: Way) -> m.Drop:
+        """What is said when an attempt is void."""
+        s = self.spec
+        again, reason = self.outcome is None, self.outcome.reason if self.outcome else "a newer generation is wanted"
+        return m.Drop(s.transfer, lane.attempt, s.digest, reason, again)
 
     @property
     def quiet(self) -> bool:
-        return all(lane.quiet for lane in (self.lanes or {}).values())
+        return all(lane.quiet for lane in self.ways)

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
+from kvxfer.facts import Facts
 from kvxfer.geometry import Cache, Claim, Rank
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import TransferId
@@ -25,6 +26,7 @@ __all__ = [
     "PROTOCOL",
     "Card",
     "Check",
+    "Done",
     "Drop",
     "Gone",
     "Have",
@@ -32,6 +34,7 @@ __all__ = [
     "Lookup",
     "Member",
     "Message",
+    "Named",
     "Ping",
     "Pong",
     "Refused",
@@ -50,10 +53,12 @@ __all__ = [
     "unpack_blocks",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
+MAX_NAMES = 1000
+"""Transfers in one notice."""
 NO_CHECKSUM = bytes(8)
 
 # What a peer says is checked against these bounds as it is decoded; nothing behind the decoder meets other numbers.
@@ -62,6 +67,7 @@ Number = Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
 Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
+Digest = Annotated[bytes, Meta(max_length=64)]
 
 
 class _Base(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -72,7 +78,8 @@ class _Base(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Hello(_Base, frozen=True, tag="hello"):
-    """Consumer to producer rank: who I am, which of your cache I will read, my back end's endpoint and how I use it."""
+    """Consumer to producer rank: who I am, which of your cache I will read, my back end's endpoint and how I use it.
+    ``facts``: what all of my KV depends on (``kvxfer.facts``)."""
 
     protocol: int
     backend: str
@@ -85,6 +92,7 @@ class Hello(_Base, frozen=True, tag="hello"):
     mode: str
     piece_bytes: Count
     integrity: Integrity = "off"
+    facts: Facts = {}
 
 
 class Welcome(_Base, frozen=True, tag="welcome"):
@@ -117,17 +125,19 @@ class Want(_Base, frozen=True, tag="want"):
     """Consumer: bring the tokens ``[start, tokens)`` into these blocks (per group, see ``pack_blocks``).
 
     ``readers``: how many consumer ranks read from the producer rank. ``seconds``: how long it will wait; after that
-    nothing has to be served any more.
+    nothing has to be served any more. ``least``: another rank of the producer has this generation already, so that an
+    older one is of no use.
     """
 
     transfer: TransferId
     attempt: Number
-    digest: bytes
+    digest: Digest
     start: Count
     tokens: Count
     blocks: tuple[bytes, ...]
     readers: Count
     seconds: Seconds
+    least: Number = -1
 
 
 class Have(_Base, frozen=True, tag="have"):
@@ -187,28 +197,46 @@ class Sum(_Base, frozen=True, tag="sum"):
 
 
 class Check(_Base, frozen=True, tag="check"):
-    """Consumer: all bytes have arrived, and this is their checksum (the sum over all parts; 0 where the link checks
-    nothing). Are they yours, and did this generation hold until now?"""
+    """Consumer: all bytes have arrived, from you and from all others, and this is the checksum of yours (the sum over all
+    parts; 0 where the link checks nothing). Are they yours, and did this generation hold until now?
+
+    ``round``: tells the answer to this question from that to an earlier one. ``alone``: nobody else is asked, so that a yes
+    settles it; else ``Done`` does.
+    """
 
     transfer: TransferId
     attempt: Number
     generation: Number
     checksum: Checksum = NO_CHECKSUM
+    round: Number = 0
+    alone: bool = True
 
 
 class Verdict(_Base, frozen=True, tag="verdict"):
-    """Producer: yes to both. The consumer may trust the bytes, the producer counts this reader. (If not, ``Gone``.)"""
+    """Producer: yes to both, as of question ``round``. The consumer may trust these bytes. (If not, ``Gone``.)"""
 
     transfer: TransferId
     attempt: Number
+    round: Number = 0
+
+
+class Done(_Base, frozen=True, tag="done"):
+    """Consumer: all is here and trusted, from you and from all others: I need nothing more of this transfer."""
+
+    transfer: TransferId
+    attempt: Number
+    digest: Digest
 
 
 class Drop(_Base, frozen=True, tag="drop"):
-    """Consumer: this attempt is over for me; stop moving bytes for it and answer ``Gone``."""
+    """Consumer: this attempt is over for me; stop moving bytes for it and answer ``Gone``. ``again``: I want the transfer
+    still, and the next attempt follows."""
 
     transfer: TransferId
     attempt: Number
+    digest: Digest
     reason: str
+    again: bool = False
 
     def __post_init__(self) -> None:
         _shorten(self)
@@ -261,39 +289,53 @@ class Member(_Base, frozen=True):
 
 
 class Card(_Base, frozen=True, tag="card"):
-    """A directory's answer: the engine's epoch and all its ranks."""
+    """A directory's answer: the engine's epoch, all its ranks, and what all of its KV depends on."""
 
     protocol: int
     engine: str
     epoch: Number
     members: tuple[Member, ...]
+    facts: Facts = {}
 
     def member(self, rank: Rank) -> Member:
         return next(m for m in self.members if m.cache.rank == rank)
+
+
+class Named(_Base, frozen=True):
+    """A transfer as only those know it who know its prompt: a name can be guessed, a digest cannot."""
+
+    transfer: TransferId
+    digest: Digest
+
+
+Names = Annotated[tuple[Named, ...], Meta(max_length=MAX_NAMES)]
 
 
 class Renew(_Base, frozen=True, tag="renew"):
     """A consumer's scheduler half to the producer's: these transfers are still wanted, keep their leases."""
 
     epoch: Number
-    transfers: tuple[TransferId, ...]
+    transfers: Names
 
 
 class Settle(_Base, frozen=True, tag="settle"):
     """A consumer's scheduler half to the producer's: these will never be fetched, free them."""
 
     epoch: Number
-    transfers: tuple[TransferId, ...]
+    transfers: Names
     reason: str
+
+    def __post_init__(self) -> None:
+        _shorten(self)
 
 
 Message = (
-    Hello | Welcome | Refused | Want | Have | Slot | Taken | Sum | Check | Verdict | Drop | Gone | Ping | Pong
+    Hello | Welcome | Refused | Want | Have | Slot | Taken | Sum | Check | Verdict | Done | Drop | Gone | Ping | Pong
     | Lookup | Card | Renew | Settle
 )  # fmt: skip
 
 
-def _shorten(message: Refused | Drop | Gone) -> None:
+def _shorten(message: Refused | Drop | Gone | Settle) -> None:
     """Words for people are cut where they get too long to be read."""
     if len(message.reason) > MAX_WORDS:
         msgspec.structs.force_setattr(message, "reason", message.reason[:MAX_WORDS] + " [...]")

@@ -14,7 +14,7 @@ from kvxfer.session.data_thread import DataThread
 from kvxfer.session.mailbox import Mailbox
 from kvxfer.session.results import Result
 from kvxfer.session.staging import Staging
-from kvxfer.session.values import LinkId, Move, PartRef
+from kvxfer.session.values import LinkId, Move, PartRef, Role
 from kvxfer.transport import Capabilities, Transport
 
 __all__ = ["Mover"]
@@ -58,9 +58,9 @@ class Mover:
         assert data.made is not None and data.staging is not None
         return data.made, data.staging
 
-    def endpoint(self, link: LinkId, number: int) -> None:
-        """Begin a link; ``number`` tells it from earlier ones of that name."""
-        self._inbox.post(self._data.endpoint, link, number)
+    def endpoint(self, link: LinkId, number: int, role: Role) -> None:
+        """Begin a link on which we are ``role``; ``number`` tells it from earlier ones of that name."""
+        self._inbox.post(self._data.endpoint, link, number, role)
 
     def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
         self._inbox.post(self._data.connect, link, number, mine, theirs)
@@ -84,9 +84,14 @@ class Mover:
         """A ``Slot`` or ``Taken`` message for this part (of ``Taken`` only ``piece`` counts)."""
         self._inbox.post(self._data.slot, ref, piece, offset, nbytes)
 
-    def close(self, timeout: float) -> None:
-        """End everything and wait for the thread, ``timeout`` seconds at most (it is a daemon thread)."""
+    def stop(self) -> None:
+        """Have everything end."""
         self._inbox.post(self._data.stop)
+
+    def close(self, timeout: float) -> None:
+        """End everything and wait for the thread, ``timeout`` seconds at most (it is a daemon thread). Of each part that had not
+        ended its end is posted, later if the back end did not let go in time."""
+        self.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
             if self._thread.is_alive():

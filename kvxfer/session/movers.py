@@ -14,7 +14,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.session.mover import Mover
 from kvxfer.session.staging import Staging
 from kvxfer.session.terms import Terms
-from kvxfer.session.values import LinkId, Move, PartRef
+from kvxfer.session.values import LinkId, Move, PartRef, Role
 from kvxfer.transport import Capabilities
 
 __all__ = ["Movers"]
@@ -37,7 +37,7 @@ class Movers:
         self._terms: dict[str, Terms] = {}
         self._of: dict[LinkId, Mover] = {}
         self._closing: dict[LinkId, int] = {}  # answers to ``disconnect`` that are still to come
-        self._held: dict[LinkId, tuple[int, str]] = {}  # asked for while the link was being closed
+        self._held: dict[LinkId, tuple[int, str, Role]] = {}  # asked for while the link was being closed
 
     def start(self, timeout: float) -> None:
         """Start the first back end that can be; those before it drop out of the lineup. Any thread. Raises ``ConfigError``
@@ -63,17 +63,17 @@ class Movers:
             self._terms[backend] = self._terms_of(backend, *self._movers[backend].made)
         return self._terms[backend]
 
-    def endpoint(self, link: LinkId, number: int, backend: str) -> None:
-        """Begin a link with this back end, once all that the link was before is closed."""
+    def endpoint(self, link: LinkId, number: int, backend: str, role: Role) -> None:
+        """Begin a link on which we are ``role`` with this back end, once all that the link was before is closed."""
         if link in self._closing:
-            self._held[link] = number, backend
+            self._held[link] = number, backend, role
             return
         if backend not in self._movers:
             mover = self._make(backend)
             mover.begin()
             self._movers[backend] = mover
         self._of[link] = self._movers[backend]
-        self._of[link].endpoint(link, number)
+        self._of[link].endpoint(link, number, role)
 
     def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
         self._mover(link).connect(link, number, mine, theirs)
@@ -114,8 +114,10 @@ class Movers:
             mover.slot(ref, piece, offset, nbytes)
 
     def close(self, timeout: float) -> None:
-        """End all, within ``timeout`` seconds. Any thread, once the control thread has ended."""
+        """End all, within ``timeout`` seconds."""
         until = time.monotonic() + timeout
+        for mover in list(self._movers.values()):
+            mover.stop()
         for mover in list(self._movers.values()):
             mover.close(max(until - time.monotonic(), 0.1))
 

@@ -2,7 +2,8 @@
 
 A *holding* is one transfer as this rank knows it: what the engine offered, and one *serve* for each attempt of a
 consumer rank that wants it; its life is the table ``life.SERVE``. Want and offer meet here, whichever comes first.
-An offer is leased: it ends when nobody has asked for it in time. A serve ends by the consumer's own deadline.
+An offer is leased: it ends when nobody has asked for it in time. A serve ends by the consumer's own deadline, or the
+producer's where that is sooner. Only who knows the digest of an offer is a reader of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from kvxfer.geometry import PlanError
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.session.holding import (
+    Early,
     Holding,
     Key,
     Link,
@@ -26,6 +28,7 @@ from kvxfer.session.holding import (
 )
 from kvxfer.session.life import ServeEvent, ServeState
 from kvxfer.session.parts import Table, aligned, cuts
+from kvxfer.session.shares import Keep, Shares
 from kvxfer.session.tally import Tally
 from kvxfer.session.timers import Recent, Timers
 from kvxfer.session.values import (
@@ -48,56 +51,66 @@ __all__ = ["Producer"]
 
 S, E = ServeState, ServeEvent
 
-# A flood fills no memory:
-MOST_WANTS, MOST_BYTES = 20_000, 64 << 20
-"""Wants that a consumer rank may have alive, and the size of their block tables on the wire."""
+# A flood fills no memory, and keeps nobody else's wants out (see ``shares.py``):
+MOST_WANTS, MOST_BYTES = 40_000, 64 << 20
+"""Wants that may be alive, and the size of their block tables on the wire; a consumer rank may have half of that."""
 MOST_WORDS = 100_000
-"""Answers that are remembered."""
+"""Answers that are remembered, ends, and readers that gave something up before it was offered."""
 
 
 class Producer:
     """All holdings of one agent. Not thread-safe; every method returns the actions it asks for.
 
     ``lease``: seconds for which an offer is kept with nobody asking for it, and for which answers are remembered.
-    ``tally``: counts what is given up that was announced.
+    ``longest``: seconds for which a want is kept, whatever it says. ``tally``: counts what is given up that was announced.
     ``corrupt``: how often other bytes arrived than were sent.
     """
 
-    def __init__(self, lease: float, tally: Tally | None = None) -> None:
-        self._lease = lease
+    def __init__(self, lease: float, longest: float, tally: Tally | None = None) -> None:
+        self._lease, self._longest = lease, longest
         self._tally = tally or Tally()
         self.corrupt = 0
+        self._closed: Outcome | None = None
         self._holdings: dict[TransferId, Holding] = {}
         self._serves: dict[Key, Serve] = {}  # those of holdings that have ended included
         self._links: dict[LinkId, Link] = {}
+        self._nbytes = 0  # of the block tables of all serves
         self._leases: Timers[TransferId] = Timers()
         self._budgets: Timers[Key] = Timers()
         # For questions that are repeated after all has been said, on whatever link: by the reader's epoch and attempt.
-        self._last_words: Recent[tuple[int, int], m.Verdict | m.Gone] = Recent(lease, MOST_WORDS)
+        self._last_words: Keep[int, int, m.Verdict | m.Gone] = Keep(lease, MOST_WORDS)
+        self._early = Early(lease, MOST_WORDS)
         self._over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
+        self._wants: Shares[LinkId] = Shares(MOST_WANTS)
+        self._tables: Shares[LinkId] = Shares(MOST_BYTES)
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offered, now: float) -> list[Action]:
-        """Offer blocks, or more of them. What does not continue or replace the last offer is ignored: a generation that
-        was revoked or whose end has been reported, or less than is known."""
+    def offer(self, offer: Offered, now: float, called: float | None = None) -> list[Action]:
+        """Offer blocks, or more of them, as the engine did at the time ``called`` (``None``: now). What does not continue or
+        replace the last offer is ignored: a generation that was revoked or whose end has been reported, or less than is
+        known."""
         over = self._over.get(offer.transfer)
         if over is not None and offer.generation <= over.generation:
             return []
-        h = self._holding(offer.transfer, now)
+        h = self._holding(offer.transfer, now if called is None else called)
         old = h.offer
         if offer.generation <= h.revoked or (old is not None and not follows(offer, old)):
             return []
-        h.known, h.generation = True, offer.generation
-        if over is not None and over.generation < 0 and over.outcome.kind is Kind.CANCELLED and not h.serves:
-            return self._end(h, over.outcome, now)  # its consumers gave it up before it was there
+        if self._closed is not None:
+            h.known, h.generation = True, offer.generation
+            return self._end(h, self._closed, now)
         out: list[Action] = []
         if old is not None and offer.generation > old.generation:
             out += self._void(h, "the producer computed it anew", again=True, now=now)
-        h.offer = offer
+        h.take(offer)
         self._lend(h, now)
         for serve in list(h.serves.values()):
             out += self._advance(serve, now)
+        for reader in self._early.take(offer.transfer, offer.digest):
+            if h.outcome is None and not h.lives(reader):
+                h.drop(reader)
+                out += self._count(h, Outcome(Kind.CANCELLED, "its consumer gave it up before it was there"), now)
         return out
 
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, now: float) -> list[Action]:
@@ -124,6 +137,14 @@ class Producer:
         if h is not None:
             self._lend(h, now)
 
+    def close(self, outcome: Outcome, now: float) -> list[Action]:
+        """Every offer ends so, and each that is still to come; whoever was being served is told."""
+        self._closed = outcome
+        out: list[Action] = []
+        for h in list(self._holdings.values()):
+            out += self._end(h, outcome, now)
+        return out
+
     # --- from the shell --------------------------------------------------------------------------------------------
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
@@ -137,6 +158,7 @@ class Producer:
         out: list[Action] = []
         for serve in [s for s in self._serves.values() if s.link == link]:
             if serve.on(E.LINK_DOWN):
+                serve.holding.leave(serve.reader)
                 self._forsake(serve)
                 self._lend(serve.holding, now)
             out += serve.aborts + self._drop_if_over(serve, now)
@@ -144,14 +166,16 @@ class Producer:
 
     def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
         """A message from a consumer rank. Anything late, repeated or unknown changes nothing."""
-        if link not in self._links or not isinstance(msg, m.Want | m.Check | m.Drop):
+        if link not in self._links or not isinstance(msg, m.Want | m.Check | m.Done | m.Drop):
             return []
         serve = self._serves.get((link, msg.attempt))
         if serve is not None and serve.want.transfer != msg.transfer:
             return []
         if isinstance(msg, m.Drop):
             return self._drop(link, serve, msg, now)
-        said = self._last_words.get((self._links[link].info.peer, msg.attempt))
+        if isinstance(msg, m.Done):
+            return self._done(link, serve, msg, now)
+        said = self._last_words.get(self._links[link].info.peer, msg.attempt)
         if said is not None:
             return [Send(link, said)]
         if isinstance(msg, m.Want):
@@ -205,19 +229,21 @@ class Producer:
         for key in self._budgets.due(now):
             serve = self._serves[key]
             if serve.live:
-                out += self._stop(serve, "the consumer's time for it is over", False, now)
+                anew = serve.lent and serve.state is S.WAITING
+                out += self._stop(serve, "the consumer's time for it is over", anew, now)
             else:  # settled or ending, and something of it still moves
                 self._budgets.set(key, now + self._lease)
                 out += serve.aborts
         for transfer in self._leases.due(now):
             out += self._expire(self._holdings[transfer], now)
         self._last_words.forget(now)
+        self._early.forget(now)
         self._over.forget(now)
         return out
 
     def next_tick(self) -> float | None:
         """When ``tick`` has something to do next, or ``None``."""
-        clocks = self._budgets, self._leases, self._last_words, self._over
+        clocks = self._budgets, self._leases, self._last_words, self._early, self._over
         return min((t for clock in clocks if (t := clock.next()) is not None), default=None)
 
     def holds(self, transfer: TransferId) -> bool:
@@ -226,7 +252,7 @@ class Producer:
 
     def __len__(self) -> int:
         """Holdings whose end or release is still to come."""
-        return len(self._holdings) + len({id(s.holding) for s in self._serves.values() if s.holding.outcome})
+        return len(self._holdings) + len({id(s.holding) for s in list(self._serves.values()) if s.holding.outcome})
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +264,7 @@ class Producer:
 
     def _lend(self, h: Holding, now: float) -> None:
         """Keep the offer for a lease from now."""
-        if h.outcome is None:
+        if h.known and h.outcome is None:
             h.leased = now + self._lease
             self._leases.set(h.transfer, h.leased)
 
@@ -248,40 +274,44 @@ class Producer:
         if live:
             self._leases.set(h.transfer, max(now, *live) + self._lease)
             return []
-        if not h.known:
-            del self._holdings[h.transfer]
-            return []
         return self._end(h, Outcome(Kind.FAILED, f"it was not fetched within the lease of {self._lease:g} s"), now)
 
     def _want(self, link: LinkId, want: m.Want, now: float) -> list[Action]:
         over = self._over.get(want.transfer)
-        if over is not None and want.transfer not in self._holdings and over.generation >= 0:
+        if over is not None and want.transfer not in self._holdings and over.generation >= want.least:
             return [self._last_word(link, m.Gone(want.transfer, want.attempt, words(over.outcome), False), now)]
         try:
             blocks: Table = tuple(m.unpack_blocks(b) for b in want.blocks)
         except PeerError as e:
             return [self._last_word(link, m.Gone(want.transfer, want.attempt, str(e), False), now)]
-        known = self._links[link]
-        if known.serves >= MOST_WANTS or known.nbytes > MOST_BYTES:
-            return [Send(link, m.Gone(want.transfer, want.attempt, "too many wants at once", False))]
-        self._over.pop(want.transfer)
-        h = self._holding(want.transfer, now)
-        reader = known.info.peer
+        reader = self._links[link].info.peer
+        h = self._holdings.get(want.transfer) or Holding(want.transfer, now, now)
         older = [s for s in h.serves.values() if s.reader == reader]
         if any(s.want.attempt > want.attempt for s in older):
             return [self._last_word(link, m.Gone(want.transfer, want.attempt, "a newer want has come", False), now)]
-        serve = Serve(h, link, want, blocks, reader, now + want.seconds, sent=want.start)
+        seconds = min(want.seconds, self._longest)
+        serve = Serve(h, link, want, blocks, reader, now + seconds, seconds < want.seconds, sent=want.start)
+        if not self._admit(serve):
+            return [Send(link, m.Gone(want.transfer, want.attempt, "too many wants at once", False))]
+        self._holdings[want.transfer] = h
         h.serves[serve.key] = self._serves[serve.key] = serve
-        known.serves += 1
-        known.nbytes += serve.nbytes
         self._budgets.set(serve.key, serve.expires)
-        h.readers = max(h.readers, want.readers)
         h.dropped.discard(reader)
         h.misfits.discard(reader)
+        self._early.pop(reader, want.transfer)
         out: list[Action] = []
         for old in older:
             out += self._stop(old, "its consumer wants it anew", False, now)
         return out + self._advance(serve, now)
+
+    def _admit(self, serve: Serve) -> bool:
+        """Whether its consumer has room for one more want; it counts from now on, until ``_drop_if_over``."""
+        if not self._wants.take(serve.link):
+            return False
+        if not self._tables.take(serve.link, serve.nbytes):
+            self._wants.give(serve.link)
+            return False
+        return True
 
     def _advance(self, serve: Serve, now: float) -> list[Action]:
         """Announce to one consumer what has become ready for it."""
@@ -291,8 +321,11 @@ class Producer:
         info = link.info
         why = unfit(offer, want, info)
         if why is not None:
-            serve.holding.misfits.add(serve.reader)
+            serve.holding.reject(serve.reader, want.digest)
             return self._stop(serve, why, False, now)
+        serve.holding.admit(serve.reader, want.readers)
+        if offer.generation < want.least:
+            return []  # another rank of ours has given it up already; we hear of that next
         tokens = offer.tokens if offer.final else aligned(info.planner.src, offer.tokens)
         hi = max(min(want.tokens, tokens), serve.sent)
         if hi == serve.sent and not offer.final:
@@ -325,28 +358,50 @@ class Producer:
         if held and serve.live and msg.checksum != m.pack_checksum(serve.checksum):
             self.corrupt, serve.corrupt = self.corrupt + 1, True
             return self._stop(serve, "integrity: the bytes that arrived are not those that were sent", False, now)
-        if not held or not serve.on(E.VERDICT):
+        if not held or serve.state is not S.SERVING:
             return self._stop(serve, "the producer's blocks are not those that were announced", False, now)
-        out: list[Action] = [self._last_word(serve.link, m.Verdict(msg.transfer, msg.attempt), now)]
+        verdict = m.Verdict(msg.transfer, msg.attempt, msg.round)
+        if not msg.alone:
+            return [Send(serve.link, verdict)]
+        return [self._last_word(serve.link, verdict, now), *self._settle(serve, now)]
+
+    def _done(self, link: LinkId, serve: Serve | None, msg: m.Done, now: float) -> list[Action]:
+        """This reader has all that it wanted; what we have done with the blocks since does not matter to it."""
+        h, reader = self._holdings.get(msg.transfer), self._links[link].info.peer
+        self._last_words.put(reader, msg.attempt, m.Verdict(msg.transfer, msg.attempt, -1), now)  # should its Want come late
+        if serve is not None and serve.final and serve.state is S.SERVING:
+            return self._settle(serve, now)
+        if h is None or msg.digest != h.digest:
+            return []
+        h.settled.add(reader)
+        return self._count(h, Outcome(Kind.DELIVERED), now)
+
+    def _settle(self, serve: Serve, now: float) -> list[Action]:
+        """One more reader has it all."""
+        serve.on(E.SETTLE)
+        h, link = serve.holding, self._links.get(serve.link)
         self._budgets.set(serve.key, now + self._lease)
-        serve.holding.settled.add(serve.reader)
-        link = self._links.get(serve.link)
-        if link is not None and offer is not None:
-            serve.holding.nbytes += delivered_bytes(serve, link.info, offer)
-        return out + self._drop_if_over(serve, now) + self._count(serve.holding, Outcome(Kind.DELIVERED), now)
+        h.settled.add(serve.reader)
+        if link is not None and h.offer is not None:
+            h.nbytes += delivered_bytes(serve, link.info, h.offer)
+        return self._drop_if_over(serve, now) + self._count(h, Outcome(Kind.DELIVERED), now)
 
     def _drop(self, link: LinkId, serve: Serve | None, msg: m.Drop, now: float) -> list[Action]:
-        """This reader has given the transfer up; of the attempt there may be nothing left to end."""
+        """This reader has given the transfer up, or this attempt only; of that there may be nothing left to end."""
         h, reader = self._holdings.get(msg.transfer), self._links[link].info.peer
         reason = f"the consumer dropped it: {msg.reason}"
         out: list[Action] = []
-        if h is not None and reader not in h.misfits | h.settled:
-            if not any(s.live and s.reader == reader and s is not serve for s in h.serves.values()):
-                h.dropped.add(reader)
-                out += self._count(h, Outcome(Kind.CANCELLED, reason), now)
+        if msg.again:
+            pass  # the next attempt follows
+        elif h is None or h.digest is None:
+            if self._over.get(msg.transfer) is None:
+                self._early.put(reader, msg.transfer, msg.digest, now)
+        elif msg.digest == h.digest and reader not in h.misfits | h.settled and not h.lives(reader, but=serve):
+            h.drop(reader)
+            out += self._count(h, Outcome(Kind.CANCELLED, reason), now)
         if serve is not None:
             return out + self._stop(serve, reason, False, now)
-        said = self._last_words.get((reader, msg.attempt))
+        said = self._last_words.get(reader, msg.attempt)
         if not isinstance(said, m.Gone):
             said = m.Gone(msg.transfer, msg.attempt, "it is not being served", False)
         # Also the answer to its Want, should that come later.
@@ -354,9 +409,9 @@ class Producer:
 
     def _count(self, h: Holding, last: Outcome, now: float) -> list[Action]:
         """If all readers are done with it, one way or the other: that is the transfer's end here."""
-        if len(h.settled | h.dropped) < h.readers:
+        if not h.done:
             return []
-        if h.dropped - h.settled and last.delivered:
+        if last.delivered and not h.whole:
             last = Outcome(Kind.CANCELLED, "one of its readers dropped it")
         return self._end(h, last, now)
 
@@ -394,7 +449,7 @@ class Producer:
     def _last_word(self, link: LinkId, word: m.Verdict | m.Gone, now: float) -> Send:
         """What there is to say of an attempt that is over, now and whenever it is asked about again."""
         if link in self._links:
-            self._last_words.put((self._links[link].info.peer, word.attempt), word, now)
+            self._last_words.put(self._links[link].info.peer, word.attempt, word, now)
         return Send(link, word)
 
     def _drop_if_over(self, serve: Serve, now: float) -> list[Action]:
@@ -403,12 +458,13 @@ class Producer:
             return []
         h = serve.holding
         del self._serves[serve.key], h.serves[serve.key]
-        if serve.link in self._links:
-            self._links[serve.link].serves -= 1
-            self._links[serve.link].nbytes -= serve.nbytes
+        self._wants.give(serve.link)
+        self._tables.give(serve.link, serve.nbytes)
         self._budgets.cancel(serve.key)
-        if not h.known and not h.serves:
-            self._lend(h, now)  # wanted only; kept a while for what it knows of its readers
+        if not h.known and not h.serves and h.outcome is None:
+            del self._holdings[h.transfer]  # it was wanted only
+        elif h.settled:  # and this was perhaps the last that others waited for
+            return self._release(h) + self._count(h, Outcome(Kind.DELIVERED), now)
         return self._release(h)
 
     def _end(self, h: Holding, outcome: Outcome, now: float) -> list[Action]:
@@ -418,7 +474,7 @@ class Producer:
         h.offer = None
         del self._holdings[h.transfer]
         self._leases.cancel(h.transfer)
-        self._over.put(h.transfer, Over(outcome, h.generation if h.known else -1), now)
+        self._over.put(h.transfer, Over(outcome, h.generation), now)
         out: list[Action] = []
         if h.known:
             ended = Ended("producer", h.transfer, str(h.transfer), outcome, h.nbytes, now - h.began, h.generation)

@@ -1,22 +1,30 @@
 """Find the route to a producer engine: look its card up in its directory, and join it with our own engine's.
 
-Used by the control thread only. Unanswered questions are repeated until the fetches that wait for them give up.
+Used by the control thread only; what takes time, to check the caches that a card describes and to join them with ours, is done
+elsewhere. Unanswered questions are repeated until the fetches that wait for them give up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from kvxfer import facts as f
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Claim, Incompatible, route
 from kvxfer.identity import Source
 from kvxfer.session import messages as m
 from kvxfer.session import wire
 from kvxfer.session.links import Target
+from kvxfer.session.timers import Timers
 from kvxfer.session.values import Lane, Resolved
+
+Examine = Callable[[int, Callable[[], Any], Callable[[Any], Iterator["tuple[Source, Path | str]"]]], bool]
 
 __all__ = ["Path", "Resolver"]
 
@@ -25,6 +33,10 @@ log = logging.getLogger("kvxfer.resolver")
 REPEAT_S = 0.5
 REDIAL_S = 5.0
 """A directory that is silent for so long is dialled anew, in case that only the connection is at fault."""
+
+
+CHECK_S = 2.0
+"""What checking a card may take."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +51,26 @@ class Path:
 class _Query:
     """A question to a directory that is open since its last ``wanted``."""
 
-    socket: wire.Socket
+    connection: wire.Connection | None  # none, while none can be had
     dialled: float
     wanted: float
-    asked: float
 
 
 class Resolver:
-    """Answers come from ``receive`` and ``tick`` as (source, path or the reason why there is none).
+    """Answers come from ``receive``, ``tick`` and what is done elsewhere as (source, path or the reason why there is none).
 
-    ``patience``: seconds for which anybody waits for an answer.
+    ``patience``: seconds for which anybody waits for an answer. ``facts``: what all of our KV depends on; of an engine that
+    states others there is no path. ``examine(weight, job, done)``: has a job done off this thread and its result, or the reason
+    why there is none, given to ``done``, whose answers count like those of ``receive``; false when too much waits for that already.
     """
 
-    def __init__(self, hub: wire.Hub, me: m.Member, patience: float) -> None:
-        self._hub, self._me, self._patience = hub, me, patience
+    def __init__(
+        self, hub: wire.Hub, me: m.Member, patience: float, facts: Mapping[str, str], examine: Examine
+    ) -> None:  # fmt: skip
+        self._hub, self._me, self._patience, self._examine = hub, me, patience, examine
+        self.facts = facts
         self._queries: dict[Source, _Query] = {}
+        self._clock: Timers[Source] = Timers()
         self._wanted: dict[Source, Source | None] = {}  # source -> our own directory, if it matters
         self._own: dict[Source, tuple[m.Member, ...]] = {}  # our own engine's ranks, which live as long as we do
 
@@ -72,53 +89,69 @@ class Resolver:
     def _query(self, directory: Source, now: float) -> None:
         q = self._queries.get(directory)
         if q is None:
-            q = self._queries[directory] = _Query(self._dial(directory), now, now, now)
+            q = self._queries[directory] = _Query(self._dial(directory), now, now)
+            self._clock.set(directory, now + REPEAT_S)
         q.wanted = now
 
     def _redial(self, directory: Source, q: _Query, now: float) -> None:
-        log.warning("directory %s has not answered for %.0f s; dialling it anew", directory, now - q.dialled)
-        silent, q.dialled, q.asked = q.socket, now, now
-        with contextlib.suppress(PeerError):  # no socket is to be had now: the old one must do
-            q.socket = self._dial(directory)
+        silent, q.connection, q.dialled = q.connection, None, now
+        if silent is not None:
+            log.warning("directory %s has not answered; dialling it anew", directory)
             self._hub.drop(silent)
+        with contextlib.suppress(PeerError):  # none is to be had now
+            q.connection = self._dial(directory)
 
-    def _dial(self, directory: Source) -> wire.Socket:
-        sock = self._hub.dial(wire.address(directory.host, directory.port))
-        wire.send(sock, m.Lookup(m.PROTOCOL))
-        return sock
+    def _dial(self, directory: Source) -> wire.Connection:
+        connection = self._hub.dial(wire.address(directory.host, directory.port), (self, directory), m.MAX_BYTES)
+        connection.send(m.Lookup(m.PROTOCOL))
+        return connection
 
-    def receive(self, ready: set[wire.Socket], now: float) -> Iterator[tuple[Source, Path | str]]:
-        for directory, q in [(d, q) for d, q in self._queries.items() if q.socket in ready]:
-            frames = wire.receive(q.socket)
-            if frames is None:
-                continue
-            self._close(directory)
-            try:
-                card = _card(frames[-1], directory)
-            except PeerError as e:
-                yield from self._failed(directory, str(e))
-                continue
-            if directory in self._wanted.values():
-                self._own[directory] = card.members
-                again = [s for s, own in self._wanted.items() if own == directory and s not in self._queries]
-                for source in again:  # its card came first and was of no use without ours
-                    self._query(source, now)
-            own = self._wanted.get(directory)
-            if directory in self._wanted and (own is None or own in self._own):
-                del self._wanted[directory]
-                yield directory, self._path(card, directory, self._own.get(own) if own else None)
+    def hung_up(self, directory: Source, connection: wire.Connection) -> None:
+        """A connection is lost; another is made when the question would be repeated."""
+        q = self._queries.get(directory)
+        if q is not None and q.connection is connection:
+            q.connection = None
+
+    def receive(self, directory: Source, frame: bytes) -> Iterator[tuple[Source, Path | str]]:
+        """A directory has answered."""
+        if directory not in self._queries:
+            return
+        self._close(directory)
+        if not self._examine(len(frame), partial(_card, frame, directory), partial(self._checked, directory)):
+            yield from self._failed(directory, "too many directories are being looked at")
+
+    def _checked(self, directory: Source, card: m.Card | str) -> Iterator[tuple[Source, Path | str]]:
+        """Its card has been looked at."""
+        now = time.monotonic()
+        if isinstance(card, str):
+            yield from self._failed(directory, card)
+            return
+        if directory in self._wanted.values():
+            self._own[directory] = card.members
+            again = [s for s, own in self._wanted.items() if own == directory and s not in self._queries]
+            for source in again:  # its card came first and was of no use without ours
+                self._query(source, now)
+        own = self._wanted.get(directory)
+        if directory in self._wanted and (own is None or own in self._own):
+            path = partial(self._path, card, directory, self._own.get(own) if own else None)
+            if not self._examine(len(card.members), path, partial(self._found, directory)):
+                yield from self._failed(directory, "too many directories are being looked at")
+
+    def _found(self, directory: Source, path: Path | str) -> Iterator[tuple[Source, Path | str]]:
+        if self._wanted.pop(directory, self) is not self:
+            yield directory, path
 
     def _path(self, card: m.Card, source: Source, own: tuple[m.Member, ...] | None) -> Path | str:
-        """The way to a source, or why there is none."""
+        """The way to a source, or why there is none. Uses nothing that changes: any thread."""
         ours = [member.cache for member in own or (self._me,)]
         try:
-            for member in card.members:
-                member.cache.check()
+            if (why := f.difference(self.facts, card.facts, "at the producer")) is not None:
+                raise PeerError(why)
             mine = route([member.cache for member in card.members], ours)[self._me.cache.rank]
             ranks = {member.cache.rank: member for member in card.members}
             targets = {rank: self._target(ranks[rank], claims) for rank, claims in sorted(mine.claims.items())}
         except (PeerError, Incompatible, ValueError, LookupError) as e:
-            return f"engine {card.engine!r} at {source}: {e}"
+            return f"engine {card.engine[:100]!r} at {source}: {e}"
         lanes = tuple(Lane(target.link, mine.readers[rank], rank) for rank, target in targets.items())
         return Path(tuple(targets.values()), Resolved(lanes))
 
@@ -131,19 +164,20 @@ class Resolver:
 
     def tick(self, now: float) -> Iterator[tuple[Source, str]]:
         """Repeat unanswered questions; those for which nobody waits any more have failed."""
-        for directory, q in list(self._queries.items()):
+        for directory in self._clock.due(now):
+            q = self._queries[directory]
             if now - q.wanted >= self._patience:
                 self._close(directory)
                 yield from self._failed(directory, f"it did not answer within {self._patience:g} s")
-            elif now - q.dialled >= REDIAL_S:
+                continue
+            if q.connection is None or now - q.dialled >= REDIAL_S:
                 self._redial(directory, q, now)
-            elif now - q.asked >= REPEAT_S:
-                q.asked = now
-                wire.send(q.socket, m.Lookup(m.PROTOCOL))
+            else:
+                q.connection.send(m.Lookup(m.PROTOCOL))
+            self._clock.set(directory, min(now + REPEAT_S, q.wanted + self._patience))
 
     def next_tick(self) -> float | None:
-        waits = (min(q.asked + REPEAT_S, q.wanted + self._patience) for q in self._queries.values())
-        return min(waits, default=None)
+        return self._clock.next()
 
     def _failed(self, directory: Source, reason: str) -> Iterator[tuple[Source, str]]:
         """All that depended on this directory have no route."""
@@ -155,10 +189,14 @@ class Resolver:
         return reason
 
     def _close(self, directory: Source) -> None:
-        self._hub.drop(self._queries.pop(directory).socket)
+        self._clock.cancel(directory)
+        connection = self._queries.pop(directory).connection
+        if connection is not None:
+            self._hub.drop(connection)
 
 
 def _card(frame: bytes, directory: Source) -> m.Card:
+    """A directory's answer, with all that it describes checked. Raises ``PeerError`` or ``ValueError``."""
     card = m.decode(frame)
     if isinstance(card, m.Refused):
         raise PeerError(f"it refused: {card.reason}")
@@ -168,4 +206,9 @@ def _card(frame: bytes, directory: Source) -> m.Card:
         raise PeerError(f"its protocol {card.protocol} is not ours ({m.PROTOCOL}); update one side")
     if directory.epoch and card.epoch != directory.epoch:
         raise PeerError("the engine there has restarted since it was named")
+    until = time.monotonic() + CHECK_S
+    for member in card.members:
+        member.cache.check()
+        if time.monotonic() > until:
+            raise PeerError(f"its card describes more than can be checked in {CHECK_S:g} s")
     return card

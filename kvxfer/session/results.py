@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvxfer.session.values import LinkId, Moved, PartRef
 
-__all__ = ["Broken", "Connected", "Disconnected", "Endpoint", "Reset", "Result", "SlotReady", "SlotTaken"]
+__all__ = ["Broken", "Connected", "Died", "Disconnected", "Endpoint", "Reset", "Result", "SlotReady", "SlotTaken"]
 
 
 @dataclass(frozen=True)
@@ -71,4 +71,11 @@ class Reset:
     reason: str
 
 
-Result = Endpoint | Connected | Broken | Disconnected | Moved | SlotReady | SlotTaken | Reset
+@dataclass(frozen=True)
+class Died:
+    """A thread has ended that must not: nothing that it was given will be answered any more."""
+
+    why: str
+
+
+Result = Endpoint | Connected | Broken | Disconnected | Moved | SlotReady | SlotTaken | Reset | Died

@@ -1,7 +1,8 @@
 """Staging memory: a bounded area cut into equal slots, through which staged parts pass packed.
 
-Used by the data thread only. A link may hold at most half of the slots (its credits), so that one stopped
-peer cannot starve the others.
+Used by the data thread only. A link that needs slots alone may hold half of them; of several each may hold its part; and
+the last one that is free is for a link that has none, so that a peer that has stopped does not keep others from theirs. Should
+so many have stopped that nothing is left, ``idle`` names them.
 
 No circle of engines may wait for each other's slots, however many there are. A producer holds a slot until its consumer
 has one too; so ``RESERVED`` slots are kept for pieces of which a consumer knows that their producer has one already. What
@@ -35,7 +36,7 @@ RESERVED = SLOTS // 4
 """Slots that neither a producer's pieces nor those a consumer merely expects may take; and that no consumer may take."""
 
 CREDITS = SLOTS // 2
-"""Slots that a link may hold, that producers may hold together, and that may be held for pieces merely expected."""
+"""Slots that a link may hold, and that may be held for pieces merely expected."""
 
 TICK_S = 0.0001
 """How often a thread that waits for the device asks."""
@@ -71,7 +72,8 @@ class Staging:
         """All slots are free: no back end can touch them any more."""
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
         self._busy: dict[int, Fence] = {}  # by slot: what the device was last asked to do there, until it has
-        self._held: Counter[LinkId] = Counter()
+        self._held: dict[Role, Counter[LinkId]] = {"producer": Counter(), "consumer": Counter()}
+        self._moved: dict[LinkId, float] = {}  # producer: when a link that holds slots last got or gave one
         self._used: Counter[Use] = Counter()
         self.given = 0  # how many slots have come back
 
@@ -79,21 +81,39 @@ class Staging:
         """A free slot for a link, or ``None`` while there is none or the credits of link or use are used up. ``sure``:
         whether a consumer's will be used without the peer's waiting for a slot that others may have."""
         use: Use = "sent" if role == "producer" else "known" if sure else "expected"
-        if self._held[owner] >= CREDITS or not self._may(use):
+        if not self._may(owner, role, use):
             return None
         free = next((at for at in reversed(self._free) if self._idle(at)), None)
         if free is None:
             return None
         self._free.remove(free)
-        self._held[owner] += 1
+        self._held[role][owner] += 1
         self._used[use] += 1
+        if role == "producer":
+            self._moved[owner] = time.monotonic()
         return Slot(free, owner, use)
 
-    def _may(self, use: Use) -> bool:
-        used = self._used
-        if use != "sent" and used["known"] + used["expected"] >= SLOTS - RESERVED:
-            return False
-        return use == "known" or (used[use] < CREDITS and used["sent"] + used["expected"] < SLOTS - RESERVED)
+    def _may(self, owner: LinkId, role: Role, use: Use) -> bool:
+        room, holders = self._room(use), self._held[role]
+        if owner not in holders:
+            return room > 0
+        mine = holders[owner]
+        return room > 1 and mine < min(CREDITS, (SLOTS - RESERVED) // len(holders))
+
+    def _room(self, use: Use) -> int:
+        """How many more slots may be had for this."""
+        used, most = self._used, SLOTS - RESERVED
+        room = len(self._free)
+        if use != "sent":
+            room = min(room, most - used["known"] - used["expected"])
+        if use != "known":
+            room = min(room, most - used["sent"] - used["expected"])
+        return min(room, CREDITS - used["expected"]) if use == "expected" else room
+
+    def idle(self, seconds: float) -> list[LinkId]:
+        """Links whose consumer has taken nothing for so long of what was packed for it."""
+        before = time.monotonic() - seconds
+        return [link for link, moved in self._moved.items() if moved < before]
 
     def _idle(self, at: int) -> bool:
         fence = self._busy.get(at)
@@ -118,9 +138,14 @@ class Staging:
 
     def give(self, slot: Slot) -> None:
         """Return a slot that no back end touches any more."""
-        self._held[slot.owner] -= 1
-        if not self._held[slot.owner]:
-            del self._held[slot.owner]
+        holders = self._held["producer" if slot.use == "sent" else "consumer"]
+        holders[slot.owner] -= 1
+        if not holders[slot.owner]:
+            del holders[slot.owner]
+        if slot.use == "sent":
+            self._moved[slot.owner] = time.monotonic()
+            if slot.owner not in holders:
+                del self._moved[slot.owner]
         self._used[slot.use] -= 1
         self.given += 1
         self._free.append(slot.offset)

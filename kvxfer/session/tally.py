@@ -12,6 +12,7 @@ Two counts make that safe. An engine's thread *declares* that it gives blocks up
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
@@ -83,9 +84,11 @@ class SharedTally(Tally):
     """A tally that other processes of this host and user can read. ``place``: what a ``Sight`` takes. Raises ``OSError``."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)  # goes with the process, however that ends
+        # Goes with the process, however that ends.
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, _SIZE)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._memory = mmap.mmap(self._fd, _SIZE)
         except BaseException:
             os.close(self._fd)
@@ -123,7 +126,7 @@ class Sight:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(opened)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != _SIZE:
+            if not stat.S_ISREG(status.st_mode) or status.st_size != _SIZE or not _sealed(opened):
                 raise ValueError(f"{path} is no tally")
             self._memory = mmap.mmap(opened, _SIZE, access=mmap.ACCESS_READ)
         finally:
@@ -143,3 +146,8 @@ class Sight:
 
     def __call__(self) -> int:
         return int(self._word[0])
+
+
+def _sealed(fd: int) -> bool:
+    """Whether nobody can make it smaller any more: to read what is mapped and not there would end this process."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from kvxfer import facts as f
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.geometry import Cache, Claim, Incompatible, Planner
 from kvxfer.session import messages as m
 from kvxfer.session.staging import Staging
-from kvxfer.session.values import LinkInfo, Mode
+from kvxfer.session.values import LinkInfo, Mode, Role
 from kvxfer.transport import Capabilities, Verb
 
-__all__ = ["Terms", "admit", "stager"]
+__all__ = ["Terms", "admit", "check_facts", "lent", "stager"]
 
 ALWAYS = 1 << 62
 STRICTNESS = get_args(Integrity)
@@ -41,13 +42,7 @@ class Terms:
     def of(
         cls, backend: str, caps: Capabilities, staging: Staging, cache: Cache, integrity: Integrity = "off"
     ) -> Terms:
-        mode: Mode
-        if Verb.READ in caps.verbs:
-            mode = "read"
-        elif Verb.WRITE in caps.verbs:
-            mode = "write"
-        else:
-            mode = "sendrecv"
+        mode = _mode(caps)
         if _foreign(caps, cache) or not caps.gathers:
             below = ALWAYS
         elif caps.factored:
@@ -55,14 +50,16 @@ class Terms:
         else:
             on_host = all(r.device == "cpu" for r in cache.regions)
             below = caps.run_bytes if on_host else max(caps.run_bytes, CUDA_RUN)
-        if mode == "write" and caps.quiet not in ("batch", "peer_close"):
+        if mode == "write" and not _closes(caps):
             below = ALWAYS  # closing a link would not keep its writes out of the cache
         return cls(backend, mode, cache, staging.piece_bytes, below, integrity)
 
-    def hello(self, endpoint: bytes, expect: int, epoch: int, engine: str, claims: Sequence[Claim]) -> m.Hello:
+    def hello(
+        self, endpoint: bytes, expect: int, epoch: int, engine: str, claims: Sequence[Claim], facts: Mapping[str, str]
+    ) -> m.Hello:  # fmt: skip
         return m.Hello(
             m.PROTOCOL, self.backend, expect, epoch, engine, endpoint, self.cache, tuple(claims), self.mode,
-            self.piece_bytes, self.integrity,
+            self.piece_bytes, self.integrity, dict(facts),
         )  # fmt: skip
 
     def agree(self, hello: m.Hello, planner: Planner) -> LinkInfo:
@@ -86,13 +83,16 @@ class Terms:
             raise PeerError(f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})")
 
 
-def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int) -> Planner:
-    """Check all of a consumer's hello that does not depend on what a back end can do. ``lineup``, ``cache``, ``epoch``:
+def admit(
+    hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int, facts: Mapping[str, str] | None
+) -> Planner:  # fmt: skip
+    """Check all of a consumer's hello that does not depend on what a back end can do. ``lineup``, ``cache``, ``epoch``, ``facts``:
     ours. Raises ``PeerError`` with the reason for a refusal."""
     if hello.protocol != m.PROTOCOL:
         raise PeerError(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
     if hello.expect_epoch != epoch:
         raise PeerError(f"{hello.engine!r} looks for an agent that lived here before; this one started later")
+    check_facts(hello, facts)
     if hello.backend not in lineup:
         raise PeerError(
             f"{hello.engine!r} uses back end {hello.backend!r}, this engine {' or '.join(map(repr, lineup))}; configure the "
@@ -103,6 +103,14 @@ def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int) -> Pl
         return Planner(cache, hello.cache, hello.claims)
     except (Incompatible, ValueError) as e:
         raise PeerError(f"the caches do not fit: {e}") from None
+
+
+def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
+    """Refuse a consumer whose KV depends on something else than ours. ``facts``: ours; ``None``: our engine has not said them
+    yet, and the consumer has compared those of our directory. Raises ``PeerError``."""
+    why = None if facts is None else f.difference(facts, hello.facts, "at the consumer")
+    if why is not None:
+        raise PeerError(f"{hello.engine!r} asks for KV of this engine, but {why}")
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
@@ -119,6 +127,28 @@ def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging
         return Staging(cache.regions, nbytes or (HOST_STAGING if device == "cpu" else CUDA_STAGING), device)
 
     return make
+
+
+def lent(caps: Capabilities, role: Role) -> tuple[frozenset[int], bool]:
+    """What the peer of a link on which we are ``role`` needs of our memory (0: the cache, 1: staging), and whether to write
+    to it. In each mode one side moves the bytes, or none alone."""
+    mode, serves = _mode(caps), role == "producer"
+    if mode == "read":
+        return (frozenset({0, 1}) if serves else frozenset()), False
+    if mode == "write" and not serves:
+        return frozenset({0, 1} if _closes(caps) else {1}), True
+    return frozenset(), False
+
+
+def _mode(caps: Capabilities) -> Mode:
+    if Verb.READ in caps.verbs:
+        return "read"
+    return "write" if Verb.WRITE in caps.verbs else "sendrecv"
+
+
+def _closes(caps: Capabilities) -> bool:
+    """Whether closing a link ends what its peer writes."""
+    return caps.quiet in ("batch", "peer_close")
 
 
 def _foreign(caps: Capabilities, cache: Cache) -> bool:

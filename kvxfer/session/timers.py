@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from itertools import count
 from typing import Generic, TypeVar
 
 __all__ = ["Recent", "Timers"]
+
+MOST_DUE = 64
+"""Keys that are due, or things that are forgotten, at a time."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -37,8 +41,12 @@ class Timers(Generic[K]):
             heapq.heapify(self._heap)
 
     def due(self, now: float) -> Iterator[K]:
-        """Take out, one by one, the keys whose time has come. Keys may be set and cancelled meanwhile."""
-        while (at := self.next()) is not None and at <= now:
+        """Take out, one by one, keys whose time has come, ``MOST_DUE`` at the most: whoever looks after many things at once
+        looks after others in between. Keys may be set and cancelled meanwhile."""
+        for _ in range(MOST_DUE):
+            at = self.next()
+            if at is None or at > now:
+                return
             key = heapq.heappop(self._heap)[2]
             del self._times[key]
             yield key
@@ -64,13 +72,13 @@ class Recent(Generic[K, V]):
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
-        self._kept: dict[K, tuple[float, V]] = {}
+        self._kept: OrderedDict[K, tuple[float, V]] = OrderedDict()  # a dict's first is slow to find once many have gone
 
     def put(self, key: K, value: V, now: float) -> None:
         self._kept.pop(key, None)
         self._kept[key] = now + self._seconds, value
         if len(self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
+            self._kept.popitem(last=False)
 
     def get(self, key: K) -> V | None:
         found = self._kept.get(key)
@@ -83,9 +91,12 @@ class Recent(Generic[K, V]):
         return list(self._kept)
 
     def forget(self, now: float) -> None:
-        """Drop what is too old."""
-        while (at := self.next()) is not None and at <= now:
-            del self._kept[next(iter(self._kept))]
+        """Drop what is too old, ``MOST_DUE`` at the most."""
+        for _ in range(MOST_DUE):
+            at = self.next()
+            if at is None or at > now:
+                return
+            self._kept.popitem(last=False)
 
     def next(self) -> float | None:
         """When ``forget`` has something to do."""

@@ -55,7 +55,9 @@ class Ended:
 
     ``nbytes``: that have come; of a producer, that its consumers have confirmed. ``seconds``: from the call that began it.
     ``waited``: consumer, how many of these had passed when it heard of the last part that it heard of (0: of none), so that
-    the rest was spent on moving and checking.
+    the rest was spent on moving and checking. ``generation``: producer, the last one that was offered or revoked; consumer,
+    the newest that it has heard of, which is that of all that was delivered (-1: of none, or nothing had to come). What the
+    ranks of one engine were delivered belongs together only if it is of one generation.
     """
 
     role: Role
@@ -64,7 +66,7 @@ class Ended:
     outcome: Outcome
     nbytes: int
     seconds: float
-    generation: int = -1  # producer: the last one that was offered or revoked
+    generation: int = -1
     waited: float = 0.0
 
 
@@ -75,7 +77,7 @@ class Released:
     role: Role
     transfer: TransferId
     handle: str
-    generation: int = -1  # as in ``Ended``
+    generation: int = -1  # producer: as in ``Ended``
 
 
 Event = Ended | Released
@@ -114,7 +116,8 @@ class Fetch:
 @dataclass(frozen=True)
 class Offered:
     """What the producer's engine offers: the KV of tokens ``[0, tokens)`` in ``blocks`` (int64 tables per group).
-    ``final``: nothing more will follow in this generation."""
+    ``final``: nothing more will follow in this generation. All ranks of an engine number generations alike, and each new one
+    higher."""
 
     transfer: TransferId
     digest: bytes

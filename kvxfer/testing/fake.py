@@ -66,6 +66,7 @@ class FakeTransport(Transport):
     """
 
     name = "fake"
+    guarded = "always"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)

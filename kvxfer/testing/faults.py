@@ -76,6 +76,7 @@ class Faulty(Transport):
     """A back end that misbehaves as ``Options`` says, and is its inner back end in all else."""
 
     name = "faulty"
+    guarded = "always"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)

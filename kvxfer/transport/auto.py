@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.transport.contract import Probe
 from kvxfer.transport.registry import available, load
 
-__all__ = ["AUTO", "ORDER", "Choice", "choose", "lineup", "options_of"]
+__all__ = ["AUTO", "ORDER", "Choice", "Objection", "choose", "lineup", "options_for", "options_of"]
 
 AUTO = "auto"
 
@@ -29,13 +30,16 @@ ORDER: Mapping[str, tuple[str, ...]] = {
 ALONE = frozenset({"nixl", "ucx"})
 """Of these a process has one only: each brings a UCX of its own, and with two at work progress has crashed."""
 
+Objection = Callable[[str], str | None]
+"""Why a back end, by its name, must not be used; ``None`` if it may."""
+
 _log = logging.getLogger("kvxfer.transport")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``name``: the back end to start with; ``reason``: what its probe says; ``passed``: those preferred to it that do
-    not work here, and why; ``others``: installed ones for links that it cannot make."""
+    """``name``: the back end to start with; ``reason``: what its probe says; ``passed``: those that do not work here, or must not be
+    used, and why; ``others``: installed ones for links that it cannot make."""
 
     name: str
     reason: str
@@ -48,13 +52,16 @@ class Choice:
         return f"{self.name} ({self.reason}){passed}{others}"
 
 
-def lineup(backend: str, devices: Iterable[str]) -> tuple[str, ...]:
+def lineup(backend: str, devices: Iterable[str], objection: Objection = lambda _: None) -> tuple[str, ...]:
     """Names of the back ends that an engine may use, in order: the one that is given, or for ``AUTO`` those of
-    ``ORDER``. ``devices``: where the KV lies, as ``"cpu"`` or ``"cuda:0"``. Raises ``ConfigError``."""
+    ``ORDER``. ``devices``: where the KV lies, as ``"cpu"`` or ``"cuda:0"``. ``objection``: why this engine must not use one. Raises
+    ``ConfigError``."""
     if backend != AUTO:
+        if why := objection(backend):
+            raise ConfigError(f"back end {backend!r} cannot be used: {why}")
         return (backend,)
     kinds = {device.partition(":")[0] for device in devices}
-    choice = choose("cuda" if "cuda" in kinds else "cpu")
+    choice = choose("cuda" if "cuda" in kinds else "cpu", objection=objection)
     _log.info("backend auto: %s", choice)
     return (choice.name, *choice.others)
 
@@ -75,31 +82,50 @@ def options_of(name: str, backend: str, options: Mapping[str, Any]) -> Mapping[s
     return mine
 
 
-def choose(memory: str, probe_of: Callable[[str], Probe | None] | None = None) -> Choice:
+def options_for(name: str, config: Config) -> Mapping[str, Any]:
+    """What a back end gets of an engine that is configured so: its own options, and of the engine's settings those that it inherits.
+    Raises ``ConfigError``."""
+    backend, options = load(name), options_of(name, config.backend, config.backend_options)
+    if backend.inherits & options.keys():  # an address set for the back end goes with none of the engine's
+        return options
+    ours = {"listen": config.listen, "advertise": config.advertise or config.listen}
+    return {**options, **{key: ours[key] for key in backend.inherits}}
+
+
+def choose(
+    memory: str, probe_of: Callable[[str], Probe | None] | None = None, objection: Objection = lambda _: None
+) -> Choice:
     """The first back end of ``ORDER`` that is installed and works here, and what may stand in for it. Any thread; may
     take a second, since those up to it are tried, in this process unless ``probe_of`` knows what came of it (``None`` for
-    one that is not installed). Raises ``ConfigError`` when none does, with the reason of each."""
+    one that is not installed). ``objection``: as of ``lineup``. Raises ``ConfigError`` when none does, with the reason of each."""
     order = ORDER.get(memory)
     if order is None:
         raise ConfigError(f"backend 'auto' knows no order for {memory} memory; name a back end")
     passed: dict[str, str] = {}
     for i, name in enumerate(order):
         try:
+            if why := objection(name):
+                passed[name] = why
+                continue
             probe = (probe_of and probe_of(name)) or load(name).probe()
         except ConfigError as e:
             passed[name] = str(e)
             continue
         # One that cannot reach the memory still moves it, through host memory: the last resort.
         if probe.usable and (memory in probe.memory or name == order[-1]):
-            return Choice(name, probe.reason, passed, _installed(name, order[i + 1 :]))
+            others = _installed(name, order[i + 1 :], objection, passed)
+            return Choice(name, probe.reason, passed, others)
         passed[name] = probe.reason if not probe.usable else f"it does not move {memory} memory"
     raise ConfigError(f"backend 'auto' found none that works here: {passed}")
 
 
-def _installed(first: str, rest: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of ``rest`` that are there and go together with what comes before them."""
+def _installed(first: str, rest: tuple[str, ...], objection: Objection, passed: dict[str, str]) -> tuple[str, ...]:
+    """Those of ``rest`` that are there, may be used, and go together with what comes before them."""
     there, kept = available(), [first]
     for name in rest:
         if (name in there or ":" in name) and not (name in ALONE and ALONE.intersection(kept)):
-            kept.append(name)
+            if why := objection(name):
+                passed[name] = why
+            else:
+                kept.append(name)
     return tuple(kept[1:])

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -158,6 +158,10 @@ class Transport(ABC):
     inherits: ClassVar[frozenset[str]] = frozenset()
     """Options that an agent fills in from its own settings where the user set none of them: of ``listen`` (address to
     bind to) and ``advertise`` (host name or address for peers), those that this back end has."""
+    guarded: ClassVar[Literal["always", "loopback", "never"]] = "never"
+    """Whether whoever reaches what it opens gets nothing from it, unless he shows a secret that this side's endpoint has told the
+    peer of a link: ``always``; only while its ``listen`` is a ``loopback`` address; or ``never``, which is also for one that opens
+    ports elsewhere. An agent with a key takes one that is not guarded only if the operator has named it."""
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self.agent = agent
@@ -182,6 +186,11 @@ class Transport(ABC):
     @abstractmethod
     def endpoint(self) -> bytes:
         """What a peer needs to connect, fresh for every link; at most 1 MiB, safe to send anywhere."""
+
+    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
+        """``endpoint`` for a link whose peer needs no more of this side than to read these memories, or if ``writable`` to write
+        to them. A back end that can keep the rest from it does so; this one shows the peer all that is registered."""
+        return self.endpoint()
 
     @abstractmethod
     def connect(self, mine: bytes, theirs: bytes) -> int:

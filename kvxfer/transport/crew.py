@@ -40,7 +40,7 @@ class Crew:
         for result in (first, *(future.result for future in begun)):
             try:
                 result()
-            except Exception as e:
+            except BaseException as e:
                 errors.append(e)
         if errors:
             raise errors[0]

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["host", "pid_namespace"]
+__all__ = ["host", "network_namespace", "pid_namespace"]
 
 
 def host() -> str:
     """The running kernel's boot id: the same in all containers of a host, different on every other."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def network_namespace() -> int:
+    """Inode of the network namespace: abstract Unix sockets are found only within one."""
+    return os.stat("/proc/self/ns/net").st_ino
 
 
 def pid_namespace() -> int:

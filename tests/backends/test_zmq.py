@@ -3,12 +3,15 @@
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite
@@ -17,7 +20,7 @@ from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.party import LocalParty, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport
-from kvxfer_zmq.wire import Endpoint, Header, Kind, new_token, routing_id
+from kvxfer_zmq.wire import Endpoint, Header, Kind, new_token, password, routing_id
 
 
 class TestTcp(ConformanceSuite):
@@ -80,13 +83,19 @@ class Impostor:
     def __init__(self, world: World, victim: LocalParty) -> None:
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.PLAIN_SERVER, 1)
+        self.doorkeeper = ThreadAuthenticator(self.context)
+        self.doorkeeper.start()
         port = self.router.bind_to_random_port("tcp://127.0.0.1")
         theirs = victim.endpoint()
         mine = Endpoint("impostor", f"tcp://127.0.0.1:{port}", new_token())
+        self.doorkeeper.configure_plain("*", {"peer": password(mine.token).decode()})
         self.peer = victim.connect(theirs, mine.encode())
         self.victim, self.world, self.name = victim, world, "impostor"
         self.dealer = self.context.socket(zmq.DEALER)
         self.dealer.setsockopt(zmq.ROUTING_ID, routing_id(Endpoint.decode(theirs).token, mine.token))
+        self.dealer.setsockopt(zmq.PLAIN_USERNAME, b"peer")
+        self.dealer.setsockopt(zmq.PLAIN_PASSWORD, password(Endpoint.decode(theirs).token))
         self.dealer.connect(Endpoint.decode(theirs).address)
         self.say(Header(Kind.HELLO), b"")
 
@@ -94,6 +103,7 @@ class Impostor:
         self.dealer.send_multipart([f.encode() if isinstance(f, Header) else f for f in frames])
 
     def close(self) -> None:
+        self.doorkeeper.stop()
         self.context.destroy(0)
 
 
@@ -169,6 +179,7 @@ def test_bytes_in_good_order_arrive(world: World, impostor: Impostor) -> None:
 def test_a_flood_of_unknown_streams_costs_the_link(world: World, impostor: Impostor) -> None:
     victim = impostor.victim
     started = Started([(victim, victim.submit(Batch(Verb.RECV, impostor.peer, 0, np.array([N]), np.array([500]))))])
+    world.run(0.05)  # it is let in
     for stream in range(10_000):
         impostor.say(Header(Kind.GRANT, stream, 1, 1), b"")
     [result] = world.finish(started)
@@ -197,6 +208,35 @@ def test_strangers_hurt_nobody(world: World) -> None:
             world.move(link, Way.SEND, a, b, Runs.of([0], [0], [size]))
     finally:
         context.destroy(0)
+
+
+def test_strangers_fill_no_memory(world: World) -> None:
+    """By a message whose parts never end, in ZeroMQ's own protocol: as nobody, and with a password that is none."""
+    a, b, link = world.pair()
+    host, _, port = Endpoint.decode(b.endpoint()).address.removeprefix("tcp://").rpartition(":")
+    ready = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
+    shown = b"\4\x0e\5HELLO\4peer\3abc"
+    part = b"\1\xff" + bytes(255)
+    for mechanism, greeting in ((b"NULL", ready), (b"PLAIN", shown + ready)):
+        start = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0" + mechanism.ljust(52, b"\0") + greeting
+        before, until = resident(), time.monotonic() + 2.0
+        poured = 0
+        while time.monotonic() < until and poured < 256 << 20:
+            with suppress(OSError), socket.create_connection((host, int(port)), timeout=0.2) as raw:
+                raw.sendall(start)
+                while time.monotonic() < until and poured < 256 << 20:
+                    raw.sendall(part * 1000)
+                    poured += len(part) * 1000
+                    world.run(0.0)
+            world.run(0.001)
+        assert resident() - before < 32 << 20, mechanism
+    world.move(link, Way.SEND, a, b, Runs.of([0], [0], [1000]))
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_stale_endpoint_fails_at_once(world: World) -> None:

@@ -135,3 +135,50 @@ def _recurrent_weights(rng: np.random.Generator) -> Weights:
                 f"{layer}.conv.out_proj.weight": _linear(rng, HIDDEN, HIDDEN),
             }
     return weights
+
+
+def write_unlike_heads(folder: Path) -> None:
+    """MiMo V2 Flash without experts: layers with a sliding window have twice the KV heads of those without."""
+    config = {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "model_type": "mimo_v2_flash",
+        "layernorm_epsilon": 1e-5,
+        "num_key_value_heads": KV_HEADS,
+        "v_head_dim": HEAD_DIM,
+        "swa_num_attention_heads": HEADS,
+        "swa_num_key_value_heads": 2 * KV_HEADS,
+        "swa_head_dim": HEAD_DIM,
+        "swa_v_head_dim": HEAD_DIM,
+        "sliding_window": WINDOW,
+        "sliding_window_size": WINDOW,
+        "hybrid_layer_pattern": [1, 0] * (LAYERS // 2),
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        "moe_layer_freq": [0] * LAYERS,
+        "mlp_layer_types": ["dense"] * LAYERS,
+        "attention_bias": False,
+        "attention_value_scale": None,
+        "tie_word_embeddings": False,
+    }
+    _write(folder, config, _unlike_weights)
+
+
+def _unlike_weights(rng: np.random.Generator) -> Weights:
+    weights = {
+        "model.embed_tokens.weight": _linear(rng, VOCAB, HIDDEN),
+        "model.norm.weight": _norm(1),
+        "lm_head.weight": _linear(rng, VOCAB, HIDDEN),
+    }
+    for i in range(LAYERS):
+        layer, heads = f"model.layers.{i}", KV_HEADS * (1 if i % 2 else 2)
+        weights |= {
+            f"{layer}.self_attn.q_proj.weight": _linear(rng, HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": _linear(rng, heads * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.v_proj.weight": _linear(rng, heads * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.o_proj.weight": _linear(rng, HIDDEN, HEADS * HEAD_DIM),
+            f"{layer}.mlp.gate_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": _linear(rng, HIDDEN, INTERMEDIATE),
+            f"{layer}.input_layernorm.weight": _norm(1),
+            f"{layer}.post_attention_layernorm.weight": _norm(1),
+        }
+    return weights

@@ -23,6 +23,12 @@ def test_tokens_are_those_of_a_plain_server_and_kv_came_from_prefill(cluster: Cl
     assert outcome.received.kv_bytes >= outcome.received.tokens * TOKEN_BYTES > 0
 
 
+def test_every_layer_writes_where_kvxfer_reads(cluster: Cluster) -> None:
+    for server in (cluster.prefill, cluster.decode):
+        (line,) = [line for line in server.log.read_text().splitlines() if "write their KV cache as described" in line]
+        assert f" {LAYERS} of {LAYERS} layers write" in line and "not checked" not in line
+
+
 def test_a_prompt_that_decode_never_saw_comes_whole_from_prefill(cluster: Cluster) -> None:
     prompt = "".join(chr(97 + n * n % 26) for n in range(3 * BLOCK + 5))
     outcome = compare(cluster, "new", prompt)

@@ -11,20 +11,21 @@ import logging
 import resource
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
-import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import PeerError
 from kvxfer.identity import Source
-from kvxfer.session import Agent, Directory, Fetch, Offered
+from kvxfer.security import OPEN
+from kvxfer.session import Agent, Directory, Fetch, Offered, wire
 from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
 from tests.fuzz.frames import T
 from tests.session.conftest import make_cache
+from tests.session.stranger import Stranger
 
 PREFIXES = [bytes([who]) for who in range(4)]
 EVERY = 512
@@ -59,21 +60,25 @@ class Rig:
         self.agent = Agent(self.cache, config, "fuzzed")
         self.directory = Directory("fuzzed", self.agent.epoch, "127.0.0.1", 0)
         self.directory.publish((self.agent.member,))
-        self.context: zmq.Context[Any] = zmq.Context()
         self.names = 0
-        # Somebody whom the agent fetches from: a directory and a rank of our own, on two sockets.
-        self.rogue, self.rogue_directory = self._router(), self._router()
-        self.consumer_of_rogue: bytes | None = None
+        # Somebody whom the agent fetches from, a directory and a rank of our own; and all of ours that speak to it.
+        self.rogue, self.rogue_directory, self.ours = (wire.Hub(OPEN) for _ in range(3))
+        self.rogue_port, self.directory_port = (h.listen("127.0.0.1", 0, None) for h in (self.rogue, self.rogue_directory))
+        self.consumer_of_rogue: wire.Connection | None = None
         self.attempt = 0
-        self.linked = self.stranger = self.lookup = None
+        self.addresses = [self.agent.member.address] * 2 + [f"tcp://127.0.0.1:{self.directory.source.port}"]
         self.begin()
 
     def begin(self) -> None:
-        self.linked = self._dealer(self.agent.member.address)
-        self.stranger = self._dealer(self.agent.member.address)
-        self.lookup = self._dealer(f"tcp://127.0.0.1:{self.directory.source.port}")
-        self.linked.send(m.encode(self.hello()))
+        self.speakers = [self._dial(who) for who in range(3)]
         self.work()
+
+    def _dial(self, who: int) -> wire.Connection:
+        """A peer (0) says hello, strangers at the agent (1) and at the directory (2) do not."""
+        connection = self.ours.dial(self.addresses[who], None, m.MAX_BYTES)
+        if who == 0:
+            connection.send(self.hello())
+        return connection
 
     def hello(self) -> m.Hello:
         c = self.agent.config
@@ -87,7 +92,7 @@ class Rig:
         self.names += 1
         table = (np.array([3, 1, 7], np.int64),)
         self.agent.offer(Offered(T, b"digest", self.names, 12, table, True))
-        source = Source("127.0.0.1", self._port(self.rogue_directory), 77)
+        source = Source("127.0.0.1", self.directory_port, 77)
         self.agent.fetch(Fetch(f"fetch {self.names}", T, b"digest", source, table, 0, 12))
         self.agent.events()
         self.directory.notices()
@@ -96,13 +101,14 @@ class Rig:
         who, frame = data[0] % 4 if data else 0, data[1:]
         if who == 3:
             if self.consumer_of_rogue is not None:
-                self.rogue.send_multipart([self.consumer_of_rogue, self.timely(frame)])
+                self.consumer_of_rogue.send_frame(self.timely(frame))
         else:
-            sock: Any = (self.linked, self.stranger, self.lookup)[who]
-            while not sock.poll(0, zmq.POLLOUT):
-                self.drain()  # it has not read the last thousand yet
+            if self.speakers[who].lost is not None:  # it was hung up on, for what it had said before
+                self.speakers[who] = self._dial(who)
+            self.speakers[who].send_frame(frame)
+            while self.speakers[who].held > 1 << 16:
+                self.drain()  # the agent has not read what was said before
                 time.sleep(0.001)
-            sock.send(frame)
 
     def timely(self, frame: bytes) -> bytes:
         """A producer's message about the attempt that is under way, if it is one."""
@@ -116,23 +122,31 @@ class Rig:
 
     def drain(self) -> None:
         """Read what the agent says, and play the part of a peer so far that links stay and its fetch goes on."""
-        self.linked.send(m.encode(m.Ping(1)), zmq.NOBLOCK)
-        for sock in (self.linked, self.stranger, self.lookup):
-            while self._receive(sock) is not None:
-                pass
-        while (frames := self._receive(self.rogue_directory)) is not None:
-            member = m.Member(f"tcp://127.0.0.1:{self._port(self.rogue)}", 78, self.cache, (self.agent.config.backend,))
-            card = m.Card(m.PROTOCOL, "rogue", 77, (member,))
-            self.rogue_directory.send_multipart([frames[0], m.encode(card)])
-        while (frames := self._receive(self.rogue)) is not None:
-            match m.decode(frames[1]):
+        self.speakers[0].send(m.Ping(1))
+        for _, _ in self._heard(self.ours):
+            pass
+        for asker, _ in self._heard(self.rogue_directory):
+            member = m.Member(f"tcp://127.0.0.1:{self.rogue_port}", 78, self.cache, (self.agent.config.backend,))
+            asker.send(m.Card(m.PROTOCOL, "rogue", 77, (member,)))
+        for asker, frame in self._heard(self.rogue):
+            match m.decode(frame):
                 case m.Hello():
-                    self.consumer_of_rogue = frames[0]
-                    self.rogue.send_multipart([frames[0], m.encode(m.Welcome(78, ENDPOINT, 4096))])
+                    self.consumer_of_rogue = asker
+                    asker.send(m.Welcome(78, ENDPOINT, 4096))
                 case m.Want(attempt=attempt):
                     self.attempt = attempt
                 case m.Ping(number=number):
-                    self.rogue.send_multipart([frames[0], m.encode(m.Pong(number))])
+                    asker.send(m.Pong(number))
+        for hub in (self.rogue, self.rogue_directory):
+            hub.flush()
+
+    @staticmethod
+    def _heard(hub: wire.Hub) -> Iterator[tuple[wire.Connection, bytes]]:
+        hub.flush()
+        hub.poll(0)
+        for connection in hub.ready():
+            while (frame := connection.receive()) is not None:
+                yield connection, frame
 
     def check(self) -> None:
         """The agent is well: it answers a new acquaintance, and its work ends."""
@@ -144,44 +158,20 @@ class Rig:
             (self.agent.member.address, self.hello(), m.Welcome),
             (f"tcp://127.0.0.1:{self.directory.source.port}", m.Lookup(m.PROTOCOL), m.Card),
         ):
-            sock = self._dealer(address)
-            sock.send(m.encode(question))
-            assert sock.poll(20_000), f"{address} does not answer a {type(question).__name__}"
-            assert isinstance(m.decode(sock.recv()), answer)
-            sock.close(0)
-        for sock in (self.linked, self.stranger, self.lookup):
-            sock.close(0)
+            with Stranger(address, 20.0) as s:
+                s.say(question)
+                assert isinstance(s.answer(), answer)
+        for connection in self.speakers:
+            self.ours.drop(connection)
         self.begin()
 
     def close(self) -> None:
-        self.context.destroy(0)
+        for hub in (self.ours, self.rogue, self.rogue_directory):
+            hub.close()
         self.agent.close()
         self.directory.close()
         logging.getLogger("kvxfer").removeHandler(self.unhandled)
         logging.getLogger("kvxfer").setLevel(self.level)
-
-    def _router(self) -> Any:
-        sock = self.context.socket(zmq.ROUTER)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.bind("tcp://127.0.0.1:*")
-        return sock
-
-    def _dealer(self, address: str) -> Any:
-        sock = self.context.socket(zmq.DEALER)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.connect(address)
-        return sock
-
-    @staticmethod
-    def _port(sock: Any) -> int:
-        return int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-
-    @staticmethod
-    def _receive(sock: Any) -> list[bytes] | None:
-        try:
-            return sock.recv_multipart(zmq.NOBLOCK)  # type: ignore[no-any-return]
-        except zmq.Again:
-            return None
 
 
 rig: Rig

@@ -24,7 +24,7 @@ CACHE = Cache(
 CLAIMS = (Claim(0, 0, ("layer.0", "layer.1"), 0, 4), Claim(1, 1, ("layer.2",), 0, 1))
 
 MESSAGES: list[m.Message] = [
-    m.Hello(m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096),
+    m.Hello(m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096, "off", {"weights": "a3f1"}),
     m.Welcome(7, b"endpoint", 4096),
     m.Refused("no", True, True),
     m.Want(T, 1, b"digest", 0, 12, (TABLE, TABLE, TABLE), 1, 30.0),
@@ -35,14 +35,15 @@ MESSAGES: list[m.Message] = [
     m.Sum(T, 1, b"checksum"),
     m.Check(T, 1, 1),
     m.Verdict(T, 1),
-    m.Drop(T, 1, "client left"),
+    m.Drop(T, 1, b"digest", "client left"),
     m.Gone(T, 1, "preempted", True),
     m.Ping(1),
     m.Pong(1),
     m.Lookup(m.PROTOCOL),
-    m.Card(m.PROTOCOL, "engine", 7, (m.Member("tcp://127.0.0.1:5555", 9, CACHE, ("zmq",)),)),
-    m.Renew(7, (T,)),
-    m.Settle(7, (T,), "rejected"),
+    m.Card(m.PROTOCOL, "engine", 7, (m.Member("tcp://127.0.0.1:5555", 9, CACHE, ("zmq",)),), {"weights": "a3f1"}),
+    m.Renew(7, (m.Named(T, b"digest"),)),
+    m.Settle(7, (m.Named(T, b"digest"),), "rejected"),
+    m.Done(T, 3, b"digest"),
 ]
 FRAMES = [m.encode(x) for x in MESSAGES]
 _SPICE = [b"\xff", b"\x00", b"\xc0", b"\xcf" + b"\xff" * 8, b"\xd3" + b"\x80" + b"\0" * 7, b"\xdd\x7f\xff\xff\xff", b"\x90"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,9 +103,10 @@ def specs(draw: st.DrawFn) -> tuple[Spec, ...]:
 
 @st.composite
 def engine(
-    draw: st.DrawFn, of: tuple[Spec, ...], start: int, tokens: int, sizes: tuple[int, ...], tp: int, side: str
+    draw: st.DrawFn, of: tuple[Spec, ...], start: int, tokens: int, sizes: tuple[int, ...], others: tuple[int, ...], tp: int,
+    side: str,
 ) -> Engine:
-    """An engine of any layouts and stages. ``sizes``: block tokens of each group."""
+    """An engine of any layouts and stages. ``sizes``, ``others``: block tokens of each group here and on the other side."""
     cuts = [sorted(draw(st.integers(0, len(s.layers))) for _ in range(draw(st.integers(0, 1)))) for s in of]
     stages = max(len(c) for c in cuts) + 1
     layouts = tuple(
@@ -112,16 +114,16 @@ def engine(
         for s in of
     )
     tables = []
-    for s, n in zip(of, sizes, strict=True):
+    for s, n, other in zip(of, sizes, others, strict=True):
         length = -(-tokens // n)
         if draw(st.booleans()):
             ids = np.arange(length) + draw(st.integers(0, BLOCKS * 4 - length))
         else:
             ids = np.array(draw(st.permutations(range(BLOCKS * 4)))[:length], dtype=np.int64)
         ids = ids.astype(np.int64)
-        if s.window:  # blocks wholly before the window may be null, as engines have them
-            gone = max(0, tokens - s.window + 1) // n
-            ids[: draw(st.integers(0, gone))] = -1
+        if s.window:  # blocks wholly before the window may be null, as engines have them; no block of the other side's is cut
+            step = math.lcm(n, other)
+            ids[: draw(st.integers(0, max(0, tokens - s.window + 1) // step)) * (step // n)] = -1
         if side == "consumer":  # holes: what the consumer has already, or does not want
             for p in range(length):
                 if draw(st.integers(0, 9)) == 0:
@@ -161,6 +163,6 @@ def cases(draw: st.DrawFn) -> Case:
     fused = any(not s.kind.cut_heads for s in of)
     tp_src = draw(st.sampled_from([1, 2, 4]))
     tp_dst = draw(st.sampled_from([1, 2, 4])) if not fused else tp_src
-    producer = draw(engine(of, start, tokens, src, tp_src, "producer"))
-    consumer = draw(engine(of, start, tokens, dst, tp_dst, "consumer"))
+    producer = draw(engine(of, start, tokens, src, dst, tp_src, "producer"))
+    consumer = draw(engine(of, start, tokens, dst, src, tp_dst, "consumer"))
     return Case(of, producer, consumer, start, tokens)

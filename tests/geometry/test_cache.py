@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import product
+import time
+import tracemalloc
+from contextlib import suppress
+from itertools import permutations, product
 
 import msgspec
 import pytest
@@ -76,6 +79,111 @@ def test_a_sound_description_passes() -> None:
 def test_a_malformed_description_is_refused(bad: Cache, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         bad.check()
+
+
+def wide(order: str, layers: int, heads: int, tokens: int, blocks: int = 1000) -> Cache:
+    """K and V side by side in the content, axes in this order (L layer, B block, H head, N token)."""
+    size, at, strides = {"L": layers, "B": blocks, "H": heads, "N": tokens}, 256, {}
+    for axis in reversed(order):
+        strides[axis] = at
+        at *= size[axis]
+    names = tuple(f"model.layers.{i}.self_attn.attn" for i in range(layers))
+    views = tuple(
+        View(plane, 0, names, tuple(i * strides["L"] + plane_at for i in range(layers)), blocks, strides["B"], 128, "x",
+             Heads(0, heads, heads, strides["H"]), strides["N"])
+        for plane, plane_at in (("k", 0), ("v", 128))
+    )  # fmt: skip
+    return Cache((Region(0, at),), (Group(tokens),), views)
+
+
+@pytest.mark.parametrize("order", ["".join(p) for p in permutations("LBHN")])
+def test_the_largest_caches_pass_soon(order: str) -> None:
+    """Whatever their layout, and however many pieces a block holds."""
+    for cache in (wide(order, 80, 128, 256), wide(order, 126, 8, 2048), wide(order, 126, 128, 16)):
+        began = time.process_time()
+        cache.check()
+        assert time.process_time() - began < 0.1
+
+
+def test_many_planes_of_many_shapes_pass_soon() -> None:
+    """A model of 100 layers, no two of which have the same strides."""
+    views = []
+    for i in range(100):
+        heads, tokens = 8, 16
+        for plane in range(3):
+            step = (64 + i) * heads * tokens
+            at = (3 * i + plane) * step * 1000
+            views.append(View(f"p{plane}", 0, (f"l{i}",), (at,), 1000, step, 64, "x", Heads(0, heads, heads, 64 + i), (64 + i) * heads))
+    cache = Cache((Region(0, 1 << 50),), (Group(16),), tuple(views))
+    began = time.process_time()
+    cache.check()
+    assert time.process_time() - began < 0.1
+
+
+def layered(n: int) -> tuple[str, ...]:
+    return tuple(map(str, range(n)))
+
+
+def one(*views: View, tokens: int = 64) -> Cache:
+    return Cache((Region(0, 1 << 59),), (Group(tokens),), views)
+
+
+HOSTILE = {
+    "pieces apart": one(View("k", 0, ("a",), (0,), 1, 1 << 32, 1, "x", Heads(0, 2048, 2048, 3), 3 * 2048), tokens=2048),
+    "layers": one(View("k", 0, layered(4), tuple(i << 33 for i in range(4)), 1, 1 << 32, 1, "x", Heads(0, 1024, 1024, 3), 3072),
+                  tokens=1024),
+    "no nesting": one(View("k", 0, ("a",), (0,), 5, 1 << 22, 1, "x", Heads(0, 128, 128, 65), 66)),
+    "no nesting, more": one(View("k", 0, ("a",), (0,), 1, 1 << 42, 1, "x", Heads(0, 2048, 2048, 2049), 2050), tokens=2000),
+    "many strides": one(*(
+        View(f"k{j}", 0, layered(8), tuple((8 * j + i) << 34 for i in range(8)), 1000, (1 << 20) + j, 1, "x",
+             Heads(0, 64, 64, 100 + j), (1 << 15) + j)
+        for j in range(512)
+    ), tokens=8),
+    "many views in one place": one(*(
+        View(f"k{j}", 0, layered(8), tuple((8 * j + i) << 3 for i in range(8)), 1000, (1 << 20) + j, 1, "x") for j in range(512)
+    )),
+    "many layers, interleaved": one(
+        View("k", 0, layered(4096), tuple(i * ((1 << 30) + 7) for i in range(4096)), 1000, 1 << 20, 1 << 20, "x")
+    ),
+    "many groups": Cache((Region(0, 1 << 59),), (Group(64),) * 128, tuple(
+        View("k", g, (str(g),), (0,), 5, 1 << 22, 1, "x", Heads(0, 128, 128, 65), 66) for g in range(128)
+    )),
+    "many regions": Cache((Region(0, 1 << 40),) * 4096, (Group(64),), (
+        View("k", 0, layered(4096), tuple(i * ((1 << 40) + 4096) for i in range(4096)), 3, 1 << 20, 1, "x"),
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_no_description_costs_much(what: str) -> None:
+    """Sound or not. They come from strangers, and the smallest of these have 300 bytes."""
+    tracemalloc.start()
+    try:
+        with suppress(ValueError):
+            HOSTILE[what].check()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+    began = time.process_time()
+    with suppress(ValueError):
+        HOSTILE[what].check()
+    assert time.process_time() - began < 0.25
+
+
+@pytest.mark.parametrize(
+    ("cache", "what"),
+    [
+        (Cache((Region(0, 1),) * 5000, (), ()), "regions"),
+        (Cache((), (Group(1),) * 200, ()), "groups"),
+        (one(*(View(f"{i}", 0, ("a",), (0,), 1, 1, 1, "x") for i in range(600))), "views"),
+        (one(*(View(f"{i}", 0, layered(1000), (0,) * 1000, 1, 1, 1, "x") for i in range(6))), "layers"),
+        (one(View("k", 0, layered(1000), (0,) * 1000, 1, 1, 1, "x", Heads(0, 1000, 1000, 1))), "heads"),
+    ],
+)
+def test_what_is_larger_than_any_engine_is_refused(cache: Cache, what: str) -> None:
+    with pytest.raises(ValueError, match=f"{what}.* are more than"):
+        cache.check()
 
 
 def test_groups_may_overlay_each_other() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxfer.geometry import Cache, Claim, CopyPlan, Planner, Rank, route
+from kvxfer.geometry import Cache, Claim, CopyPlan, Group, Planner, Rank, route
 from tests.geometry.engines import Case, cases
 
 LAW = settings(
@@ -157,3 +157,32 @@ def test_parts_of_a_transfer_add_up_to_the_whole(case: Case, data: st.DataObject
         tables = case.producer.tables, case.consumer.tables
         first, second = planner.plan(*tables, case.start, middle), planner.plan(*tables, middle, case.tokens)
         assert mapping(first + second) == mapping(planner.plan(*tables, case.start, case.tokens))
+
+
+def elsewhere(cache: Cache, order: tuple[int, ...]) -> Cache:
+    """The same cache with its groups in another order; -1 is one of the engine's own, which nobody else has."""
+    groups = tuple(Group(7) if g < 0 else cache.groups[g] for g in order)
+    views = tuple(msgspec.structs.replace(v, group=order.index(v.group)) for v in cache.views)
+    return msgspec.structs.replace(cache, groups=groups, views=views)
+
+
+@LAW
+@given(cases(), st.data())
+def test_where_groups_stand_in_the_tables_does_not_matter(case: Case, data: st.DataObject) -> None:
+    """An engine may have groups that the other has not, and the rest in another order."""
+    orders, sides = [], (case.producer, case.consumer)
+    for _ in sides:
+        own = data.draw(st.lists(st.just(-1), max_size=1))
+        orders.append(tuple(data.draw(st.permutations([*range(len(case.specs)), *own]))))
+    moved = [
+        [elsewhere(s.cache, order) for s in side.stores.values()] for side, order in zip(sides, orders, strict=True)
+    ]
+    tables = [
+        [[5, 6] if g < 0 else side.tables[g] for g in order] for side, order in zip(sides, orders, strict=True)
+    ]
+    producers, consumers = ({c.rank: c for c in caches} for caches in moved)
+    routes = route(*moved)
+    for p, c, claims in links(case):
+        planner = Planner(producers[p], consumers[c], routes[c].claims[p])
+        found = planner.plan(tables[0], tables[1], case.start, case.tokens)
+        assert mapping(found) == mapping(plan(case, p, c, claims))

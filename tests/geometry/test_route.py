@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 
-from kvxfer.geometry import Cache, Claim, Group, Heads, Rank, Region, View, route
+from kvxfer.geometry import Cache, Claim, Group, Heads, Incompatible, Planner, Rank, Region, View, route
 from kvxfer.geometry.claim import head_range
 from tests.geometry.engines import Case, cases
 
@@ -116,3 +118,43 @@ def test_every_cell_of_every_consumer_is_claimed_once(case: Case) -> None:
         assert cells == {
             (i, x, h): 1 for i, v in enumerate(consumers[rank].views) for x in v.layers for h in range(*head_range(v))
         }
+
+
+def with_draft(engine: list[Cache], **other: Any) -> list[Cache]:
+    """The same engine, whose draft model has a layer of its own, in a group of its own in front of the others."""
+    out = []
+    for cache in engine:
+        views = tuple(msgspec.structs.replace(v, group=1) for v in cache.views)
+        draft = View("k", 0, ("draft",), (1024,), 2, 2048, 16, "x", views[0].heads, 1024, optional=True)
+        draft = msgspec.structs.replace(draft, **other)
+        out.append(Cache(cache.regions, (Group(2), *cache.groups), (draft, *views), cache.rank))
+    return out
+
+
+def drafts_moved(producer: list[Cache], consumer: list[Cache]) -> set[str]:
+    """The layers that are claimed besides those that a model must have, which all are."""
+    by_rank, layers = {c.rank: c for c in producer}, set()
+    routes = route(producer, consumer)
+    for sink in consumer:
+        for rank, claims in routes[sink.rank].claims.items():
+            Planner(by_rank[rank], sink, claims)
+            layers |= {layer for c in claims for layer in c.layers}
+    assert layers >= set(LAYERS)
+    return layers - set(LAYERS)
+
+
+@pytest.mark.parametrize("of", [1, 2])
+@pytest.mark.parametrize("to", [1, 2])
+def test_a_draft_model_is_moved_if_both_have_it(of: int, to: int) -> None:
+    assert drafts_moved(with_draft(ranks(of)), with_draft(ranks(to))) == {"draft"}
+    assert drafts_moved(ranks(of), with_draft(ranks(to))) == set()
+    assert drafts_moved(with_draft(ranks(of)), ranks(to)) == set()
+    assert drafts_moved(with_draft(ranks(of), encoding="another"), with_draft(ranks(to))) == set()
+    assert drafts_moved(with_draft(ranks(of), unit=8), with_draft(ranks(to))) == set()
+
+
+def test_a_layer_that_a_model_must_have_is_refused_by_name() -> None:
+    (cache,) = ranks(1)
+    views = tuple(msgspec.structs.replace(v, layers=v.layers[:-1], offsets=v.offsets[:-1]) for v in cache.views)
+    with pytest.raises(Incompatible, match="no rank of the producer holds layer 'l7'"):
+        route([msgspec.structs.replace(cache, views=views)], ranks(1))

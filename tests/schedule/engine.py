@@ -13,7 +13,7 @@ from kvxfer.identity import Source
 from kvxfer.schedule import Group, Schedule, Want
 
 WINDOW = 5
-STATE = 1000  # block size of a group whose one block holds the whole state
+STATE = 1000  # block size of a group whose one block holds the state, whatever its tokens
 
 
 def ceil(tokens: int, block: int) -> int:
@@ -294,6 +294,8 @@ class Engine:
     def holds(self, table: Sequence[Sequence[int]], tokens: Sequence[int], computed: int) -> bool:
         """Whether every block that is there holds what these tokens would have written."""
         for g, (group, row) in enumerate(zip(self.groups, table, strict=True)):
+            if group.kind == "local":
+                continue  # what came from outside came without it
             positions = [computed - 1] if group.kind == "state" else range(computed)
             for position in positions:
                 block = row[position // group.block] if position // group.block < len(row) else -1

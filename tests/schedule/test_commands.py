@@ -20,7 +20,7 @@ ALL = StepCommands(
 def test_commands_survive_pickle_and_msgpack() -> None:
     assert pickle.loads(pickle.dumps(ALL)) == ALL
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(ALL), type=StepCommands) == ALL
-    release = Release(T, PEER, "why")
+    release = Release(T, b"d", PEER, "why")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(release), type=Release) == release
 
 

@@ -179,9 +179,9 @@ class TestSiblings:
 class TestRelease:
     def test_rejected_request(self) -> None:
         intake = expecting(FULL, 40)
-        assert intake.waiting == {T: PEER}
+        assert intake.waiting == {T: (DIGEST, PEER)}
         intake.finish("r", "the consumer rejected the request")
-        assert intake.releases() == (Release(T, PEER, "the consumer rejected the request"),)
+        assert intake.releases() == (Release(T, DIGEST, PEER, "the consumer rejected the request"),)
         assert not intake.releases() and not intake.waiting and len(intake) == 0
 
     def test_all_is_in_the_local_cache(self) -> None:

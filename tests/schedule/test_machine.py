@@ -24,6 +24,9 @@ CACHES = [
     [Group("window", 3)],
     [Group("full", 4), Group("state", STATE)],
     [Group("state", STATE)],
+    [Group("full", 4), Group("state", 4)],
+    [Group("local", 3), Group("full", 4), Group("window", 2), Group("local", 5)],
+    [Group("window", 3), Group("local", 4)],
 ]
 
 
@@ -244,18 +247,21 @@ class Machine(RuleBasedStateMachine):
         assert offer.tokens <= giving.tokens
         for group, old, new in zip(self.groups, before, offer.blocks, strict=True):
             assert new[: len(old)] == old
-            if group.kind == "full" or offer.final:
+            if group.kind != "local" and (group.kind == "full" or offer.final):
                 assert len(new) == ceil(offer.tokens, group.block)
             else:
-                assert not new, "this group is not complete"
-            if group.kind != "window":
+                assert not new, "this group is not complete, or nobody else's"
+            if group.kind == "state" and new:
+                assert set(new[:-1]) <= {-1} and new[-1] != -1
+            elif group.kind != "window":
                 assert -1 not in new
             elif offer.final and giving.request.computed == giving.tokens:
                 assert -1 not in new[self.engine.first_needed(group, giving.tokens) :]
         if offer.final:
             assert offer.tokens == giving.tokens
-            table = [row[: len(new)] for row, new in zip(giving.request.table, offer.blocks, strict=True)]
-            assert [list(row) for row in offer.blocks] == table
+            for group, row, new in zip(self.groups, giving.request.table, offer.blocks, strict=True):
+                first = len(new) - 1 if group.kind == "state" else 0
+                assert list(new[first:]) == row[first : len(new)]
         giving.heard, giving.latest = offer.generation, offer
 
     def everything_computed_is_offered(self) -> None:
@@ -270,7 +276,7 @@ class Machine(RuleBasedStateMachine):
                 if ready >= giving.tokens:
                     tokens = giving.tokens
                 assert (giving.latest.tokens if giving.latest else 0) == tokens
-                if full == self.groups and tokens == giving.tokens:
+                if full == [group for group in self.groups if group.kind != "local"] and tokens == giving.tokens:
                     assert giving.latest and giving.latest.final
 
     def finished(self, request: Request, held: bool) -> None:
@@ -343,9 +349,10 @@ class Machine(RuleBasedStateMachine):
         assert (want.digest, want.source, want.own) == (bytes(taking.prompt), PEER, OWN)
         assert 0 <= want.start < want.tokens == request.prompt - self.stateful
         for group, row, table in zip(self.groups, want.blocks, request.table, strict=True):
-            assert len(row) == ceil(want.tokens, group.block)
+            assert len(row) == (ceil(want.tokens, group.block) if group.kind != "local" else 0)
             for i, block in enumerate(row):
-                assert block == (-1 if (i + 1) * group.block <= want.start else table[i])
+                others = (i + 1) * group.block <= want.start or (group.kind == "state" and i + 1 < len(row))
+                assert block == (-1 if others else table[i])
                 assert block == -1 or self.engine.refs[block] == 1, "somebody else uses this block"
         self.loads.append((want, request))
 

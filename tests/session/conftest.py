@@ -73,8 +73,9 @@ def engine() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
     def make(
-        options: dict[str, Any], *, tp: int = 1, blocks: int = 16, seed: int | None = None, **config: Any
-    ) -> Engine:
+        options: dict[str, Any], *, tp: int = 1, blocks: int = 16, seed: int | None = None,
+        facts: dict[str, str] | None = None, **config: Any,
+    ) -> Engine:  # fmt: skip
         config = {"transfer_timeout": 5.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
         settings = Config.from_mapping({"backend": backend, "backend_options": options, **config})
@@ -83,8 +84,9 @@ def engine() -> Iterator[Callable[..., Engine]]:
         memories = [
             np.zeros(size, np.uint8) if seed is None else rng.integers(1, 255, size, dtype=np.uint8) for _ in range(tp)
         ]
-        agents = [Agent(make_cache(m, tp, r, blocks), settings, f"engine{len(made)}") for r, m in enumerate(memories)]
-        directory = Directory(f"engine{len(made)}", agents[0].epoch, "127.0.0.1", 0)
+        name = f"engine{len(made)}"
+        agents = [Agent(make_cache(m, tp, r, blocks), settings, name, facts) for r, m in enumerate(memories)]
+        directory = Directory(name, agents[0].epoch, "127.0.0.1", 0, facts=facts)
         directory.publish(tuple(a.member for a in agents))
         made.append(Engine(agents, directory, memories))
         return made[-1]

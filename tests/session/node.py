@@ -16,7 +16,7 @@ import numpy as np
 
 from kvxfer.config import Config
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Offered, Released, Settle
+from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Named, Offered, Released, Settle
 from tests.session.conftest import HEADS, LAYERS, TOKENS, UNIT, make_cache
 
 __all__ = ["Node", "name"]
@@ -75,11 +75,11 @@ class Engine:
 
     def settle(self, source: Source, transfer: TransferId) -> None:
         """Tell an engine that a transfer will not be fetched."""
-        self.directory.tell(source, Settle(source.epoch, (transfer,), "not wanted"))
+        self.directory.tell(source, Settle(source.epoch, (Named(transfer, b"d"),), "not wanted"))
 
     def notices(self) -> list[TransferId]:
         """What other engines have told this one of, since the last call."""
-        return [t for notice in self.directory.notices() for t in notice.transfers]
+        return [n.transfer for notice in self.directory.notices() for n in notice.transfers]
 
     def vitals(self) -> tuple[int, int]:
         """Threads and file descriptors."""

@@ -199,15 +199,15 @@ def test_a_link_waits_with_the_next_back_end_for_the_end_of_the_last() -> None:
         return Told(name, notes)  # type: ignore[return-value]
 
     movers = Movers(("near", "far"), told, lambda *_: pytest.fail("not asked for"))
-    movers.endpoint("link", 1, "near")
+    movers.endpoint("link", 1, "near", "consumer")
     movers.disconnect("link")
-    movers.endpoint("link", 2, "far")
-    assert notes == [("near", "endpoint", "link", "1"), ("near", "disconnect", "link")]
+    movers.endpoint("link", 2, "far", "consumer")
+    assert notes == [("near", "endpoint", "link", "1", "consumer"), ("near", "disconnect", "link")]
     movers.disconnect("link")
-    movers.endpoint("link", 3, "far")
+    movers.endpoint("link", 3, "far", "consumer")
     assert not movers.disconnected("link") and notes[-1] == ("near", "disconnect", "link")
     assert movers.disconnected("link")
-    assert notes[-2:] == [("far", "begin"), ("far", "endpoint", "link", "3")]
+    assert notes[-2:] == [("far", "begin"), ("far", "endpoint", "link", "3", "consumer")]
     movers.disconnect("link")
     assert notes[-1] == ("far", "disconnect", "link") and movers.disconnected("link")
 

@@ -82,7 +82,7 @@ def test_all_is_delivered_when_nothing_goes_wrong(setting: Setting) -> None:
             for _ in range(4):
                 world.prefills.work(rank)
     world.end()
-    assert world.decodes.outcomes == {"delivered": 7 * RANKS}  # the last is the world's own
+    assert world.decodes.outcomes == {"delivered": 7 * RANKS, "whole": 7}  # the last is the world's own
 
 
 @each_setting
@@ -107,7 +107,7 @@ def test_a_connection_that_breaks_costs_nothing_while_no_bytes_move(
             for link in [x for x in consumer.links.values() if x.up_c]:  # others are none yet
                 world.network.cut(link, again=True)
         world.end()
-        assert world.decodes.outcomes == {"delivered": 2 * RANKS}, f"cut after {moment / 20} s"
+        assert world.decodes.outcomes == {"delivered": 2 * RANKS, "whole": 2}, f"cut after {moment / 20} s"
 
 
 class Hostile(RuleBasedStateMachine):

@@ -201,6 +201,7 @@ class Relay:
             while data := source.recv(65536):
                 self._flow.wait()
                 sink.sendall(data)
+            self._flow.wait()  # an end does not pass either
         except OSError:
             pass  # cut
         for end in (source, sink):

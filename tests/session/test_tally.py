@@ -88,6 +88,34 @@ def test_only_a_tally_is_taken_for_one(tally: SharedTally, tmp_path: Any) -> Non
     assert Sight.of(place) is None
 
 
+CUT = """
+import mmap, os, secrets, sys
+from kvxfer.session.tally import Sight, SharedTally
+if sys.argv[1] == "ours":
+    tally = SharedTally()
+    fd, place = tally._fd, tally.place
+else:
+    fd = os.memfd_create("kvxfer-tally", os.MFD_ALLOW_SEALING if sys.argv[1] == "unsealed" else 0)
+    os.ftruncate(fd, 4096)
+    token = secrets.token_bytes(16)
+    mmap.mmap(fd, 4096)[8:24] = token
+    place = f"{os.getpid()}/{fd}/{token.hex()}"
+sight = Sight.of(place)
+for size in (4095, 0):
+    try:
+        os.ftruncate(fd, size)
+    except PermissionError:
+        pass
+print("not seen" if sight is None else f"seen {sight()}")
+"""
+
+
+@pytest.mark.parametrize(("whose", "said"), [("ours", "seen 0"), ("unsealed", "not seen"), ("never to be sealed", "not seen")])
+def test_a_tally_that_is_cut_short_ends_no_consumer(whose: str, said: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CUT, whose], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
+
+
 @given(place=st.text(max_size=60) | st.from_regex(r"\d{1,10}/\d{1,7}/[0-9a-f]{32}", fullmatch=True))
 def test_nothing_that_a_peer_says_is_mistaken_for_one(place: str) -> None:
     assert Sight.of(place) is None
@@ -111,7 +139,7 @@ class Party:
     def __init__(self, mode: str = "read") -> None:
         self.tally = Tally()
         self.tally.offered(T, 2)
-        self.machine = Producer(LEASE, self.tally)
+        self.machine = Producer(LEASE, LEASE, self.tally)
         ours, theirs = (make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2))
         planner = Planner(ours, theirs, (Claim(0, 0, ours.views[0].layers, 0, 4),))
         self.machine.link_up(b"link", LinkInfo(mode, planner, peer=7), 0.0)  # type: ignore[arg-type]
@@ -156,7 +184,7 @@ ENDS: dict[str, Callable[[Party], Any]] = {
     "aborted": lambda p: p.machine.revoke(T, 1, "aborted", True, 0.0),
     "computed anew": lambda p: p.offer(2),
     "link lost": lambda p: p.machine.link_down(b"link", "silent", 0.0),
-    "dropped": lambda p: p.machine.message(b"link", m.Drop(T, 1, "changed its mind"), 0.0),
+    "dropped": lambda p: p.machine.message(b"link", m.Drop(T, 1, b"d", "changed its mind"), 0.0),
     "wanted anew": lambda p: p.want(2),
     "out of time": lambda p: p.machine.tick(6.0),
     "other bytes": lambda p: p.machine.message(b"link", m.Check(T, 1, 1, b"12345678"), 0.0),

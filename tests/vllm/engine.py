@@ -7,6 +7,7 @@ whole prefix, or `WRONG` if one slot was not what it should be: tokens are right
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import secrets
@@ -20,7 +21,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    LoadConfig,
+    ModelConfig,
+    MultiModalConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -30,7 +40,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -54,20 +71,49 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Group:
-    """A KV-cache group; `window`: tokens that a token attends to, itself included, or 0 for all. `state`: it keeps one
-    recurrent state for a request instead."""
+    """A KV-cache group; `window`: tokens that a token attends to, itself included, or 0 for all; `chunk`: it attends to
+    those of its own chunk of that length.
+
+    state: it keeps recurrent states instead: one for a request, or, `aligned` for the prefix cache, one in the block of
+        the last token; `drafts`: blocks for the states after as many draft tokens.
+    own: nobody else's layer: of a draft model, or (`local`) of what vLLM has excluded from transfers. What such a
+        layer holds decides on no token.
+    """
 
     window: int = 0
+    chunk: int = 0
     state: bool = False
+    aligned: bool = False
+    drafts: int = 0
+    own: bool = False
+    local: bool = False
+
+    @property
+    def block(self) -> int:
+        return LONGEST if self.state and not self.aligned else BLOCK
 
     def spec(self) -> Any:
         if self.state:
-            return MambaSpec(block_size=LONGEST, shapes=((2048,),), dtypes=(torch.int8,))
+            return MambaSpec(
+                block_size=self.block, shapes=((2048,),), dtypes=(torch.int8,), num_speculative_blocks=self.drafts,
+                mamba_cache_mode="align" if self.aligned else "none",
+            )  # fmt: skip
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
+        if self.chunk:
+            return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.chunk)
         return SlidingWindowSpec(**shape, sliding_window=self.window) if self.window else FullAttentionSpec(**shape)
+
+    def first(self, position: int) -> int:
+        """The first position that the token at this one attends to."""
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
 
 
 FULL, HYBRID, STATEFUL = (Group(),), (Group(), Group(window=24)), (Group(), Group(state=True))
+ALIGNED, CHUNKED = (Group(), Group(state=True, aligned=True)), (Group(), Group(chunk=32))
+DRAFTING = (Group(), Group(state=True, aligned=True, drafts=2))
+LOCAL = (Group(local=True), Group(), Group(window=24))
 
 
 @dataclass
@@ -100,40 +146,49 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 def vllm_config(
     folder: pathlib.Path, transfer: KVTransferConfig, *, budget: int = 64, seqs: int = 8, caching: bool = True,
-    hybrid: bool = True,
+    hybrid: bool = True, weights: str = "dummy", media_cache: float = 4,
 ) -> VllmConfig:  # fmt: skip
     (folder / "config.json").write_text(json.dumps(MODEL))
-    return VllmConfig(
+    config = VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0),
         scheduler_config=SchedulerConfig(
             max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LONGEST, enable_chunked_prefill=True,
             is_encoder_decoder=False, disable_hybrid_kv_cache_manager=not hybrid,
         ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
+        load_config=LoadConfig(load_format=weights),
         kv_transfer_config=transfer,
         device_config=DeviceConfig("cpu"),
     )  # fmt: skip
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=media_cache)
+    return config
 
 
 class Engine:
     """One engine. `overlap`: asynchronous scheduling, where a step is planned before the last one's result is seen.
-    `resumes_as_new`: as with model runner 2."""
+    `resumes_as_new`: as with model runner 2. `hashed`: tokens for which the prefix cache has a hash, BLOCK or less."""
 
     block = BLOCK
 
     def __init__(
         self, wire: Wire, config: VllmConfig, groups: Sequence[Group] = FULL, *, blocks: int = 60, ranks: int = 1,
-        overlap: bool = False, resumes_as_new: bool = False,
+        overlap: bool = False, resumes_as_new: bool = False, hashed: int = BLOCK,
     ) -> None:  # fmt: skip
         init_none_hash(sha256)
         self.wire, self.groups, self.blocks = wire, tuple(groups), blocks
+        self.layers = _layers(self.groups)  # name -> group
+        if any(g.aligned for g in groups):
+            config.cache_config.mamba_cache_mode = "align"
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = overlap
         self.memory = np.zeros((blocks, BLOCK), np.int64)
         kv = KVCacheConfig(
             num_blocks=blocks, kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec([f"layer.{i}"], g.spec()) for i, g in enumerate(groups)],
+            kv_cache_groups=[
+                KVCacheGroupSpec([name], groups[i].spec(), **({"enable_kv_transfer": False} if groups[i].local else {}))
+                for name, i in self.layers.items()
+            ],
         )  # fmt: skip
         self.workers = [
             KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv) for _ in range(ranks)
@@ -141,11 +196,11 @@ class Engine:
         scheduler = AsyncScheduler if overlap else Scheduler
         self.scheduler = scheduler(
             vllm_config=config, kv_cache_config=kv, structured_output_manager=StructuredOutputManager(config),
-            block_size=LONGEST if any(g.state for g in groups) else BLOCK, hash_block_size=BLOCK, log_stats=True,
+            block_size=max(g.block for g in groups), hash_block_size=hashed, log_stats=True,
         )  # fmt: skip
         self.scheduler.use_v2_model_runner = resumes_as_new
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.hasher = get_request_block_hasher(hashed, sha256)
         assert self.scheduler.connector is not None
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, ranks)
         self.agents = [self._agent(ours(worker), Rank(0, rank)) for rank, worker in enumerate(self.workers)]
@@ -277,6 +332,8 @@ class Engine:
                 for row, extra in zip(self.tables[name], more, strict=True):
                     row.extend(extra)
             work.append((name, start))
+        for copy in getattr(output, "kv_cache_block_copies", None) or ():
+            self.memory[copy.dst_block_id] = self.memory[copy.src_block_id]
         spans = [(name, start, start + output.num_scheduled_tokens[name]) for name, start in work]
         for span in spans:  # of all requests, before anything is read, as in each layer of a model
             self._write(*span)
@@ -290,25 +347,30 @@ class Engine:
     def _write(self, name: str, start: int, end: int) -> None:
         self.computed[name] = self.computed.get(name, 0) + end - start
         known = hashes(self.texts[name][:end])
-        for g, (group, row) in enumerate(zip(self.groups, self.tables[name], strict=True)):
+        for layer, g in self.layers.items():
+            group, row = self.groups[g], self.tables[name][g]
             if group.state:
-                good = not start or self.memory[row[0], 0] == _content(g, known[start - 1])
-                self.memory[row[0], 0] = _content(g, known[end - 1]) if good else WRONG
+                good = not start or self.memory[row[(start - 1) // group.block], 0] == _content(layer, known[start - 1])
+                self.memory[row[(end - 1) // group.block], 0] = _content(layer, known[end - 1]) if good else WRONG
                 continue
             for position in range(start, end):
-                self.memory[row[position // BLOCK], position % BLOCK] = _content(g, known[position])
+                self.memory[row[position // BLOCK], position % BLOCK] = _content(layer, known[position])
 
     def _sample(self, name: str, start: int, end: int) -> list[int]:
         text = self.texts[name]
         known = hashes(text[:end])
         right = True
-        for g, (group, row) in enumerate(zip(self.groups, self.tables[name], strict=True)):
-            if group.state:
-                right &= bool(row[0] and self.memory[row[0], 0] == _content(g, known[end - 1]))
+        for layer, g in self.layers.items():
+            group, row = self.groups[g], self.tables[name][g]
+            if group.own or group.local:
                 continue
-            for position in range(max(0, start - group.window + 1) if group.window else 0, end):
+            if group.state:
+                block = row[(end - 1) // group.block]
+                right &= bool(block and self.memory[block, 0] == _content(layer, known[end - 1]))
+                continue
+            for position in range(group.first(start), end):
                 block, slot = row[position // BLOCK], position % BLOCK
-                right &= bool(block and self.memory[block, slot] == _content(g, known[position]))
+                right &= bool(block and self.memory[block, slot] == _content(layer, known[position]))
         if end < len(text):
             if not right:
                 self.broken.add(name)
@@ -386,7 +448,13 @@ def ours(connector: Any) -> KVXferConnector:
     return next(c for c in children if isinstance(c, KVXferConnector))
 
 
-def _content(group: int, h: int) -> int:
-    return int(h) * 8 + group + 1
+def _layers(groups: Sequence[Group]) -> dict[str, int]:
+    """A layer for each group. Those that other engines have, too, are called alike wherever they stand."""
+    shared, own = itertools.count(), itertools.count()
+    return {f"own.{next(own)}" if g.own or g.local else f"layer.{next(shared)}": i for i, g in enumerate(groups)}
+
+
+def _content(layer: str, h: int) -> int:
+    return int(h) * 4096 + zlib.crc32(layer.encode()) % 4096
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from tests.vllm.cases import OFFER
@@ -48,9 +51,9 @@ CASES = [
 ]
 
 
-def engine(make: Make) -> Engine:
+def engine(make: Make, **more: Any) -> Engine:
     """One that takes images: what their encoder makes of them is of no matter here."""
-    e = make()
+    e = make(**more)
     e.scheduler.max_num_encoder_input_tokens = 1000
     e.scheduler.encoder_cache_manager = EncoderCacheManager(1000)
     return e
@@ -83,3 +86,45 @@ def test_requests_that_are_the_same(make: Make, request_: dict[str, Any]) -> Non
     b = ask(d, params, 4, request_)
     d.run(p, until=b)
     assert d.computed[b] == 1 + 3
+
+
+def named_by_vllm(caching: bool, media_cache: float) -> str:
+    """What vLLM's own front end calls the first image that it sees."""
+    images = SimpleNamespace(
+        get_all_counts=lambda: {"image": 1}, values=lambda: [], items=lambda: [], get=lambda *_: None, keys=lambda: []
+    )
+    renderer = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=media_cache)),
+        config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caching)),
+        _validate_mm_uuids=lambda *_: None,
+    )
+    found = BaseRenderer._process_mm_uuids(renderer, {}, images, {}, "renderer0-mm-1")
+    return str(found.get("image"))
+
+
+@pytest.mark.parametrize(("caching", "media_cache"), [(False, 0.0), (True, 0.0), (False, 4.0)])
+def test_images_that_vllm_counts_take_no_part(
+    make: Make, caplog: pytest.LogCaptureFixture, caching: bool, media_cache: float
+) -> None:
+    """With no cache that needs their content, two images have one name, on two engines that have just started."""
+    counted = "renderer0-mm-1" in named_by_vllm(caching, media_cache)
+    assert counted == (not caching and not media_cache)
+    p, d = (engine(make, caching=caching, media_cache=media_cache) for _ in range(2))
+    same = image("renderer0-mm-1-image-0")
+    with caplog.at_level(logging.WARNING):
+        a = ask(p, OFFER, 1, same)
+        p.run(until=a)
+    params = p.done[a].params
+    assert (params is None) == counted
+    assert ("--mm-processor-cache-gb" in caplog.text) == counted
+    text = engine(make, caching=caching, media_cache=media_cache)
+    b = ask(text, OFFER, 1, {})  # a request without images is served as ever
+    text.run(until=b)
+    assert text.done[b].params is not None
+    text.lease_ends()
+    if params is None:
+        c = ask(d, {**text.done[b].params, "do_remote_prefill": True}, 4, same)
+        d.run(p, text, until=c)
+        assert d.computed[c] == 60 + 3, "D took what may be of another image"
+    else:
+        p.lease_ends()

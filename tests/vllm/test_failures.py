@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvxfer.session import Named, Renew, Settle
 from kvxfer_vllm.compat import HOLDS_BLOCKS
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import HYBRID, STATEFUL, prompt
+from tests.vllm.engine import HYBRID, ours, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -133,7 +135,7 @@ def test_abort_at_the_producer(make: Make, wire: Wire, groups: Any, when: str) -
     wire.paused = True
     d.steps(2)
     steps = {"queued": 0, "prefilling": 2, "decoding": 5, "held": 6}[when]
-    held = when == "held" or (when == "decoding" and groups == STATEFUL)  # it does not go on after its first token
+    held = when == "held" or (when == "decoding" and any(group.state for group in groups))  # it does not go on after its first token
     p.steps(steps)
     p.abort(a)
     p.steps(3) if held else p.run(until=None)
@@ -188,6 +190,38 @@ def test_rejection_at_the_consumer(make: Make, suffix: str) -> None:
     assert params is not None and p.free < p.blocks - 1
     d.reject(text, params, "cmpl-abc-0" + suffix)
     d.run(p)
+
+
+def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> None:
+    """A name can be guessed, and costs nobody anything; a digest cannot."""
+    p, d = make(), make()
+    text = prompt(60)
+    params = prefill(p, text)
+    tracker, told = ours(p.scheduler.connector)._sched._schedule.producer, ours(d.scheduler.connector)._sched._directory
+    [transfer] = tracker.held
+    before, epoch = p.free, p.address.epoch
+    guessed, known = Named(transfer, b"guessed"), Named(transfer, tracker.digest(transfer))
+
+    def step_until(true: Callable[[], bool]) -> None:
+        end = time.monotonic() + 10.0
+        while not true():
+            assert time.monotonic() < end, "it was not told"
+            time.sleep(0.005)  # notices go over a socket
+            p.step()
+
+    told.tell(p.address, Renew(epoch, (guessed,)))
+    told.tell(p.address, Settle(epoch, (guessed,), "not wanted"))
+    told.tell(p.address, Renew(epoch, (known,)))  # comes after them
+    step_until(lambda: bool(p.agents[0].renewed))
+    p.steps(4)
+    assert p.agents[0].renewed == [transfer] and p.free == before
+    decode(d, text, params, p)
+    again = prefill(p, prompt(61))
+    [transfer] = tracker.held
+    before = p.free
+    told.tell(p.address, Settle(epoch, (Named(transfer, tracker.digest(transfer)),), "not wanted"))
+    step_until(lambda: p.free > before)
+    assert again
 
 
 def test_a_consumer_that_cannot_allocate_for_a_while(make: Make, wire: Wire) -> None:

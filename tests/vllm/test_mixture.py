@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm.cases import OFFER, both
 from tests.vllm.conftest import Make
-from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, prompt
+from tests.vllm.engine import ALIGNED, CHUNKED, DRAFTING, FULL, HYBRID, LOCAL, Engine, Group, answer, prompt
 from tests.vllm.wire import Wire
 
 
@@ -22,6 +22,8 @@ class Mixture:
 
     def ask(self, engine: Engine, text: list[int], params: dict[str, Any] | None, n: int) -> str:
         name = engine.add(text, params, n=n)
+        if params and params.get("do_remote_decode") and len(text) > 1 and any(group.state for group in engine.groups):
+            text, n = text[:-1], 1  # it leaves the last token to the other engine
         self.asked.append((engine, name, text, n))
         return name
 
@@ -98,7 +100,10 @@ class Mixture:
                     engine.lease_ends()
 
 
-@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize(
+    "groups", [FULL, HYBRID, ALIGNED, DRAFTING, CHUNKED, LOCAL],
+    ids=["full", "hybrid", "aligned", "drafting", "chunked", "local"],
+)  # fmt: skip
 @pytest.mark.parametrize("overlap", [False, True], ids=["stepwise", "overlapped"])
 @pytest.mark.parametrize("seed", range(8))
 def test_mixture(make: Make, wire: Wire, groups: tuple[Group, ...], seed: int) -> None:
@@ -108,6 +113,7 @@ def test_mixture(make: Make, wire: Wire, groups: tuple[Group, ...], seed: int) -
         make(
             groups, blocks=rng.choice([20, 30, 60]) * len(groups), budget=rng.choice([16, 64]), policy=policy,
             caching=rng.random() < 0.7, resumes_as_new=rng.random() < 0.5,
+            hashed=rng.choice([8, 16]) if any(group.aligned for group in groups) else 16,
         )
         for _ in range(2)
     )  # fmt: skip

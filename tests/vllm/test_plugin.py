@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,23 @@ def test_by_name_alone() -> None:
     point.load()()  # vLLM may load plugins more than once in a process
     found = KVConnectorFactory.get_connector_class_by_name("KVXferConnector")
     assert found.__module__ == "kvxfer_vllm.connector"
+
+
+def test_log_lines_go_where_vllms_go_unless_somebody_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvxfer_vllm import logs
+
+    ours, vllm, own = logging.getLogger("kvxfer"), logging.getLogger("vllm"), logging.NullHandler()
+    for name, value in {"handlers": [own], "propagate": False, "level": logging.NOTSET}.items():
+        monkeypatch.setattr(ours, name, value)
+    monkeypatch.setattr(vllm, "handlers", [logging.StreamHandler()])
+    logs.share()
+    assert ours.handlers == [own]
+    monkeypatch.setattr(ours, "handlers", [])
+    logs.share()
+    assert ours.handlers == vllm.handlers
+    assert ours.level == vllm.level
+    monkeypatch.undo()
+    ours.setLevel(ours.level)  # forgets what it kept of levels
 
 
 @pytest.mark.parametrize("path", ["kvxfer_vllm", None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvxfer.session import Kind, Outcome
 from tests.vllm.cases import CACHES, HOLDING, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import HYBRID, Engine, Group, answer, ours, prompt
@@ -89,6 +90,46 @@ def test_all_ranks_fail_and_get_quiet_one_after_the_other(make: Make, wire: Wire
     wire.quiet(loads[1])
     d.run(p)
     assert d.free > before
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("apart", [0, 3], ids=["in one step", "steps apart"])
+@CACHES
+def test_ranks_are_delivered_different_generations(
+    make: Make, wire: Wire, groups: tuple[Group, ...], policy: str, apart: int
+) -> None:
+    """P computed the prompt anew between them: each rank is right, the request is not, whatever vLLM hears of its ranks."""
+    p, d = make(groups, ranks=2), make(groups, ranks=2, policy=policy)
+    text = prompt(90)
+    name, loads = begin(d, wire, text, p)
+    for generation, load in enumerate(loads, 1):
+        assert wire.read(load)
+        load.agent.end(load, Outcome(Kind.DELIVERED), generation)
+        wire.quiet(load)
+        d.steps(apart)
+    d.run(p, until=name)
+    assert d.done[name].tokens == (answer(text, 4) if policy == "recompute" else [])
+    assert d.computed.get(name, 0) == (90 + 3 if policy == "recompute" else 0)
+    for agent in p.agents:
+        agent.lease_ends()
+    p.run()
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_one_that_leaves_while_its_ranks_are_found_to_differ(make: Make, wire: Wire, steps: int) -> None:
+    """vLLM gives its blocks back all the same."""
+    p, d = make(ranks=2), make(ranks=2)
+    free = d.free
+    name, loads = begin(d, wire, prompt(90), p)
+    for generation, load in enumerate(loads, 1):
+        load.agent.end(load, Outcome(Kind.DELIVERED), generation)
+        wire.quiet(load)
+    d.steps(steps)
+    d.abort(name)
+    for agent in p.agents:
+        agent.lease_ends()
+    d.run(p)
+    assert d.free == free
 
 
 def test_ranks_give_a_lease_up_at_different_times(make: Make, wire: Wire) -> None:

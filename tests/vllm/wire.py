@@ -7,12 +7,11 @@ a test that wants to see the middle of something pauses it and calls `read`, `se
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-from kvxfer.geometry import Rank
+from kvxfer.geometry import Cache, Rank, Region
 from kvxfer.identity import TransferId, new_epoch
-from kvxfer.session import Ended, Event, Fetch, Offered, Outcome, Released, Stats
+from kvxfer.session import Ended, Event, Fetch, Member, Offered, Outcome, Released, Stats
 from kvxfer.session.values import Kind
 
 JUNK = -1
@@ -43,14 +42,15 @@ class Agent:
     revoked: list[tuple[TransferId, bool, str]] = field(default_factory=list)
     unwanted: set[TransferId] = field(default_factory=set)  # dropped before they were offered
     out: list[Event] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
     said: Stats = Stats(fetches=0, holdings=0, quarantined_bytes=0, corrupt=0, direct=0, staged=0)
 
     def stats(self) -> Stats:
         return self.said
 
     def __post_init__(self) -> None:
-        self.cache = SimpleNamespace(rank=self.rank, regions=[SimpleNamespace(device="cpu")])
-        self.member = SimpleNamespace(address="nowhere", epoch=new_epoch(), cache=self.cache)
+        self.cache = Cache((Region(4096, 4096),), (), (), self.rank)
+        self.member = Member("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
 
     # What the connector calls
 
@@ -67,6 +67,9 @@ class Agent:
             del self.offers[transfer]
         if gone and generation > self.over.get(transfer, -1):
             self._over(transfer, generation, Outcome(Kind.CANCELLED, reason))
+
+    def identify(self, facts: dict[str, str]) -> None:
+        self.facts = facts
 
     def renew(self, transfer: TransferId) -> None:
         self.renewed.append(transfer)
@@ -94,13 +97,13 @@ class Agent:
 
     # What a test or the wire does
 
-    def end(self, load: Load, outcome: Outcome) -> None:
-        """The load's outcome; if that is bad, its producer hears that nobody reads any more."""
+    def end(self, load: Load, outcome: Outcome, generation: int = -1) -> None:
+        """The load's outcome, of a generation; if that is bad, its producer hears that nobody reads any more."""
         load.ended = True
         producer = self.wire.peer(load)
         if producer is not None and not outcome.delivered:
             producer.dropped(load.fetch, outcome.reason)
-        self.out.append(Ended("consumer", load.fetch.transfer, load.fetch.handle, outcome, 1, 0.01))
+        self.out.append(Ended("consumer", load.fetch.transfer, load.fetch.handle, outcome, 1, 0.01, generation))
 
     def quiet(self, load: Load) -> None:
         """Nothing touches the load's blocks any more, nor those that it read."""
@@ -182,20 +185,29 @@ class Wire:
         fetch = load.fetch
         if any(group.state for group in dst.groups) and load.offer.tokens != fetch.tokens:
             return self.fail(load, "the state is that after another token")
-        for g, group in enumerate(dst.groups):
-            if group.state:
-                dst.memory[fetch.blocks[g][0], 0] = src.memory[load.offer.blocks[g][0], 0]
+        for layer, g in dst.layers.items():
+            group, to = dst.groups[g], fetch.blocks[g]
+            if group.local:
+                assert not len(to), f"a table for {layer}, which stays local"
+            if group.local or layer not in src.layers:
                 continue
-            first = max(fetch.start, fetch.tokens - group.window + 1) if group.window else fetch.start
+            of = load.offer.blocks[src.layers[layer]]
+            if group.state:
+                there = of[(fetch.tokens - 1) // src.groups[src.layers[layer]].block]
+                here = to[(fetch.tokens - 1) // group.block]
+                assert max(of) == there and max(to) == here, "a state after fewer tokens is listed"
+                dst.memory[here, 0] = src.memory[there, 0]
+                continue
+            first = max(fetch.start, group.first(fetch.tokens))
             for position in range(fetch.start, fetch.tokens):
                 i, slot = divmod(position, dst.block)
-                if fetch.blocks[g][i] < 0:
+                if to[i] < 0:
                     continue
-                there = load.offer.blocks[g][i] if i < len(load.offer.blocks[g]) else -1
+                there = of[i] if i < len(of) else -1
                 if there >= 0:
-                    dst.memory[fetch.blocks[g][i], slot] = src.memory[there, slot]
+                    dst.memory[to[i], slot] = src.memory[there, slot]
                 elif position >= first:
-                    return self.fail(load, f"no source block for token {position} of group {g}")
+                    return self.fail(load, f"no source block for token {position} of {layer}")
         return True
 
     def settle(self, load: Load) -> bool:
@@ -205,7 +217,7 @@ class Wire:
         held = peer.offers.get(offer.transfer)
         if held is None or held.generation != offer.generation:
             return self.fail(load, "the producer's blocks are not those that were announced")
-        load.agent.end(load, Outcome(Kind.DELIVERED))
+        load.agent.end(load, Outcome(Kind.DELIVERED), offer.generation)
         load.agent.quiet(load)
         peer._over(offer.transfer, offer.generation, Outcome(Kind.DELIVERED))
         return True

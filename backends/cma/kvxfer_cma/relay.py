@@ -29,6 +29,7 @@ class Relay:
         self.name = f"kvxfer-cma-{os.urandom(16).hex()}"
         self._wakeup, self._memories = wakeup, memories
         self._open: dict[bytes, bool] = {}
+        self._lent: dict[bytes, tuple[frozenset[int], bool]] = {}
         self._servers: dict[Server, bytes] = {}  # with the link they serve; empty until they are told
         self._askers: set[Asker] = set()
         # The abstract namespace belongs to the network namespace, and leaves no file behind.
@@ -37,8 +38,10 @@ class Relay:
         self._listener.listen(128)
         wakeup.add(self._listener.fileno(), self._listener)
 
-    def offer(self, link: bytes) -> None:
+    def offer(self, link: bytes, lent: Iterable[int], writable: bool) -> None:
+        """``lent``: the memories that whoever comes by this link may read, or if ``writable`` read and write."""
         self._open[link] = False
+        self._lent[link] = frozenset(lent), writable
 
     def open(self, link: bytes) -> None:
         self._open[link] = True
@@ -49,7 +52,7 @@ class Relay:
         """Stop serving whoever came by this link."""
         for server in self._of(link):
             self._drop(server)
-        del self._open[link]
+        del self._open[link], self._lent[link]
 
     def dial(self, peer: Endpoint) -> Asker:
         """Raises ``TransportError`` when the peer cannot be reached."""
@@ -109,6 +112,7 @@ class Relay:
             if link not in self._open:
                 raise ConnectionRefusedError("this link was not offered, or is closed")
             self._servers[server] = link
+            server.lend(*self._lent[link])
             if not self._open[link]:
                 self._wakeup.remove(server.fileno())
         except OSError:  # gone, or not one of ours; it sees the socket close, and that is its answer

@@ -180,6 +180,11 @@ class Server:
         accepted.setblocking(False)
         self._socket, self._memories = accepted, memories
         self._slots: Slots | None = None
+        self._lent, self._writable = frozenset[int](), False
+
+    def lend(self, memories: frozenset[int], writable: bool) -> None:
+        """What the asker may read, or read and write: nothing before this is called."""
+        self._lent, self._writable = memories, writable
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -221,7 +226,7 @@ class Server:
         self._socket.close()
 
     def _copy(self, slots: Slots, slot: int, write: bool, memory: int, runs: int) -> int:
-        if memory not in self._memories:
+        if memory not in self._memories or memory not in self._lent or (write and not self._writable):
             return UNKNOWN_MEMORY
         # Taken out first: the asker could change the table after it was checked.
         offsets, lengths = slots.table(slot, runs).T.copy()

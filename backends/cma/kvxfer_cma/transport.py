@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -66,6 +66,7 @@ class CmaTransport(Transport):
     """Reads and writes CPU memory of another process of this host. ``Options`` says what can be set."""
 
     name: ClassVar[str] = "cma"
+    guarded = "always"
     contract: ClassVar[int] = 1
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -114,16 +115,19 @@ class CmaTransport(Transport):
                 keys.pop(memory).fill(0)
 
     def endpoint(self) -> bytes:
+        return self.endpoint_lending(self._memories, True)
+
+    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
         self._check_open()
         link, keys, exported = os.urandom(LINK_BYTES), Keys(), []
-        for number in self._memories:
+        for number in sorted(memories):
             key = os.urandom(vm.KEY_BYTES)
             keys[number] = shown = np.frombuffer(bytearray(vm.not_yet(key)), np.uint8)
             pieces = tuple((r.address, r.nbytes) for r in self._memories.regions(number))
             exported.append(Exported(number, shown.ctypes.data, key, pieces))
         self._keys[link] = keys
         if self._relay is not None:
-            self._relay.offer(link)
+            self._relay.offer(link, memories, writable)
         return Endpoint(
             self.agent, self._host, self._pid_namespace, os.getpid(), link,
             self._relay.name if self._relay is not None else "", tuple(exported),

@@ -10,10 +10,10 @@ from msgspec import Meta
 
 from kvxfer.errors import TransportError
 from kvxfer.transport.endpoint import EndpointBase
+from kvxfer.transport.lines import LINK_BYTES
 
 __all__ = ["HANDLE_BYTES", "LINK_BYTES", "Allocation", "Endpoint", "Exported", "process"]
 
-LINK_BYTES = 16
 HANDLE_BYTES = 64
 
 Size = Annotated[int, Meta(gt=0, lt=1 << 62)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,13 +14,13 @@ from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
 from kvxfer.transport.host import host
+from kvxfer.transport.lines import Line, Lines
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_cuda_ipc import driver
 from kvxfer_cuda_ipc.endpoint import LINK_BYTES, Endpoint, Exported, process
 from kvxfer_cuda_ipc.exports import Opened, export
 from kvxfer_cuda_ipc.gpu import Gpu
-from kvxfer_cuda_ipc.lines import Line, Lines
 from kvxfer_cuda_ipc.lowering import Lowering
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.probe import probe
@@ -77,6 +77,7 @@ class CudaIpcTransport(Transport):
     """Reads and writes GPU memory of another process of this host. ``Options`` says what can be set."""
 
     name: ClassVar[str] = "cuda_ipc"
+    guarded = "always"
     contract: ClassVar[int] = 1
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -93,7 +94,7 @@ class CudaIpcTransport(Transport):
         self._numbers = 0
         self._jobs: dict[int, _Job] = {}
         self._wakeup = Wakeup()
-        self._lines = Lines(self._wakeup)
+        self._lines = Lines("cuda-ipc", self._wakeup)
         self._closed = False
 
     @classmethod
@@ -134,11 +135,16 @@ class CudaIpcTransport(Transport):
         self._exported.pop(memory, None)
 
     def endpoint(self) -> bytes:
+        return self.endpoint_lending(self._exported, True)
+
+    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
+        """Handles have no rights: who can open one can write, too."""
         self._check_open()
         link = os.urandom(LINK_BYTES)
         self._lines.offer(link)
         return Endpoint(
-            self.agent, self._host, process(), link, self._lines.name, tuple(self._exported.values())
+            self.agent, self._host, process(), link, self._lines.name,
+            tuple(e for number, e in self._exported.items() if number in memories),
         ).encode()
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
@@ -159,7 +165,7 @@ class CudaIpcTransport(Transport):
                 self._let_go(peer, lowerings)
                 raise
         self._numbers += 1
-        self._links[self._numbers] = _Link(self._lines.connect(link, peer), peer, lowerings)
+        self._links[self._numbers] = _Link(self._lines.connect(link, peer.link, peer.socket, peer.agent), peer, lowerings)
         self._wakeup.set()
         return self._numbers
 

@@ -13,6 +13,7 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.settings import advice
 from kvxfer_nixl import ucx
+from kvxfer_nixl.gate import inside
 from kvxfer_nixl.library import Library, load
 from kvxfer_nixl.options import Options, text
 
@@ -51,28 +52,31 @@ class Agent:
         config.useProgThread, config.pthrDelay = True, PROGRESS_US
         config.useListenThread = False
         config.syncMode = getattr(nixl, f"NIXL_THREAD_SYNC_{options.locking.upper()}")
-        ucx.check(options.ucx_settings, library.ucp)
+        settings = options.ucx_settings
+        ucx.check(settings, library.ucp)
         try:
-            agent = nixl.nixlAgent(name, config)
+            with inside:
+                agent = nixl.nixlAgent(name, config)
         except self._errors as e:
             raise TransportError(f"NIXL cannot make an agent: {library.explain(e)}") from e
         self.plugins = tuple(agent.getAvailPlugins())
         parameters = _parameters(agent, library, options)
         try:
-            with ucx.applied(options.ucx_settings) as settings:
-                handle = agent.createBackend(options.plugin, parameters | settings)
+            with inside, ucx.applied(settings) as applied:
+                handle = agent.createBackend(options.plugin, parameters | applied)
             self.kinds = frozenset(agent.getBackendParams(handle)[1]) & {"DRAM_SEG", "VRAM_SEG"}
         except self._errors as e:
             raise TransportError(
                 f"NIXL's plugin {options.plugin} cannot start with parameters {parameters} and UCX settings "
-                f"{options.ucx_settings}: {library.explain(e)}"
+                f"{settings}: {library.explain(e)}"
             ) from e
         self._agent: Any = agent
+        inside.before_the_end(self._drop)
         self._segments = (nixl.DRAM_SEG, nixl.VRAM_SEG)
         self._operations = {"read": nixl.NIXL_READ, "write": nixl.NIXL_WRITE}
         try:
-            self.metadata()
-        except TransportError as e:
+            agent.getLocalMD()
+        except self._errors as e:
             raise ConfigError(
                 f"NIXL's plugin {options.plugin} moves bytes between memory and storage, not between agents; use UCX"
             ) from e
@@ -82,7 +86,8 @@ class Agent:
         pieces = [(r.address, r.nbytes, device, "") for r in regions]
         try:
             token = self._nixl.nixlRegDList(self._segments[cuda], pieces)
-            self._agent.registerMem(token, [])
+            with inside:
+                self._agent.registerMem(token, [])
         except self._errors as e:
             where = f"cuda:{device}" if cuda else "cpu"
             raise TransportError(
@@ -92,21 +97,26 @@ class Agent:
 
     def deregister(self, token: Any) -> None:
         try:
-            self._agent.deregisterMem(token, [])
+            with inside:
+                self._agent.deregisterMem(token, [])
         except self._errors as e:
             raise TransportError(f"NIXL cannot deregister memory: {self._library.explain(e)}") from e
 
-    def metadata(self) -> bytes:
-        """What a peer has to ``add``: how to reach this agent, and all memory registered so far."""
+    def metadata(self, *tokens: Any) -> bytes:
+        """What a peer has to ``add``: how to reach this agent, and the memory that was registered so; if that is not none, or one, all
+        that is registered."""
+        few = self._nixl.nixlRegDList(self._segments[0], []) if not tokens else tokens[0]
         try:
-            return bytes(self._agent.getLocalMD())
+            with inside:
+                return bytes(self._agent.getLocalMD() if len(tokens) > 1 else self._agent.getLocalPartialMD(few, True, []))
         except self._errors as e:
             raise TransportError(f"NIXL cannot describe this agent: {self._library.explain(e)}") from e
 
     def add(self, metadata: bytes) -> str:
         """Make a peer known; returns its name."""
         try:
-            name = self._agent.loadRemoteMD(metadata)
+            with inside:
+                name = self._agent.loadRemoteMD(metadata)
         except self._errors as e:
             raise TransportError(self._library.explain(e)) from e
         return name.decode() if isinstance(name, bytes) else str(name)
@@ -114,19 +124,22 @@ class Agent:
     def remove(self, name: str) -> None:
         """Forget a peer. No fence: what is in flight goes on."""
         with suppress(*self._errors):  # NIXL forgets it by itself when a connection fails
-            self._agent.invalidateRemoteMD(name)
+            with inside:
+                self._agent.invalidateRemoteMD(name)
 
     def tell(self, name: str, message: str) -> None:
         """Send a short message to a peer. Returns at once; raises if the connection is known to have failed."""
         try:
-            self._agent.genNotif(name, message)
+            with inside:
+                self._agent.genNotif(name, message)
         except self._errors as e:
             raise TransportError(self._library.explain(e)) from e
 
     def heard(self) -> Iterator[bytes]:
         """Messages that have come, from anybody."""
         try:
-            found = self._agent.getNotifs({}, [])
+            with inside:
+                found = self._agent.getNotifs({}, [])
         except self._errors as e:
             raise TransportError(f"NIXL cannot receive: {self._library.explain(e)}") from e
         for messages in found.values():
@@ -137,31 +150,39 @@ class Agent:
         nixl = self._nixl
         try:
             here, there = (nixl.nixlXferDList(self._segments[cuda], rows) for cuda, rows in (local, remote))
-            return int(self._agent.createXferReq(self._operations[operation], here, there, name, "", []))
+            with inside:
+                return int(self._agent.createXferReq(self._operations[operation], here, there, name, "", []))
         except self._errors as e:
             raise TransportError(self._library.explain(e)) from e
 
     def post(self, handle: int) -> bool:
         """Start it, once; says whether it is done. Over CMA it always is: the call copies."""
         try:
-            return bool(self._agent.postXferReq(handle, "") == self._nixl.NIXL_SUCCESS)
+            with inside:
+                return bool(self._agent.postXferReq(handle, "") == self._nixl.NIXL_SUCCESS)
         except self._errors as e:
             raise TransportError(self._library.explain(e)) from e
 
     def done(self, handle: int) -> bool:
         """Whether the bytes are visible at the target. Raises when they will not be."""
         try:
-            return bool(self._agent.getXferStatus(handle) == self._nixl.NIXL_SUCCESS)
+            with inside:
+                return bool(self._agent.getXferStatus(handle) == self._nixl.NIXL_SUCCESS)
         except self._errors as e:
             raise TransportError(self._library.explain(e)) from e
 
     def release(self, handle: int) -> None:
         """Forget a handle. No fence: if it is not done, bytes may go on landing until ``close``."""
         with suppress(*self._errors):  # what it cannot cancel it keeps until the agent goes
-            self._agent.releaseXferReq(handle)
+            with inside:
+                self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
         """End the agent, its thread and its connections. Nothing lands in this process's memory afterwards."""
+        inside.forget(self._drop)
+        self._drop()
+
+    def _drop(self) -> None:
         self._agent = None
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvxfer.transport.endpoint import EndpointBase
+from kvxfer.transport.lines import LINK_BYTES
 
 __all__ = ["Endpoint", "Piece"]
 
@@ -19,15 +20,23 @@ class Piece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``host``: ``Reach.here``. ``end``: names this end of this link. ``memories``: by number, ``None`` for one that is gone.
+    """``host``: ``Reach.here``; ``within``: the network namespace. ``end``: random, names this end of this link; ``line``: where a peer of
+    the same host and namespace announces itself. ``memories``: by number, ``None`` for one that is gone or not for this peer.
     ``metadata``: what NIXL has to know of our agent, parts of which UCX takes on trust."""
 
     backend = "nixl"
-    format = 3
+    format = 4
 
     agent: Annotated[str, Meta(max_length=256)]
     plugin: Annotated[str, Meta(max_length=64)]
     host: Annotated[str, Meta(max_length=128)]
-    end: Annotated[str, Meta(min_length=1, max_length=64)]
+    within: int
+    end: Annotated[bytes, Meta(min_length=LINK_BYTES, max_length=LINK_BYTES)]
+    line: Annotated[str, Meta(max_length=96)]
     memories: tuple[Piece | None, ...]
     metadata: bytes
+
+    @property
+    def name(self) -> str:
+        """Its end, as greetings name it."""
+        return self.end.hex()

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 
 from kvxfer.errors import TransportError
+from kvxfer.transport.lines import Line
 from kvxfer_nixl.agent import Agent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.space import Space
@@ -67,11 +68,12 @@ class Peers:
 
 
 class Link:
-    """``end``: our end. ``error``: why nothing can move any more."""
+    """``end``: our end. ``line``: to a peer of this host, whose end NIXL may not tell of. ``error``: why nothing can move any more."""
 
     def __init__(self, number: int, end: str, theirs: Endpoint, peers: Peers) -> None:
         """Raises ``TransportError`` when the peer's description or metadata make no sense."""
-        self.number, self.end, self.their_end, self.agent = number, end, theirs.end, theirs.agent
+        self.number, self.end, self.their_end, self.agent = number, end, theirs.name, theirs.agent
+        self.line: Line | None = None
         self.space = Space.of_peer(theirs.memories)
         self.peer = peers.connect(theirs.metadata)
         self.up = False
@@ -85,6 +87,10 @@ class Link:
 
     @property
     def error(self) -> TransportError | None:
+        if self._error is None and self.line is not None:
+            self.line.check()
+            if self.line.down is not None:
+                self._fail(f"the connection has failed: {self.line.down}")
         if self._error is None and self.peer.error is not None:
             self._fail(f"the connection has failed: {self.peer.error}", self.peer.error)
         return self._error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -10,17 +11,26 @@ from msgspec import Meta, Struct
 
 from kvxfer.errors import ConfigError
 from kvxfer.settings import read
+from kvxfer.transport.ucx import confined
 from kvxfer_nixl.library import has_gpu
 
 __all__ = ["Options"]
 
 Setting = str | int | float | bool
 
+UCX_DEFAULTS = {
+    "MM_ERROR_HANDLING": "y",  # or UCX refuses to make do with shared memory
+    "KEEPALIVE_INTERVAL": "1s",  # over which nothing else tells that a peer has died; UCX's own default is 20 s
+}
+"""What we set unless the operator does, in the options or with ``UCX_*`` in the environment."""
+
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``nixl``.
 
     Attributes:
+        listen: where plugin ``UCX`` opens ports. A loopback address, the default: nowhere, since it uses nothing but shared memory and
+            GPUs; another one: at the network device that has it; ``0.0.0.0``: at all. See ``kvxfer.transport.ucx``.
         plugin: the NIXL plugin that moves the bytes; one that reaches other agents (``UCX``, ``LIBFABRIC``, ``MOONCAKE``).
         plugin_params: the plugin's own parameters, as in ``{"num_workers": "2"}``.
         ucx: settings of UCX, with or without the prefix ``UCX_``, as in ``{"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}``.
@@ -34,6 +44,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             ``NIXL_LOG_LEVEL``.
     """
 
+    listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     plugin: Annotated[str, Meta(min_length=1)] = "UCX"
     plugin_params: dict[str, Setting] = {}
     ucx: dict[str, Setting] = {}
@@ -68,8 +79,13 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def ucx_settings(self) -> dict[str, str]:
-        """Without the prefix, as text."""
-        return {key.removeprefix("UCX_"): text(value) for key, value in self.ucx.items()}
+        """Without the prefix, as text: the options, and our defaults where neither they nor the environment say otherwise. Raises
+        ``ConfigError`` when ``listen`` is no address of this host."""
+        if self.plugin != "UCX":
+            return {}
+        given = {key.removeprefix("UCX_"): text(value) for key, value in self.ucx.items()}
+        ours = UCX_DEFAULTS | confined(self.listen, given, gpus=has_gpu())
+        return {key: value for key, value in ours.items() if f"UCX_{key}" not in os.environ} | given
 
 
 def text(value: Setting) -> str:

@@ -27,10 +27,10 @@ class NixlRaw:
         self._agent = Agent(f"raw-{os.getpid()}", Options.parse(options))
         self._address = region.address
         self._cuda, self._device = device_of(region.device)
-        self._agent.register([region], self._cuda, self._device)
+        self._memory = self._agent.register([region], self._cuda, self._device)
 
     def endpoint(self) -> bytes:
-        return msgspec.msgpack.encode((self._address, self._cuda, self._device, self._agent.metadata()))
+        return msgspec.msgpack.encode((self._address, self._cuda, self._device, self._agent.metadata(self._memory)))
 
     def connect(self, theirs: bytes) -> None:
         self._there, self._cuda_there, self._device_there, metadata = msgspec.msgpack.decode(theirs)

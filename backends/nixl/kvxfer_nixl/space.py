@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,10 +52,11 @@ class Space:
         self._memories.remove(memory)
         del self._places[memory]
 
-    def describe(self) -> tuple[Piece | None, ...]:
-        """For a peer: by number, ``None`` for a memory that is gone."""
+    def describe(self, memories: Collection[int]) -> tuple[Piece | None, ...]:
+        """For a peer that may have these: by number, ``None`` for others and for those that are gone."""
         return tuple(
-            self._piece(memory) if memory in self._places else None for memory in range(max(self._places, default=-1) + 1)
+            self._piece(memory) if memory in self._places and memory in memories else None
+            for memory in range(max(self._places, default=-1) + 1)
         )
 
     @classmethod

@@ -10,7 +10,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
 from kvxfer.transport.crew import Crew
+from kvxfer.transport.host import network_namespace
+from kvxfer.transport.lines import LINK_BYTES, Lines
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nixl.agent import Agent
 from kvxfer_nixl.endpoint import Endpoint
@@ -44,6 +46,8 @@ class NixlTransport(Transport):
 
     name = "nixl"
     contract = 1
+    inherits = frozenset({"listen"})
+    guarded = "loopback"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
@@ -64,6 +68,7 @@ class NixlTransport(Transport):
             abort="batch",
             quiet="backend_reset",
         )
+        self._within = network_namespace()
         self._owner = threading.get_ident()
         self._closed = False
         self._space = Space(memory)
@@ -76,6 +81,7 @@ class NixlTransport(Transport):
         self._ended: list[Completion] = []
         self._next_link, self._next_batch = 0, 0
         self._wakeup = Wakeup()
+        self._lines = Lines("nixl", self._wakeup)
         self._crew = Crew(self._options.posting, "kvxfer-nixl")
 
     @classmethod
@@ -88,7 +94,7 @@ class NixlTransport(Transport):
                 facts["plugins"] = ", ".join(agent.plugins)
                 facts["ucx"] = library.ucx_version
                 memory = _memory_kinds(agent)
-                facts["reads"] = Reach.of(Options(), memory).words
+                facts["reads"] = Reach.of(Options(listen="0.0.0.0"), memory).words  # what this host would allow
             finally:
                 agent.close()
         except KvxferError as e:
@@ -121,17 +127,25 @@ class NixlTransport(Transport):
             self._nixl.deregister(token)
 
     def endpoint(self) -> bytes:
+        return self.endpoint_lending(self._tokens, True)
+
+    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
+        """NIXL's keys have no rights: who has one can write, too, where the carrier asks for one at all."""
         self._check()
-        end = secrets.token_hex(8)
-        metadata = self._nixl.metadata()
-        data = Endpoint(self.agent[:256], self._options.plugin, self._reach.here, end, self._space.describe(), metadata).encode()
-        self._issued[end] = ""
+        end = secrets.token_bytes(LINK_BYTES)
+        metadata = self._nixl.metadata(*(self._tokens[m] for m in memories if self._tokens.get(m) is not None))
+        lent = self._space.describe(memories)
+        data = Endpoint(
+            self.agent[:256], self._options.plugin, self._reach.here, self._within, end, self._lines.name, lent, metadata
+        ).encode()
+        self._lines.offer(end)
+        self._issued[end.hex()] = ""
         return data
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self._check()
         own, there = Endpoint.decode(mine), Endpoint.decode(theirs)
-        if own.end not in self._issued:
+        if own.name not in self._issued:
             raise TransportError("the first endpoint is not one of ours, or is in use; call endpoint() for every link")
         if there.plugin != self._options.plugin:
             raise TransportError(
@@ -143,12 +157,14 @@ class NixlTransport(Transport):
                 'it reads from along; set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
                 "there, which allows it), or use another back end"
             )
-        if any(link.their_end == there.end for link in self._links.values()):
+        if any(link.their_end == there.name for link in self._links.values()):
             raise TransportError(f"the endpoint of peer {there.agent!r} is in use; it must call endpoint() for every link")
         try:
-            link = Link(self._next_link, own.end, there, self._peers)
+            link = Link(self._next_link, own.name, there, self._peers)
         except TransportError as e:
             raise TransportError(f"cannot connect to peer {there.agent!r}: {e}") from e
+        if (own.host, own.within) == (there.host, there.within):
+            link.line = self._lines.connect(own.end, there.end, there.line, repr(there.agent))
         self._next_link += 1
         self._links[link.number] = self._ends[link.end] = link
         for message in self._issued.pop(link.end):
@@ -157,13 +173,17 @@ class NixlTransport(Transport):
 
     def withdraw(self, endpoint: bytes) -> None:
         self._check()
-        self._issued.pop(Endpoint.decode(endpoint).end, None)
+        withdrawn = Endpoint.decode(endpoint)
+        self._issued.pop(withdrawn.name, None)
+        self._lines.withdraw(withdrawn.end)
 
     def disconnect(self, peer: int) -> None:
         self._check()
         link = self._link(peer)
         del self._links[peer], self._ends[link.end]
         link.close("this side has closed the link")
+        if link.line is not None:
+            self._lines.hang_up(link.line)
         self._wakeup.set()
 
     def lost(self, peer: int) -> str | None:
@@ -201,7 +221,7 @@ class NixlTransport(Transport):
 
     def poll(self) -> list[Completion]:
         self._check()
-        self._wakeup.clear()
+        self._lines.handle(self._wakeup.clear())
         self._listen()
         now = time.monotonic()
         for flight in list(self._flights.values()):
@@ -234,6 +254,7 @@ class NixlTransport(Transport):
             flight.drop(self._nixl)
         self._crew.close()
         self._nixl.close()
+        self._lines.close()
         self._wakeup.close()
 
     def fileno(self) -> int:

@@ -1,66 +1,85 @@
-"""An endpoint of ucxx: how it greets, how it breaks, how it is closed."""
+"""A UCX worker of its own for every link, and its one endpoint: how it comes up, how it breaks, how it goes."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from kvxfer.errors import PeerError, TransportError
 from kvxfer_ucx.library import Library
-from kvxfer_ucx.messages import Messages, Posted
+from kvxfer_ucx.messages import Messages, News, Posted
 
 __all__ = ["Connection"]
 
 
 class Connection:
-    """A connected (or connecting) endpoint, created with error handling. All methods on the data thread.
+    """All that UCX has for one link. All methods on the data thread.
 
-    The side that dialled greets with the bytes by which the other side finds out what the connection is for. They go
-    by UCX's stream, which belongs to an endpoint; tags, which all else uses, belong to the whole worker.
+    The worker serves no other link, so that nothing which arrives for one meets another; and when it is destroyed, UCX has
+    forgotten all of it. The peers learn the addresses of each other's workers over the control connection: there is no
+    listener that a stranger could dial, and where UCX is left with shared memory, no port at all.
     """
 
-    def __init__(self, library: Library, messages: Messages, endpoint: Any) -> None:
+    def __init__(self, library: Library, context: Any, news: News) -> None:
+        """Raises ``TransportError``."""
         self._library = library
-        self._messages = messages
-        self._endpoint = endpoint
-        self._greeting: tuple[Any, bytearray] | None = None
+        self._endpoint: Any = None
         self._closing: Posted | None = None
         # Told by UCX within progress, where nothing else is allowed. The callback must not hold on to us, or the
         # endpoint, and all that it belongs to, would live until the next garbage collection.
-        broken: list[bool] = []
-        self._broken = broken
-
-        def break_() -> None:
-            broken.append(True)
-            messages.news = True
-
+        self._broken: list[bool] = []
         try:
-            endpoint.set_close_callback(break_)
-        except RuntimeError:  # it is closed already
-            break_()
+            self._worker = library.ucxx.UCXWorker(context)
+            self._worker.init_blocking_progress_mode()
+        except library.ucxx.UCXError as e:
+            raise TransportError(f"UCX cannot make a worker: {e}") from e
+        self._news = news
+        self.messages = Messages(library.ucp, self._worker.handle, news)
+        self.address = bytes(self._worker.address)
+
+    @property
+    def epoll(self) -> int:
+        """Readable, once ``arm`` has been true, when ``progress`` has something to do."""
+        return int(self._worker.epoll_file_descriptor)
 
     @property
     def handle(self) -> int:
         """The ``ucp_ep_h``; not to be used once ``trouble`` or ``close`` said that it is gone."""
         return int(self._endpoint.handle)
 
-    def greet(self, greeting: bytes) -> None:
-        buffer = bytearray(greeting)
-        self._greeting = self._endpoint.stream_send(self._library.array(buffer)), buffer
-
-    def expect(self, nbytes: int) -> None:
-        """Begin to wait for a greeting of this length."""
-        buffer = bytearray(nbytes)
-        self._greeting = self._endpoint.stream_recv(self._library.array(buffer)), buffer
-
-    def greeting(self) -> bytes | None:
-        """The greeting, once it is there."""
-        if self._greeting is None or not self._greeting[0].completed:
-            return None
-        request, buffer = self._greeting
+    def connect(self, address: bytes) -> None:
+        """Make the endpoint that leads to a peer's worker. Once only. Raises ``PeerError``."""
+        # UCX ends the process for an address whose first byte, its version and flags, is none that it could have made.
+        if not address or address[0] != self.address[0]:
+            raise PeerError("its address is none of this UCX; are both of one release, and set up alike?")
+        ucxx, broken, news = self._library.ucxx, self._broken, self._news
         try:
-            request.check_error()
-        except self._library.ucxx.UCXError:
-            return None  # the endpoint broke, and says so itself
-        return bytes(buffer)
+            theirs = ucxx.UCXAddress.create_from_buffer(address)
+            self._endpoint = ucxx.UCXEndpoint.create_from_worker_address(self._worker, theirs, True)
+        except (ucxx.UCXError, ValueError) as e:
+            raise PeerError(f"{e} ({type(e).__name__})") from None
+
+        def break_() -> None:
+            broken.append(True)
+            news.here = True
+
+        try:
+            self._endpoint.set_close_callback(break_)
+        except RuntimeError:  # it is closed already
+            break_()
+
+    def progress(self, until: float) -> bool:
+        """Let UCX work until it has nothing more to do, or until then; whether it had anything to do."""
+        step, moved = self._worker.progress_once, False
+        while step():
+            moved = True
+            if time.monotonic() > until:
+                break
+        return moved
+
+    def arm(self) -> bool:
+        """Have ``epoll`` tell of what comes; false when something has come already."""
+        return bool(self._worker.arm())
 
     def trouble(self) -> str | None:
         """Why the connection is broken, in UCX's words; ``None`` while it is not."""
@@ -76,15 +95,20 @@ class Connection:
         """Close at once, without regard for what is in flight: UCX ends it with an error."""
         if self._closing is not None:
             return
+        self._closing = Posted(self.messages)
+        if self._endpoint is None:
+            return
         if self._broken:
             # ucxx takes an endpoint that failed for closed and leaves it to leak.
-            self._closing = self._messages.close(self.handle)
+            self._closing = self.messages.close(self.handle)
         else:
             self._endpoint.remove_close_callback()
             self._endpoint.close_blocking()
-            self._closing = Posted(self._messages)
 
     def closed(self) -> bool:
-        """Whether nothing of it is in flight any more, after ``close``."""
-        quiet = self._greeting is None or self._greeting[0].completed
-        return quiet and self._closing is not None and self._closing.done()
+        """Whether the endpoint is gone, after ``close``."""
+        return self._closing is not None and self._closing.done()
+
+    def destroy(self) -> None:
+        """Give all of it back, once nothing is in flight any more."""
+        self._endpoint = self._worker = None

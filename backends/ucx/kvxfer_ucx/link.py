@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from kvxfer.errors import KvxferError, PeerError
 from kvxfer.transport import Completion, Fence, Verb
 from kvxfer.transport.endpoint import EndpointBase
 from kvxfer_ucx.connection import Connection
-from kvxfer_ucx.messages import OK, TRUNCATED, Messages, Pieces, Posted
+from kvxfer_ucx.messages import OK, TRUNCATED, Pieces, Posted
 
-__all__ = ["STREAMS", "TAGS", "TOKEN_BYTES", "Half", "Link", "Offer"]
+__all__ = ["STREAMS", "Half", "Link", "Offer"]
 
 STREAMS = 1 << 42
 """Stream numbers of a link and direction are below this."""
 
 TAGS = STREAMS << 2
 """Tags of a side of a link differ in the bits below this."""
-
-TOKEN_BYTES = 16
 
 CHUNKS = 8
 """The time to make a link is given in so many parts, each begun when the one before is seen to be over: a host that stands
@@ -36,29 +37,26 @@ AT_ONCE = 2
 """Batches of GPU memory that are sent at a time. UCX shares the link among all that it has: more of them would end
 together, and packing and unpacking would not overlap with anything."""
 
-_DATA, _ACK, _WELCOME = 0, 1, 2
+SWEEP_S = 0.05
+"""How often, while something moves, to throw away what strangers have sent: what comes in between is all they can pile up."""
+
+_DATA, _ACK, _WELCOME, _BYE = 0, 1, 2, 3
 
 
 class Offer(EndpointBase, frozen=True):
     """An endpoint, as it travels to the peer.
 
-    ``token``: secret name of the link, shown by whoever dials it. ``tag``: 64 random bits from which the tags of all
-    messages to this side of the link are made. So none of another link, or of an earlier one, is taken for one of
-    it, and nobody else can send to it, although UCX takes tagged messages from everybody who connects.
-    ``plain``: all of this side's memory is host memory. ``format``: of all that travels between two of us: endpoints, greetings, tags.
+    ``address``: of the worker that waits for the peer. ``tag``: 64 random bits from which the tags of all messages to this
+    side of the link are made. Nobody else knows them, although UCX takes tagged messages from everybody who reaches it.
+    ``plain``: all of this side's memory is host memory. ``format``: of all that travels between two of us: endpoints, tags.
     """
 
     backend = "ucx"
-    format = 2
+    format = 3
 
-    host: str
-    port: int
-    token: bytes
-    tag: int
+    address: Annotated[bytes, Meta(min_length=1, max_length=1 << 16)]
+    tag: Annotated[int, Meta(ge=0)]
     plain: bool
-
-    def __str__(self) -> str:
-        return f"{self.agent!r} at {self.host}:{self.port}"
 
 
 @dataclass(eq=False)
@@ -103,52 +101,45 @@ class Half:
 class Link:
     """A link from this side, ``mine``, to ``theirs``. All methods on the data thread.
 
-    Its end is final: once ``cause`` is set, every batch ends with that error, and a new link has to be made.
+    Each side makes an endpoint and welcomes the other. Its end is final: once ``cause`` is set, every batch ends with that error,
+    and a new link has to be made.
     """
 
-    def __init__(self, messages: Messages, mine: Offer, theirs: Offer, now: float, timeout_s: float) -> None:
-        self.mine, self.theirs = mine, theirs
+    def __init__(self, connection: Connection, mine: Offer, theirs: Offer, now: float, timeout_s: float) -> None:
+        self.connection, self.mine, self.theirs = connection, mine, theirs
         self.cause: KvxferError | None = None
-        self._messages = messages
+        self.gone = False
+        self._messages = connection.messages
         self._chunk_s, self._chunks = timeout_s / CHUNKS, CHUNKS
         self._due = now + self._chunk_s
+        self._swept = now
         self._open = False
-        self._connection: Connection | None = None
-        self._welcome: Posted | None = None
+        self._heard: list[Posted] = []
+        self._welcome = self._bye = Posted(self._messages)
+        self._met: Posted | None = None
         self._waiting: deque[Half] = deque()
         self._interval = FENCE_INTERVAL_S[0]
         self._going: list[Half] = []
         self._stuck: list[Half] = []
         self._said: list[Posted] = []
-
-    @property
-    def dials(self) -> bool:
-        """Whether this side makes the connection: both know without asking."""
-        return self.mine.token < self.theirs.token
+        try:
+            connection.connect(theirs.address)
+        except PeerError as e:
+            self.fail(PeerError(f"{theirs.agent!r} cannot be reached: {e}; is it alive, and what may UCX use to get there?"), now)
+            return
+        self._welcome, _, self._bye = self._heard = [
+            self._messages.hear(self._tag(mine, kind, stream)) for kind, stream in ((_WELCOME, 0), (_WELCOME, 1), (_BYE, 0))
+        ]
+        self._say(_WELCOME, 0, True)
 
     @property
     def plain(self) -> bool:
         return self.mine.plain and self.theirs.plain
 
     @property
-    def awaits(self) -> bool:
-        """Whether the peer's connection is still to come."""
-        return not self.dials and self._connection is None and self.cause is None
-
-    @property
     def busy(self) -> bool:
         """Whether messages of batches are under way."""
         return bool(self._going)
-
-    def dial(self, connection: Connection) -> None:
-        self._connection = connection
-        self._welcome = self._messages.hear(self._tag(self.mine, _WELCOME, 0))
-        connection.greet(self.theirs.token + self.mine.token)
-
-    def accept(self, connection: Connection) -> None:
-        """Take a connection whose greeting named this link."""
-        self._connection, self._open = connection, True
-        self._say(_WELCOME, 0, True)
 
     def submit(self, half: Half) -> list[Completion]:
         """Take a batch, and post what may go now: what was packed before it may be ready meanwhile, and who submits several
@@ -172,8 +163,7 @@ class Link:
         """See how far things are; returns the batches that have ended."""
         ended: list[Completion] = []
         if self.cause is None:
-            if self._welcome is not None and self._welcome.done():
-                self._open, self._welcome = self._welcome.status == OK, None
+            self._open = self._open or self._meet()
             if self._open and self._waiting:
                 ended += self._start()
         if self._going:
@@ -184,6 +174,9 @@ class Link:
             self._look_for_trouble(now)
         if self.cause is not None:
             ended += self._end(now)
+        elif now >= self._swept + SWEEP_S:
+            self._swept = now
+            self._messages.discard_strange(self.mine.tag, 2**64 - TAGS)
         return ended
 
     def fail(self, cause: KvxferError, now: float) -> None:
@@ -191,36 +184,46 @@ class Link:
         if self.cause is not None:
             return
         self.cause, self._due = cause, now + DRAIN_S
-        if self._welcome is not None:
-            self._welcome.cancel()
+        if self._heard and self.connection.trouble() is None:
+            self._say(_BYE, 0, True)  # over shared memory UCX would not tell
+        for posted in self._heard:
+            posted.cancel()
         for half in self._going:
             half.cancel()
-        if self._connection is not None:
-            self._connection.close()
+        self.connection.close()
 
-    def gone(self) -> bool:
-        """Whether nothing of a link that has ended is in flight. Then drops what UCX keeps for it."""
-        if self.cause is None or self._waiting or self._going or self._said or not all(h.done() for h in self._stuck):
+    def quiet(self) -> bool:
+        """Whether the link has ended, and nothing of it is in flight."""
+        if self.cause is None or self._waiting or self._going:
             return False
-        if self._connection is not None:
-            if not self._connection.closed() or not (self._welcome is None or self._welcome.done()):
-                return False
-            self._messages.discard(self.mine.tag, 2**64 - TAGS)
-            self._connection = self._welcome = None
-            self._stuck = []
-        return True
+        posted: list[Posted | Half] = [*self._heard, *self._said, *self._stuck]
+        return all(p.done() for p in posted) and self.connection.closed()
+
+    def drop(self) -> None:
+        """Forget all that UCX keeps for a link that is ``quiet``."""
+        self.gone, self._stuck = True, []
+        self.connection.destroy()
+
+    def _meet(self) -> bool:
+        """Whether the two sides have met. One that has heard the other's welcome answers it, and waits for the receipt: only with
+        that has UCX all it needs to notice the other's death."""
+        if self._met is None and self._welcome.done() and self._welcome.status == OK:
+            self._met = self._messages.greet(self.connection.handle, self._tag(self.theirs, _WELCOME, 1))
+            self._said.append(self._met)
+        return self._met is not None and self._met.done() and self._met.status == OK
 
     def _look_for_trouble(self, now: float) -> None:
-        trouble = self._connection.trouble() if self._connection else None
+        trouble = self.connection.trouble()
         if trouble is not None:
-            self.fail(PeerError(f"the connection with {self.theirs} broke: {trouble}; connect again"), now)
+            self.fail(PeerError(f"the connection with {self.theirs.agent!r} broke: {trouble}; connect again"), now)
+        elif self._bye.done():
+            self.fail(PeerError(f"{self.theirs.agent!r} has closed the link; connect again"), now)
         elif not self._open and now >= self._due:
             self._chunks -= 1
             self._due = now + self._chunk_s
             if self._chunks:
                 return
-            how = "does not answer" if self.dials else "has not dialled"
-            self.fail(PeerError(f"{self.theirs} {how}; is it alive, and is its port reachable?"), now)
+            self.fail(PeerError(f"{self.theirs.agent!r} does not answer; is it alive, and can UCX reach it?"), now)
 
     def _start(self) -> list[Completion]:
         """Post what may go now."""
@@ -245,14 +248,13 @@ class Link:
         return sum(h.verb is Verb.SEND and not h.sent() for h in self._going) < AT_ONCE
 
     def _post(self, half: Half) -> None:
-        assert self._connection is not None  # it is open
         self._going.append(half)
         if half.verb is Verb.RECV:
             half.data = self._messages.receive(half.pieces, self._tag(self.mine, _DATA, half.stream), self.plain)
             return
         half.ack = self._messages.hear(self._tag(self.mine, _ACK, half.stream))
         tag = self._tag(self.theirs, _DATA, half.stream)
-        half.data = self._messages.send(self._connection.handle, half.pieces, tag, self.plain)
+        half.data = self._messages.send(self.connection.handle, half.pieces, tag, self.plain)
 
     def _finish(self, now: float) -> list[Completion]:
         """Take out what has ended by itself."""
@@ -269,7 +271,7 @@ class Link:
             else:
                 # No accident of this batch alone: it shares its end with the others.
                 why = self._messages.describe(status)
-                self.fail(PeerError(f"messages with {self.theirs} fail: {why}; connect again"), now)
+                self.fail(PeerError(f"messages with {self.theirs.agent!r} fail: {why}; connect again"), now)
                 continue
             self._going.remove(half)
         return ended
@@ -287,11 +289,10 @@ class Link:
         return ended
 
     def _say(self, kind: int, stream: int, yes: bool) -> None:
-        assert self._connection is not None  # it is open
-        self._said.append(self._messages.say(self._connection.handle, self._tag(self.theirs, kind, stream), yes))
+        self._said.append(self._messages.say(self.connection.handle, self._tag(self.theirs, kind, stream), yes))
 
     def _what(self, half: Half) -> str:
-        return f"{half.verb} of {half.nbytes} bytes with {self.theirs}"
+        return f"{half.verb} of {half.nbytes} bytes with {self.theirs.agent!r}"
 
     def _error(self, half: Half) -> KvxferError:
         assert self.cause is not None

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["OK", "TRUNCATED", "Messages", "Pieces", "Posted"]
+__all__ = ["OK", "TRUNCATED", "Messages", "News", "Pieces", "Posted"]
 
 Pieces = Ints | list[tuple[int, int]]
 """Address and length of each piece: int64 ``[n, 2]``, or a plain list, which is quicker where there is only one."""
@@ -56,6 +56,17 @@ class _Param(ctypes.Structure):
     ]  # fmt: skip
 
 
+class News:
+    """``here``: something that was posted to any of our workers has ended, or an endpoint has broken. Set within progress."""
+
+    def __init__(self) -> None:
+        self.here = False
+        self.callback = _Callback(self._come)
+
+    def _come(self) -> None:
+        self.here = True
+
+
 class Posted:
     """Messages that were posted together: requests of UCX, with all that they point to.
 
@@ -91,6 +102,7 @@ class Posted:
 
     def _take(self, request: int | None) -> None:
         """What a function of UCX returned: nothing when all is done already, a status, or a request."""
+        self._messages.posted = True
         if request is None:
             self._add(OK)
         elif request >= _FIRST_ERROR:
@@ -107,10 +119,10 @@ class Posted:
 class Messages:
     """Posts messages on one worker (a handle, ``ucp_worker_h``). Only the thread that drives the worker may call.
 
-    ``news`` is set, by the worker's progress, when something that was posted has ended.
+    ``posted``: something was, and the worker has to be driven before it is left to sleep; whoever has done so takes it back.
     """
 
-    def __init__(self, ucp: ctypes.CDLL, worker: int) -> None:
+    def __init__(self, ucp: ctypes.CDLL, worker: int, news: News) -> None:
         def function(name: str, result: Any, *arguments: Any) -> Any:
             f = ucp[name]  # an object of our own, so that no other user of the library is disturbed
             f.restype, f.argtypes = result, arguments
@@ -119,6 +131,7 @@ class Messages:
         param = POINTER(_Param)
         self._worker = worker
         self._send = function("ucp_tag_send_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, param)
+        self._sync = function("ucp_tag_send_sync_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, param)
         self._recv = function("ucp_tag_recv_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, c_uint64, param)
         self._test = function("ucp_request_check_status", _STATUS, c_void_p)
         self._test_recv = function("ucp_tag_recv_request_test", _STATUS, c_void_p, c_void_p)
@@ -128,8 +141,8 @@ class Messages:
         self._probe = function("ucp_tag_probe_nb", c_void_p, c_void_p, c_uint64, c_uint64, c_int, c_void_p)
         self._fetch = function("ucp_tag_msg_recv_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, param)
         self._text = function("ucs_status_string", c_char_p, _STATUS)
-        self.news = False
-        self._on_end = _Callback(self._note)
+        self.posted = False
+        self._news = news
         # UCX reads parameters and writes information during a call only, so one of each will do.
         self._info = _RecvInfo()
         self._info_ref = byref(self._info)
@@ -163,6 +176,12 @@ class Messages:
         posted._take(self._send(endpoint, ctypes.addressof(_ANY_BYTE), 0 if yes else 1, tag, self._host))
         return posted
 
+    def greet(self, endpoint: int, tag: int) -> Posted:
+        """Say yes, and be done once the peer has received it."""
+        posted = Posted(self)
+        posted._take(self._sync(endpoint, ctypes.addressof(_ANY_BYTE), 0, tag, self._host))
+        return posted
+
     def hear(self, tag: int) -> Posted:
         """Receive an answer: ``status`` will be ``OK`` for yes, ``TRUNCATED`` for no."""
         posted = Posted(self, receives=True)
@@ -175,6 +194,12 @@ class Messages:
         posted._take(self._close(endpoint, self._force))
         return posted
 
+    def discard_strange(self, tag: int, mask: int) -> None:
+        """Throw away what arrived for tags that differ from this one within ``mask``: nobody will ever receive it."""
+        for bit in range(64):
+            if mask >> bit & 1:
+                self.discard(~tag & 1 << bit, 1 << bit)
+
     def discard(self, tag: int, mask: int) -> None:
         """Throw away what arrived for these tags and nobody received."""
         while message := self._probe(self._worker, tag, mask, 1, self._info_ref):
@@ -182,13 +207,10 @@ class Messages:
             if request and request < _FIRST_ERROR:
                 self._free(request)
 
-    def _note(self) -> None:
-        self.news = True
-
     def _parameters(self, fields: int, datatype: int = _CONTIGUOUS_BYTES) -> Any:
         return byref(
             _Param(
-                fields=fields | _FIELD_CALLBACK, flags=_CLOSE_FORCE, callback=self._on_end, datatype=datatype,
+                fields=fields | _FIELD_CALLBACK, flags=_CLOSE_FORCE, callback=self._news.callback, datatype=datatype,
                 memory_type=_HOST_MEMORY, recv_info=ctypes.addressof(self._info),
             )
         )  # fmt: skip

@@ -10,6 +10,8 @@ from msgspec import Meta, Struct
 
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.settings import near, read
+from kvxfer.transport.ucx import confined
+from kvxfer_ucx import cuda
 from kvxfer_ucx.library import Library
 
 __all__ = ["Options", "make_context"]
@@ -22,6 +24,11 @@ UCX_DEFAULTS = {
     # Longer messages by rendezvous, so that an eager one always fits one packet: a receiver that waits for the
     # second packet of a dead peer cannot be cancelled.
     "RNDV_THRESH": "8192",
+    # The receiver fetches. A sender that writes into its GPU's memory would go on after the receiver has given the message up,
+    # if it was stopped meanwhile.
+    "RNDV_SCHEME": "get_zcopy",
+    # Over shared memory nothing else tells that a peer has died; UCX's own default is 20 s.
+    "KEEPALIVE_INTERVAL": "1s",
 }
 """What we set unless the operator does, in the options or with ``UCX_*`` in the environment."""
 
@@ -30,14 +37,15 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``ucx``.
 
     Attributes:
-        advertise: address (or host name, looked up by the peer on its data thread) at which peers reach this process.
-        port: port to listen on; 0 takes any free one.
+        listen: where UCX opens ports. A loopback address, the default: nowhere, since it uses nothing but shared memory and
+            GPUs; another one: at the network device that has it; ``0.0.0.0``: at all. See ``kvxfer.transport.ucx``.
+        ports: range of TCP ports to take them from, as in ``"20000-20999"``; ``None``: any. Each link takes one for each device.
         connect_timeout_s: seconds until a link that is not yet made counts as failed.
         ucx: settings of UCX without the prefix ``UCX_``, as in ``{"TLS": "tcp", "NET_DEVICES": "eth0"}``.
     """
 
-    advertise: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    ports: Annotated[str, Meta(pattern=r"^\d{1,5}-\d{1,5}$")] | None = None
     connect_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     ucx: dict[str, str | int | float | bool] = {}
 
@@ -47,9 +55,13 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return read(cls, options, "option {!r} of back end 'ucx'")
 
     def settings(self) -> dict[str, str]:
-        """What to tell UCX: the options, and our defaults where neither they nor the environment say otherwise."""
-        defaults = {k: v for k, v in UCX_DEFAULTS.items() if f"UCX_{k}" not in os.environ}
-        return defaults | {k: _text(v) for k, v in self.ucx.items()}
+        """What to tell UCX: the options, and our defaults where neither they nor the environment say otherwise. Raises
+        ``ConfigError`` when ``listen`` is no address of this host."""
+        given = {k: _text(v) for k, v in self.ucx.items()}
+        ours = UCX_DEFAULTS | confined(self.listen, given, gpus=cuda.devices() > 0)
+        if self.ports is not None:
+            ours["TCP_PORT_RANGE"] = self.ports
+        return {k: v for k, v in ours.items() if f"UCX_{k}" not in os.environ} | given
 
 
 def make_context(library: Library, options: Options) -> Any:

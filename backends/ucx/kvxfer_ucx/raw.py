@@ -6,8 +6,6 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
 from kvxfer_ucx import cuda
@@ -44,21 +42,13 @@ class UcxRaw:
         self._context = make_context(self._library, Options.parse(options))
         self._worker = ucxx.UCXWorker(self._context)
         self._endpoint: Any = None
-        self._listener = ucxx.UCXListener.create(self._worker, 0, self._accept) if self._sends else None
-
-    def _accept(self, request: int) -> None:
-        assert self._listener is not None
-        self._endpoint = self._listener.create_endpoint_from_conn_request(request, True)
 
     def endpoint(self) -> bytes:
-        return msgspec.msgpack.encode(self._listener.port if self._listener is not None else 0)
+        return bytes(self._worker.address)
 
     def connect(self, theirs: bytes) -> None:
-        ucxx, port = self._library.ucxx, msgspec.msgpack.decode(theirs)
-        if not self._sends:
-            self._endpoint = ucxx.UCXEndpoint.create(self._worker, "127.0.0.1", port, True)
-        while self._endpoint is None:
-            self._worker.progress()
+        ucxx = self._library.ucxx
+        self._endpoint = ucxx.UCXEndpoint.create_from_worker_address(self._worker, ucxx.UCXAddress.create_from_buffer(theirs), True)
         word = bytearray(1)
         array = self._library.array(word)
         self._finish([self._post(array)])
@@ -80,4 +70,4 @@ class UcxRaw:
 
     def close(self) -> None:
         self._endpoint.close_blocking()
-        self._endpoint = self._listener = self._worker = self._context = None
+        self._endpoint = self._worker = self._context = None

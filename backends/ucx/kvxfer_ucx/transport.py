@@ -1,7 +1,8 @@
-"""``UcxTransport``: the worker, its listener and its links, driven by ``poll``."""
+"""``UcxTransport``: the links and their workers, driven by ``poll``."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import secrets
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.errors import KvxferError, PeerError, TransportError
+from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
 from kvxfer.transport.memories import Memories
@@ -20,9 +21,8 @@ from kvxfer.transport.wakeup import Wakeup
 from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.library import load
-from kvxfer_ucx.link import STREAMS, TAGS, TOKEN_BYTES, Half, Link, Offer
-from kvxfer_ucx.listener import destroy
-from kvxfer_ucx.messages import Messages, Pieces
+from kvxfer_ucx.link import STREAMS, Half, Link, Offer
+from kvxfer_ucx.messages import News, Pieces
 from kvxfer_ucx.options import Options, make_context
 
 __all__ = ["UcxTransport"]
@@ -46,6 +46,11 @@ DEVICE_RUN_BYTES = 4 << 20
 CLOSE_S = 2.0
 """How long ``close`` waits for UCX to let go of everything."""
 
+_kept: list[object] = []
+"""What UCX does not let go of when a transport is closed: never driven again, nor destroyed while it is in use."""
+# One reference more, so that the end of the process leaves to the system what is still in here.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
+
 _log = logging.getLogger("kvxfer.ucx")
 
 
@@ -56,7 +61,8 @@ class UcxTransport(Transport):
     """
 
     name = "ucx"
-    inherits = frozenset({"advertise"})
+    inherits = frozenset({"listen"})
+    guarded = "loopback"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
@@ -64,40 +70,28 @@ class UcxTransport(Transport):
         self._library = load()
         self._thread = threading.get_ident()
         self._memories = Memories()
-        self._offers: dict[bytes, Offer] = {}
-        self._late: list[Any] = []  # endpoints of those who dialled after we closed
+        self._offers: dict[bytes, tuple[Offer, Connection]] = {}
         self._links: dict[int, Link] = {}
         self._numbers = 0
         self._sealed = self._closed = False
         self._on_host = True  # all memory registered so far
-        self._inbound: list[tuple[Connection, float]] = []
-        self._closing: list[Connection] = []
+        self._awake: set[Connection] = set()  # those that have to be driven; the descriptors of the others report
         self._ending: list[Link] = []
         self._ended: list[Completion] = []
         self._busy = False
         self._moved = 0.0  # when UCX last had anything to do
-        # Whether something goes on of which ``Messages.news`` does not tell.
+        # Whether something goes on of which ``News`` does not tell.
         self._unsettled = False
+        self._news = News()
         self._kinds = _memory_kinds()
-        ucxx = self._library.ucxx
         self._context = make_context(self._library, self._options)
-        try:
-            self._worker = ucxx.UCXWorker(self._context)
-            self._worker.init_blocking_progress_mode()
-            self._listener = ucxx.UCXListener.create(self._worker, self._options.port, self._on_request)
-        except ucxx.UCXError as e:
-            raise TransportError(f"UCX cannot listen on port {self._options.port or 'any'}: {e}") from e
-        # In the order in which they must go: what is above stands on what is below.
-        self._held: list[Any] = [self._listener, self._worker, self._context]
-        self._messages = Messages(self._library.ucp, self._worker.handle)
         self._wakeup = Wakeup()
-        self._wakeup.add(self._worker.epoll_file_descriptor, "ucx")
 
     @classmethod
     def probe(cls) -> Probe:
         try:
             library = load()
-            context = make_context(library, Options())
+            context = make_context(library, Options(listen="0.0.0.0"))  # what this host would allow; a context opens no port
         except KvxferError as e:
             return Probe(False, str(e))
         # One line a resource, "... -- transport/device".
@@ -138,39 +132,37 @@ class UcxTransport(Transport):
         self._check()
         for link in [*self._links.values(), *self._ending]:
             if any(h.memory == memory for h in link.halves()):
-                raise TransportError(f"memory {memory} is in use by a batch with {link.theirs}; abort that first")
+                raise TransportError(f"memory {memory} is in use by a batch with {link.theirs.agent!r}; abort that first")
         self._memories.remove(memory)
 
     def endpoint(self) -> bytes:
         self._check()
         self._sealed = True
-        offer = Offer(
-            self.agent, self._options.advertise, self._listener.port, secrets.token_bytes(TOKEN_BYTES),
-            self._new_tag(), self._plain(),
-        )  # fmt: skip
-        self._offers[offer.token] = offer
-        return offer.encode()
+        connection = Connection(self._library, self._context, self._news)
+        offer = Offer(self.agent, connection.address, secrets.randbits(64), self._plain())
+        data = offer.encode()
+        self._offers[data] = offer, connection
+        return data
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self._check()
-        own, their = Offer.decode(mine), Offer.decode(theirs)
-        if own.token not in self._offers:
+        their = Offer.decode(theirs)
+        if mine not in self._offers:
             raise TransportError("the first argument of connect is not an unused endpoint of this transport")
-        if own.token == their.token:
+        if mine == theirs:
             raise TransportError("the two endpoints are the same")
-        del self._offers[own.token]
-        now = time.monotonic()
-        link = Link(self._messages, own, their, now, self._options.connect_timeout_s)
+        own, connection = self._offers.pop(mine)
+        self._wakeup.add(connection.epoll, connection)
         self._numbers += 1
-        self._links[self._numbers] = link
-        if link.dials:
-            self._dial(link, now)
+        self._links[self._numbers] = Link(connection, own, their, time.monotonic(), self._options.connect_timeout_s)
         self._wakeup.set()
         return self._numbers
 
     def withdraw(self, endpoint: bytes) -> None:
         self._check()
-        self._offers.pop(Offer.decode(endpoint).token, None)  # who has dialled for it is sent away at the next step
+        _, connection = self._offers.pop(endpoint, (None, None))
+        if connection is not None:
+            connection.destroy()  # it never was connected to anybody
 
     def disconnect(self, peer: int) -> None:
         self._check()
@@ -203,22 +195,22 @@ class UcxTransport(Transport):
 
     def poll(self) -> list[Completion]:
         self._check()
-        self._wakeup.clear()
+        self._awake.update(self._wakeup.clear())  # type: ignore[arg-type]
         start = time.monotonic()
         self._step(start)
         now = spun = time.monotonic()
-        armed = watching = False
-        while not (armed or watching or self._ended) and now < start + SLICE_S:
+        asleep = watching = False
+        while not (asleep or watching or self._ended) and now < start + SLICE_S:
             if self._progress(start + SLICE_S):
                 self._moved = spun = time.monotonic()
-                if self._messages.news or self._unsettled:
+                if self._news.here or self._unsettled:
                     self._step(spun)
             now = time.monotonic()
             if now >= spun + SPIN_S or not (self._busy and self._on_host):
                 watching = self._busy and not self._on_host and now < self._moved + WATCH_S
-                # From here on the descriptor reports; not armed if something came in meanwhile.
-                armed = not watching and self._worker.arm()
-        if not armed and not watching:
+                # From here on the descriptors report; one is not armed if something came in meanwhile.
+                asleep = not watching and self._arm()
+        if not asleep and not watching:
             self._wakeup.set()
         now = time.monotonic()
         due = self._due(now)
@@ -241,20 +233,20 @@ class UcxTransport(Transport):
         now = time.monotonic()
         for link in self._links.values():
             link.fail(TransportError("the transport was closed on this side"), now)
-        for connection, _ in self._inbound:
-            connection.close()
         self._ending += self._links.values()
-        self._closing += [c for c, _ in self._inbound]
-        self._links, self._inbound = {}, []
-        while (self._ending or self._closing) and time.monotonic() < now + CLOSE_S:
-            self._progress(time.monotonic() + SLICE_S)
+        self._links = {}
+        for _, connection in self._offers.values():
+            connection.destroy()
+        self._offers.clear()
+        while self._ending and time.monotonic() < now + CLOSE_S:
             self._step(time.monotonic())
-        if left := len(self._ending) + len(self._closing):
-            _log.warning("%s: UCX did not let go of %d connections in %g s", self.agent, left, CLOSE_S)
+            self._progress(time.monotonic() + SLICE_S)
+        if self._ending:
+            _log.warning("%s: UCX did not let go of %d links in %g s", self.agent, len(self._ending), CLOSE_S)
+            _kept.extend([*self._ending, self._context])
         self._wakeup.close()
-        self._ending, self._closing = [], []
-        self._listener = self._worker = self._context = None
-        destroy(self._held, self._late)
+        self._awake.clear()
+        self._ending, self._context = [], None
 
     def fileno(self) -> int | None:
         return self._wakeup.fileno()
@@ -286,87 +278,44 @@ class UcxTransport(Transport):
     def _plain(self) -> bool:
         return all(r.device == "cpu" for m in self._memories for r in self._memories.regions(m))
 
-    def _new_tag(self) -> int:
-        """Random bits for the tags of a link, apart from those of all others here."""
-        others = [*self._offers.values(), *(link.mine for link in [*self._links.values(), *self._ending])]
-        while True:
-            tag = secrets.randbits(64)
-            if all((tag ^ other.tag) >= TAGS for other in others):
-                return tag
-
-    def _dial(self, link: Link, now: float) -> None:
-        ucxx, offer = self._library.ucxx, link.theirs
-        try:
-            endpoint = ucxx.UCXEndpoint.create(self._worker, offer.host, offer.port, True)
-            link.dial(Connection(self._library, self._messages, endpoint))
-        except ucxx.UCXError as e:
-            link.fail(PeerError(f"{offer} cannot be dialled: {e}; is its address right?"), now)
-
-    def _on_request(self, request: int) -> None:
-        """Somebody connects. Called by UCX within progress."""
-        ucxx = self._library.ucxx
-        try:
-            endpoint = self._held[0].create_endpoint_from_conn_request(request, True)
-            if self._closed:
-                self._late.append(endpoint)  # not to be closed within progress
-                return
-            connection = Connection(self._library, self._messages, endpoint)
-            connection.expect(2 * TOKEN_BYTES)
-        except ucxx.UCXError as e:
-            _log.info("%s: a connection to our port came to nothing: %s", self.agent, e)
-            return
-        self._inbound.append((connection, time.monotonic() + self._options.connect_timeout_s))
-        self._unsettled = True
-
     def _progress(self, until: float) -> bool:
-        """Let UCX work until it has nothing more to do, or until then; whether it had anything to do."""
-        progress, moved = self._worker.progress_once, False
-        while progress():
-            moved = True
-            if time.monotonic() > until:
-                break
+        """Let UCX work; whether it had anything to do."""
+        moved = False
+        for connection in self._awake:
+            moved |= connection.progress(until)
         return moved
 
-    def _step(self, now: float) -> None:
-        self._messages.news = False
-        if self._inbound:
-            self._inbound = [(c, due) for c, due in self._inbound if not self._place(c, due, now)]
-        self._busy = False
-        for link in self._links.values():
-            self._ended += link.step(now)
-            self._busy |= link.busy
-            link.gone()
-        if self._ending:
-            for link in self._ending:
-                self._ended += link.step(now)
-            self._ending = [link for link in self._ending if not link.gone()]
-        if self._closing:
-            self._closing = [c for c in self._closing if not c.closed()]
-        self._unsettled = bool(self._inbound or self._ending or self._closing)
+    def _arm(self) -> bool:
+        """Leave all that have nothing to do to their descriptors; whether that is all of them."""
+        self._awake = {connection for connection in self._awake if not connection.arm()}
+        return not self._awake
 
-    def _place(self, connection: Connection, due: float, now: float) -> bool:
-        """Give a connection that dialled us to its link; true when it is dealt with. Not before both sides have called
-        ``connect``, whichever is first."""
-        greeting = connection.greeting()
-        if greeting is not None:
-            token, their_token = greeting[:TOKEN_BYTES], greeting[TOKEN_BYTES:]
-            for link in self._links.values():
-                if link.mine.token == token and link.theirs.token == their_token and link.awaits:
-                    link.accept(connection)
-                    return True
-            if token in self._offers and now < due and connection.trouble() is None:
-                return False
-            _log.warning("%s: a connection to our port showed no token of ours", self.agent)
-        elif now < due and connection.trouble() is None:
-            return False
-        connection.close()
-        self._closing.append(connection)
-        return True
+    def _step(self, now: float) -> None:
+        self._news.here = self._busy = self._unsettled = False
+        for link in self._links.values():
+            self._advance(link, now)
+            self._busy |= link.busy
+        for link in self._ending:
+            self._advance(link, now)
+        self._ending = [link for link in self._ending if not link.gone]
+
+    def _advance(self, link: Link, now: float) -> None:
+        connection = link.connection
+        self._ended += link.step(now)
+        if link.gone:
+            return
+        if link.quiet():
+            self._wakeup.remove(connection.epoll)
+            self._awake.discard(connection)
+            link.drop()
+            return
+        self._unsettled |= link.cause is not None
+        if connection.messages.posted or link.cause is not None:
+            connection.messages.posted = False
+            self._awake.add(connection)
 
     def _due(self, now: float) -> float | None:
-        dues = [due for _, due in self._inbound]
-        dues += [link.due(now) for link in [*self._links.values(), *self._ending]]
-        due = min(dues, default=math.inf)
+        due = min([link.due(now) for link in [*self._links.values(), *self._ending]], default=math.inf)
         return None if due == math.inf else due
 
 

@@ -10,7 +10,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_zmq.options import Options
-from kvxfer_zmq.wire import Endpoint, Header, routing_id
+from kvxfer_zmq.wire import Endpoint, Header, password, routing_id
 
 __all__ = ["NOBLOCK", "Connection", "readable"]
 
@@ -49,7 +49,8 @@ class Connection:
         patience, heartbeat = int(options.connect_timeout_s * 1000), int(options.heartbeat_s * 1000)
         for option, value in (
             (zmq.LINGER, 0), (zmq.RECONNECT_IVL, -1), (zmq.SNDHWM, QUEUED_MESSAGES), (zmq.MAXMSGSIZE, 1 << 16),
-            (zmq.ROUTING_ID, routing_id(theirs.token, mine.token)), (zmq.IPV6, "[" in theirs.address),
+            (zmq.ROUTING_ID, routing_id(theirs.token, mine.token)),
+            (zmq.PLAIN_USERNAME, b"peer"), (zmq.PLAIN_PASSWORD, password(theirs.token)), (zmq.IPV6, "[" in theirs.address),
             (zmq.CONNECT_TIMEOUT, patience), (zmq.HANDSHAKE_IVL, patience),
             (zmq.HEARTBEAT_IVL, heartbeat), (zmq.HEARTBEAT_TIMEOUT, 5 * heartbeat), (zmq.HEARTBEAT_TTL, 5 * heartbeat),
         ):  # fmt: skip
@@ -81,6 +82,8 @@ class Connection:
                 self._lose("the connection was lost (its process ended, or its host does not answer)")
             elif event == zmq.EVENT_CLOSED:
                 self._lose("it cannot be reached (nobody listens there)")
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._lose("the other side does not know this link (it closed it, or was restarted)")
             else:
                 self._lose("it cannot be reached (what listens there gave no fitting answer)")
         if not self._reached and now > self._reach_by:

@@ -24,6 +24,9 @@ from kvxfer_zmq.wire import Endpoint, Header, Kind, new_token, routing_id, split
 
 __all__ = ["ZmqTransport"]
 
+KNOCKS = 64
+"""Connections that are admitted or turned away in one call of ``poll``."""
+
 TURN_S = 0.01
 """About how long one call of ``poll`` receives, and how long it sends, before it returns."""
 
@@ -34,6 +37,7 @@ class ZmqTransport(Transport):
 
     name = "zmq"
     inherits = frozenset({"listen", "advertise"})
+    guarded = "always"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
@@ -52,6 +56,8 @@ class ZmqTransport(Transport):
         self._context = zmq.Context(self._options.io_threads)
         self._context.set(zmq.MAX_SOCKETS, 16384)
         self._wakeup = Wakeup()
+        self._doorbell = self._context.socket(zmq.REP)
+        self._doorbell.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks about whoever connects
         self._inbox = self._context.socket(zmq.ROUTER)
         try:
             self._address = self._listen()
@@ -60,6 +66,7 @@ class ZmqTransport(Transport):
             where = f"{self._options.listen} port {self._options.port}"
             raise TransportError(f"back end 'zmq' of {agent!r} cannot listen on {where}: {e}") from e
         self._wakeup.add(self._inbox.fileno(), "inbox")
+        self._wakeup.add(self._doorbell.fileno(), "doorbell")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -144,6 +151,7 @@ class ZmqTransport(Transport):
         self._check()
         now = time.monotonic()
         fired = self._wakeup.clear()
+        self._admit()
         self._receive(now + TURN_S)
         hot = {
             number: link for number, link in self._links.items()
@@ -157,7 +165,7 @@ class ZmqTransport(Transport):
             if link.mine.token not in self._by_token and not link.busy:
                 del self._links[number]
         # ZeroMQ's descriptors tell of changes only, and sending may have taken note of one.
-        if self._hot or readable(self._inbox):
+        if self._hot or readable(self._inbox) or readable(self._doorbell):
             self._wakeup.set()
         self._wakeup.at(min((k.due for k in self._links.values() if k.due is not None), default=None))
         done, self._completions = self._completions, []
@@ -179,6 +187,7 @@ class ZmqTransport(Transport):
             link.cut("closed here", "the other side shut down")
         self._closed = True
         self._inbox.close(0)
+        self._doorbell.close(0)
         # Ends ZeroMQ's threads; none of them can read our memory after this.
         self._context.term()
         self._wakeup.close()
@@ -194,6 +203,8 @@ class ZmqTransport(Transport):
         o, inbox = self._options, self._inbox
         inbox.setsockopt(zmq.LINGER, 0)
         inbox.setsockopt(zmq.MAXMSGSIZE, FRAME + 4096)
+        inbox.setsockopt(zmq.PLAIN_SERVER, 1)
+        inbox.setsockopt(zmq.ZAP_DOMAIN, b"kvxfer")
         inbox.setsockopt(zmq.HANDSHAKE_IVL, int(o.connect_timeout_s * 1000))
         if o.protocol == "ipc":
             self._directory = tempfile.mkdtemp(prefix="kvxfer-zmq-")
@@ -203,6 +214,23 @@ class ZmqTransport(Transport):
         inbox.bind(f"tcp://{_host(o.listen)}:{o.port or '*'}")
         port = inbox.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
         return f"tcp://{_host(o.advertise or o.listen)}:{port}"
+
+    def _admit(self) -> None:
+        """Let those in who know one of our links (ZeroMQ's RFC 27 and 24): before that nothing of theirs is kept."""
+        for _ in range(KNOCKS):
+            if not readable(self._doorbell):
+                return
+            request = self._doorbell.recv_multipart(NOBLOCK)
+            known = request[5:6] == [b"PLAIN"] and len(request) == 8 and self._knows(request[7])
+            verdict = b"200" if known else b"400"
+            self._doorbell.send_multipart([b"1.0", request[1] if len(request) > 1 else b"", verdict, b"", b"", b""], NOBLOCK)
+
+    def _knows(self, shown: bytes) -> bool:
+        try:
+            token = bytes.fromhex(shown.decode())
+        except ValueError:
+            return False
+        return token in self._pending or token in self._by_token
 
     def _receive(self, until: float) -> None:
         """Hand what has arrived to its links. Strangers are told that nobody knows them, and forgotten."""

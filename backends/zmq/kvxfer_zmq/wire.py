@@ -1,8 +1,9 @@
 """What goes over the wire: endpoints (by somebody else's channel) and messages (by ZeroMQ).
 
 Every link has two connections, one for each direction: each side dials the other's ROUTER socket with a DEALER of its
-own, and everything it has to say goes that way. A routing id is the tokens of both ends, so only the two that
-exchanged endpoints can speak on a link. A message is a header, followed by a payload for some kinds.
+own, and everything it has to say goes that way. A dialer shows the listener's token as a password before ZeroMQ takes anything
+else from it, for ZeroMQ bounds a frame but not the number of a message's frames. A routing id is the tokens of both ends, so
+only the two that exchanged endpoints can speak on a link. A message is a header, followed by a payload for some kinds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from msgspec import Meta
 
 from kvxfer.transport.endpoint import EndpointBase
 
-__all__ = ["Endpoint", "Header", "Kind", "new_token", "routing_id", "split_routing_id"]
+__all__ = ["Endpoint", "Header", "Kind", "new_token", "password", "routing_id", "split_routing_id"]
 
 TOKEN_BYTES = 16
 ROUTING_ID_BYTES = 2 * TOKEN_BYTES + 1
@@ -72,7 +73,7 @@ class Endpoint(EndpointBase, frozen=True):
     """One end of a link. ``token`` is known to the two ends only."""
 
     backend = "zmq"
-    format = 2
+    format = 3
 
     address: Annotated[str, Meta(pattern="^(tcp|ipc)://")]
     token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
@@ -85,6 +86,11 @@ def new_token() -> bytes:
 def routing_id(listener: bytes, dialer: bytes) -> bytes:
     """How a dialer introduces itself to a listener. ZeroMQ keeps ids that begin with a zero byte for itself."""
     return b"k" + listener + dialer
+
+
+def password(listener: bytes) -> bytes:
+    """What a dialer shows to a listener, as text."""
+    return listener.hex().encode()
 
 
 def split_routing_id(raw: bytes) -> tuple[bytes, bytes] | None:

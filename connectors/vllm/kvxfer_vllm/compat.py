@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from kvxfer.errors import ConfigError
 from kvxfer.schedule import Group
 
-__all__ = ["HIT_SOURCE", "HOLDS_BLOCKS", "REPORTS_BY_REQUEST", "check_groups", "stands_alone", "transfer_results"]
+__all__ = ["HIT_SOURCE", "HOLDS_BLOCKS", "REPORTS_BY_REQUEST", "check_groups", "hold_back", "stands_alone", "transfer_results"]
 
 _Results: Any = getattr(base, "KVConnectorTransferResults", None)
 
@@ -26,6 +26,11 @@ when it computes the request anew (where it takes failed loads by block id, it g
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """What ``get_transfer_results`` returns (0.30 and later)."""
     return _Results(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
+def hold_back(output: Any, request: str) -> None:
+    """Keep vLLM's scheduler, which looks at this output after our hook, from learning that a load is over."""
+    output.finished_recving = output.finished_recving - {request}
 
 
 def stands_alone(connector: Any) -> bool:

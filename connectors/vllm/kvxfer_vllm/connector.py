@@ -18,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvxfer_vllm import compat
+from kvxfer_vllm import compat, logs
 from kvxfer_vllm.metadata import Report, Step
 from kvxfer_vllm.scheduler import SchedulerHalf
-from kvxfer_vllm.settings import groups_of, settings_of
+from kvxfer_vllm.settings import groups_of, hits_may_differ, settings_of
 from kvxfer_vllm.stats import KVXferPromMetrics, KVXferStats
 from kvxfer_vllm.worker import WorkerHalf
 
@@ -41,8 +41,12 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        logs.share()
         config = settings_of(vllm_config)
-        compat.check_groups(groups_of(kv_cache_config))
+        groups = groups_of(kv_cache_config)
+        compat.check_groups(groups)
+        self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")
+        self._hits_may_differ = self._kv_transfer_config.is_kv_consumer and hits_may_differ(kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -81,13 +85,22 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._sched.finish(request, block_ids)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+        """Those whose new blocks vLLM leaves to us."""
+        return self._loaded
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return self._hits_may_differ
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._sched.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
         return self._sched.holding
+
+    def reset_cache(self) -> bool:
+        """Called when vLLM drops its caches with ``reset_connector``, as it does around a change of weights."""
+        return self._sched.reset()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

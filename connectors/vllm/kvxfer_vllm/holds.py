@@ -60,6 +60,11 @@ class Holds:
         if kept:
             self._pool.free_blocks(reversed(kept))
 
+    @property
+    def all_free(self) -> bool:
+        """Whether nobody uses a block of the pool, neither we nor a request. (vLLM's null block is never free.)"""
+        return self._pool is None or self._pool.get_num_free_blocks() == self._pool.num_gpu_blocks - 1
+
     def __len__(self) -> int:
         """References held."""
         return sum(map(len, self._kept.values()))

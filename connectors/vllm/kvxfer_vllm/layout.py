@@ -6,6 +6,7 @@ physical order; ``B`` counts kernel blocks, which may be smaller than the schedu
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvxfer_vllm import recurrent
-from kvxfer_vllm.settings import layer_specs
+from kvxfer_vllm.drafts import draft_of
+from kvxfer_vllm.pages import Form, encoding_of, form_of, group_pages, pieces, replicated, total_heads, writer_of
 
 __all__ = ["Layout", "expand"]
+
+log = logging.getLogger("kvxfer.vllm")
 
 
 @dataclass(frozen=True)
@@ -39,26 +42,39 @@ class Layout:
         """Describe the tensors that ``register_kv_caches`` was given. Raises ``ConfigError`` for what cannot be."""
         regions = _Regions()
         groups: list[Group] = []
+        by_rank: list[str] = []
         ratios: list[int] = []
         shapes: dict[tuple[Any, ...], list[tuple[str, int]]] = defaultdict(list)
-        for g, group in enumerate(kv.kv_cache_groups):
+        for g, (group, kind) in enumerate(zip(kv.kv_cache_groups, group_pages(kv), strict=True)):
+            if kind.kind == "local":  # its place in the tables stays, its pages are nobody else's
+                groups.append(Group(kind.block))
+                ratios.append(1)
+                continue
             per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
             present = [name for name in group.layer_names if name in tensors]
             ratio = {tensors[name].shape[0] // kv.num_blocks for name in present} or {1}
             if len(ratio) > 1:
                 raise ConfigError(f"layers of KV-cache group {g} split their blocks differently: {sorted(ratio)}")
             ratios.append(ratio.pop())
-            spec = layer_specs(group.kv_cache_spec)[0]
-            window = getattr(spec, "sliding_window", None)
             kernel_tokens = group.kv_cache_spec.block_size // ratios[-1]
-            if recurrent.is_state(spec):
-                groups.append(Group(kernel_tokens, "state"))
-            else:
-                groups.append(Group(kernel_tokens, "window" if window else "full", int(window or 0)))
+            groups.append(Group(kernel_tokens, kind.kind, kind.window))
+            seen: set[int] = set()
             for name in present:
-                layer = per_layer[name] if per_layer is not None else group.kv_cache_spec
-                for shape, offset in _planes(name, tensors[name], layer, g, kernel_tokens, config, rank, regions):
-                    shapes[shape].append((name, offset))
+                spec = group.kv_cache_spec if per_layer is None else per_layer.get(name)
+                offset = regions.offset(tensors[name])
+                if spec is None or offset in seen:
+                    continue  # it reads the cache of another layer and has none of its own
+                seen.add(offset)
+                pages = _Pages(name, tensors[name], spec, g, kernel_tokens, config, rank)
+                for shape, within in pages.state() if kind.kind == "state" else pages.planes():
+                    shapes[shape].append((name, offset + within))
+                if pages.by_rank:
+                    by_rank.append(name)
+        if by_rank:
+            log.warning(
+                "it is not known how many KV heads these layers have in all; they can be exchanged with engines of the same "
+                "tensor parallel size only: %s", ", ".join(by_rank),
+            )  # fmt: skip
         views = tuple(
             View(plane, g, tuple(n for n, _ in at), tuple(o for _, o in at), *rest)
             for (plane, g, *rest), at in shapes.items()
@@ -97,73 +113,108 @@ class _Regions:
         return start + tensor.data_ptr() - region.address
 
 
-def _planes(
-    name: str,
-    t: torch.Tensor,
-    spec: Any,
-    group: int,
-    tokens: int,
-    config: VllmConfig,
-    rank: Rank,
-    regions: _Regions,
-) -> list[tuple[tuple[Any, ...], int]]:
-    """(everything of a view that layers may share, the layer's offset) for each plane of one layer."""
-    if recurrent.is_state(spec):
-        return [_state(name, t, spec, group, config, rank, regions)]
-    item = t.element_size()
-    blocks, slots, states, content = t.shape
-    if t.dim() != 4 or states != tokens or t.stride(3) != 1:
-        raise ConfigError(f"layer {name!r}: a cache of shape {tuple(t.shape)} of {tokens} tokens a block is not known")
-    stride, head, token = (s * item for s in t.stride()[:3])
-    offset = regions.offset(t)
-    quant = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    kind = "mla" if "MLA" in type(spec).__name__ else "attention"
-    encoding = f"vllm/{kind}/{str(spec.dtype).removeprefix('torch.')}/{quant}"
-    heads = None if kind == "mla" else _heads(name, spec, slots, head, config, rank)
-
-    def shape(plane: str, unit: int, encoding: str, token: int | None) -> tuple[Any, ...]:
-        return plane, group, blocks, stride, unit, encoding, heads, token
-
-    if t.device.type == "cpu":  # each (block, head) is packed for the instruction set: not to be cut by token
-        if head != states * content * item:
-            raise ConfigError(f"layer {name!r}: the pages of CPU attention are not contiguous by head")
-        return [(shape("kv", head, f"{encoding}/cpu/{_isa()}/{states}x{content}", None), offset)]
-    k, v = spec.head_size * item, getattr(spec, "head_size_v", spec.head_size) * item
-    if kind == "attention" and quant == "NONE" and k + v == content * item:
-        return [(shape("k", k, encoding, token), offset), (shape("v", v, encoding, token), offset + k)]
-    return [(shape("latent" if kind == "mla" else "kv", content * item, encoding, token), offset)]
+Plane = tuple[tuple[Any, ...], int]
+"""(everything of a view that layers may share, bytes from the start of the layer's cache)."""
 
 
-def _state(
-    name: str, t: torch.Tensor, spec: Any, group: int, config: VllmConfig, rank: Rank, regions: _Regions
-) -> tuple[tuple[Any, ...], int]:  # fmt: skip
-    """Pages whose content only the layer knows. Each rank of a tensor-parallel engine holds a slice of its own, which fits
-    no other slice: the ranks stand where others have heads."""
-    size, nbytes = config.parallel_config.tensor_parallel_size, int(spec.state_content_size_bytes)
-    if t.dim() != 4 or t.shape[1:3] != (1, 1) or t.stride(3) != 1 or t.shape[3] * t.element_size() < nbytes:
-        raise ConfigError(f"layer {name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known")
-    heads = None if getattr(spec, "tp_replicated", False) else Heads(rank.tp, 1, size, nbytes)
-    stride = t.stride(0) * t.element_size()
-    return ("state", group, t.shape[0], stride, nbytes, recurrent.encoding(spec), heads, None), regions.offset(t)
+class _Pages:
+    """One layer's pages as planes of a view. ``by_rank``: whether each rank's go to the same rank of an equal engine only,
+    though more than that is known of what they hold."""
 
+    def __init__(
+        self, name: str, t: torch.Tensor, spec: Any, group: int, tokens: int, config: VllmConfig, rank: Rank
+    ) -> None:
+        if t.dim() != 4 or t.stride(3) != 1:
+            raise ConfigError(f"layer {name!r}: a cache of shape {tuple(t.shape)} and strides {t.stride()} is not known")
+        self._name, self._t, self._spec, self._group, self._tokens = name, t, spec, group, tokens
+        self._config, self._rank, self._size = config, rank, config.parallel_config.tensor_parallel_size
+        layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", {})
+        self._layer = layers.get(name)
+        self._writer = writer_of(self._layer)
+        self._k = getattr(spec, "head_size", 0)
+        self._v = getattr(spec, "head_size_v", self._k)
+        self.by_rank = False
+        self._stride, self._head, self._token = (s * t.element_size() for s in t.stride()[:3])
 
-def _heads(name: str, spec: Any, slots: int, stride: int, config: VllmConfig, rank: Rank) -> Heads:
-    """The range of the model's KV heads that this rank holds; ranks beyond their number hold replicas."""
-    if slots != spec.num_kv_heads:
-        raise ConfigError(f"layer {name!r}: {slots} head slots for {spec.num_kv_heads} heads are not supported")
-    size = config.parallel_config.tensor_parallel_size
-    total = max(config.model_config.get_total_num_kv_heads(), spec.num_kv_heads)
-    start = rank.tp * spec.num_kv_heads if size <= total else rank.tp * total // size
-    return Heads(start, spec.num_kv_heads, total, stride)
+    def _plane(
+        self, plane: str, unit: int, form: Form, heads: Heads | None, token: int | None, within: int = 0
+    ) -> Plane:
+        encoding = encoding_of(self._name, self._layer, self._spec, form, self._writer, self._t, self._config)
+        return self._described(plane, unit, encoding, heads, token, within)
 
+    def _described(
+        self, plane: str, unit: int, encoding: str, heads: Heads | None, token: int | None, within: int
+    ) -> Plane:
+        draft = draft_of(self._name, self._config)
+        if draft:
+            encoding = f"{encoding}/draft {draft}"
+        shape = plane, self._group, self._t.shape[0], self._stride, unit, encoding, heads, token, bool(draft)
+        return shape, within
 
-def _isa() -> str:
-    """What the CPU kernels pack for on this machine."""
-    import torch
+    def planes(self) -> list[Plane]:
+        """Rows of tokens, as far as it is known that they are."""
+        form, spec = form_of(self._spec, self._writer), self._spec
+        _, slots, states, content = self._t.shape
+        if form == "whole" or (form == "kv" and self._k + self._v != content):
+            return self._whole()
+        if states != self._tokens or slots != spec.num_kv_heads:
+            raise ConfigError(
+                f"layer {self._name!r}: a cache of shape {tuple(self._t.shape)} is not known for {spec.num_kv_heads} heads "
+                f"and {self._tokens} tokens a block"
+            )
+        item = self._t.element_size()
+        cell = content * item
+        if form == "latent":
+            return [self._plane("latent", cell, form, None, self._token)]
+        if form == "packed":
+            if self._head != states * cell:
+                raise ConfigError(f"layer {self._name!r}: the pages of CPU attention are not contiguous by head")
+            return [self._plane("kv", self._head, form, self._heads(), None)]
+        k, v = self._k * item, self._v * item
+        if form == "row":
+            return [self._plane("kv", cell, "row", self._heads(), self._token)]
+        heads = self._heads()
+        return [self._plane("k", k, form, heads, self._token), self._plane("v", v, form, heads, self._token, k)]
 
-    cpu = torch.cpu
-    if getattr(cpu, "_is_amx_tile_supported", lambda: False)():
-        return "amx"
-    if getattr(cpu, "_is_avx512_bf16_supported", lambda: False)():
-        return "avx512bf16"
-    return torch.backends.cpu.get_cpu_capability().lower()
+    def _whole(self) -> list[Plane]:
+        """Pages of which nothing is known. They are moved in as few pieces as they have in memory, to the same rank of an
+        engine of the same size unless all ranks hold the same."""
+        _, slots, states, content = self._t.shape
+        cell = content * self._t.element_size()
+        if self._token == cell and (slots == 1 or self._head == states * cell):
+            pieces = [slots * states * cell]
+        elif self._head == cell and self._token == slots * cell:
+            pieces = [slots * states * cell]
+        elif self._token == cell:
+            pieces = [states * cell] * slots  # other blocks lie between the heads of a page
+        else:
+            raise ConfigError(
+                f"layer {self._name!r}: nothing is known of what is in its pages, and with strides {self._t.stride()} they "
+                "are not in one piece; choose another --kv-cache-layout"
+            )
+        heads = None if replicated(self._spec, self._writer) else Heads(self._rank.tp, 1, self._size, None)
+        names = ["page"] if len(pieces) == 1 else [f"page {i}" for i in range(slots)]
+        return [
+            self._plane(name, unit, "whole", heads, None, i * self._head)
+            for i, (name, unit) in enumerate(zip(names, pieces, strict=True))
+        ]
+
+    def state(self) -> list[Plane]:
+        """Recurrent states."""
+        t, nbytes = self._t, int(self._spec.state_content_size_bytes)
+        if t.shape[1:3] != (1, 1) or t.shape[3] * t.element_size() < nbytes:
+            raise ConfigError(f"layer {self._name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known")
+        found = pieces(self._layer, self._spec, self._rank, self._size, t.device.type)
+        # Between other numbers of ranks each share has its place, but servers have been seen to go on with other tokens.
+        of = f"of {self._size} ranks"
+        return [self._described(p.plane, p.unit, f"{p.encoding}/{of}", p.heads, None, p.offset) for p in found]
+
+    def _heads(self) -> Heads:
+        """The range of the layer's KV heads that this rank holds; ranks beyond their number hold replicas. Where their total
+        is not known, a rank's heads go to the same rank of an engine of the same size."""
+        own, total = self._spec.num_kv_heads, total_heads(self._name, self._layer, self._spec, self._config)
+        if total is None:
+            self.by_rank = True
+            return Heads(self._rank.tp * own, own, self._size * own, None)
+        start = self._rank.tp * own if self._size <= total else self._rank.tp * total // self._size
+        return Heads(start, own, total, self._head)

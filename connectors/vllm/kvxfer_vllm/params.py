@@ -1,7 +1,7 @@
-"""``kv_transfer_params``: NIXL's schema, which routers already relay, with two keys of our own.
+"""``kv_transfer_params``: NIXL's schema, which routers already relay, with keys of our own.
 
 To P a router sends ``do_remote_decode``; P's answer carries ``do_remote_prefill``, the address of its directory, and
-under our keys the transfer's base id and P's epoch; the router forwards that to D as it is. A router that dispatches
+under our keys the transfer's base id and digest, and P's epoch; the router forwards that to D as it is. A router that dispatches
 to both at once names the transfer itself: ``transfer_id`` to both, and to D ``remote_host`` and ``remote_port`` of P.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from kvxfer.identity import External, Source, TransferId
 
-__all__ = ["answer", "is_load", "is_offer", "offered_id", "wanted"]
+__all__ = ["answer", "digest_of", "is_load", "is_offer", "offered_id", "wanted"]
 
-TRANSFER, EPOCH = "kvxfer_transfer", "kvxfer_epoch"
+TRANSFER, EPOCH, DIGEST = "kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest"
 
 
 def is_offer(params: Mapping[str, Any] | None) -> bool:
@@ -35,6 +35,7 @@ def offered_id(params: Mapping[str, Any], epoch: int, external: External) -> Tra
 
 def answer(
     transfer: TransferId,
+    digest: bytes,
     source: Source,
     engine: str,
     request: str,
@@ -55,7 +56,16 @@ def answer(
         "tp_size": tp,
         TRANSFER: transfer.base,
         EPOCH: f"{source.epoch:x}",
+        DIGEST: digest.hex(),
     }
+
+
+def digest_of(params: Mapping[str, Any]) -> bytes:
+    """The digest that P named; empty if it did not, or not so that it can be read."""
+    try:
+        return bytes.fromhex(params.get(DIGEST) or "")
+    except (TypeError, ValueError):
+        return b""
 
 
 def wanted(params: Mapping[str, Any], external: External) -> tuple[TransferId, Source] | str:

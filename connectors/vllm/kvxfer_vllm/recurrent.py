@@ -2,6 +2,11 @@
 
 A consumer computes the last prompt token itself, for its logits. Where a cache is a state and not a row of tokens, that is
 right only on the state *before* that token; so the producer computes all tokens of the prompt but the last.
+
+Where the state lies: without prefix caching (vLLM's ``mamba_cache_mode`` "none") in a request's first block, which counts as
+long as the longest request; with it ("align") in the block of the token that was computed last, as if it were KV. Blocks
+before that one are null or hold states of fewer tokens, for vLLM's prefix cache alone; blocks after it, one for each
+draft token, hold what drafts leave behind until they are accepted, of which there is nothing after a prompt.
 """
 
 from __future__ import annotations
@@ -13,34 +18,17 @@ from kvxfer.errors import ConfigError, KvxferError
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["check_spec", "encoding", "is_state", "leave_last_token"]
-
-
-def is_state(spec: Any) -> bool:
-    """Whether a layer's cache is a recurrent state; vLLM has one name for all kinds of it."""
-    return type(spec).__name__ == "MambaSpec"
+__all__ = ["check_spec", "leave_last_token"]
 
 
 def check_spec(group: int, spec: Any) -> None:
-    """Refuse what is more than one state for a request. Raises ``ConfigError``."""
+    """Refuse a spec of which we do not know in which block the state is. Raises ``ConfigError``."""
     mode = getattr(spec, "mamba_cache_mode", "none")
-    if mode != "none":
+    if mode not in ("none", "align"):
         raise ConfigError(
-            f"kvxfer does not support KV-cache group {group}: it keeps recurrent states of several prefixes "
-            f"(mamba_cache_mode {mode!r}); set --mamba-cache-mode none or --no-enable-prefix-caching"
+            f"kvxfer does not support KV-cache group {group}: it does not know where vLLM keeps recurrent states with "
+            f"mamba_cache_mode {mode!r}; set --mamba-cache-mode align, or --no-enable-prefix-caching"
         )
-    if getattr(spec, "num_speculative_blocks", 0):
-        raise ConfigError(
-            f"kvxfer does not support KV-cache group {group}: speculative decoding beside recurrent state "
-            f"keeps {spec.num_speculative_blocks} more states for each request"
-        )
-
-
-def encoding(spec: Any) -> str:
-    """All that the bytes of a state depend on: which states it consists of, in this order."""
-    states = zip(spec.shapes, spec.dtypes, strict=True)
-    parts = [f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}" for shape, dtype in states]
-    return f"vllm/state/{getattr(spec.mamba_type, 'name', spec.mamba_type)}/{','.join(parts)}"
 
 
 def leave_last_token(request: Request) -> None:

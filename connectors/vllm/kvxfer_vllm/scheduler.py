@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError
+from kvxfer.facts import sealed
 from kvxfer.geometry import Rank
 from kvxfer.identity import Address, Source, TransferId, digest, external_id, new_epoch
-from kvxfer.schedule import NULL, Schedule, ScheduleError
-from kvxfer.session import Directory, Member, Renew, Settle
+from kvxfer.schedule import NULL, Quorum, Schedule, ScheduleError
+from kvxfer.security import Security
+from kvxfer.session import Directory, Member, Named, Renew, Settle
+from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
 from kvxfer_vllm.giving import Giving
 from kvxfer_vllm.holds import Holds, blocks_of
+from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.metadata import Handshake, Report, Step
 from kvxfer_vllm.migration import params_of
 from kvxfer_vllm.recurrent import leave_last_token
-from kvxfer_vllm.settings import groups_of, model_identity, windows_of
+from kvxfer_vllm.settings import counts_media, groups_of, windows_of
 from kvxfer_vllm.taking import Taking
 
 if TYPE_CHECKING:
@@ -51,11 +55,16 @@ class SchedulerHalf:
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
         self._world = parallel.world_size
-        self._model = model_identity(vllm_config)
-        self._directory = Directory(self._engine, new_epoch(), config.listen, config.port, config.advertise)
+        self._facts = facts_of(vllm_config, config)
+        self._news: dict[str, str] | None = self._facts  # what the workers have not heard of yet
+        self._directory = Directory(
+            self._engine, new_epoch(), config.listen, config.port, config.advertise,
+            security=Security.of(config), facts=self._facts,
+        )  # fmt: skip
         here = self._directory.source
         self._source = Source(here.host, here.port, here.epoch)
         groups = groups_of(kv_cache_config)
+        self._counts_media = counts_media(vllm_config)
         self._recurrent = any(group.kind == "state" for group in groups)
         self._schedule = Schedule(groups, self._source if self._world > 1 else None)
         self._holds = Holds(kv_cache_config.num_blocks // 4)
@@ -63,6 +72,7 @@ class SchedulerHalf:
             self._schedule.producer, self._holds, groups, windows_of(kv_cache_config), self._world
         )
         self._taking = Taking(self._schedule.consumer, self._holds)
+        self._quorum = Quorum()
         self._seen: set[str] = set()
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, TransferId] = {}  # request -> what it loads
@@ -117,6 +127,8 @@ class SchedulerHalf:
             transfer, source = want
             # The last prompt token is computed here in any case, so its KV need not come.
             tokens = request.num_prompt_tokens - 1
+            if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
+                content = p.digest_of(params) or content
             if self._schedule.consumer.arrive(name, transfer, content, source, tokens):
                 self._loads[name] = transfer
 
@@ -160,15 +172,21 @@ class SchedulerHalf:
         if not held or transfer is None:
             return held, None
         return True, p.answer(
-            transfer, self._source, self._engine, name, self._tp, block_ids, request.num_prompt_tokens
+            transfer, self._schedule.producer.digest(transfer), self._source, self._engine, name, self._tp, block_ids,
+            request.num_prompt_tokens,
         )
 
     def _digest(self, request: Request) -> bytes:
+        if request.mm_features and self._counts_media:
+            raise KvxferError(
+                "its images or other media have no identity by content, since vLLM caches none; set "
+                "--mm-processor-cache-gb above 0, or --enable-prefix-caching"
+            )
         lora = request.lora_request
         embeds = request.prompt_embeds
         return digest(
             tokens=request.prompt_token_ids,
-            model=self._model,
+            model=sealed(self._facts),
             media=[
                 (f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features or ()
             ],
@@ -188,13 +206,14 @@ class SchedulerHalf:
             self._follow(output)
         renewals = self._notices()
         for release in self._schedule.consumer.releases():
-            self._tell(release.source, Settle(release.source.epoch, (release.transfer,), release.reason))
+            named = Named(release.transfer, release.digest)
+            self._tell(release.source, Settle(release.source.epoch, (named,), release.reason))
         self._renew()
         commands = self._schedule.commands()
         for want in commands.wants:
             self._taking.begins(self._step_loads[want.transfer], blocks_of(want.blocks))
-        step = Step(commands, self._step_loads, self._doomed, renewals, self._giving.step(commands))
-        self._step_loads, self._doomed = {}, {}
+        step = Step(commands, self._step_loads, self._doomed, renewals, self._giving.step(commands), self._news)
+        self._step_loads, self._doomed, self._news = {}, {}, None
         return step
 
     def _follow(self, output: SchedulerOutput) -> None:
@@ -228,11 +247,13 @@ class SchedulerHalf:
         """What consumers' scheduler halves have told our directory."""
         renewals: list[TransferId] = []
         for notice in self._directory.notices():
-            if isinstance(notice, Renew):
-                renewals += notice.transfers
-            else:
-                for transfer in notice.transfers:
-                    self._schedule.producer.withdraw(transfer, notice.reason)
+            for named in notice.transfers:
+                if not self._schedule.producer.offers(named.transfer, named.digest):
+                    continue  # over, or somebody guessed its name
+                if isinstance(notice, Renew):
+                    renewals.append(named.transfer)
+                else:
+                    self._schedule.producer.withdraw(named.transfer, notice.reason)
         return tuple(renewals)
 
     def _renew(self) -> None:
@@ -241,11 +262,11 @@ class SchedulerHalf:
         if now - self._renewed < self._config.lease / 4:
             return
         self._renewed = now
-        by_source: dict[Source, list[TransferId]] = {}
-        for transfer, source in self._schedule.consumer.waiting.items():
-            by_source.setdefault(source, []).append(transfer)
-        for source, transfers in by_source.items():
-            self._tell(source, Renew(source.epoch, tuple(transfers)))
+        by_source: dict[Source, list[Named]] = {}
+        for transfer, (content, source) in self._schedule.consumer.waiting.items():
+            by_source.setdefault(source, []).append(Named(transfer, content))
+        for source, named in by_source.items():
+            self._tell(source, Renew(source.epoch, tuple(named)))
 
     def _tell(self, source: Source, message: Renew | Settle) -> None:
         self._directory.tell(source, message)
@@ -256,14 +277,30 @@ class SchedulerHalf:
         if isinstance(report, Report):
             self._learn(report)
         for name in output.finished_recving or ():
-            self._taking.over(name)
+            generations = self._quorum.over(name)
+            if len(generations) > 1 and name in self._loads:
+                self._reject(name, generations)
+                compat.hold_back(output, name)
+            else:
+                self._taking.over(name)
         for name in output.finished_sending or ():
             self._giving.sent(name)
+
+    def _reject(self, name: str, generations: Sequence[int]) -> None:
+        """Each rank's load went well, but what they hold does not belong together. vLLM hears of its end with the next step,
+        in which our workers report it as failed."""
+        log.warning(
+            "request %s cannot use what was loaded: the producer computed it anew meanwhile, and our ranks hold generations %s",
+            name, " and ".join(map(str, generations)),
+        )  # fmt: skip
+        self._doomed[name] = self._taking.blocks(name)
 
     def _learn(self, report: Report) -> None:
         if report.members:
             self._members |= report.members
             self._announce()
+        for name, generations in report.delivered.items():
+            self._quorum.delivered(name, generations)
         for name, ranks in report.moving.items():
             self._taking.moving(name, ranks)
         for name, ranks in report.still.items():
@@ -275,9 +312,24 @@ class SchedulerHalf:
     def holding(self) -> bool:
         """Whether blocks are kept of which vLLM knows no request: it must go on making steps, or it will not hear that
         they are free."""
-        return self._giving.waiting or self._taking.waiting
+        return self._giving.waiting or self._taking.waiting or bool(self._doomed)
 
     # --- life ------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> bool:
+        """vLLM drops all KV that it has cached, as is done when weights are changed in place: what was computed before and
+        what is computed from now on is not to be mixed, here or between engines. False: it could not, since blocks are in
+        use, and is to be asked again, so that this was no change; none will be in use on our account then."""
+        reason = "the engine drops its caches, as for other weights"
+        for transfer in self._schedule.producer.transfers:
+            self._schedule.producer.withdraw(transfer, reason)
+        for name in self._loads:
+            self._schedule.consumer.finish(name, reason)
+        if not self._holds.all_free:
+            return False
+        self._facts = self._news = updated(self._facts)
+        self._directory.identify(self._facts)
+        return True
 
     def bind(self, pool: Any) -> None:
         """``pool``: vLLM's block pool, once it is there."""
@@ -300,6 +352,7 @@ class SchedulerHalf:
         """How much is remembered of requests and transfers; 0 when there are none."""
         kept = (
             self._seen, self._offers, self._loads, self._computed, self._tables, self._giving, self._taking, self._holds,
+            self._quorum,
         )  # fmt: skip
         return len(self._schedule) + sum(map(len, kept))
 

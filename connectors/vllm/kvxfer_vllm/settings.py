@@ -1,28 +1,24 @@
-"""What vLLM's configuration means to kvxfer: settings, model identity, and what is refused by name at start."""
+"""What vLLM's configuration means to kvxfer: settings, and what is refused by name at start."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.schedule import Group
 from kvxfer_vllm import recurrent
 from kvxfer_vllm.migration import check_hosts, translate
+from kvxfer_vllm.pages import group_pages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["groups_of", "model_identity", "settings_of", "windows_of"]
+__all__ = ["counts_media", "groups_of", "hits_may_differ", "settings_of", "windows_of"]
 
 log = logging.getLogger("kvxfer.vllm")
-
-_FULL = {"FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec"}
-_WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
 
 
 def settings_of(vllm_config: VllmConfig) -> Config:
@@ -37,10 +33,13 @@ def settings_of(vllm_config: VllmConfig) -> Config:
     check_hosts(config.legacy_hosts)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        raise ConfigError("kvxfer does not support decode context parallelism: set decode_context_parallel_size to 1")
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise ConfigError("kvxfer does not support prefill context parallelism: set prefill_context_parallel_size to 1")
+    for kind in ("decode", "prefill"):
+        setting = f"{kind}_context_parallel_size"
+        if getattr(parallel, setting, 1) > 1:
+            raise ConfigError(
+                f"kvxfer does not support {kind} context parallelism: the tokens of a block then lie on several ranks in "
+                f"turn, so that no rank's block is the tokens that its table says; set {setting} to 1"
+            )
     if getattr(model, "is_encoder_decoder", False):
         raise ConfigError("kvxfer does not support encoder-decoder models: it does not move cross-attention caches")
     return config
@@ -48,45 +47,29 @@ def settings_of(vllm_config: VllmConfig) -> Config:
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
     """The engine's KV-cache groups as the schedule knows them. Raises ``ConfigError`` for unsupported kinds."""
-    out = []
-    for i, group in enumerate(kv_cache_config.kv_cache_groups):
-        spec = group.kv_cache_spec
-        specs = layer_specs(spec)
-        names = {type(s).__name__ for s in specs}
-        if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
-            raise ConfigError(f"kvxfer does not support KV-cache group {i} ({', '.join(names)}): it must stay local")
-        if names <= _FULL:
-            out.append(Group("full", spec.block_size))
-        elif names <= _WINDOW:
-            out.append(Group("window", spec.block_size))
-        elif all(map(recurrent.is_state, specs)):
-            recurrent.check_spec(i, specs[0])
-            out.append(Group("state", spec.block_size))
-        else:
-            raise ConfigError(f"kvxfer does not support KV-cache group {i}: it holds {', '.join(sorted(names))}")
-    return tuple(out)
+    pages = group_pages(kv_cache_config)
+    for i, group in enumerate(pages):
+        if group.kind == "state":
+            recurrent.check_spec(i, group.specs[0])
+    return tuple(Group(group.kind, group.block) for group in pages)
 
 
 def windows_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     """For each group how many tokens a token attends to, itself included; 0 for all."""
-    return tuple(
-        max(int(getattr(spec, "sliding_window", None) or 0) for spec in layer_specs(group.kv_cache_spec))
-        for group in kv_cache_config.kv_cache_groups
-    )
+    return tuple(group.window for group in group_pages(kv_cache_config))
 
 
-def layer_specs(spec: Any) -> list[Any]:
-    """The specs of a group's layers; a uniform group holds one for all."""
-    per_layer = getattr(spec, "kv_cache_specs", None)
-    return list(per_layer.values()) if per_layer is not None else [spec]
+def counts_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names images, audio and video by a count of its own, for want of a cache that needs to know them by
+    content: two engines then have one name for two images."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    cached = getattr(media, "mm_processor_cache_gb", 1) > 0 or vllm_config.cache_config.enable_prefix_caching
+    return media is not None and not cached
 
 
-def model_identity(vllm_config: VllmConfig) -> str:
-    """A text that two engines share only if they serve the same model: its architecture and shape, not its path."""
-    model = vllm_config.model_config
-    shape = model.hf_config.to_dict()
-    for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_path"):
-        shape.pop(key, None)
-    text = json.dumps(shape, sort_keys=True, default=str)
-    shape_hash = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    return f"{shape_hash}/{model.dtype}/{model.quantization or ''}"
+def hits_may_differ(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM may count as cached what its full attention has, though the state there is gone, if the rest comes from
+    outside: we bring the state with any load. Not beside a window, of which we bring what lies behind the hit only."""
+    pages = group_pages(kv_cache_config)
+    full = {group.specs for group in pages if group.kind == "full"}
+    return {group.kind for group in pages} == {"full", "state"} and len(full) == 1

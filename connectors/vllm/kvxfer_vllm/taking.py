@@ -23,10 +23,14 @@ class Taking:
         """A load into these blocks is on its way to the workers."""
         self._blocks[request] = blocks
 
+    def blocks(self, request: str) -> tuple[int, ...]:
+        """Those of a request whose load is under way."""
+        return self._blocks.get(request, ())
+
     def moving(self, request: str, ranks: Iterable[Rank]) -> None:
         """It has failed, and these ranks still write; vLLM, which has the blocks yet, hears of it next."""
         if request not in self._moving:
-            self._holds.keep(request, self._blocks.get(request, ()))
+            self._holds.keep(request, self.blocks(request))
             self._intake.preempt(request)
         self._moving.setdefault(request, set()).update(ranks)
 

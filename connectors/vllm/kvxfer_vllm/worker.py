@@ -10,7 +10,9 @@ from kvxfer.config import Config
 from kvxfer.geometry import Rank
 from kvxfer.session import Agent, Ended, Fetch, Offered, Stats
 from kvxfer_vllm import compat
+from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.layout import Layout
+from kvxfer_vllm.layout_check import check_layout
 from kvxfer_vllm.metadata import Handshake, Report, Step
 from kvxfer_vllm.stats import KVXferStats
 
@@ -31,6 +33,7 @@ class WorkerHalf:
         self._config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self._agent: Agent | None = None
         self._layout: Layout | None = None
+        self._clearing: Clearing | None = None
         self._report = Report()
         self._sent: set[str] = set()
         self._received: set[str] = set()
@@ -52,6 +55,10 @@ class WorkerHalf:
         layout = Layout.of(tensors, self._kv, self._vllm, rank)
         if layout.cache.regions[0].device == "cpu":
             _ask_for_tile_registers()
+        if self._config.layout_check:
+            check_layout(layout.cache, tensors, self._vllm)
+        if getattr(self._kv, "needs_kv_cache_zeroing", False):
+            self._clearing = Clearing(tensors.values(), layout.cache)
         transfer = self._vllm.kv_transfer_config
         self.start(Agent(layout.cache, self._config, str(transfer.engine_id if transfer else "")), layout)
 
@@ -69,8 +76,10 @@ class WorkerHalf:
         return None if self._agent is None else Handshake(self._agent.member)
 
     def before_forward(self, step: Step) -> None:
-        """Revocations take effect before this step can reuse a block."""
+        """Revocations take effect before this step can reuse a block, and a change of weights before it loads or offers."""
         agent, _ = self._on
+        if step.facts is not None:
+            agent.identify(step.facts)
         for revoke in step.commands.revokes:
             agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone)
         for transfer in step.renewals:
@@ -87,10 +96,12 @@ class WorkerHalf:
             request = step.loads[want.transfer]
             self._requests[str(want.transfer)] = request
             self._blocks[str(want.transfer)] = {b for row in want.blocks for b in row if b >= 0}
+            blocks = layout.tables(want.blocks)
+            if self._clearing is not None:
+                self._clearing.before(blocks, want.start, want.tokens)
             agent.fetch(
                 Fetch(
-                    str(want.transfer), want.transfer, want.digest, want.source, layout.tables(want.blocks),
-                    want.start, want.tokens, want.own,
+                    str(want.transfer), want.transfer, want.digest, want.source, blocks, want.start, want.tokens, want.own,
                 )  # fmt: skip
             )
         for cancel in step.commands.cancels:
@@ -121,7 +132,9 @@ class WorkerHalf:
                     ranks[layout.cache.rank] = max(event.generation, ranks.get(layout.cache.rank, -1))
             elif isinstance(event, Ended):
                 self._stats.record(event)
-                if not event.outcome.delivered:
+                if event.outcome.delivered:
+                    self._report.delivered.setdefault(self._requests[event.handle], set()).add(event.generation)
+                else:
                     self._failing.add(event.handle)
             else:
                 self._still(event.handle)

@@ -30,7 +30,7 @@ _TILE, _WARPS = 1 << 12, 16
 
 _SHARE = 2
 """Multiprocessors for each program that moves. These pack faster than a link moves; on all of them they would slow what brings packed
-pieces to another GPU meanwhile, NCCL's kernels and copy engines (``benchmarks/pieces.py``)."""
+pieces to another GPU meanwhile, NCCL's kernels and copy engines (``kvxfer bench pieces``)."""
 
 _HASHED, _HASHED_WARPS, _HASHERS = 1 << 11, 2, 8
 """Words and warps of a program that hashes, and how many of those a multiprocessor gets."""
@@ -180,7 +180,7 @@ class Launcher:
             (n1, stride1), (n2, stride2) = ((n, s if side == "source" else d) for n, s, d in units.axes)
             kernel = digest_rows[(min(len(places) * -(-n_rows // rows), self._processors * _HASHERS),)]
             yield partial(
-                kernel, cells, keys, self._upload(places, first.view(np.int64)), self._factors_of(n_words), self._memory, out,
+                kernel, cells, keys, self._upload(places, first.view(np.int64)), self._factors_of(2 * n_words), self._memory, out,
                 len(places), n_rows, n1, stride1, _signed(HEAD), n2, stride2, _signed(TOKEN),
                 bundle.unit, _signed(bundle.unit * LENGTH),
                 UNIT=unit if unit >= 8 else 1, ROWS=rows, WORDS=words, num_warps=_HASHED_WARPS,

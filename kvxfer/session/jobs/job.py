@@ -74,6 +74,11 @@ class Job:
         return False
 
     @property
+    def starving(self) -> bool:
+        """Whether it waits for a slot of staging memory."""
+        return False
+
+    @property
     def restless(self) -> bool:
         """Whether it should be advanced without an event of its own: when the device is done, or a slot is free."""
         return self.waiting_on_device

@@ -51,7 +51,7 @@ class Staged(Job):
         self.held: dict[int, _Piece] = {}  # batch or piece number -> the piece that holds a slot
         self.unpacking: list[_Piece] = []
         self.stranded: list[_Piece] = []  # their slots may still be touched
-        self.starving = False  # wants a slot, and there was none
+        self._starving = False  # wants a slot, and there was none
         self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
 
     @property
@@ -64,6 +64,10 @@ class Staged(Job):
     @property
     def submitting(self) -> bool:
         return self.error is None and self.ahead is not None
+
+    @property
+    def starving(self) -> bool:
+        return self._starving and self.error is None
 
     @property
     def restless(self) -> bool:
@@ -99,7 +103,7 @@ class Staged(Job):
 
     def take(self) -> Slot | None:
         slot = self.staging.take(self.ref.link, self.ref.role)
-        self.starving = slot is None
+        self._starving = slot is None
         return slot
 
     def one_run(self, verb: Verb, piece: _Piece, remote: int | None = None, after: Fence | None = None) -> None:
@@ -110,14 +114,14 @@ class Staged(Job):
         )  # fmt: skip
         try:
             self.held[self._submit(batch, after)] = piece
-        except Exception:
+        except BaseException:
             self.staging.give(piece.slot)
             raise
 
     def pack(self, piece: _Piece) -> Fence:
         try:
             return self.staging.pack(piece.plan, piece.slot)
-        except Exception:
+        except BaseException:
             self.staging.give(piece.slot)
             raise
 
@@ -135,7 +139,7 @@ class Staged(Job):
         try:
             unpack = self._unpackers.pop(piece.number, None) or self.staging.unpack(piece.plan)
             piece.fence = unpack(piece.slot)
-        except Exception:
+        except BaseException:
             self.staging.give(piece.slot)
             raise
         self.unpacking.append(piece)
@@ -192,7 +196,7 @@ class StagedRecv(Staged):
     def take(self) -> Slot | None:
         sure = self.ahead is not None and self.ahead[0] < self._announced
         slot = self.staging.take(self.ref.link, self.ref.role, sure)
-        self.starving = slot is None
+        self._starving = slot is None
         return slot
 
     def advance(self) -> None:

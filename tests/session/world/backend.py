@@ -129,6 +129,7 @@ class Backend:
             for byte in range(d, d + n, D_TOKENS * UNIT):
                 block = byte // (D_TOKENS * UNIT) % BLOCKS
                 theirs = consumer.owner.get(block, "nobody") is consumer.tries.get(op.ref.attempt, "no attempt")
+                consumer.written[consumer.owner.get(block)] = next(self.world.moments)
                 check(theirs, f"{op.ref} writes into block {block}, which was given to somebody else")
             consumer.memory[d : d + n] = (producer.memory if source is None else source)[s : s + n]
 

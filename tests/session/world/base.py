@@ -20,6 +20,7 @@ BLOCKS = 24
 UNIT = 4
 P_TOKENS, D_TOKENS = 2, 4  # tokens of a block on either side
 TIMEOUT, RETRY, LEASE = 8.0, 1.0, 10.0
+LONGEST = 7.0  # a want is kept for so long
 SILENCE = 3.0  # a link that is cut is known to be lost after this at most
 LATEST = 0.4  # a message that is not lost arrives within this
 QUIET = 4.0  # a back end's memory is quiet within this of a failure
@@ -40,13 +41,15 @@ def check(condition: Any, what: str) -> None:
 @dataclass(frozen=True)
 class Setting:
     """``mode``: the verb of the links. ``staged``: parts go through staging memory. ``scope``: what an abort ends.
-    ``faults``: whether anything goes wrong. ``integrity``: what is hashed; ``by_itself``: by the device, at a consumer, as soon as
+    ``preempts``: how many requests of twelve are preempted and computed anew. ``faults``: whether anything else goes wrong.
+    ``integrity``: what is hashed; ``by_itself``: by the device, at a consumer, as soon as
     it is there. ``seen``: consumers see producers' tallies."""
 
     mode: str
     staged: bool = False
     scope: str = "batch"
     faults: bool = True
+    preempts: int = 3
     integrity: str = "off"
     by_itself: bool = False
     seen: bool = False
@@ -82,9 +85,9 @@ def make_cache(memory: np.ndarray, layers: tuple[str, ...], tokens: int, tp: int
     return Cache((Region(memory.ctypes.data, memory.nbytes),), (Group(tokens),), (view,), Rank(0, tp))
 
 
-def content(transfer: TransferId, layer: int, token: int) -> int:
-    """What the KV of a token is in a layer, whoever computes it."""
-    return (hash((transfer.prompt, layer, token)) & 0x7FFFFFFF) | 0x01010101
+def content(transfer: TransferId, generation: int, layer: int, token: int) -> int:
+    """What the KV of a token is in a layer, whoever computes it; each time that it is computed it is a little different."""
+    return (hash((transfer.prompt, generation, layer, token)) & 0x7FFFFFFF) | 0x01010101
 
 
 @dataclass
@@ -100,6 +103,7 @@ class Agent:
     free: list[int] = field(default_factory=lambda: list(range(BLOCKS)))
     owner: dict[int, object] = field(default_factory=dict)  # block -> whoever may be written for
     tries: dict[int, object] = field(default_factory=dict)  # consumer: attempt -> owner of its blocks
+    written: dict[object, int] = field(default_factory=dict)  # consumer: when the last byte came into an owner's blocks
     links: dict[Any, Link] = field(default_factory=dict)
     alive: bool = True
     tally: Tally = field(default_factory=Tally)  # producer

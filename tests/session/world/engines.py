@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.identity import Source, TransferId
+from kvxfer.schedule import Quorum
 from kvxfer.session.values import Action, Ended, Fetch, Offered, Released
 from tests.session.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, TIMEOUT, UNIT, Agent, check, content
 
@@ -36,7 +37,6 @@ class ProducerEngine:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.generations = count(1)
         self.lives: list[dict[TransferId, Life]] = [{} for _ in range(RANKS)]
         self.orders: list[deque[Callable[[], None]]] = [deque() for _ in range(RANKS)]
         # Generations of which each rank has been told the outcome, and the release.
@@ -45,6 +45,7 @@ class ProducerEngine:
         # The generation each rank's machine has last heard an offer of: the engine may be ahead of it.
         self.heard: dict[tuple[int, TransferId], int] = {}
         self.busy: Counter[TransferId] = Counter()  # ranks that have orders for it
+        self.revoked: dict[tuple[int, int], int] = {}  # rank and generation -> when it was given up
 
     @property
     def known(self) -> set[TransferId]:
@@ -61,16 +62,17 @@ class ProducerEngine:
         if transfer in self.known:
             return
         chunks = sorted({1 + script.pick(total), total})
-        generation = next(self.generations)
-        again = next(self.generations)
-        plot = 4 if calm else script.pick(12)  # 0: abort, 1 to 3: preempt and again, else well
+        generation = next(self.world.generations)
+        again = next(self.world.generations)
+        preempts = self.world.setting.preempts
+        plot = 12 if calm else script.pick(12)  # 0: abort, up to ``preempts``: preempt and again, else well
         self.busy[transfer] = RANKS
         for r, line in enumerate(self.orders):
             line.append(lambda r=r: self._start(r, transfer, total, generation))
             line += [lambda r=r, n=n: self._chunk(r, transfer, n) for n in chunks]
             if plot == 0:
                 line.append(lambda r=r: self._abort(r, transfer))
-            if 1 <= plot <= 3:
+            if 1 <= plot <= preempts:
                 line.append(lambda r=r: self._preempt(r, transfer, again))
                 line += [lambda r=r, n=n: self._chunk(r, transfer, n) for n in chunks]
             line.append(lambda: self._planned(transfer))
@@ -93,7 +95,7 @@ class ProducerEngine:
             return
         for t in range(life.tokens, tokens):
             cell = agent.view()[0, life.blocks[t // P_TOKENS], t % P_TOKENS]
-            cell[:] = np.frombuffer(content(transfer, r, t).to_bytes(UNIT, "little"), np.uint8)
+            cell[:] = np.frombuffer(content(transfer, life.generation, r, t).to_bytes(UNIT, "little"), np.uint8)
         life.tokens, life.told = max(life.tokens, tokens), life.generation
         table = np.array(life.blocks[: -(-tokens // P_TOKENS)], np.int64)
         offer = Offered(transfer, b"digest", life.generation, tokens, (table,), tokens == life.total)
@@ -116,6 +118,7 @@ class ProducerEngine:
                 agent.tally.take_in()
             return actions
 
+        self.revoked.setdefault((r, generation), next(self.world.moments))
         declared = agent.tally.declare(transfer)
         self.world.say(agent, call)
 
@@ -170,6 +173,7 @@ class Wish:
 
     spec: Fetch
     blocks: list[int]
+    owner: object
     due: float
     ended: Ended | None = None
 
@@ -182,6 +186,8 @@ class ConsumerEngine:
         self.names = count(1)
         self.wishes: dict[tuple[int, str], Wish] = {}
         self.outcomes: Counter[str] = Counter()
+        self.quorum = Quorum()
+        self.ranks: dict[str, list[Ended]] = defaultdict(list)  # request -> what its ranks have reported
 
     def fetch(self, transfer: TransferId, total: int, source: Source) -> None:
         world = self.world
@@ -195,7 +201,7 @@ class ConsumerEngine:
                 continue
             agent.view()[:, blocks] = FREE
             spec = Fetch(name, transfer, b"digest", source, (np.array(blocks, np.int64),), start, total)
-            self.wishes[r, name] = Wish(spec, blocks, world.now + TIMEOUT)
+            self.wishes[r, name] = Wish(spec, blocks, agent.owner[blocks[0]], world.now + TIMEOUT)
             world.perform(agent, agent.machine.fetch(spec, world.now))
 
     def cancel(self) -> None:
@@ -214,6 +220,7 @@ class ConsumerEngine:
             check(self.world.now <= wish.due + 1.0, f"{event} came after its deadline, which was {wish.due}")
             wish.ended = event
             self.outcomes[event.outcome.kind] += 1
+            self._count(event)
         else:
             check(wish.ended is not None, f"{event} before its outcome")
             del self.wishes[agent.rank, event.handle]
@@ -222,10 +229,28 @@ class ConsumerEngine:
         if isinstance(event, Released):
             agent.give(wish.blocks)
 
+    def _count(self, event: Ended) -> None:
+        """The engine's own outcome, once all ranks have theirs."""
+        ranks = self.ranks[event.handle]
+        ranks.append(event)
+        if event.outcome.delivered:
+            self.quorum.delivered(event.handle, [event.generation])
+        if len(ranks) == RANKS:
+            generations = self.quorum.over(event.handle)
+            if all(e.outcome.delivered for e in ranks):
+                self.outcomes["whole" if len(generations) == 1 else "mixed"] += 1
+
     def _compare(self, agent: Agent, wish: Wish) -> None:
-        spec = wish.spec
+        """Right bytes, all of one generation, which no rank of the producer gave up before the last of them was here."""
+        spec, ended, prefills = wish.spec, wish.ended, self.world.prefills
+        assert ended is not None
         words = agent.view()[:, wish.blocks].reshape(RANKS, -1, UNIT).copy().view("<u4")[..., 0]
         for layer in range(RANKS):
             for t in range(words.shape[1]):
-                want = content(spec.transfer, layer, t) if spec.start <= t < spec.tokens else FREE
+                want = content(spec.transfer, ended.generation, layer, t) if spec.start <= t < spec.tokens else FREE
                 check(words[layer, t] == want, f"{spec.transfer} token {t} layer {layer}: wrong bytes were delivered")
+        if spec.source == self.world.source:
+            for rank in range(RANKS):
+                given_up = prefills.revoked.get((rank, ended.generation))
+                held = given_up is None or given_up > agent.written[wish.owner]
+                check(held, f"{spec.transfer} was delivered, but rank {rank} gave generation {ended.generation} up before")

@@ -35,6 +35,7 @@ from tests.session.world.base import (
     D_TOKENS,
     GARBAGE,
     LATEST,
+    LONGEST,
     P_TOKENS,
     RANKS,
     RETRY,
@@ -61,6 +62,8 @@ class World:
         self.calm = not setting.faults
         self.now = 0.0
         self.epochs = count(1)
+        self.generations = count(1)
+        self.moments = count(1)  # finer than the clock: what comes before what
         # What will happen: (latest time, order key or None, what). Things of one key happen in their order.
         self.agenda: list[tuple[float, Any, Callable[[], None]]] = []
         self.network, self.backend = Network(self), Backend(self)
@@ -72,7 +75,7 @@ class World:
         memory = np.full(BLOCKS * P_TOKENS * UNIT, GARBAGE, np.uint8)
         cache = make_cache(memory, (f"layer.{rank}",), P_TOKENS, rank)
         tally = Tally()
-        return Agent("producer", rank, Producer(self.setting.lease, tally), memory, cache, next(self.epochs), tally=tally)
+        return Agent("producer", rank, Producer(self.setting.lease, LONGEST, tally), memory, cache, next(self.epochs), tally=tally)
 
     def _consumer(self, rank: int) -> Agent:
         memory = np.full(RANKS * BLOCKS * D_TOKENS * UNIT, GARBAGE, np.uint8)

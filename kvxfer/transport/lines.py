@@ -1,9 +1,9 @@
-"""Lines: how the two ends of a link know that the other is there.
+"""Lines: how the two ends of a link between processes of one host know that the other is there.
 
-GPU memory that another process shares stays readable after that process has closed the link or died, so something
-else must tell. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it
-means; it then stays silent. A line is up once both ends have done so, and down as soon as either socket closes, which
-the kernel sees to when a process dies.
+Memory that another process shares stays readable after that process has closed the link or died, so something else must
+tell. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it means; it then
+stays silent. A line is up once both ends have done so, and down as soon as either socket closes, which the kernel sees to
+when a process dies.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import socket
 from collections.abc import Iterable
 
 from kvxfer.transport.wakeup import Wakeup
-from kvxfer_cuda_ipc.endpoint import LINK_BYTES, Endpoint
 
-__all__ = ["Line", "Lines"]
+__all__ = ["LINK_BYTES", "Line", "Lines"]
+
+LINK_BYTES = 16
+"""Length of the name of a link's end: random, and known to nobody but the peer."""
+
+MOST_STRANGERS = 64
+"""Sockets that have not said yet what they are for; of more, the oldest is closed."""
 
 
 class Line:
     """One end of a link. ``up``: the peer has connected too. ``down``: why it cannot be used any more, or ``None``."""
 
-    def __init__(self, mine: bytes, peer: Endpoint) -> None:
-        self.mine, self.theirs, self.peer = mine, peer.link, peer.agent
+    def __init__(self, mine: bytes, theirs: bytes, peer: str) -> None:
+        self.mine, self.theirs, self.peer = mine, theirs, peer
         self.up = False
         self.down: str | None = None
         self._sockets: list[socket.socket] = []
@@ -34,13 +39,13 @@ class Line:
 
 
 class Lines:
-    """All lines of a transport; ``name`` is where peers announce themselves."""
+    """All lines of a transport; ``name`` is where peers announce themselves. ``wakeup`` wakes when ``handle`` has something to do."""
 
-    def __init__(self, wakeup: Wakeup) -> None:
-        self.name = f"kvxfer-cuda-ipc-{os.urandom(16).hex()}"
+    def __init__(self, backend: str, wakeup: Wakeup) -> None:
+        self.name = f"kvxfer-{backend}-{os.urandom(16).hex()}"
         self._wakeup = wakeup
         self._offered: dict[bytes, Line | None] = {}
-        self._strangers: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._early: dict[bytes, tuple[bytes, socket.socket]] = {}  # by our link: who was there before we connected
         # The abstract namespace belongs to the network namespace, and leaves no file behind.
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -62,17 +67,18 @@ class Lines:
             if link in self._early:
                 self._early.pop(link)[1].close()
 
-    def connect(self, mine: bytes, peer: Endpoint) -> Line:
-        """Announce ourselves to the peer. A peer that cannot be reached gives a line that is down."""
-        line = self._offered[mine] = Line(mine, peer)
+    def connect(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Line:
+        """Announce ourselves to the peer, whose end and place (its ``name``) these are. A peer that cannot be reached gives a line that
+        is down."""
+        line = self._offered[mine] = Line(mine, theirs, peer)
         dialled = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
-            dialled.connect(f"\0{peer.socket}")
-            dialled.send(peer.link + mine)
+            dialled.connect(f"\0{name}")
+            dialled.send(theirs + mine)
         except OSError as e:
             dialled.close()
             line.down = (
-                f"cannot reach {peer.agent} ({e}): it has ended, or the two run in containers that share no network "
+                f"cannot reach {peer} ({e}): it has ended, or the two run in containers that share no network "
                 "namespace"
             )
             return line
@@ -103,9 +109,8 @@ class Lines:
         for line in list(self._offered.values()):
             if line is not None:
                 self.hang_up(line)
-        for stranger in self._strangers:
-            self._wakeup.remove(stranger.fileno())
-            stranger.close()
+        for stranger in list(self._strangers):
+            self._turn_out(stranger)
         for _, early in self._early.values():
             early.close()
         self._wakeup.remove(self._listener.fileno())
@@ -117,15 +122,22 @@ class Lines:
         except (BlockingIOError, ConnectionError):
             return  # gone before we came
         stranger.setblocking(False)
-        self._strangers.add(stranger)
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._turn_out(next(iter(self._strangers)))
+        self._strangers[stranger] = None
         self._wakeup.add(stranger.fileno(), stranger)
+
+    def _turn_out(self, stranger: socket.socket) -> None:
+        del self._strangers[stranger]
+        self._wakeup.remove(stranger.fileno())
+        stranger.close()
 
     def _hear(self, stranger: socket.socket) -> None:
         try:
             said = stranger.recv(2 * LINK_BYTES + 1)
         except OSError:
             said = b""
-        self._strangers.remove(stranger)
+        del self._strangers[stranger]
         self._wakeup.remove(stranger.fileno())
         mine, theirs = said[:LINK_BYTES], said[LINK_BYTES:]
         if len(said) != 2 * LINK_BYTES or mine not in self._offered or mine in self._early:

@@ -1,7 +1,5 @@
 """How fast cuda_ipc moves the KV cache of a request between two processes on two GPUs of one host.
 
-    python benchmarks/cuda_ipc.py [--seconds 200] [--producer 1] [--consumer 0]
-
 Prints a JSON object a line, and ends by itself. Shape: Llama-3-8B in bf16: 32 layers, blocks of 16 tokens, 8 KV heads
 of 128, K and V of a block side by side, 64 KiB a block and layer, block ids scattered on both sides. GB are 1e9 bytes
 of KV; times are from ``submit`` to the completion that ``poll`` returns, medians. ``of_link`` compares with a plain
@@ -10,7 +8,6 @@ copy of 1 GiB between the two GPUs, measured first; ``gbps_sleeping`` is when th
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import select
@@ -311,25 +308,24 @@ def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str
     yield "copy engines", engines
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--seconds", type=float, default=200, help="begin no further section after this time")
-    options.add_argument("--producer", type=int, default=min(1, torch.cuda.device_count() - 1), help="GPU")
-    options.add_argument("--consumer", type=int, default=0, help="GPU")
-    chosen, begun = options.parse_args(), time.monotonic()
+def measure(seconds: float, producer: int | None, consumer: int) -> None:
+    """Print all sections that begin within so many seconds. ``producer``, ``consumer``: GPUs."""
+    begun = time.monotonic()
+    if producer is None:
+        producer = min(1, torch.cuda.device_count() - 1)
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    child = spawn.Process(target=serve, args=(theirs, chosen.producer), daemon=True)
+    child = spawn.Process(target=serve, args=(theirs, producer), daemon=True)
     child.start()
     theirs.close()
-    names = [torch.cuda.get_device_name(d) for d in (chosen.producer, chosen.consumer)]
-    say(section="setup", producer=chosen.producer, consumer=chosen.consumer, gpus=names, torch=torch.__version__)
+    names = [torch.cuda.get_device_name(d) for d in (producer, consumer)]
+    say(section="setup", producer=producer, consumer=consumer, gpus=names, torch=torch.__version__)
     try:
         if not ours.poll(120):
             raise RuntimeError("the producer did not start within 120 s")
         ours.recv()
-        for name, section in sections(ours, chosen.producer, chosen.consumer):
-            if time.monotonic() > begun + chosen.seconds:
+        for name, section in sections(ours, producer, consumer):
+            if time.monotonic() > begun + seconds:
                 say(section=name, skipped="out of time")
                 continue
             try:
@@ -342,7 +338,3 @@ def main() -> None:
         if child.is_alive():
             child.kill()
     say(section="end", seconds=time.monotonic() - begun)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What authentication costs the control plane: ``python benchmarks/control.py [--seconds 3] [--rounds 5]``.
+"""``kvxfer bench control``: what the control plane can do, and what authentication costs it.
 
 Messages: one process asks, another answers over a control socket, with so many questions under way that neither waits.
 Transfers: one agent fetches single blocks from another, many at a time, over the back end ``zmq``; nearly all of what that
@@ -7,7 +7,7 @@ takes is control. Either is measured with and without a key, in turns, and the m
 
 from __future__ import annotations
 
-import argparse
+import json
 import multiprocessing as mp
 import statistics
 import tempfile
@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Region, View
@@ -35,14 +37,15 @@ spawn = mp.get_context("spawn")
 def answer(pipe: Connection, config: Config) -> None:
     """Answer wants with haves until told to stop."""
     hub = wire.Hub(Security.of(config))
-    router, port = hub.listen("127.0.0.1", 0)
-    pipe.send(port)
+    pipe.send(hub.listen("127.0.0.1", 0, None))
     have = m.Have(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, (m.pack_blocks(TABLE),), 0, 0)
     while not pipe.poll():
-        if router in hub.poll(0.5):
-            while (frames := wire.receive(router)) is not None:
-                m.decode(frames[1])
-                wire.send(router, have, to=frames[0])
+        hub.poll(0.5)
+        for connection in hub.ready():
+            while (frame := connection.receive()) is not None:
+                m.decode(frame)
+                connection.send(have)
+        hub.flush()
 
 
 def messages(config: Config, seconds: float) -> float:
@@ -51,17 +54,20 @@ def messages(config: Config, seconds: float) -> float:
     process = spawn.Process(target=answer, args=(theirs, config), daemon=True)
     process.start()
     hub = wire.Hub(Security.of(config))
-    sock = hub.dial(wire.address("127.0.0.1", pipe.recv()))
+    connection = hub.dial(wire.address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)
     want = m.Want(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, (m.pack_blocks(TABLE),), 1, 30.0)
     for _ in range(UNDER_WAY):
-        wire.send(sock, want)
+        connection.send(want)
+    hub.flush()
     count, begin = 0, None
     while begin is None or time.perf_counter() - begin < seconds:
         hub.poll(5.0)
-        while (frames := wire.receive(sock)) is not None:
-            m.decode(frames[0])
-            wire.send(sock, want)
-            count += 1
+        for ready in hub.ready():
+            while (frame := ready.receive()) is not None:
+                m.decode(frame)
+                ready.send(want)
+                count += 1
+        hub.flush()
         if begin is None and count > UNDER_WAY:
             count, begin = 0, time.perf_counter()
     rate = count / (time.perf_counter() - begin)
@@ -127,24 +133,38 @@ def transfers(config: Config, seconds: float) -> float:
     return rate
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+def measure(seconds: float, rounds: int) -> dict[str, Any]:
+    """Medians and extremes of ``rounds`` rounds, with a key and without one in turns, by what was counted."""
+    out: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
     with tempfile.TemporaryDirectory() as folder:
         make_key(Path(folder) / "key")
-        plain, keyed = Config(lease=5.0), Config(lease=5.0, key_file=str(Path(folder) / "key"))
+        configs = {"plain": Config(lease=5.0), "keyed": Config(lease=5.0, key_file=str(Path(folder) / "key"))}
         measures: dict[str, Callable[[Config, float], float]] = {"messages": messages, "transfers": transfers}
-        for name, measure in measures.items():
-            rates: dict[str, list[float]] = {"plain": [], "keyed": []}
-            for _ in range(options.rounds):
-                rates["plain"].append(measure(plain, options.seconds))
-                rates["keyed"].append(measure(keyed, options.seconds))
-            a, b = (statistics.median(rates[k]) for k in ("plain", "keyed"))
-            spread = ", ".join(f"{k} {min(v):.0f} to {max(v):.0f}" for k, v in rates.items())
-            print(f"{name}: {a:.0f}/s without a key, {b:.0f}/s with: {100 * (1 - b / a):+.1f} % ({spread})")
+        for name, count in measures.items():
+            rates = {k: [0.0] * rounds for k in configs}
+            for i in range(rounds):
+                for k, config in configs.items():
+                    rates[k][i] = count(config, seconds)
+            median = {k: statistics.median(v) for k, v in rates.items()}
+            out[name] = {f"{k}_per_s": round(v) for k, v in median.items()}
+            out[name] |= {f"{k}_least_most": [round(min(v)), round(max(v))] for k, v in rates.items()}
+            out[name]["keyed_to_plain"] = round(median["keyed"] / median["plain"], 3)
+    return out
 
 
-if __name__ == "__main__":
-    main()
+def control(
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Of which the median counts.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Count control messages, and transfers of a single block, that two processes of this host manage in a second."""
+    found = measure(seconds, rounds)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for name in ("messages", "transfers"):
+        f = found[name]
+        typer.echo(
+            f"{name}: {f['plain_per_s']}/s without a key, {f['keyed_per_s']}/s with ({f['keyed_to_plain']:.3f}); from "
+            f"{f['plain_least_most'][0]} to {f['plain_least_most'][1]}, and {f['keyed_least_most'][0]} to {f['keyed_least_most'][1]}"
+        )

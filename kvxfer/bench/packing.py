@@ -1,10 +1,8 @@
 """How fast scattered blocks are packed into one long message and unpacked from it, beside a plain torch copy.
 
-    python benchmarks/pack.py [--device cpu|cuda:0] [--mib 64 256 1024] [--repeat 9] [--json]
-
 Shape: Llama-3-8B in bf16, 32 layers, blocks of 16 tokens, 8 KV heads of 128; block ids scattered on both sides. A layout
 is named from the outside in (L layer, B block, N token, H head, C K and V side by side, D one of them). Each figure is
-the median of ``--repeat`` rounds in GB/s (1e9 bytes of KV), and as a ratio to a torch copy of the same bytes measured
+the median of ``repeat`` rounds in GB/s (1e9 bytes of KV), and as a ratio to a torch copy of the same bytes measured
 between the same rounds. What was unpacked is compared with what was packed. On a CPU the second of two calls in a row is
 timed; on a GPU times are the device's own, taken while the host is ahead of it, and ``submit_us`` is what a call costs the
 host.
@@ -12,11 +10,9 @@ host.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -120,7 +116,7 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
         calls["pack_to_host"] = lambda after: source.pack(plan, pinned, 0, after)
         calls["unpack_from_host"] = lambda after: sink.unpack(plan, pinned, 0, after)
     took = Timer(device, repeat)(calls)
-    sent, received = (s.checksum(plan, side).value for s, side in ((source, "source"), (sink, "destination")))
+    sent, received = source.checksum(plan, "source").value, sink.checksum(plan, "destination").value
     out: dict[str, Any] = {
         "producer": one, "consumer": other, "heads": heads, "mib": plan.nbytes >> 20,
         "row_bytes": plan.nbytes // plan.rows, "bytes_identical": sent == received,
@@ -138,42 +134,8 @@ def _nothing(_: object) -> None:
     return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--tile", type=int, help="try another tile size (8-byte words in flight in a program)")
-    parser.add_argument("--warps", type=int, help="try another number of warps in a program")
-    parser.add_argument("--share", type=int, help="try another number of multiprocessors for each program")
-    args = parser.parse_args()
-    if args.device != "cpu":
-        from kvxfer.memory.cuda import launch
-
-        launch._TILE, launch._WARPS = args.tile or launch._TILE, args.warps or launch._WARPS
-        launch._SHARE = args.share or launch._SHARE
-    for mib in args.mib:
+def rows(device: str, mib: list[int], repeat: int) -> Iterator[dict[str, Any]]:
+    """A row of figures for each size and each pair of layouts, as they are measured."""
+    for size in mib:
         for one, other, heads in PAIRS:
-            found = measure(args.device, mib, one, other, heads, args.repeat)
-            if args.json:
-                print(json.dumps(found), flush=True)
-                continue
-            print(
-                f"{one}->{other} {heads} heads, {found['mib']} MiB, rows {found['row_bytes']} B"
-                f"{'' if found['bytes_identical'] else '  BYTES DIFFER'}",
-                flush=True,
-            )
-            for name in ("copy", "pack", "unpack", "checksum", "pack_to_host", "unpack_from_host"):
-                if f"{name}_GB_per_s" in found:
-                    ratio, submit = found.get(f"{name}_of_copy"), found.get(f"{name}_submit_us")
-                    print(
-                        f"   {name:17}{found[f'{name}_GB_per_s']:9.1f} GB/s"
-                        + ("" if ratio is None else f"  {ratio:5.2f} of copy")
-                        + ("" if submit is None else f"  submit {submit:6.1f} us"),
-                        flush=True,
-                    )
-
-
-if __name__ == "__main__":
-    main()
+            yield measure(device, size, one, other, heads, repeat)

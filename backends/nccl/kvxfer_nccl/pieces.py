@@ -1,17 +1,14 @@
 """What two GPUs do at best with packed pieces: all of them enqueued ahead, so that no host is in the way.
 
-    python benchmarks/pieces.py [--by nccl|copy] [--tokens 32768] [--piece-mib 128] [--slots 4] [--channels 24] [--share 2]
-
 A prompt of the Llama-3-8B shape is packed on one GPU piece by piece, brought to the other and unpacked there, in one process, with
-streams that wait for each other's events only. ``--by``: NCCL's messages, or copies by a copy engine, which is how UCX and NIXL
+streams that wait for each other's events only. ``by``: NCCL's messages, or copies by a copy engine, which is how UCX and NIXL
 move long runs between two GPUs of a host. Prints a JSON object for each of four ways: moving alone, with packing before it, with
 unpacking behind it, and with both: GB/s (1e9 bytes) of three rounds, from the first piece's start to the last one's end. ``both``
-is about what a back end that stages can have at best. ``--share``: multiprocessors for each program of the packing kernel.
+is about what a back end that stages can have at best. ``share``: multiprocessors for each program of the packing kernel.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import threading
@@ -136,28 +133,19 @@ def connect(sides: list[Side], channels: int) -> None:
             sys.exit("the two GPUs are not connected after 60 s")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--by", choices=("nccl", "copy"), default="nccl")
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--piece-mib", type=int, default=128)
-    parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--channels", type=int, default=24)
-    parser.add_argument("--share", type=int, default=launch._SHARE)
-    args = parser.parse_args()
-    launch._SHARE = args.share
-    piece, request = args.piece_mib << 20, Request(MODELS["llama-3-8b"], args.tokens)
-    sides = [side(rank, request, piece, args.slots) for rank in range(2)]
-    if args.by == "nccl":
-        connect(sides, args.channels)
+def measure(by: str, tokens: int, piece_mib: int, slots: int, channels: int, share: int | None) -> None:
+    """Print four rows; see above. ``share`` of ``None``: as it is."""
+    launch._SHARE = share or launch._SHARE
+    said = {"by": by, "tokens": tokens, "piece_mib": piece_mib, "slots": slots, "channels": channels, "share": launch._SHARE}
+    piece, request = piece_mib << 20, Request(MODELS["llama-3-8b"], tokens)
+    sides = [side(rank, request, piece, slots) for rank in range(2)]
+    if by == "nccl":
+        connect(sides, channels)
     else:
         for each in sides:
             torch.cuda.set_device(each.rank)
             runtime.cudaDeviceEnablePeerAccess(1 - each.rank, 0)  # may be so already
     for name, ways in (("alone", (False, False)), ("packing", (True, False)), ("unpacking", (False, True)), ("both", (True, True))):
-        rounds = [go(*sides, args.by, piece, args.slots, *ways) for _ in range(4)]
-        print(json.dumps({"moving": name, "GB_per_s": [round(r) for r in rounds[1:]], **vars(args)}), flush=True)
+        rounds = [go(*sides, by, piece, slots, *ways) for _ in range(4)]
+        print(json.dumps({"moving": name, "GB_per_s": [round(r) for r in rounds[1:]], **said}), flush=True)
 
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,63 @@
+"""Keeps threads out of NIXL while the interpreter ends.
+
+A daemon thread that comes back from a C++ call into an interpreter that has ended is unwound through that call, and C++ aborts the
+process ("terminate called without an active exception"). So before that nobody is inside any more, and nobody gets in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+
+from kvxfer.errors import TransportError
+
+__all__ = ["inside"]
+
+PATIENCE_S = 5.0
+"""How long the end of the interpreter waits for calls that are under way."""
+
+
+class _Gate:
+    """``with``: a call into NIXL. Raises ``TransportError`` once the interpreter ends. Any thread, many at a time."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._shut = False
+        self._last: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._shut:
+                raise TransportError("NIXL is called no more, for the interpreter ends")
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            if self._shut:
+                self._changed.notify_all()
+
+    def before_the_end(self, call: Callable[[], None]) -> None:
+        """Have this called once nobody is inside any more, and take that back by ``forget``."""
+        with self._changed:
+            self._last.append(call)
+
+    def forget(self, call: Callable[[], None]) -> None:
+        with self._changed:
+            if call in self._last:
+                self._last.remove(call)
+
+    def shut(self) -> None:
+        with self._changed:
+            self._shut = True
+            if not self._changed.wait_for(lambda: not self._inside, PATIENCE_S):
+                return  # stuck in there; what it uses must stay
+        for call in list(self._last):
+            call()
+
+
+inside = _Gate()
+
+atexit.register(inside.shut)

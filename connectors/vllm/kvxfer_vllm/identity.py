@@ -1,0 +1,105 @@
+"""What all KV of a vLLM engine depends on, as facts that other engines compare with theirs (see ``kvxfer.facts``).
+
+The weights are known by what they are, not by what they are called: one model is mounted under two paths, and one path
+leads to another version after an upgrade. Their name and revision count where their files cannot be found. Adapters are no
+part of it: each request names its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.config import Config
+from kvxfer.facts import TEXT
+from kvxfer_vllm.weights import fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["facts_of", "updated"]
+
+log = logging.getLogger("kvxfer.vllm")
+
+_UNESSENTIAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_path")
+
+
+def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
+    """The facts of an engine that has loaded its weights. Reads a few MiB of their files, in less than a second."""
+    model = vllm_config.model_config
+    return {
+        **_weights(vllm_config, config),
+        "config": _shape(model.hf_config),
+        **_rope(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantisation": str(model.quantization or "none"),
+        "updates": "0",
+    }
+
+
+def updated(facts: dict[str, str]) -> dict[str, str]:
+    """The facts after the weights have been changed in place, once more."""
+    return {**facts, "updates": str(int(facts["updates"]) + 1)}
+
+
+def _weights(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if config.model is not None:
+        return {"model": config.model}
+    if load.load_format == "dummy":
+        return {"weights": "dummy"}
+    name = getattr(model, "model_weights", "") or model.model
+    try:
+        found = fingerprint(_checkpoint(name, model.revision, load.download_dir))
+    except (OSError, ValueError) as e:
+        log.warning(
+            "the weights of %r cannot be looked at (%s): other engines are asked for its name and revision instead; set "
+            "'model' to a name of your own if they know it by another",
+            name, e,
+        )  # fmt: skip
+        return {"model": _fitting(name), "revision": _fitting(model.revision or "none")}
+    log.info("the weights of %r have the fingerprint %s", name, found)
+    return {"weights": found}
+
+
+def _checkpoint(name: str, revision: str | None, download_dir: str | None) -> Path:
+    """Where the files of a model are: its path, or what vLLM has downloaded for its name. Raises ``OSError`` or
+    ``ValueError`` where they are not on this host."""
+    if Path(name).exists():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
+
+
+def _shape(hf_config: Any) -> str:
+    """A hash of the model's configuration, without what says where it lies and who wrote it."""
+    text = json.dumps(_essential(hf_config.to_dict()), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _essential(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _essential(inner) for key, inner in value.items() if key not in _UNESSENTIAL}
+
+
+def _rope(model: Any) -> dict[str, str]:
+    """Of the two sets of factors that a model of this kind has, vLLM takes one by the longest prompt that it serves."""
+    text = getattr(model, "hf_text_config", None)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "longrope":
+        return {}
+    name = "original_max_position_embeddings"
+    short = rope.get(name) or getattr(text, name, None) or 0
+    return {"rope": "long" if model.max_model_len > short else "short"}
+
+
+def _fitting(text: str) -> str:
+    """A text that may be a fact."""
+    if len(text) <= TEXT and text.isprintable():
+        return text
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()

@@ -1,0 +1,25 @@
+"""What vLLM's pages hold: the catalogue, and what follows from it for an engine's groups and layers."""
+
+from kvxfer_vllm.pages.catalogue import CATALOGUE, Entry, entry_of
+from kvxfer_vllm.pages.encoding import encoding_of
+from kvxfer_vllm.pages.forms import WRITERS, Form, form_of, replicated, writer_of
+from kvxfer_vllm.pages.groups import GroupPages, group_pages, layer_specs
+from kvxfer_vllm.pages.heads import total_heads
+from kvxfer_vllm.pages.states import pieces
+
+__all__ = [
+    "CATALOGUE",
+    "WRITERS",
+    "Entry",
+    "Form",
+    "GroupPages",
+    "encoding_of",
+    "entry_of",
+    "form_of",
+    "group_pages",
+    "layer_specs",
+    "pieces",
+    "replicated",
+    "total_heads",
+    "writer_of",
+]

@@ -1,0 +1,110 @@
+"""All that the bytes of a page depend on beside its shape, as one text. Two engines exchange pages if these are the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvxfer_vllm.pages.forms import Form, quant_of
+from kvxfer_vllm.scales import scales_of
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+__all__ = ["encoding_of"]
+
+
+def encoding_of(
+    name: str, layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig
+) -> str:
+    """The encoding of a layer's pages.
+
+    Args:
+        name: the layer's name.
+        layer: vLLM's layer object; ``None`` if there is none.
+        spec: the layer's spec.
+        form: what is known of its pages.
+        writer: who writes them, see ``writer_of``.
+        tensor: the layer's cache, ``[blocks, heads, tokens, content]``.
+        config: the engine's.
+    """
+    return _pages(layer, spec, form, writer, tensor, config) + scales_of(name, layer, spec)
+
+
+def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig) -> str:
+    """All but the scales."""
+    cached = f"{_plain(spec.dtype)}/{_cache_dtype(layer, spec, config)}/{quant_of(spec)}" if hasattr(spec, "dtype") else ""
+    if form in ("kv", "row"):
+        return f"vllm/attention/{form}/{cached}/{spec.head_size}+{getattr(spec, 'head_size_v', spec.head_size)}"
+    if form == "latent":
+        return f"vllm/mla/{cached}"
+    _, heads, states, content = tensor.shape
+    if form == "packed":
+        return f"vllm/attention/packed/{cached}/{_isa()}/{states}x{content}"
+    kernel = getattr(getattr(layer, "kv_cache", None), "shape", ())
+    rows = kernel[-2] if len(kernel) > 2 else states
+    return (
+        f"vllm/whole/{type(spec).__name__}/{writer or 'unknown'}/{cached}/{getattr(spec, 'tokens_per_state', 1)}/"
+        f"{_order(tensor)}{heads}x{states}x{content} by {rows}/{_device(tensor)}/{_scales(config)}"
+    )
+
+
+def _cache_dtype(layer: Any, spec: Any, config: VllmConfig) -> str:
+    """What the stored numbers are: the layer's own cache dtype if it has one (some layers are left out of quantisation),
+    with names of one meaning made one, and fp8 by its flavour on this device."""
+    stated = getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None)
+    stated = str(stated or getattr(getattr(config, "cache_config", None), "cache_dtype", "auto"))
+    if stated in ("auto", "half", "float", "float16", "bfloat16", "float32"):
+        return _plain(spec.dtype)
+    if stated in ("fp8", "fp8_e4m3"):
+        from vllm.platforms import current_platform
+
+        return _plain(current_platform.fp8_dtype())
+    return "float8_e5m2" if stated == "fp8_e5m2" else stated
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _order(tensor: torch.Tensor) -> str:
+    """Whether heads are outside of tokens in a page."""
+    if tensor.shape[1] == 1:
+        return ""
+    return "HN" if tensor.stride(1) >= tensor.stride(2) else "NH"
+
+
+def _isa() -> str:
+    """What the CPU kernels pack for on this machine."""
+    import torch
+
+    cpu = torch.cpu
+    if getattr(cpu, "_is_amx_tile_supported", lambda: False)():
+        return "amx"
+    if getattr(cpu, "_is_avx512_bf16_supported", lambda: False)():
+        return "avx512bf16"
+    return torch.backends.cpu.get_cpu_capability().lower()
+
+
+def _device(tensor: torch.Tensor) -> str:
+    """The sort of device whose kernels have written: pages of unknown content may be packed for it."""
+    import torch
+
+    if tensor.device.type == "cpu":
+        return f"cpu-{_isa()}"
+    if tensor.device.type != "cuda":
+        return str(tensor.device.type)
+    found = torch.cuda.get_device_properties(tensor.device)
+    return str(getattr(found, "gcnArchName", "")) or f"sm{found.major}{found.minor}"
+
+
+def _scales(config: VllmConfig) -> str:
+    """How a sparse indexer's scales are stored here: the dtype asked for, and whether kernels take powers of two (ue8m0)
+    or fp32."""
+    asked = str(getattr(getattr(config, "attention_config", None), "indexer_kv_dtype", None))
+    try:
+        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+        return f"{asked}-{'ue8m0' if is_deep_gemm_e8m0_used() else 'fp32'}"
+    except ImportError:
+        return f"{asked}-fp32"

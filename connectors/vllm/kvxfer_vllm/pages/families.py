@@ -1,0 +1,135 @@
+"""Families of models that are served, by the kinds of pages that vLLM gives them: what ``docs/models.md`` is made of.
+
+What is refused is not said here: it follows from the catalogue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvxfer_vllm.pages.catalogue import CATALOGUE
+
+__all__ = ["FAMILIES", "Family"]
+
+Shown = Literal["end to end", "scheduler", "planner"]
+"""How far it is tested. ``end to end``: this architecture on real servers on CPUs, tokens compared. ``scheduler``: groups
+as it has them on vLLM's own scheduler, the forward pass played. ``planner``: its pages, from one engine's memory to
+another's."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that vLLM treats alike.
+
+    name: as people call them; ``architectures``: as vLLM's registry does.
+    groups: what their KV-cache groups hold, each with the class of its spec.
+    shown, by: how far they are tested, and the test that goes furthest.
+    note: what else to know, such as what must be equal on both sides.
+    release: the last release of vLLM that it was tried on.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    groups: tuple[tuple[str, str], ...]
+    shown: Shown
+    by: str
+    note: str = ""
+    release: str = "0.32"
+
+    @property
+    def refused(self) -> str:
+        """Why it is refused, from the catalogue; empty if it is not."""
+        for what, spec in self.groups:
+            if CATALOGUE[spec].kept == "refused":
+                return f"{what}: {CATALOGUE[spec].why}"
+        return ""
+
+
+_FULL = ("full attention", "FullAttentionSpec")
+_WINDOW = ("sliding window", "SlidingWindowSpec")
+_CHUNK = ("chunked local attention", "ChunkedLocalAttentionSpec")
+_LATENT = ("MLA", "MLAAttentionSpec")
+_INDEXER = ("sparse indexer", "MLAAttentionSpec")
+_STATE = ("recurrent state", "MambaSpec")
+_RING = ("rows not yet compressed", "CircularBufferSpec")
+
+_E2E_PAIR, _E2E_GROUPS = "tests/e2e/test_pair.py", "tests/e2e/test_groups.py"
+_SCHEDULER, _PAGES = "tests/vllm/test_multi.py", "tests/vllm/test_pages.py"
+_STATES = "tests/vllm/test_states.py"
+_HEADS = "KV heads differ by layer"
+_EQUAL_BLOCKS = "block sizes must be equal"
+_WHOLE = "pages of unknown content: tensor parallel sizes and block sizes must be equal"
+_NO_CUT = "tensor parallel sizes must be equal"
+
+FAMILIES = (
+    Family("Llama 2, 3", ("LlamaForCausalLM",), (_FULL,), "end to end", _E2E_PAIR),
+    Family(
+        "Qwen 2, 2.5, 3", ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"), (_FULL,), "scheduler", _SCHEDULER
+    ),
+    Family("Mistral, Mixtral, Ministral", ("MistralForCausalLM", "MixtralForCausalLM"), (_FULL,), "scheduler", _SCHEDULER),
+    Family("GLM 4.5, 4.6", ("Glm4MoeForCausalLM",), (_FULL,), "scheduler", _SCHEDULER),
+    Family("MiniMax M2", ("MiniMaxM2ForCausalLM",), (_FULL,), "scheduler", _SCHEDULER),
+    Family(
+        "Granite 3, Phi 3, Ernie 4.5, Hunyuan 3",
+        ("GraniteForCausalLM", "Phi3ForCausalLM", "Ernie4_5_MoeForCausalLM", "HYV3ForCausalLM"),
+        (_FULL,), "scheduler", _SCHEDULER,
+    ),
+    Family("Gemma 2", ("Gemma2ForCausalLM",), (_FULL, _WINDOW), "end to end", _E2E_GROUPS),
+    Family("Gemma 3", ("Gemma3ForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER),
+    Family("Gemma 3n", ("Gemma3nForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER, "layers that share a cache"),
+    Family(
+        "Gemma 4", ("Gemma4ForCausalLM",), (_FULL, _WINDOW), "planner", _PAGES, f"{_HEADS}; layers that share a cache"
+    ),
+    Family("gpt-oss", ("GptOssForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER),
+    Family(
+        "MiMo V2 Flash", ("MiMoV2FlashForCausalLM",), (_FULL, _WINDOW), "end to end", "tests/e2e/test_heads.py", _HEADS
+    ),
+    Family(
+        "Step 3.5", ("Step3p5ForCausalLM",), (_FULL, _WINDOW), "planner", _PAGES,
+        f"{_HEADS}; where its configuration leaves their number open, {_NO_CUT}",
+    ),
+    Family(
+        "Inkling", ("InklingForCausalLM",), (_FULL, _WINDOW, ("short convolutions", "SlidingWindowSpec")), "planner", _PAGES,
+        f"{_HEADS}; convolutions have {_WHOLE}",
+    ),
+    Family("Nemotron NAS", ("DeciLMForCausalLM",), (_FULL,), "planner", _PAGES, _HEADS),
+    Family("Llama 4", ("Llama4ForCausalLM",), (_FULL, _CHUNK), "scheduler", "tests/vllm/test_prompts.py"),
+    Family(
+        "DeepSeek V2, V3, R1; Kimi K2; Mistral Large 3; GLM 4.7 Flash",
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        (_LATENT,), "planner", _PAGES,
+    ),
+    Family(
+        "DeepSeek V3.2, GLM 5, Hunyuan 4", ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"),
+        (_LATENT, _INDEXER), "planner", _PAGES, f"an indexer's pages are moved whole: {_EQUAL_BLOCKS}, and sorts of device",
+    ),
+    Family(
+        "DeepSeek V4", ("DeepseekV4ForCausalLM",),
+        (("compressed MLA", "MLAAttentionSpec"), _INDEXER, ("window of MLA, compressors", "SlidingWindowMLASpec")),
+        "planner", _PAGES, f"pages are moved whole: {_EQUAL_BLOCKS}, and sorts of device",
+    ),
+    Family("DeepSeek V4.1", ("DeepseekV41ForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),
+    Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),
+    Family("Qwen 4 (experimental)", ("Qwen4ExpForCausalLM",), (_FULL, _STATE, _RING), "planner", _PAGES),
+    Family(
+        "MiniMax M3", ("MiniMaxM3SparseForCausalLM",), (("sparse attention", "FullAttentionSpec"), _INDEXER), "planner",
+        _PAGES, _WHOLE,
+    ),
+    Family("LFM 2", ("Lfm2ForCausalLM",), (_FULL, _STATE), "end to end", "tests/e2e/test_groups.py", _NO_CUT),
+    Family(
+        "Qwen 3 Next, Qwen 3.5", ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), (_FULL, _STATE),
+        "scheduler", _STATES, _NO_CUT,
+    ),
+    Family(
+        "Nemotron H and Nano 2, Granite 4, Falcon H1, Jamba, Zamba 2",
+        ("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM",
+         "Zamba2ForCausalLM"),
+        (_FULL, _STATE), "scheduler", _STATES, _NO_CUT,
+    ),
+    Family("Kimi Linear", ("KimiLinearForCausalLM",), (_LATENT, _STATE), "planner", _PAGES, _NO_CUT),
+    Family(
+        "Whisper", ("WhisperForConditionalGeneration",), (("cross attention", "CrossAttentionSpec"), _FULL), "planner",
+        _PAGES,
+    ),
+)  # fmt: skip

@@ -1,0 +1,104 @@
+"""Who writes a layer's pages, and what is therefore known of them.
+
+A spec gives a page's shape, not what lies in it: the latents of MLA and the pages of a sparse indexer, all values first and
+then all scales, have specs of one class. What lies there is the attention back end's choice, so a page may be cut only
+where the back end that writes it is in ``WRITERS``; any other is moved whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from kvxfer_vllm.pages.catalogue import CATALOGUE
+
+__all__ = ["WRITERS", "Form", "form_of", "replicated", "writer_of"]
+
+Form = Literal["kv", "row", "latent", "packed", "whole"]
+"""``kv``: each head's token is its K, then its V. ``row``: each head's token is one run of bytes. ``latent``: each token is
+one run of bytes, for all heads. ``packed``: each head's tokens are one piece. ``whole``: the page is one piece."""
+
+_HERE = "v1.attention.backends"
+
+WRITERS: dict[str, Form] = {
+    **dict.fromkeys(
+        (
+            f"{_HERE}.flash_attn.FlashAttentionBackend",
+            f"{_HERE}.flash_attn_diffkv.FlashAttentionDiffKVBackend",
+            f"{_HERE}.flashinfer.FlashInferBackend",
+            f"{_HERE}.flex_attention.FlexAttentionBackend",
+            f"{_HERE}.hpc_attn.HpcAttentionBackend",
+            f"{_HERE}.triton_attn.TritonAttentionBackend",
+            f"{_HERE}.triton_attn_diffkv.TritonAttentionDiffKVBackend",
+            f"{_HERE}.triton_flash_attn.TritonFlashAttentionBackend",
+            f"{_HERE}.triton_flashinfer.TritonFlashInferBackend",
+        ),
+        "kv",
+    ),
+    f"{_HERE}.cpu_attn.CPUAttentionBackend": "packed",
+    **dict.fromkeys(
+        (
+            "model_executor.layers.attention.mla_attention.MLACommonBackend",
+            f"{_HERE}.mla.amx_mla.AMXMLABackend",
+            f"{_HERE}.mla.cpu_mla.CPUMLABackend",
+            f"{_HERE}.mla.cutlass_mla.CutlassMLABackend",
+            f"{_HERE}.mla.flashattn_mla.FlashAttnMLABackend",
+            f"{_HERE}.mla.flashattn_mla_sparse.FlashAttnMLASparseBackend",
+            f"{_HERE}.mla.flashinfer_mla.FlashInferMLABackend",
+            f"{_HERE}.mla.flashinfer_mla_sparse._FlashInferMLASparseBackendBase",
+            f"{_HERE}.mla.flashinfer_mla_sparse.FlashInferMLASparseSM120Backend",
+            f"{_HERE}.mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend",
+            f"{_HERE}.mla.flashmla.FlashMLABackend",
+            f"{_HERE}.mla.flashmla_sparse.FlashMLASparseBackend",
+            f"{_HERE}.mla.tokenspeed_mla.TokenspeedMLABackend",
+            f"{_HERE}.mla.triton_mla.TritonMLABackend",
+        ),
+        "latent",
+    ),
+    f"{_HERE}.mla.indexer.DeepseekV32IndexerBackend": "whole",  # listed since its pages are replicas
+}
+"""Attention back ends by the class that names them, below ``vllm``. All of ``latent`` leave the writing to
+``MLAAttentionImpl.do_kv_cache_update``, or write rows of their own."""
+
+_INLINE = {"INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
+"""Quantisations that keep the scales of a head's token beside it (``TritonAttentionBackend.customize_spec``)."""
+
+
+def writer_of(layer: Any) -> str:
+    """The class of vLLM that stands for how this layer's pages are written; empty if it is not known.
+
+    vLLM derives classes from its back ends that differ in how they are told what to do only
+    (``subclass_attention_backend``): they go by the one that they are derived from. One that differs in more, or comes from
+    elsewhere, may write as it likes.
+    """
+    get = getattr(layer, "get_attn_backend", None)
+    for cls in getattr(get(), "__mro__", ()) if get is not None else ():
+        if "get_name" in vars(cls):
+            known = cls.__module__.startswith("vllm.")
+            return f"{cls.__module__.removeprefix('vllm.')}.{cls.__qualname__}" if known else ""
+        if {name for name in vars(cls) if not name.startswith("_")} - {"get_builder_cls"}:
+            return ""
+    return ""
+
+
+def form_of(spec: Any, writer: str) -> Form:
+    """What is known of the pages of a layer, from the exact class of its spec and from who writes them."""
+    if type(spec).__name__ not in CATALOGUE or not type(spec).__module__.startswith("vllm."):
+        return "whole"
+    form, quant = WRITERS.get(writer, "whole"), quant_of(spec)
+    if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "num_head_slots", None) is not None:
+        return "whole"
+    if form == "kv" and quant in _INLINE and writer.endswith(".TritonAttentionBackend"):
+        return "row"
+    own = getattr(spec, "state_content_bytes", None) is not None and form != "latent"
+    return "whole" if own or quant not in ("NONE", "FP8_PER_TENSOR") else form
+
+
+def replicated(spec: Any, writer: str) -> bool:
+    """Whether each tensor-parallel rank holds the same pages: they are of one vector that all heads share."""
+    shared = WRITERS.get(writer) == "latent" or writer.endswith(".DeepseekV32IndexerBackend")
+    return getattr(spec, "max_tp_shards", None) == 1 or (shared and getattr(spec, "num_kv_heads", 0) == 1)
+
+
+def quant_of(spec: Any) -> str:
+    """The name of a spec's quantisation."""
+    return str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))

@@ -1,0 +1,75 @@
+"""What the catalogue says of an engine's KV-cache groups: how each keeps its blocks, and how far its tokens see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvxfer.errors import ConfigError
+from kvxfer_vllm.pages.catalogue import entry_of
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+__all__ = ["GroupPages", "group_pages", "layer_specs"]
+
+
+@dataclass(frozen=True)
+class GroupPages:
+    """One group of an engine.
+
+    kind: as ``kvxfer.schedule.Group`` has it, or ``local``: its blocks never leave the engine.
+    block: tokens of a block of the scheduler's table.
+    window: of a window, how many tokens a token can attend to at most, itself included; of a chunk, its length; else 0.
+    """
+
+    kind: Literal["full", "window", "state", "local"]
+    block: int
+    window: int
+    specs: tuple[Any, ...]
+
+
+def group_pages(kv_cache_config: KVCacheConfig) -> tuple[GroupPages, ...]:
+    """Classify all groups. Raises ``ConfigError``, which names the group and its specs, for what is not supported."""
+    return tuple(_classify(i, group) for i, group in enumerate(kv_cache_config.kv_cache_groups))
+
+
+def layer_specs(spec: Any) -> tuple[Any, ...]:
+    """The specs of a group's layers; a uniform group holds one for all."""
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return tuple(per_layer.values()) if per_layer is not None else (spec,)
+
+
+def _classify(i: int, group: KVCacheGroupSpec) -> GroupPages:
+    spec = group.kv_cache_spec
+    specs = layer_specs(spec)
+    names = ", ".join(sorted({type(s).__name__ for s in specs}))
+    if getattr(group, "host_resident", False):
+        raise ConfigError(f"kvxfer does not support KV-cache group {i} ({names}): it lives in the host's memory")
+    if not getattr(group, "enable_kv_transfer", True):
+        return GroupPages("local", spec.block_size, 0, specs)
+    entries = {e.spec: e for e in map(entry_of, specs)}
+    for entry in entries.values():
+        if entry.kept == "refused":
+            raise ConfigError(f"kvxfer does not support KV-cache group {i}: it holds {names}; {entry.why}")
+    kept = {e.kept for e in entries.values()}
+    windows = {_window(s, entries[type(s).__name__].kept) for s in specs}
+    if len(kept) > 1 or len(windows) > 1:
+        raise ConfigError(
+            f"kvxfer does not support KV-cache group {i}: it holds {names}, which keep blocks in different ways "
+            f"({', '.join(sorted(kept))}; windows of {sorted(windows)} tokens)"
+        )
+    kind = kept.pop()
+    assert kind != "refused"
+    return GroupPages("window" if kind == "chunk" else kind, spec.block_size, windows.pop(), specs)
+
+
+def _window(spec: Any, kept: str) -> int:
+    """A token attends to no more tokens than this, itself included; 0 for all.
+
+    A full group may hold layers with a window, where vLLM runs without its hybrid manager: it keeps all their blocks, so
+    they are full here. A chunk reaches from its first token to the one that attends, so that its length is the most.
+    """
+    if kept == "window":
+        return int(spec.sliding_window)
+    return int(spec.attention_chunk_size) if kept == "chunk" else 0

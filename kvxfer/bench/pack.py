@@ -1,0 +1,43 @@
+"""``kvxfer bench pack``: packing into one long message and unpacking from it, beside a plain copy."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["pack"]
+
+
+def pack(
+    device: Annotated[str, typer.Option(help="Where the cache lies: cpu or cuda:N.")] = "cpu",
+    mib: Annotated[list[int] | None, typer.Option(help="MiB of KV; may be given again. [default: 64, 256]")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds, of which the median counts.")] = 9,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+) -> None:
+    """Time packing, unpacking and checksums of scattered blocks between layouts, as ratios to a plain torch copy.
+
+    A layout is named from the outside in (L layer, B block, N token, H head, C K and V side by side, D one of them).
+    Figures are in GB/s (1e9 bytes of KV); what was unpacked is compared with what was packed.
+    """
+    from kvxfer.bench.packing import rows
+
+    for found in rows(device, mib or [64, 256], repeat):
+        typer.echo(json.dumps(found) if as_json else _words(found))
+
+
+def _words(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['producer']}->{found['consumer']} {found['heads']} heads, {found['mib']} MiB, rows "
+        f"{found['row_bytes']} B{'' if found['bytes_identical'] else '  BYTES DIFFER'}"
+    ]
+    for name in ("copy", "pack", "unpack", "checksum", "pack_to_host", "unpack_from_host"):
+        if f"{name}_GB_per_s" in found:
+            ratio, submit = found.get(f"{name}_of_copy"), found.get(f"{name}_submit_us")
+            lines.append(
+                f"   {name:17}{found[f'{name}_GB_per_s']:9.1f} GB/s"
+                + ("" if ratio is None else f"  {ratio:5.2f} of copy")
+                + ("" if submit is None else f"  submit {submit:6.1f} us")
+            )
+    return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""What all KV of an engine depends on, whatever the request: named facts, such as weights, dtype and quantisation.
+
+Two engines may exchange KV only if they state the same facts. They say so at first contact, by name and with both
+values; and the facts' hash goes into every digest, so that what was offered under other facts is never taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvxfer.errors import ConfigError
+from kvxfer.identity import key
+
+__all__ = ["Facts", "check", "difference", "sealed"]
+
+MOST, NAME, TEXT = 32, 40, 200
+
+Facts = Annotated[
+    dict[Annotated[str, Meta(min_length=1, max_length=NAME)], Annotated[str, Meta(max_length=TEXT)]],
+    Meta(max_length=MOST),
+]
+"""Short texts by short names; the order is that in which they are told."""
+
+ADVICE = (
+    "serve the same model by the same settings on both (where only checkpoints differ that are known to be one model, "
+    "name it for both by the setting 'model')"
+)
+
+
+def check(facts: Mapping[str, str]) -> dict[str, str]:
+    """The facts, if they are few, short and printable. Raises ``ConfigError``."""
+    if len(facts) > MOST:
+        raise ConfigError(f"{len(facts)} facts are more than {MOST}; state a hash of some")
+    for name, text in facts.items():
+        if not 0 < len(name) <= NAME or len(text) > TEXT or not (name + text).isprintable():
+            raise ConfigError(
+                f"the fact {name[:NAME]!r}: {text[:TEXT]!r} is not up to {NAME} and {TEXT} printable characters; "
+                "state a hash of it"
+            )
+    return dict(facts)
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -> str | None:
+    """In what two engines differ, with both values and what to do; ``None`` if in nothing.
+
+    Args:
+        there: where the others are, such as ``"at the producer"``.
+    """
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if not names:
+        return None
+    told = "; ".join(f"{_shown(name)}: {_value(ours, name)} here, {_value(theirs, name)} {there}" for name in names)
+    return f"the models differ: {told}; {ADVICE}"
+
+
+def sealed(facts: Mapping[str, str]) -> str:
+    """A hash, for digests; the order of the facts is of no matter."""
+    return hashlib.blake2b(key(*sorted(facts.items())), digest_size=16).hexdigest()
+
+
+def _value(facts: Mapping[str, str], name: str) -> str:
+    return _shown(facts[name]) if name in facts else "not stated"
+
+
+def _shown(text: str) -> str:
+    """A peer's text for people: nothing that could pass for a line of its own."""
+    return text if text.isprintable() else ascii(text)

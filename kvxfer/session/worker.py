@@ -1,0 +1,60 @@
+"""A thread for what takes time: neither control nor data waits for it."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections.abc import Callable
+from itertools import count
+
+__all__ = ["Worker"]
+
+log = logging.getLogger("kvxfer.worker")
+
+
+class Worker:
+    """Does one job after the other on a thread of its own, the lightest first, so that a heavy one costs others only what it
+    takes once it has begun. The thread starts with the first job. Any thread may call its methods."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self._most = most
+        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = count()
+        self._change = threading.Condition()
+        self._closed = self._started = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def submit(self, weight: int, job: Callable[[], None]) -> bool:
+        """Have a job done that says itself what came of it. ``weight``: about what it costs, in any unit. False when as many
+        wait as may, or after ``close``."""
+        with self._change:
+            if self._closed or len(self._jobs) >= self._most:
+                return False
+            heapq.heappush(self._jobs, (weight, next(self._order), job))
+            if not self._started:
+                self._started = True
+                self._thread.start()
+            self._change.notify()
+        return True
+
+    def close(self, timeout: float) -> None:
+        """Begin nothing more and wait for what has begun, ``timeout`` seconds at most (it is a daemon thread). Idempotent."""
+        with self._change:
+            self._closed = True
+            self._jobs.clear()
+            self._change.notify()
+        if self._started and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._jobs or self._closed)
+                if self._closed:
+                    return
+                job = heapq.heappop(self._jobs)[2]
+            try:
+                job()
+            except Exception:
+                log.exception("a job failed")

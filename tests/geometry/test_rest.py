@@ -1,0 +1,108 @@
+"""What is to be cleared around a load: with what the plan writes it is all that the load's blocks hold, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.geometry import Cache, Group, Heads, Region, View, rest
+from tests.geometry.engines import BLOCKS, Case, Ints, cases
+from tests.geometry.test_law import LAW
+from tests.geometry.zoo import Bytes, Store
+
+
+def cleared(store: Store, tables: list[Ints], start: int, tokens: int) -> Bytes:
+    """How often each byte is in the rest."""
+    out = np.zeros(len(store.image), np.uint8)
+    origin = store.cache.regions[0].address if store.cache.regions else 0
+    at = {s: r.address - origin - s for s, r in zip(store.cache.starts, store.cache.regions, strict=True)}
+    assert not any(at.values()), "flat offsets are offsets into the image"
+    for hole in rest(store.cache, tables, start, tokens):
+        for place, *steps in itertools.product(hole.places, *(range(0, n * s, s) for n, s in hole.axes)):
+            out[place + sum(steps) : place + sum(steps) + hole.unit] += 1
+    return out
+
+
+def content(case: Case, store: Store, tables: list[Ints], start: int) -> tuple[Bytes, Bytes]:
+    """For every byte whether it is content of a block of the tables, of a token from ``start`` on; and whether the last of
+    the tokens in it is one that nobody attends to. States are no such content."""
+    held, past = np.zeros((2, len(store.image)), np.uint8)
+    before = store.image.copy()
+    for of, mark in ((held, 1), (past, 2)):
+        store.image[:] = 0
+        for (g, _, _), piece in store.held.items():
+            kind, n = piece.spec.kind, store.cache.groups[g].block_tokens
+            if kind.group == "state":
+                continue
+            ignored = max(0, case.tokens - piece.spec.window + 1) if piece.spec.window else 0
+            for p, block in enumerate(tables[g]):
+                for t in range(n) if block >= 0 else ():
+                    if p * n + (t if kind.cut_tokens else n - 1) >= start and (mark == 1 or p * n + t < ignored):
+                        for head in range(*piece.heads) if kind.cut_heads else piece.heads[:1]:
+                            piece.cell(int(block), head, t)[:] = 1
+        of[:] = store.image
+    store.image[:] = before
+    return held, past
+
+
+@LAW
+@given(cases(), st.data())
+def test_the_plan_and_the_rest_are_all_that_the_blocks_hold(case: Case, data: st.DataObject) -> None:
+    tables = []
+    for table in case.consumer.tables:  # an engine may have allocated more than the tokens need
+        free = [b for b in range(BLOCKS * 4) if b not in table]
+        tail = data.draw(st.lists(st.sampled_from(free), max_size=4, unique=True))
+        tables.append(np.concatenate([table, np.array(tail, np.int64)]))
+    for store in case.consumer.stores.values():
+        _, written = case.expect(store)
+        zeroed = cleared(store, tables, case.start, case.tokens)
+        held, past = content(case, store, tables, case.start)
+        assert zeroed.max(initial=0) <= 1
+        assert not (zeroed & (1 - held)).any(), "something else is cleared: another block, padding, or what was there before"
+        assert not (held & (1 - zeroed) & (1 - written)).any(), "something is left as it was"
+        assert not (zeroed & written & (1 - past)).any(), "something is cleared that is loaded and attended to"
+
+
+def one(kind: str = "full", window: int = 0, *, opaque: bool = False) -> Cache:
+    """Two layers of 8 blocks of 4 tokens, 2 heads, units of 2 bytes; token-major."""
+    group = Group(4, kind, window)  # type: ignore[arg-type]
+    view = View("kv", 0, ("a", "b"), (0, 128), 8, 16, 8 if opaque else 2, "x", Heads(0, 2, 2, 8 if opaque else 2), None if opaque else 4)
+    return Cache((Region(1 << 20, 256),), (group,), (view,))
+
+
+def test_the_end_of_the_last_block() -> None:
+    (hole,) = rest(one(), [[5, 2]], 0, 6)
+    assert hole.places == (2 * 16 + 2 * 4, 128 + 2 * 16 + 2 * 4)
+    assert (hole.axes, hole.unit) == (((2, 2), (2, 4)), 2)
+
+
+@pytest.mark.parametrize(("start", "tokens"), [(0, 8), (4, 8), (8, 8)])
+def test_blocks_that_are_filled_leave_nothing(start: int, tokens: int) -> None:
+    assert rest(one(), [[5, 2]], start, tokens) == []
+
+
+def test_blocks_that_follow_each_other_are_one_hole() -> None:
+    """Where kernels use smaller blocks than the scheduler, its last one is many of theirs."""
+    (hole,) = rest(one(), [[0, 3, 4, 5]], 0, 4)
+    assert hole.places == (48, 128 + 48) and (3, 16) in hole.axes
+
+
+def test_opaque_blocks_come_whole() -> None:
+    assert rest(one(opaque=True), [[5, 2]], 0, 6) == []
+    (hole,) = rest(one(opaque=True), [[5, 2, 7]], 0, 6)
+    assert hole.places == (7 * 16, 128 + 7 * 16) and hole.unit == 8
+
+
+def test_a_window_s_first_block_may_come_in_part() -> None:
+    first, last = rest(one("window", 3), [[-1, 2, 4]], 0, 9)  # 7 and 8 are attended to, 4 to 6 may be gone
+    assert first.places[0] == 2 * 16 and (3, 4) in first.axes
+    assert last.places[0] == 4 * 16 + 4 and (3, 4) in last.axes
+
+
+def test_states_have_no_rest() -> None:
+    cache = Cache((Region(1 << 20, 256),), (Group(4, "state"),), (View("s", 0, ("a",), (0,), 8, 32, 20, "x"),))
+    assert rest(cache, [[5, 2]], 0, 6) == []
