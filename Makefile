@@ -45,6 +45,7 @@ test-fast: lint
 	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e and not slow" $(ARGS)
 
 lint: docs
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

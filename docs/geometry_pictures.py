@@ -31,8 +31,18 @@ class Svg:
             f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         ]
 
-    def box(self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "#ffffff", *, thick: float = 1,
-            faint: bool = False) -> None:  # fmt: skip
+    def box(
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        fill: str,
+        stroke: str = "#ffffff",
+        *,
+        thick: float = 1,
+        faint: bool = False,
+    ) -> None:
         opacity = ' fill-opacity="0.3"' if faint else ""
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}"{opacity} stroke="{stroke}" '
@@ -72,24 +82,41 @@ class Content:
 
 
 KV = Content(
-    ("k", "v"), True,
+    ("k", "v"),
+    True,
     {
-        "FlashAttention `[2, B, N, H, D]`": "LPBNH", "FlashInfer `[B, 2, N, H, D]`": "LBPNH", "packed NHD `[B, N, H, 2D]`": "LBNH",
-        "packed HND `[B, H, N, 2D]`": "LBHN", "head-outermost LHBNC": "LHBN", "block-outermost BLNHC": "BLNH", "BLHNC": "BLHN",
+        "FlashAttention `[2, B, N, H, D]`": "LPBNH",
+        "FlashInfer `[B, 2, N, H, D]`": "LBPNH",
+        "packed NHD `[B, N, H, 2D]`": "LBNH",
+        "packed HND `[B, H, N, 2D]`": "LBHN",
+        "head-outermost LHBNC": "LHBN",
+        "block-outermost BLNHC": "BLNH",
+        "BLHNC": "BLHN",
         "BHLNC": "BHLN",
     },
-)  # fmt: skip
+)
 CONTENTS = {
     "K and V of each head": KV,
     "MLA latent": Content(("latent",), False, {"`[B, N, C]`": "LBN", "block-outermost BLNC": "BLN"}),
     "CPU attention, `[B, H, opaque]`": Content(("kv",), True, {"`[B, H, opaque]`": "LBH", "block-outermost": "BLH"}),
-    "heads packed together, `[B, N, opaque]`": Content(("kv",), True, {"`[B, N, opaque]`": "LBN", "block-outermost": "BLN"}),
+    "heads packed together, `[B, N, opaque]`": Content(
+        ("kv",), True, {"`[B, N, opaque]`": "LBN", "block-outermost": "BLN"}
+    ),
     "state, `[B, opaque]`": Content(("state",), True, {"`[B, opaque]`": "LB", "block-outermost": "BL"}, "state"),
-}  # fmt: skip
+}
 
 
-def cache(order: str, n: int, heads: tuple[int, int] = (0, 8), of: Content = KV, *, total: int = 8, layers: tuple[int, int] = (0, 1),
-          blocks: int = 8, rank: Rank = FIRST) -> Cache:  # fmt: skip
+def cache(
+    order: str,
+    n: int,
+    heads: tuple[int, int] = (0, 8),
+    of: Content = KV,
+    *,
+    total: int = 8,
+    layers: tuple[int, int] = (0, 1),
+    blocks: int = 8,
+    rank: Rank = FIRST,
+) -> Cache:
     """A rank that holds these heads and layers; a byte for each plane, head and token."""
     count, deep = heads[1] - heads[0], layers[1] - layers[0]
     size = {"L": deep, "B": blocks, "P": len(of.planes), "N": n, "H": count}
@@ -102,11 +129,19 @@ def cache(order: str, n: int, heads: tuple[int, int] = (0, 8), of: Content = KV,
     held = Heads(heads[0], count, total, stride.get("H")) if of.headed else None
     views = tuple(
         View(
-            plane, 0, names, tuple(i * stride["L"] + k * stride["P"] for i in range(deep)), blocks, stride["B"], unit, "bf16",
-            held, stride.get("N"),
+            plane,
+            0,
+            names,
+            tuple(i * stride["L"] + k * stride["P"] for i in range(deep)),
+            blocks,
+            stride["B"],
+            unit,
+            "bf16",
+            held,
+            stride.get("N"),
         )
         for k, plane in enumerate(of.planes)
-    )  # fmt: skip
+    )
     return Cache((Region(0, step),), (Group(n, of.kind),), views, rank)
 
 
@@ -114,8 +149,9 @@ def engine(of: Content, order: str, n: int, tp: int, stages: tuple[tuple[int, in
     """All ranks of an engine; content without heads is on every rank."""
     return [
         cache(order, n, (r * 8 // tp, (r + 1) * 8 // tp), of, layers=layers, rank=Rank(pp, r))
-        for pp, layers in enumerate(stages) for r in range(tp)
-    ]  # fmt: skip
+        for pp, layers in enumerate(stages)
+        for r in range(tp)
+    ]
 
 
 def joined(src: Cache, dst: Cache) -> Planner:
@@ -136,10 +172,22 @@ def block_picture() -> Svg:
     both, one = (0, 2), (1, 2)
     cases = [
         ("equal pages, [N, H, C]: one row", cache("LBNH", 4, both, total=2), cache("LBNH", 4, both, total=2)),
-        ("token-major into head-major: a row a token and head", cache("LBNH", 4, both, total=2), cache("LBHN", 4, both, total=2)),
-        ("head-major, the consumer holds head 1 only: one row", cache("LBHN", 4, both, total=2), cache("LBHN", 4, one, total=2)),
-        ("token-major, the consumer holds head 1 only: a row a token", cache("LBNH", 4, both, total=2), cache("LBNH", 4, one, total=2)),
-    ]  # fmt: skip
+        (
+            "token-major into head-major: a row a token and head",
+            cache("LBNH", 4, both, total=2),
+            cache("LBHN", 4, both, total=2),
+        ),
+        (
+            "head-major, the consumer holds head 1 only: one row",
+            cache("LBHN", 4, both, total=2),
+            cache("LBHN", 4, one, total=2),
+        ),
+        (
+            "token-major, the consumer holds head 1 only: a row a token",
+            cache("LBNH", 4, both, total=2),
+            cache("LBNH", 4, one, total=2),
+        ),
+    ]
     svg, cell = Svg(760, 30 + 150 * len(cases)), 40
     for i, (title, src, dst) in enumerate(cases):
         y = 30 + 150 * i
@@ -155,9 +203,12 @@ def block_picture() -> Svg:
             for a, b in zip(sheet.src_at[0] + sheet.src_rows, sheet.dst_at[0] + sheet.dst_rows, strict=True):
                 n = int(sheet.row_bytes[0])
                 svg.ribbon(
-                    (90 + cell * a + 1, 90 + cell * (a + n) - 1), (90 + cell * b + 1, 90 + cell * (b + n) - 1),
-                    y + 43, y + 87, INK,
-                )  # fmt: skip
+                    (90 + cell * a + 1, 90 + cell * (a + n) - 1),
+                    (90 + cell * b + 1, 90 + cell * (b + n) - 1),
+                    y + 43,
+                    y + 87,
+                    INK,
+                )
     return svg
 
 
@@ -295,7 +346,9 @@ def within() -> str:
     for name, of in CONTENTS.items():
         orders = list(of.layouts.values())
         layouts = {verdict(engine(of, a, 16, 1), engine(of, b, 16, 1)) for a in orders for b in orders}
-        sizes = {verdict(engine(of, orders[0], a, 1), engine(of, orders[0], b, 1)) for a, b in ((16, 64), (64, 16), (48, 64))}
+        sizes = {
+            verdict(engine(of, orders[0], a, 1), engine(of, orders[0], b, 1)) for a, b in ((16, 64), (64, 16), (48, 64))
+        }
         tps = {verdict(engine(of, orders[0], 16, a), engine(of, orders[0], 16, b)) for a, b in ((1, 4), (4, 1), (2, 8))}
         stages = {
             verdict(engine(of, orders[0], 16, 1, a), engine(of, orders[0], 16, 1, b))

@@ -43,7 +43,10 @@ def _state(family: Family) -> str:
 
 
 def kinds() -> str:
-    lines = ["| spec | kept | a page | may be cut by | depends on | source | shown by |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| spec | kept | a page | may be cut by | depends on | source | shown by |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for e in CATALOGUE.values():
         kept = f"{KEPT[e.kept]}: {e.why}" if e.why else KEPT[e.kept]
         lines.append(f"| `{e.spec}` | {kept} | {e.page} | {e.cut} | {e.depends} | {e.source} | `{e.shown}` |")

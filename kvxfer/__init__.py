@@ -12,6 +12,21 @@ from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered,
 __version__ = "0.1.0"
 
 __all__ = [
-    "Agent", "Config", "ConfigError", "Directory", "Ended", "Event", "Fetch", "Kind", "KvxferError", "Offered",
-    "Outcome", "PeerError", "Released", "Source", "TransferError", "TransferId", "TransportError",
-]  # fmt: skip
+    "Agent",
+    "Config",
+    "ConfigError",
+    "Directory",
+    "Ended",
+    "Event",
+    "Fetch",
+    "Kind",
+    "KvxferError",
+    "Offered",
+    "Outcome",
+    "PeerError",
+    "Released",
+    "Source",
+    "TransferError",
+    "TransferId",
+    "TransportError",
+]

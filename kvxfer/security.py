@@ -57,16 +57,22 @@ def make_key(path: Path) -> None:
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as e:
-        raise ConfigError(f"making a key needs cryptography ({e}); pip install 'kvxfer[cli]'. Using one does not") from None
+        raise ConfigError(
+            f"making a key needs cryptography ({e}); pip install 'kvxfer[cli]'. Using one does not"
+        ) from None
     secret = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
     certificate = (
         x509.CertificateBuilder()
-        .subject_name(name).issuer_name(name).public_key(secret.public_key()).serial_number(x509.random_serial_number())
-        .not_valid_before(datetime.datetime(2020, 1, 1)).not_valid_after(datetime.datetime(9999, 12, 31))
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(secret.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2020, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(secret, hashes.SHA256())
-    )  # fmt: skip
+    )
     pem = serialization.Encoding.PEM
     text = secret.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     try:
@@ -104,8 +110,9 @@ class Security:
             if not allowed(Address(config.listen.strip("[]").lower(), 1), _LOOPBACK):
                 log.warning(
                     "control sockets listen on %s without a key: whoever can reach them can read and free KV cache. "
-                    "Make one with `kvxfer keys` and set 'key_file' on all engines", config.listen,
-                )  # fmt: skip
+                    "Make one with `kvxfer keys` and set 'key_file' on all engines",
+                    config.listen,
+                )
             return cls(None, config.peers)
         return cls(_read_key(Path(config.key_file)), config.peers)
 

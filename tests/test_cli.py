@@ -132,12 +132,7 @@ def test_doctor_tells_of_each_back_end_whether_it_works_and_why_not() -> None:
     result = run("doctor", "--json")
     assert result.exit_code == 0
     backends = json.loads(result.stdout)["backends"]
-    assert backends["good"] == {
-        "usable": True,
-        "reason": "works",
-        "memory": ["cpu"],
-        "facts": {"library": "1.2 [x]"},
-    }
+    assert backends["good"] == {"usable": True, "reason": "works", "memory": ["cpu"], "facts": {"library": "1.2 [x]"}}
     assert not backends["idle"]["usable"] and backends["idle"]["reason"] == "no such card"
     assert not backends["broken"]["usable"] and "third_party_backend" in backends["broken"]["reason"]
     assert not backends["crashes"]["usable"] and "SIGSEGV" in backends["crashes"]["reason"]
@@ -162,13 +157,21 @@ def test_doctor_shows_the_same_to_people() -> None:
 
 def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_path: Path) -> None:
     make_key(tmp_path / "key")
-    settings = {"listen": "0.0.0.0", "advertise": "node-7", "port": 7001, "key_file": str(tmp_path / "key"), "backend": "auto"}
+    settings = {
+        "listen": "0.0.0.0",
+        "advertise": "node-7",
+        "port": 7001,
+        "key_file": str(tmp_path / "key"),
+        "backend": "auto",
+    }
     (tmp_path / "engine.json").write_text(json.dumps(settings))
     report = json.loads(run("doctor", "--json", "--config", str(tmp_path / "engine.json")).stdout)
     rows = {row["opened_by"]: row for row in report["ports"]}
     assert rows["directory, in the scheduler"] == {
-        "port": "0.0.0.0:7001", "opened_by": "directory, in the scheduler", "who": "whoever has the key",
-    }  # fmt: skip
+        "port": "0.0.0.0:7001",
+        "opened_by": "directory, in the scheduler",
+        "who": "whoever has the key",
+    }
     assert rows["back end zmq"]["port"].startswith("0.0.0.0:") and "secret" in rows["back end zmq"]["who"]
     for open_one in {"back end nixl", "back end ucx"} & set(rows):
         assert "firewall" in rows[open_one]["who"]
@@ -186,7 +189,11 @@ def test_doctor_on_loopback(backend: str) -> None:
 
 
 def test_settings_that_are_none_are_told() -> None:
-    for config, words in [("{", "neither JSON"), ("no-such-file", "neither JSON"), ('{"lissten": 1}', "did you mean 'listen'")]:
+    for config, words in [
+        ("{", "neither JSON"),
+        ("no-such-file", "neither JSON"),
+        ('{"lissten": 1}', "did you mean 'listen'"),
+    ]:
         result = run("doctor", "--config", config)
         assert result.exit_code == 1 and words in result.stderr
 

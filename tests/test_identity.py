@@ -25,15 +25,19 @@ from kvxfer.identity import (
 
 suffixes = st.text("0123456789abcdef", min_size=8, max_size=8)
 # External ids, with a bias to those that look as if an engine had had its hands on them.
-externals = st.lists(
-    st.one_of(
-        st.sampled_from(["cmpl-", "chatcmpl-", "generate-tokens-", "0_", "12_", "-0", "-7", "-deadbeef"]),
-        st.text(max_size=5),
-        st.uuids().map(str),
-    ),
-    min_size=1,
-    max_size=4,
-).map("".join).filter(bool)  # fmt: skip
+externals = (
+    st.lists(
+        st.one_of(
+            st.sampled_from(["cmpl-", "chatcmpl-", "generate-tokens-", "0_", "12_", "-0", "-7", "-deadbeef"]),
+            st.text(max_size=5),
+            st.uuids().map(str),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+    .map("".join)
+    .filter(bool)
+)
 prompts = st.integers(0, 40)
 children = st.none() | st.integers(0, 12)
 served = st.sampled_from(["cmpl", "chatcmpl", "generate-tokens"])
@@ -55,14 +59,7 @@ class TestExternalId:
 
     @given(served, externals, prompts, children, children, suffixes, suffixes)
     def test_both_sides_derive_the_same_transfer(
-        self,
-        kind: str,
-        external: str,
-        prompt: int,
-        here: int | None,
-        there: int | None,
-        one: str,
-        other: str,
+        self, kind: str, external: str, prompt: int, here: int | None, there: int | None, one: str, other: str
     ) -> None:
         """Also where only one side samples more than once."""
         producer = external_id(internal(kind, external, prompt, here, one))
@@ -101,7 +98,7 @@ class TestExternalId:
             ("generate-tokens-x-86A9CE7B", External("x-86A9CE7B", 0, None)),
             ("cmpl-a b/ü\n-3-00000000", External("a b/ü\n", 3, None)),
         ],
-    )  # fmt: skip
+    )
     def test_examples(self, given_id: str, expected: External) -> None:
         assert external_id(given_id) == expected
 
@@ -128,9 +125,7 @@ class TestTransferId:
     @given(externals, externals, prompts, st.integers(0, 2**63 - 1))
     def test_origins_never_collide(self, one: str, other: str, prompt: int, epoch: int) -> None:
         name, guess = External(one, prompt, None), External(other, prompt, None)
-        assert len(
-            {TransferId.derived(name), TransferId.routed(other, name), TransferId.mint(epoch, guess)}
-        ) == 3  # fmt: skip
+        assert len({TransferId.derived(name), TransferId.routed(other, name), TransferId.mint(epoch, guess)}) == 3
 
     @given(externals, externals, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
     def test_minted_ids_are_their_epochs_own(self, one: str, other: str, p: int, q: int) -> None:
@@ -241,11 +236,34 @@ class TestAddress:
     @pytest.mark.parametrize(
         "text",
         [
-            "", ":", "h", "h:", "h:+5", "h: 5", "127.1:5", "0x7f000001:5", "2130706433:5", "010.0.0.1:5",
-            "1.2.3.4.5:5", "[10.0.0.1]:5", "[h]:5", "[::1:5", "::1]:5", "fe80::1%eth0:5", "[fe80::1%0]:5",
-            "a..b:5", "-a:5", "a-:5", "h.:5", "é:5", "h/x:5", "u@h:5", "tcp://h:5", f"{'a' * 254}:5",
+            "",
+            ":",
+            "h",
+            "h:",
+            "h:+5",
+            "h: 5",
+            "127.1:5",
+            "0x7f000001:5",
+            "2130706433:5",
+            "010.0.0.1:5",
+            "1.2.3.4.5:5",
+            "[10.0.0.1]:5",
+            "[h]:5",
+            "[::1:5",
+            "::1]:5",
+            "fe80::1%eth0:5",
+            "[fe80::1%0]:5",
+            "a..b:5",
+            "-a:5",
+            "a-:5",
+            "h.:5",
+            "é:5",
+            "h/x:5",
+            "u@h:5",
+            "tcp://h:5",
+            f"{'a' * 254}:5",
         ],
-    )  # fmt: skip
+    )
     def test_anything_else_is_refused(self, text: str) -> None:
         with pytest.raises(IdentityError):
             parse_address(text)

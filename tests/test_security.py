@@ -38,10 +38,13 @@ class Engine:
     def __init__(self, **settings: object) -> None:
         self.config = Config.from_mapping(
             {
-                "backend": "kvxfer.testing.fake:FakeTransport", "backend_options": {"verbs": ["read"]},
-                "transfer_timeout": 3.0, "peer_timeout": 1.0, **settings,
+                "backend": "kvxfer.testing.fake:FakeTransport",
+                "backend_options": {"verbs": ["read"]},
+                "transfer_timeout": 3.0,
+                "peer_timeout": 1.0,
+                **settings,
             }
-        )  # fmt: skip
+        )
         self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
         self.agent = Agent(make_cache(self.memory, 1, 0, 16), self.config)
         self.directory = Directory("e", self.agent.epoch, "127.0.0.1", 0, security=Security.of(self.config))
@@ -101,7 +104,9 @@ def test_the_program_makes_keys(tmp_path: Path) -> None:
     assert Security.of(Config(key_file=str(tmp_path / "key"))).key
 
 
-@pytest.mark.parametrize("content", [None, b"", b"secret", b"kvxfer-key-1 short", b"\xff\xfe", b"-----BEGIN PRIVATE KEY-----\n"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"secret", b"kvxfer-key-1 short", b"\xff\xfe", b"-----BEGIN PRIVATE KEY-----\n"]
+)
 def test_what_is_no_key_is_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "key"
     if content is not None:

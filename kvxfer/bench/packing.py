@@ -48,11 +48,19 @@ def cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
     names = tuple(f"layer.{i}" for i in range(LAYERS))
     views = tuple(
         View(
-            plane, 0, names, tuple(i * layer + at for i in range(LAYERS)), blocks, block, d, "bf16",
-            Heads(0, heads, HEADS, head), token,
+            plane,
+            0,
+            names,
+            tuple(i * layer + at for i in range(LAYERS)),
+            blocks,
+            block,
+            d,
+            "bf16",
+            Heads(0, heads, HEADS, head),
+            token,
         )
         for plane, at in (("k", 0), ("v", v))
-    )  # fmt: skip
+    )
     return Cache((region,), (Group(n),), views)
 
 
@@ -118,9 +126,13 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
     took = Timer(device, repeat)(calls)
     sent, received = source.checksum(plan, "source").value, sink.checksum(plan, "destination").value
     out: dict[str, Any] = {
-        "producer": one, "consumer": other, "heads": heads, "mib": plan.nbytes >> 20,
-        "row_bytes": plan.nbytes // plan.rows, "bytes_identical": sent == received,
-    }  # fmt: skip
+        "producer": one,
+        "consumer": other,
+        "heads": heads,
+        "mib": plan.nbytes >> 20,
+        "row_bytes": plan.nbytes // plan.rows,
+        "bytes_identical": sent == received,
+    }
     for name, (seconds, submit) in took.items():
         out[f"{name}_GB_per_s"] = round(plan.nbytes / seconds / 1e9, 2)
         if name != "copy":

@@ -54,7 +54,7 @@ class Pair:
 
     def move_raw(
         self, src: Ints, dst: Ints, ways: Sequence[bool], two_sided: bool, rounds: int = 1
-    ) -> tuple[list[list[float]], int]:  # fmt: skip
+    ) -> tuple[list[list[float]], int]:
         """Rounds by the library, in each of which it moves the blocks with a message or descriptor a run (``True``) or one for
         all bytes, in turns; the times of each way, and the most runs."""
         with self._pipe() as (one, two):

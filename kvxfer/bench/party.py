@@ -59,9 +59,11 @@ class Party:
         if setup.role == "producer":
             self._pool.fill()
         self._config = Config(
-            backend=setup.backend, backend_options=setup.options, transfer_timeout=WAIT_S,
+            backend=setup.backend,
+            backend_options=setup.options,
+            transfer_timeout=WAIT_S,
             staging_bytes=setup.staging_bytes,
-        )  # fmt: skip
+        )
         self._agents: dict[Integrity, tuple[Agent, Directory]] = {}
         self._mover: Mover | None = None
         self._raw: Raw | None = None
@@ -76,9 +78,14 @@ class Party:
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         cache = self._pool.cache
         self._mover = Mover(
-            self._config.backend, lambda: backend(self._setup.role, self._config.backend_options), cache.regions,
-            stager(cache, self._config.staging_bytes), self._note, grace=5.0, quarantine_limit=1 << 62,
-        )  # fmt: skip
+            self._config.backend,
+            lambda: backend(self._setup.role, self._config.backend_options),
+            cache.regions,
+            stager(cache, self._config.staging_bytes),
+            self._note,
+            grace=5.0,
+            quarantine_limit=1 << 62,
+        )
         self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
         self._mover.endpoint("link", 1, self._setup.role)  # type: ignore[arg-type]
         self._mine = bytes(self._take(results.Endpoint).endpoint)
@@ -174,7 +181,7 @@ class Party:
 
     def move_raw(
         self, src: Ints, dst: Ints, pipe: Connection | None, rounds: int, ways: Sequence[bool]
-    ) -> list[list[dict[str, float]]]:  # fmt: skip
+    ) -> list[list[dict[str, float]]]:
         """The same blocks so often with a message or descriptor a run (``True``), or as many bytes in one, in turns.
         ``pipe`` leads to the other side, if that takes part."""
         assert self._raw is not None
@@ -220,14 +227,12 @@ class Party:
 
     def fetch(
         self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source], pause: float
-    ) -> list[dict[Integrity, dict[str, float]]]:  # fmt: skip
+    ) -> list[dict[Integrity, dict[str, float]]]:
         """Loads one after the other, each after so many seconds, in all ways in turn; ``call_s`` is what the engine's thread
         pays, ``fetch_s`` the time to its outcome, ``session_s`` that without the wait for the producer's word."""
         return [{way: self._fetch(way, n, dst, source, pause) for way, source in sources.items()} for n in numbers]
 
-    def _fetch(
-        self, integrity: Integrity, number: int, dst: Ints, source: Source, pause: float
-    ) -> dict[str, float]:  # fmt: skip
+    def _fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source, pause: float) -> dict[str, float]:
         agent, _ = self._agents[integrity]
         tokens = len(dst) * self._pool.cache.groups[0].block_tokens
         spec = Fetch(str(number), TransferId("bench", number), b"d", source, (dst,), 0, tokens)
@@ -244,9 +249,11 @@ class Party:
                     if not event.outcome.delivered:
                         raise RuntimeError(event.outcome.reason)
                     out = {
-                        "fetch_s": event.seconds, "session_s": event.seconds - event.waited, "call_s": called - begun,
+                        "fetch_s": event.seconds,
+                        "session_s": event.seconds - event.waited,
+                        "call_s": called - begun,
                         "bytes": event.nbytes,
-                    }  # fmt: skip
+                    }
             if time.perf_counter() > begun + WAIT_S:
                 raise TimeoutError("the fetch did not end")
             time.sleep(0.0001)

@@ -50,11 +50,19 @@ class Side:
         names = tuple(f"layer.{i}" for i in range(LAYERS))
         views = tuple(
             View(
-                plane, 0, names, tuple(i * layer + at for i in range(LAYERS)), blocks, block, d, "bf16",
-                Heads(lo, h, HEADS, head), token,
+                plane,
+                0,
+                names,
+                tuple(i * layer + at for i in range(LAYERS)),
+                blocks,
+                block,
+                d,
+                "bf16",
+                Heads(lo, h, HEADS, head),
+                token,
             )
             for plane, at in (("k", 0), ("v", v))
-        )  # fmt: skip
+        )
         return Cache((Region(0, LAYERS * blocks * page),), (Group(n),), views)
 
     def __str__(self) -> str:
@@ -115,7 +123,10 @@ def _pair(one: Side, other: Side, tokens: int, repeat: int) -> dict[str, Any]:
     warm = [_timed(lambda a=a: planner.plan(*a)) for a in asked]  # type: ignore[misc]
     few = min(tokens, max(one.block_tokens, other.block_tokens, tokens * _MOST_RUNS // made.rows))
     part = planner.plan(*asked[0][:3], few)
-    runs, ns = len(part.runs()), statistics.median(_timed(lambda: materialise(part.sheets)) for _ in range(repeat)) * 1e9
+    runs, ns = (
+        len(part.runs()),
+        statistics.median(_timed(lambda: materialise(part.sheets)) for _ in range(repeat)) * 1e9,
+    )
     return {
         "producer": str(one),
         "consumer": str(other),
@@ -170,9 +181,15 @@ def plan(
     for p in found["pairs"]:
         ns = p["runs_ns_per_run"]
         table.add_row(
-            p["producer"], p["consumer"], f"{p['cold_ms']:.2f}", f"{p['warm_ms']:.2f}", "" if ns is None else f"{ns:.1f}",
-            f"{p['rows']:,}", str(p["sheets"]), f"{p['plan_bytes'] / 1024:,.0f}",
-        )  # fmt: skip
+            p["producer"],
+            p["consumer"],
+            f"{p['cold_ms']:.2f}",
+            f"{p['warm_ms']:.2f}",
+            "" if ns is None else f"{ns:.1f}",
+            f"{p['rows']:,}",
+            str(p["sheets"]),
+            f"{p['plan_bytes'] / 1024:,.0f}",
+        )
     console = Console()
     console.print(table)
     console.print(

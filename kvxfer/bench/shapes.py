@@ -77,9 +77,7 @@ class Pool:
         offsets = tuple(i * self.blocks * m.page for i in range(m.layers))
         layers = tuple(f"layer.{i}" for i in range(m.layers))
         heads = Heads(0, m.heads, m.heads, m.head_bytes) if m.heads > 1 else None
-        view = View(
-            "kv", 0, layers, offsets, self.blocks, m.page, m.head_bytes, "bench", heads, m.heads * m.head_bytes
-        )
+        view = View("kv", 0, layers, offsets, self.blocks, m.page, m.head_bytes, "bench", heads, m.heads * m.head_bytes)
         return Cache((region,), (Group(m.block_tokens),), (view,))
 
     def fill(self) -> None:

@@ -71,7 +71,9 @@ class Engine:
         for name, *args in calls:
             getattr(self, f"_{name}")(*args)
         return [
-            (e.transfer, "released", "") if isinstance(e, Released) else (e.transfer, str(e.outcome.kind), e.outcome.reason)
+            (e.transfer, "released", "")
+            if isinstance(e, Released)
+            else (e.transfer, str(e.outcome.kind), e.outcome.reason)
             for e in self._agent.events()
         ]
 
@@ -98,9 +100,12 @@ class Engine:
         stats = self._agent.stats()
         return {
             "rss_MiB": round(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 2),
-            "descriptors": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(),
-            "fetches": stats.fetches, "leases": stats.holdings, "quarantined_bytes": stats.quarantined_bytes,
-        }  # fmt: skip
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+            "fetches": stats.fetches,
+            "leases": stats.holdings,
+            "quarantined_bytes": stats.quarantined_bytes,
+        }
 
     def close(self) -> None:
         self._agent.close()
@@ -240,10 +245,15 @@ def measure(
             wrong += [f"{len(load.late)} transfers were too slow", *load.late[:3]]
         wrong += [f"{n}: {v[k]:g} {k} are left" for n, v in rest.items() for k in FIGURES[3:] if v[k]]
         return {
-            "backend": backend, "seconds": seconds, "restarts": turn, "outcomes": dict(load.counts),
-            "late": len(load.late), "samples": rows,
-            "at_rest": rest, "complaints": wrong,
-        }  # fmt: skip
+            "backend": backend,
+            "seconds": seconds,
+            "restarts": turn,
+            "outcomes": dict(load.counts),
+            "late": len(load.late),
+            "samples": rows,
+            "at_rest": rest,
+            "complaints": wrong,
+        }
 
 
 @contextmanager

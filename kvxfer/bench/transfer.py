@@ -21,19 +21,31 @@ PAUSE_S = 0.02
 
 
 def measure(
-    backend: str, options: dict[str, Any], device: str, tokens: int, model: str, repeat: int, staging_bytes: int,
+    backend: str,
+    options: dict[str, Any],
+    device: str,
+    tokens: int,
+    model: str,
+    repeat: int,
+    staging_bytes: int,
     integrity: Integrity = "off",
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Run the benchmark, and the session's part also with ``integrity``; every figure with its unit in the key, GB
     meaning 1e9 bytes, medians of ``repeat`` rounds, one after the other or (``after_pause``) 20 ms apart."""
     shape = MODELS[model]
     request = Request(shape, tokens)
     where = devices(device)
     out: dict[str, Any] = {
-        "backend": backend, "device": device, "devices": where, "model": model, "tokens": tokens,
-        "kv_bytes": request.nbytes, "blocks": len(request), "repeat": repeat,
+        "backend": backend,
+        "device": device,
+        "devices": where,
+        "model": model,
+        "tokens": tokens,
+        "kv_bytes": request.nbytes,
+        "blocks": len(request),
+        "repeat": repeat,
         "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
-    }  # fmt: skip
+    }
     with pair(backend, options, shape, request.blocks, where, staging_bytes) as both:
         out |= _transport(both, request.src, request.dst, repeat)
         out |= _library(both, request.src, request.dst, repeat, request.nbytes)
@@ -59,10 +71,12 @@ def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
     both.expect(dst, src, "transport")
     seconds = statistics.median(rounds[2:])
     return {
-        "verb": mode, "staged": bool(said["staged"]),
-        "transport_ms": round(1e3 * seconds, 3), "transport_GB_per_s": round(said["bytes"] / seconds / 1e9, 3),
+        "verb": mode,
+        "staged": bool(said["staged"]),
+        "transport_ms": round(1e3 * seconds, 3),
+        "transport_GB_per_s": round(said["bytes"] / seconds / 1e9, 3),
         "transport_after_pause_ms": round(1e3 * statistics.median(rested), 3),
-    }  # fmt: skip
+    }
 
 
 def _library(both: Pair, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[str, Any]:
@@ -163,5 +177,3 @@ def transfer(
         return
     for key, value in out.items():
         typer.echo(f"{key:24} {value}")
-
-

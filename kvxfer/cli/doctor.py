@@ -59,12 +59,7 @@ def doctor(
 
 
 def _facts(probe: Probe) -> dict[str, Any]:
-    return {
-        "usable": probe.usable,
-        "reason": probe.reason,
-        "memory": sorted(probe.memory),
-        "facts": dict(probe.facts),
-    }
+    return {"usable": probe.usable, "reason": probe.reason, "memory": sorted(probe.memory), "facts": dict(probe.facts)}
 
 
 def _settings(config: str) -> Config:

@@ -36,11 +36,7 @@ class _Program(TyperGroup):
 def build() -> typer.Typer:
     """The program with all commands that are installed. One that cannot be imported says so when called."""
     program = typer.Typer(
-        name="kvxfer",
-        cls=_Program,
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
+        name="kvxfer", cls=_Program, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
 
     @program.callback()

@@ -141,9 +141,19 @@ def bundles(src: Cache, dst: Cache, claims: Sequence[Claim]) -> list[Bundle]:
             heads = c.head_hi - c.head_lo, s.heads.stride, d.heads.stride
             s_first, d_first = (c.head_lo - s.heads.start) * heads[1], (c.head_lo - d.heads.start) * heads[2]
         key = (
-            s.group, d.group, s.token_stride is None, s.block_stride, d.block_stride, s.token_stride or 0,
-            d.token_stride or 0, heads, c.head_lo, s.unit, s.blocks, d.blocks,
-        )  # fmt: skip
+            s.group,
+            d.group,
+            s.token_stride is None,
+            s.block_stride,
+            d.block_stride,
+            s.token_stride or 0,
+            d.token_stride or 0,
+            heads,
+            c.head_lo,
+            s.unit,
+            s.blocks,
+            d.blocks,
+        )
         s_at, d_at = src_at[c.src_view], dst_at[c.dst_view]
         cells[key] += [((d.plane, name), s_at[name] + s_first, d_at[name] + d_first) for name in c.layers]
     return [_bundle(key, of) for key, of in cells.items()]

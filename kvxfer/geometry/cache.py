@@ -170,9 +170,10 @@ class Cache(msgspec.Struct, frozen=True):
             ("layers, counted for each plane,", sum(len(v.layers) for v in self.views), _MOST_LAYERS),
             (
                 "heads, counted for each layer and plane,",
-                sum(len(v.layers) * v.heads.count for v in self.views if v.heads is not None), _MOST_HEADS,
+                sum(len(v.layers) * v.heads.count for v in self.views if v.heads is not None),
+                _MOST_HEADS,
             ),
-        ):  # fmt: skip
+        ):
             if n > most:
                 raise ValueError(f"{n} {what} are more than {most}")
 

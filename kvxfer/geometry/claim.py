@@ -39,7 +39,9 @@ def check_claims(src: Cache, dst: Cache, claims: Sequence[Claim]) -> None:
     plane, cut nothing opaque and claim no cell twice. What it costs grows with what the claims and caches are made of, and
     that is bounded."""
     if len(claims) > MOST_CLAIMS or sum(len(c.layers) for c in claims) > MOST_LAYERS:
-        raise Incompatible(f"{len(claims)} claims are more than {MOST_CLAIMS}, or name more than {MOST_LAYERS} layers together")
+        raise Incompatible(
+            f"{len(claims)} claims are more than {MOST_CLAIMS}, or name more than {MOST_LAYERS} layers together"
+        )
     held = [frozenset(v.layers) for v in src.views], [frozenset(v.layers) for v in dst.views]
     taken: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     for c in claims:

@@ -123,9 +123,7 @@ def _fold(pieces: Iterable[_Piece], n: int, stride: int) -> list[_Piece] | None:
     return out
 
 
-def _same_stride(
-    views: Sequence[Strided], tiles: Sequence[tuple[int, Template]], step: int
-) -> tuple[int, int] | None:
+def _same_stride(views: Sequence[Strided], tiles: Sequence[tuple[int, Template]], step: int) -> tuple[int, int] | None:
     """Compare exactly the ``tiles`` of views whose blocks have this stride, each with the view that it is of."""
     if all(views[i].blocks == 1 for i, _ in tiles):
         step = 1 << 62  # no second block to run into

@@ -97,9 +97,12 @@ class Planner:
         self._seen = np.empty(max((v.blocks for v in dst.views), default=0), np.int32)
 
     def plan(
-        self, src_blocks: Sequence[Sequence[int] | Ints], dst_blocks: Sequence[Sequence[int] | Ints],
-        start: int, tokens: int,
-    ) -> CopyPlan:  # fmt: skip
+        self,
+        src_blocks: Sequence[Sequence[int] | Ints],
+        dst_blocks: Sequence[Sequence[int] | Ints],
+        start: int,
+        tokens: int,
+    ) -> CopyPlan:
         """Join two sets of block tables, one table per group of each side (position = index, -1 = null).
 
         Moves the tokens ``[start, tokens)`` into every destination block that is not null; of a state group the states

@@ -114,9 +114,11 @@ class Sheet:
         done = (np.arange(len(whose)) - (np.cumsum(pieces) - pieces)[whose]) * most
         skip = done * self.template.unit
         return Sheet(
-            self.template, self.src_at[whose] + skip, self.dst_at[whose] + skip,
+            self.template,
+            self.src_at[whose] + skip,
+            self.dst_at[whose] + skip,
             np.minimum(self.counts[whose] - done, most),
-        )  # fmt: skip
+        )
 
 
 def materialise(sheets: Sequence[Sheet]) -> Runs:

@@ -37,12 +37,17 @@ def encode(plan: CopyPlan) -> bytes:
     return msgspec.msgpack.encode(
         [
             _Sheet(
-                _pack(s.template.src_cells), _pack(s.template.dst_cells), s.template.axes, s.template.unit,
-                _pack(s.src_at), _pack(s.dst_at), _pack(s.counts),
+                _pack(s.template.src_cells),
+                _pack(s.template.dst_cells),
+                s.template.axes,
+                s.template.unit,
+                _pack(s.src_at),
+                _pack(s.dst_at),
+                _pack(s.counts),
             )
             for s in plan.sheets
         ]
-    )  # fmt: skip
+    )
 
 
 def decode(data: bytes) -> CopyPlan:

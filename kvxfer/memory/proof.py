@@ -88,7 +88,9 @@ class Proof:
             raise Unproven(f"{blocks} blocks are too few")
         for view in views:
             if view.heads is not None and view.heads.stride is not None and view.heads.count != write.heads:
-                return f"expected {view.heads.count} heads of plane {view.plane!r}; found that {write.heads} are written"
+                return (
+                    f"expected {view.heads.count} heads of plane {view.plane!r}; found that {write.heads} are written"
+                )
         found = [_Plane.of(view, layer, group.block_tokens, self.cache, memory) for view in views]
         if wrong := next((plane for plane in found if isinstance(plane, str)), None):
             return wrong
@@ -216,7 +218,9 @@ def _run(
         if wrong := _compare(trial, rounds, plane.view, units):
             return wrong
         if not torch.equal(was, now):
-            return f"expected plane {plane.view.plane!r} of blocks that nothing was written to as it was; found it changed"
+            return (
+                f"expected plane {plane.view.plane!r} of blocks that nothing was written to as it was; found it changed"
+            )
     if escaped:
         names = ", ".join(repr(plane.view.plane) for plane in planes)
         return f"expected all that is written of a block in {names}; found {escaped} bytes that changed outside"

@@ -106,11 +106,16 @@ def _compiled() -> Any:
 
     @njit(  # type: ignore[untyped-decorator]
         key(
-            view(types.uint32, 1, "C"), view(types.int64, 1, "A"), types.UniTuple(types.int64, 4), view(key, 1, "C"), key,
-            view(key, 4, "A"), view(key, 1, "A"),
+            view(types.uint32, 1, "C"),
+            view(types.int64, 1, "A"),
+            types.UniTuple(types.int64, 4),
+            view(key, 1, "C"),
+            key,
+            view(key, 4, "A"),
+            view(key, 1, "A"),
         ),
         nogil=True,
-    )  # fmt: skip
+    )
     def add(memory: Any, begins: Any, strides: Any, factors: Any, length: Any, keys: Any, first: Any) -> Any:
         total = np.uint64(0)
         for n in range(len(begins)):

@@ -5,17 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule.commands import (
-    NULL,
-    Cancel,
-    Group,
-    Release,
-    ScheduleError,
-    StepCommands,
-    Table,
-    Want,
-    rows,
-)
+from kvxfer.schedule.commands import NULL, Cancel, Group, Release, ScheduleError, StepCommands, Table, Want, rows
 
 
 class _State(Enum):

@@ -226,8 +226,7 @@ class PrefillTracker:
     def _cut(self, table: Sequence[Sequence[int]], tokens: int, late: bool = True) -> Table:
         """The blocks of `tokens` tokens; of "full" groups only unless `late`."""
         return tuple(
-            group.taken(row, tokens) if late or group.kind == "full" else ()
-            for group, row in rows(self._groups, table)
+            group.taken(row, tokens) if late or group.kind == "full" else () for group, row in rows(self._groups, table)
         )
 
     def _offer(self, prefill: _Prefill, tokens: int, blocks: Table, final: bool) -> None:

@@ -6,6 +6,19 @@ from kvxfer.session.messages import Card, Member, Named, Renew, Settle
 from kvxfer.session.values import Ended, Event, Fetch, Kind, Offered, Outcome, Released, Stats
 
 __all__ = [
-    "Agent", "Card", "Directory", "Ended", "Event", "Fetch", "Kind", "Member", "Named", "Offered", "Outcome", "Released",
-    "Renew", "Settle", "Stats",
-]  # fmt: skip
+    "Agent",
+    "Card",
+    "Directory",
+    "Ended",
+    "Event",
+    "Fetch",
+    "Kind",
+    "Member",
+    "Named",
+    "Offered",
+    "Outcome",
+    "Released",
+    "Renew",
+    "Settle",
+    "Stats",
+]

@@ -100,9 +100,7 @@ class Agent:
     interpreter ends.
     """
 
-    def __init__(
-        self, cache: Cache, config: Config, engine: str = "", facts: Mapping[str, str] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, cache: Cache, config: Config, engine: str = "", facts: Mapping[str, str] | None = None) -> None:
         cache.check()
         self._facts = None if facts is None else f.check(facts)
         self.cache, self.config, self.epoch = cache, config, new_epoch()
@@ -164,9 +162,14 @@ class Agent:
     def _mover(self, name: str) -> Mover:
         regions = self.cache.regions
         return Mover(
-            name, partial(self._transport, name), regions, stager(self.cache, self.config.staging_bytes), self._post,
-            grace=self.config.peer_timeout, quarantine_limit=sum(r.nbytes for r in regions) // 4,
-        )  # fmt: skip
+            name,
+            partial(self._transport, name),
+            regions,
+            stager(self.cache, self.config.staging_bytes),
+            self._post,
+            grace=self.config.peer_timeout,
+            quarantine_limit=sum(r.nbytes for r in regions) // 4,
+        )
 
     def _transport(self, name: str) -> Transport:
         """Load a back end and make it, on its data thread: that may take seconds."""
@@ -225,9 +228,13 @@ class Agent:
         """What there is now, and what has been counted."""
         self._owner.check()
         return Stats(
-            fetches=len(self._consumer), holdings=len(self._producer), quarantined_bytes=self._movers.quarantined_bytes,
-            corrupt=self._consumer.corrupt + self._producer.corrupt, direct=self._direct, staged=self._staged,
-        )  # fmt: skip
+            fetches=len(self._consumer),
+            holdings=len(self._producer),
+            quarantined_bytes=self._movers.quarantined_bytes,
+            corrupt=self._consumer.corrupt + self._producer.corrupt,
+            direct=self._direct,
+            staged=self._staged,
+        )
 
     def close(self, timeout: float = CLOSE_S) -> bool:
         """Give up all transfers, stop the threads, close sockets and the back end. Any thread, any number of times; each call waits
@@ -312,7 +319,9 @@ class Agent:
             self._over = True
             self._drain_late()
             if self._held:
-                log.error("memory of %d transfers that have ended may still be touched; it must not be freed", self._held)
+                log.error(
+                    "memory of %d transfers that have ended may still be touched; it must not be freed", self._held
+                )
             self._closed.set()
 
     @property
@@ -609,7 +618,7 @@ class Agent:
 
     def _revoke(
         self, transfer: TransferId, generation: int, reason: str, gone: bool, declared: bool, now: float
-    ) -> list[Action]:  # fmt: skip
+    ) -> list[Action]:
         self._fences.forget(transfer, generation)
         out = self._producer.revoke(transfer, generation, reason, gone, now)
         if declared:

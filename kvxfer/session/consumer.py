@@ -479,4 +479,3 @@ class Consumer:
         for lane in (f.lanes or {}).values():
             self._tries.pop(lane.attempt, None)
         return [Report(Released("consumer", f.spec.transfer, f.spec.handle))]
-

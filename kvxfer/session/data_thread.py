@@ -62,9 +62,15 @@ class DataThread:
     """
 
     def __init__(
-        self, name: str, make: Callable[[], Transport], regions: tuple[Region, ...], stage: Callable[[Capabilities], Staging],
-        post: Callable[[Result], None], grace: float, quarantine_limit: int,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        make: Callable[[], Transport],
+        regions: tuple[Region, ...],
+        stage: Callable[[Capabilities], Staging],
+        post: Callable[[Result], None],
+        grace: float,
+        quarantine_limit: int,
+    ) -> None:
         self._name = name
         self._make, self._regions, self._stage, self._post = make, regions, stage, post
         self._grace, self._limit = grace, quarantine_limit
@@ -99,7 +105,9 @@ class DataThread:
             try:
                 self._open()
             except BaseException as e:
-                self.failure = e if isinstance(e, Exception) else TransportError(f"back end {self._name!r} raised {e!r}")
+                self.failure = (
+                    e if isinstance(e, Exception) else TransportError(f"back end {self._name!r} raised {e!r}")
+                )
                 self._shut()
             self.ready.set()
             while not self._stopping:
@@ -168,7 +176,11 @@ class DataThread:
 
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
         jobs = self._restless.values()
-        if self._checks or any(job.waiting_on_device for job in jobs) or (jobs and self.staging and self.staging.settling):
+        if (
+            self._checks
+            or any(job.waiting_on_device for job in jobs)
+            or (jobs and self.staging and self.staging.settling)
+        ):
             return LOOK_S
         if transport is None:
             return 1.0 if self.failure is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)

@@ -54,9 +54,16 @@ class Directory:
     """
 
     def __init__(
-        self, engine: str, epoch: int, host: str, port: int, advertise: str | None = None, *,
-        security: Security = OPEN, facts: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: str,
+        epoch: int,
+        host: str,
+        port: int,
+        advertise: str | None = None,
+        *,
+        security: Security = OPEN,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
         self.engine, self.epoch = engine, epoch
         self._owner = Owner("this directory")
         self._facts: Mapping[str, str] = f.check(facts or {})
@@ -163,7 +170,9 @@ class Directory:
             frame = connection.receive()
             if frame is None:
                 break
-            if connection.owner is None:  # directories do not answer notices; what a stranger says in their place is not kept
+            if (
+                connection.owner is None
+            ):  # directories do not answer notices; what a stranger says in their place is not kept
                 self._answer(connection, frame)
         if connection.lost is not None and not connection.ready and connection.owner is not None:
             key = connection.owner

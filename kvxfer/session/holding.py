@@ -10,22 +10,23 @@ from kvxfer.session import messages as m
 from kvxfer.session.life import SERVE, ServeEvent, ServeState
 from kvxfer.session.parts import Table, piece_bytes, plan_part, to_hash
 from kvxfer.session.shares import Keep
-from kvxfer.session.values import (
-    Abort,
-    Action,
-    Hash,
-    LinkId,
-    LinkInfo,
-    Move,
-    Offered,
-    Outcome,
-    PartRef,
-    Send,
-    in_order,
-)
+from kvxfer.session.values import Abort, Action, Hash, LinkId, LinkInfo, Move, Offered, Outcome, PartRef, Send, in_order
 from kvxfer.transport import Verb
 
-__all__ = ["Early", "Holding", "Key", "Link", "Over", "Serve", "announce", "delivered_bytes", "follows", "plan_for", "unfit", "words"]
+__all__ = [
+    "Early",
+    "Holding",
+    "Key",
+    "Link",
+    "Over",
+    "Serve",
+    "announce",
+    "delivered_bytes",
+    "follows",
+    "plan_for",
+    "unfit",
+    "words",
+]
 
 Key = tuple[LinkId, int]
 """A serve: the link and the consumer's attempt."""
@@ -159,7 +160,9 @@ class Holding:
     def done(self) -> bool:
         """Whether all readers are done with it, one way or the other: as many as they say, and none is being served."""
         over = self.settled | self.dropped
-        return len(over) >= max(self.fit.values(), default=1) and all(s.reader in over or not s.live for s in self.serves.values())
+        return len(over) >= max(self.fit.values(), default=1) and all(
+            s.reader in over or not s.live for s in self.serves.values()
+        )
 
 
 @dataclass(frozen=True)
@@ -239,9 +242,18 @@ def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan | None, hi
     serve.on(ServeEvent.ANNOUNCE)
     ref = PartRef("producer", serve.link, want.transfer, want.attempt, number)
     have = m.Have(
-        want.transfer, want.attempt, offer.generation, number, serve.sent, hi, final,
-        tuple(m.pack_blocks(b) for b in offer.blocks), link.stream, 0 if plan is None else piece_bytes(plan, info), serve.tally,
-    )  # fmt: skip
+        want.transfer,
+        want.attempt,
+        offer.generation,
+        number,
+        serve.sent,
+        hi,
+        final,
+        tuple(m.pack_blocks(b) for b in offer.blocks),
+        link.stream,
+        0 if plan is None else piece_bytes(plan, info),
+        serve.tally,
+    )
     serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
     link.stream += 1
     if plan is None:

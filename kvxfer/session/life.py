@@ -94,7 +94,9 @@ LANE: Life[LaneState, LaneEvent] = Life(
             (_L.LINKING, _L.PAUSED), (_e.HAVE, _e.VERDICT, _e.GONE, _e.GONE_AGAIN)
         ),
         "the outcome stands": _pairs(_OVER, set(_e) - set(_INSIDE)),
-        "the verdict is asked for once all lanes have arrived": _pairs((_L.WANTING, _L.MOVING, _L.ARRIVED), (_e.VERDICT,)),
+        "the verdict is asked for once all lanes have arrived": _pairs(
+            (_L.WANTING, _L.MOVING, _L.ARRIVED), (_e.VERDICT,)
+        ),
         "it has been said": frozenset({(_L.HELD, _e.VERDICT)}),
         "it held when it had to; should it have to once more, the producer is asked again": _pairs(
             (_L.HELD,), (_e.GONE, _e.GONE_AGAIN)
@@ -104,9 +106,7 @@ LANE: Life[LaneState, LaneEvent] = Life(
             (_L.CHECKING, _L.HELD), (_e.LINK_RESET,)
         ),
         "there is no attempt that could be void": _pairs((_L.LINKING, _L.PAUSED), (_e.LINK_RESET, _e.OUTDATED)),
-        "nothing has been asked yet": _pairs(
-            (_L.LINKING, _L.WANTING, _L.MOVING, _L.ARRIVED, _L.PAUSED), (_e.ANOTHER,)
-        ),
+        "nothing has been asked yet": _pairs((_L.LINKING, _L.WANTING, _L.MOVING, _L.ARRIVED, _L.PAUSED), (_e.ANOTHER,)),
     },
     never={
         "links come up under lanes that wait for one": _pairs(set(_L) - {_L.LINKING}, (_e.LINK_UP,)),

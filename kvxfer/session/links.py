@@ -67,9 +67,15 @@ class Inbound:
     """
 
     def __init__(
-        self, hub: Hub, movers: Movers, cache: Cache, epoch: int, silence: float, tally: str,
+        self,
+        hub: Hub,
+        movers: Movers,
+        cache: Cache,
+        epoch: int,
+        silence: float,
+        tally: str,
         examine: Callable[[LinkId, m.Hello, int], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._hub, self._movers, self._cache = hub, movers, cache
         self._epoch, self._silence, self._tally = epoch, silence, tally
         self._examine = examine
@@ -286,7 +292,7 @@ class Outbound:
 
     def __init__(
         self, hub: Hub, movers: Movers, cache: Cache, epoch: int, engine: str, silence: float, facts: Mapping[str, str]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._hub, self._movers, self._cache = hub, movers, cache
         self._epoch, self._engine, self._silence, self._facts = epoch, engine, silence, facts
         self._targets: dict[LinkId, Target] = {}

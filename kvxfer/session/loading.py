@@ -94,7 +94,9 @@ class Load:
         """What a lane asks for."""
         s = self.spec
         blocks, left = tuple(m.pack_blocks(b) for b in s.blocks), max(self.deadline - now, 0.0)
-        return m.Want(s.transfer, lane.attempt, s.digest, s.start, s.tokens, blocks, lane.spec.readers, left, lane.least)
+        return m.Want(
+            s.transfer, lane.attempt, s.digest, s.start, s.tokens, blocks, lane.spec.readers, left, lane.least
+        )
 
     def check(self, lane: Way) -> m.Check:
         """What a lane says when all is here."""

@@ -330,9 +330,26 @@ class Settle(_Base, frozen=True, tag="settle"):
 
 
 Message = (
-    Hello | Welcome | Refused | Want | Have | Slot | Taken | Sum | Check | Verdict | Done | Drop | Gone | Ping | Pong
-    | Lookup | Card | Renew | Settle
-)  # fmt: skip
+    Hello
+    | Welcome
+    | Refused
+    | Want
+    | Have
+    | Slot
+    | Taken
+    | Sum
+    | Check
+    | Verdict
+    | Done
+    | Drop
+    | Gone
+    | Ping
+    | Pong
+    | Lookup
+    | Card
+    | Renew
+    | Settle
+)
 
 
 def _shorten(message: Refused | Drop | Gone | Settle) -> None:

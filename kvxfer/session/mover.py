@@ -31,9 +31,15 @@ class Mover:
     """
 
     def __init__(
-        self, name: str, make: Callable[[], Transport], regions: tuple[Region, ...], stage: Callable[[Capabilities], Staging],
-        post: Callable[[Result], None], grace: float, quarantine_limit: int,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        make: Callable[[], Transport],
+        regions: tuple[Region, ...],
+        stage: Callable[[Capabilities], Staging],
+        post: Callable[[Result], None],
+        grace: float,
+        quarantine_limit: int,
+    ) -> None:
         self._inbox = Mailbox()
         self._data = DataThread(name, make, regions, stage, post, grace, quarantine_limit)
         self._thread = threading.Thread(target=self._data.run, args=(self._inbox,), name="kvxfer-data", daemon=True)

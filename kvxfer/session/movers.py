@@ -27,9 +27,11 @@ class Movers:
     been started, how it is used."""
 
     def __init__(
-        self, lineup: tuple[str, ...], make: Callable[[str], Mover],
+        self,
+        lineup: tuple[str, ...],
+        make: Callable[[str], Mover],
         terms: Callable[[str, Capabilities, Staging], Terms],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lineup = lineup
         self._make, self._terms_of = make, terms
         self._first = make(lineup[0])

@@ -368,7 +368,9 @@ class Producer:
     def _done(self, link: LinkId, serve: Serve | None, msg: m.Done, now: float) -> list[Action]:
         """This reader has all that it wanted; what we have done with the blocks since does not matter to it."""
         h, reader = self._holdings.get(msg.transfer), self._links[link].info.peer
-        self._last_words.put(reader, msg.attempt, m.Verdict(msg.transfer, msg.attempt, -1), now)  # should its Want come late
+        self._last_words.put(
+            reader, msg.attempt, m.Verdict(msg.transfer, msg.attempt, -1), now
+        )  # should its Want come late
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._settle(serve, now)
         if h is None or msg.digest != h.digest:
@@ -490,4 +492,3 @@ class Producer:
         if h.outcome is None or h.serves or not h.known:
             return []
         return [Report(Released("producer", h.transfer, str(h.transfer), h.generation))]
-

@@ -66,7 +66,7 @@ class Resolver:
 
     def __init__(
         self, hub: wire.Hub, me: m.Member, patience: float, facts: Mapping[str, str], examine: Examine
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._hub, self._me, self._patience, self._examine = hub, me, patience, examine
         self.facts = facts
         self._queries: dict[Source, _Query] = {}

@@ -56,11 +56,21 @@ class Terms:
 
     def hello(
         self, endpoint: bytes, expect: int, epoch: int, engine: str, claims: Sequence[Claim], facts: Mapping[str, str]
-    ) -> m.Hello:  # fmt: skip
+    ) -> m.Hello:
         return m.Hello(
-            m.PROTOCOL, self.backend, expect, epoch, engine, endpoint, self.cache, tuple(claims), self.mode,
-            self.piece_bytes, self.integrity, dict(facts),
-        )  # fmt: skip
+            m.PROTOCOL,
+            self.backend,
+            expect,
+            epoch,
+            engine,
+            endpoint,
+            self.cache,
+            tuple(claims),
+            self.mode,
+            self.piece_bytes,
+            self.integrity,
+            dict(facts),
+        )
 
     def agree(self, hello: m.Hello, planner: Planner) -> LinkInfo:
         """What a hello amounts to that has been admitted. Raises ``PeerError`` with the reason for a refusal."""
@@ -80,12 +90,12 @@ class Terms:
         if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
             raise PeerError(f"its pieces have {welcome.piece_bytes} bytes, and ours {self.piece_bytes}")
         if STRICTNESS.index(welcome.integrity) < STRICTNESS.index(self.integrity):
-            raise PeerError(f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})")
+            raise PeerError(
+                f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})"
+            )
 
 
-def admit(
-    hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int, facts: Mapping[str, str] | None
-) -> Planner:  # fmt: skip
+def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int, facts: Mapping[str, str] | None) -> Planner:
     """Check all of a consumer's hello that does not depend on what a back end can do. ``lineup``, ``cache``, ``epoch``, ``facts``:
     ours. Raises ``PeerError`` with the reason for a refusal."""
     if hello.protocol != m.PROTOCOL:

@@ -72,7 +72,9 @@ class Recent(Generic[K, V]):
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
-        self._kept: OrderedDict[K, tuple[float, V]] = OrderedDict()  # a dict's first is slow to find once many have gone
+        self._kept: OrderedDict[K, tuple[float, V]] = (
+            OrderedDict()
+        )  # a dict's first is slow to find once many have gone
 
     def put(self, key: K, value: V, now: float) -> None:
         self._kept.pop(key, None)

@@ -18,10 +18,35 @@ from kvxfer.session.messages import Message
 from kvxfer.transport import Verb
 
 __all__ = [
-    "Abort", "Acquit", "Action", "Close", "Dial", "Ended", "Event", "Fetch", "Hash", "Hashed", "Kind", "Lane", "LinkId",
-    "LinkInfo", "Move", "Moved", "Offered", "Outcome", "PartRef", "Released", "Report", "Resolve", "Resolved", "Role",
-    "Send", "Stats", "in_order", "link_name",
-]  # fmt: skip
+    "Abort",
+    "Acquit",
+    "Action",
+    "Close",
+    "Dial",
+    "Ended",
+    "Event",
+    "Fetch",
+    "Hash",
+    "Hashed",
+    "Kind",
+    "Lane",
+    "LinkId",
+    "LinkInfo",
+    "Move",
+    "Moved",
+    "Offered",
+    "Outcome",
+    "PartRef",
+    "Released",
+    "Report",
+    "Resolve",
+    "Resolved",
+    "Role",
+    "Send",
+    "Stats",
+    "in_order",
+    "link_name",
+]
 
 LinkId = Hashable
 """A link as its owner names it: the consumer by (address, epoch), and again so after it was dialled anew; the producer

@@ -40,10 +40,21 @@ FENCE_INTERVAL_S = 0.0005
 _shared_network = Network()
 
 _DEFAULTS: dict[str, Any] = {
-    "network": _shared_network, "verbs": [v.value for v in Verb], "memory": ["cpu"], "gathers": True, "factored": False,
-    "run_bytes": 4096, "abort": "batch", "quiet": "batch", "delay_s": 0.0, "lose": 0.0, "corrupt": 0.0, "fail": 0.0,
-    "seed": 0, "wakeup": True,
-}  # fmt: skip
+    "network": _shared_network,
+    "verbs": [v.value for v in Verb],
+    "memory": ["cpu"],
+    "gathers": True,
+    "factored": False,
+    "run_bytes": 4096,
+    "abort": "batch",
+    "quiet": "batch",
+    "delay_s": 0.0,
+    "lose": 0.0,
+    "corrupt": 0.0,
+    "fail": 0.0,
+    "seed": 0,
+    "wakeup": True,
+}
 
 
 class Endpoint(EndpointBase, frozen=True):
@@ -81,9 +92,15 @@ class FakeTransport(Transport):
         if len(verbs & {Verb.SEND, Verb.RECV}) == 1:
             raise ConfigError("option 'verbs' of back end 'fake': send and recv come together")
         self._capabilities = Capabilities(
-            verbs=verbs, memory=frozenset(o["memory"]), same_host=True, run_bytes=o["run_bytes"], gathers=o["gathers"],
-            factored=o["factored"], abort=o["abort"], quiet=o["quiet"],
-        )  # fmt: skip
+            verbs=verbs,
+            memory=frozenset(o["memory"]),
+            same_host=True,
+            run_bytes=o["run_bytes"],
+            gathers=o["gathers"],
+            factored=o["factored"],
+            abort=o["abort"],
+            quiet=o["quiet"],
+        )
         self.memories = Memories()
         self.sides: dict[int, Side] = {}
         self.dead = self.stopped = False

@@ -222,9 +222,14 @@ class LocalParty:
 def batch_to_wire(batch: Batch) -> dict[str, Any]:
     """A batch as JSON for a party in another process."""
     wire: dict[str, Any] = {
-        "verb": batch.verb.value, "peer": batch.peer, "local": batch.local, "lengths": batch.lengths.tolist(),
-        "local_offsets": batch.local_offsets.tolist(), "remote": batch.remote, "stream": batch.stream,
-    }  # fmt: skip
+        "verb": batch.verb.value,
+        "peer": batch.peer,
+        "local": batch.local,
+        "lengths": batch.lengths.tolist(),
+        "local_offsets": batch.local_offsets.tolist(),
+        "remote": batch.remote,
+        "stream": batch.stream,
+    }
     if batch.remote_offsets is not None:
         wire["remote_offsets"] = batch.remote_offsets.tolist()
     return wire
@@ -233,7 +238,12 @@ def batch_to_wire(batch: Batch) -> dict[str, Any]:
 def batch_from_wire(wire: dict[str, Any]) -> Batch:
     remote = wire.get("remote_offsets")
     return Batch(
-        Verb(wire["verb"]), wire["peer"], wire["local"], np.array(wire["lengths"], np.int64),
-        np.array(wire["local_offsets"], np.int64), wire["remote"],
-        None if remote is None else np.array(remote, np.int64), wire["stream"],
-    )  # fmt: skip
+        Verb(wire["verb"]),
+        wire["peer"],
+        wire["local"],
+        np.array(wire["lengths"], np.int64),
+        np.array(wire["local_offsets"], np.int64),
+        wire["remote"],
+        None if remote is None else np.array(remote, np.int64),
+        wire["stream"],
+    )

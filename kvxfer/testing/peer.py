@@ -43,8 +43,11 @@ class RemoteParty:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._child = subprocess.Popen(
             [sys.executable, "-m", "kvxfer.testing.peer"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=environment,
+        )
         self._ask(
             backend=f"{backend.__module__}:{backend.__qualname__}", options=dict(options), name=name, device=device
         )

@@ -1,15 +1,6 @@
 """The contract between kvxfer and whatever moves the bytes, and the registry of back ends."""
 
-from kvxfer.transport.contract import (
-    CONTRACT_VERSION,
-    Batch,
-    Capabilities,
-    Completion,
-    Fence,
-    Probe,
-    Transport,
-    Verb,
-)
+from kvxfer.transport.contract import CONTRACT_VERSION, Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
 from kvxfer.transport.registry import available, load
 
 __all__ = [

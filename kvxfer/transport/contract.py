@@ -38,16 +38,7 @@ import numpy as np
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import CopyPlan, Ints
 
-__all__ = [
-    "CONTRACT_VERSION",
-    "Batch",
-    "Capabilities",
-    "Completion",
-    "Fence",
-    "Probe",
-    "Transport",
-    "Verb",
-]
+__all__ = ["CONTRACT_VERSION", "Batch", "Capabilities", "Completion", "Fence", "Probe", "Transport", "Verb"]
 
 CONTRACT_VERSION = 1
 """Compared with ``Transport.contract`` at load. Raised when a back end written for the old one could misbehave."""

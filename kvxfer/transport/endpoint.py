@@ -42,7 +42,9 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         """Raises ``TransportError`` for anything but what ``encode`` of this very class made."""
         said = data[:-_CHECK_BYTES]
         if len(data) > cls.most_bytes or data[-_CHECK_BYTES:] != _check(said):
-            raise TransportError(f"these bytes are no endpoint of back end {cls.backend!r}, or were altered on their way")
+            raise TransportError(
+                f"these bytes are no endpoint of back end {cls.backend!r}, or were altered on their way"
+            )
         name, format_, packed = (said.split(b" ", 2) + [b"", b""])[:3]
         if name != cls.backend.encode():
             other = name[:32].decode("ascii", "replace")

@@ -78,8 +78,7 @@ class Lines:
         except OSError as e:
             dialled.close()
             line.down = (
-                f"cannot reach {peer} ({e}): it has ended, or the two run in containers that share no network "
-                "namespace"
+                f"cannot reach {peer} ({e}): it has ended, or the two run in containers that share no network namespace"
             )
             return line
         self._attach(line, dialled)

@@ -51,9 +51,14 @@ def loopback(address: str) -> bool:
 def device_of(address: str) -> str:
     """The network device that has an address (or host name). Raises ``ConfigError`` when none of this host has."""
     try:
-        wanted = {ipaddress.ip_address(str(found[4][0]).partition("%")[0]) for found in socket.getaddrinfo(address.strip("[]"), None)}
+        wanted = {
+            ipaddress.ip_address(str(found[4][0]).partition("%")[0])
+            for found in socket.getaddrinfo(address.strip("[]"), None)
+        }
     except (OSError, UnicodeError) as e:
-        raise ConfigError(f"'listen' is {address!r}, which is neither an address nor a name that this host knows: {e}") from None
+        raise ConfigError(
+            f"'listen' is {address!r}, which is neither an address nor a name that this host knows: {e}"
+        ) from None
     for device, found in _addresses():
         if found in wanted or (found.is_loopback and any(w.is_loopback for w in wanted)):
             return device
@@ -108,8 +113,11 @@ class _IfAddrs(ctypes.Structure):
 
 
 _IfAddrs._fields_ = [
-    ("next", ctypes.POINTER(_IfAddrs)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint), ("address", ctypes.POINTER(_SockAddr)),
-]  # fmt: skip
+    ("next", ctypes.POINTER(_IfAddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SockAddr)),
+]
 
 
 def _addresses() -> list[tuple[str, _IpAddress]]:

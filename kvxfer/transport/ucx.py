@@ -47,7 +47,12 @@ def confined(listen: str, given: Collection[str], gpus: bool) -> dict[str, str]:
 
 @cache
 def _warn(name: str, value: str, listen: str) -> None:
-    _log.warning("UCX_%s=%s is in the environment: UCX opens the ports which that allows, wherever 'listen' (%s) is", name, value, listen)
+    _log.warning(
+        "UCX_%s=%s is in the environment: UCX opens the ports which that allows, wherever 'listen' (%s) is",
+        name,
+        value,
+        listen,
+    )
 
 
 def _cards() -> list[str]:

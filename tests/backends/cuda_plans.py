@@ -22,16 +22,22 @@ def cache(layout: str, tokens: int, blocks: int, lo: int = 0, hi: int = HEADS, s
     heads, names = hi - lo, tuple(f"layer.{i}" for i in range(LAYERS))
     page = tokens * heads * CONTENT
     size = 2 * blocks * page + 64
-    regions = (
-        tuple(Region(1 + i * (1 << 30), size) for i in range(LAYERS)) if split else (Region(1, LAYERS * size),)
-    )
+    regions = tuple(Region(1 + i * (1 << 30), size) for i in range(LAYERS)) if split else (Region(1, LAYERS * size),)
     starts = flat_starts(regions) if split else tuple(i * size for i in range(LAYERS))
     token, head = (heads * CONTENT, CONTENT) if layout == "NHD" else (CONTENT, tokens * CONTENT)
     views = tuple(
         View(
-            plane, 0, names, tuple(at + 16 + v * page for at in starts), blocks, 2 * page, CONTENT, "test",
-            Heads(lo, heads, HEADS, head), token,
-        )  # fmt: skip
+            plane,
+            0,
+            names,
+            tuple(at + 16 + v * page for at in starts),
+            blocks,
+            2 * page,
+            CONTENT,
+            "test",
+            Heads(lo, heads, HEADS, head),
+            token,
+        )
         for v, plane in enumerate("kv")
     )
     found = Cache(regions, (Group(tokens),), views)

@@ -36,7 +36,12 @@ class Impostor:
         self._taken: list[socket.socket] = []
         theirs = Endpoint.decode(victim.endpoint())
         mine = Endpoint(
-            self.name, "127.0.0.1", self._listener.getsockname()[1], new_token(), "elsewhere", theirs.channels,
+            self.name,
+            "127.0.0.1",
+            self._listener.getsockname()[1],
+            new_token(),
+            "elsewhere",
+            theirs.channels,
             theirs.release,
         )
         self.peer = victim.connect(theirs.encode(), mine.encode())
@@ -281,9 +286,11 @@ class Faults(Suite):
         for i in range(20 if self.memory == "cpu" else 5):
             world.move(link, Way.SEND, a, b, Runs.of([i], [i], [1000 + i]))
 
-    @pytest.mark.parametrize("word", [
-        Id(0, b"x" * 128), Done(0), Retire(0), Hello(b"\0" * 16, b"\1" * 16), Ready(5), Bye("enough"),
-    ], ids=lambda word: type(word).__name__)  # fmt: skip
+    @pytest.mark.parametrize(
+        "word",
+        [Id(0, b"x" * 128), Done(0), Retire(0), Hello(b"\0" * 16, b"\1" * 16), Ready(5), Bye("enough")],
+        ids=lambda word: type(word).__name__,
+    )
     def test_a_peer_that_says_what_it_must_not_costs_its_link_only(
         self, world: World, impostor: Any, word: Message
     ) -> None:

@@ -329,24 +329,26 @@ def test_a_peer_without_shared_memory_is_named() -> None:
         shm.close()
 
 
-@pytest.mark.parametrize("options, named", [
-    ({"mode": "fast"}, "mode"),
-    ({"allow_ptrace": "yes"}, "allow_ptrace"),
-    ({"modes": "vm"}, "did you mean 'mode'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, named",
+    [({"mode": "fast"}, "mode"), ({"allow_ptrace": "yes"}, "allow_ptrace"), ({"modes": "vm"}, "did you mean 'mode'")],
+)
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         CmaTransport("agent", options)
 
 
-@pytest.mark.parametrize("scope, privileged, said", [
-    (None, False, "may read the memory of processes of user"),
-    (0, False, "may read the memory of processes of user"),
-    (1, False, "allow_ptrace: true"),
-    (1, True, "every process"),
-    (2, False, "CAP_SYS_PTRACE"),
-    (3, True, "forbids"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "scope, privileged, said",
+    [
+        (None, False, "may read the memory of processes of user"),
+        (0, False, "may read the memory of processes of user"),
+        (1, False, "allow_ptrace: true"),
+        (1, True, "every process"),
+        (2, False, "CAP_SYS_PTRACE"),
+        (3, True, "forbids"),
+    ],
+)
 def test_probe_explains_the_rules(
     monkeypatch: pytest.MonkeyPatch, scope: int | None, privileged: bool, said: str
 ) -> None:
@@ -398,16 +400,19 @@ def victim(shared: World) -> tuple[LocalParty, bytes]:
     return a, Endpoint.decode(mine).link
 
 
-@pytest.mark.parametrize("runs, asked", [
-    ([(0, N + 1)], (0, 0, 0, 1)),
-    ([(-8, 8)], (0, 0, 0, 1)),
-    ([(8, -8)], (0, 1, 0, 1)),
-    ([(1 << 62, 8)], (0, 1, 0, 1)),
-    ([(0, 8)], (0, 0, 7, 1)),
-    ([(0, N)] * 100, (0, 0, 0, 100)),
-    ([(0, 8)], (99, 0, 0, 1)),
-    ([(0, 8)], (0, 0, 0, 1 << 30)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "runs, asked",
+    [
+        ([(0, N + 1)], (0, 0, 0, 1)),
+        ([(-8, 8)], (0, 0, 0, 1)),
+        ([(8, -8)], (0, 1, 0, 1)),
+        ([(1 << 62, 8)], (0, 1, 0, 1)),
+        ([(0, 8)], (0, 0, 7, 1)),
+        ([(0, N)] * 100, (0, 0, 0, 100)),
+        ([(0, 8)], (99, 0, 0, 1)),
+        ([(0, 8)], (0, 0, 0, 1 << 30)),
+    ],
+)
 def test_requests_outside_are_refused(
     shared: World, victim: tuple[LocalParty, bytes], runs: list[tuple[int, int]], asked: tuple[int, int, int, int]
 ) -> None:
@@ -431,7 +436,9 @@ def test_requests_inside_are_answered(shared: World, victim: tuple[LocalParty, b
 def test_strangers_are_hung_up_on(shared: World, victim: tuple[LocalParty, bytes]) -> None:
     party, link = victim
     for stranger in (
-        Stranger(party, b"x" * 16), Stranger(party, b""), Stranger(party, link, sealed=False),
+        Stranger(party, b"x" * 16),
+        Stranger(party, b""),
+        Stranger(party, link, sealed=False),
         Stranger(party, link, size=4096),
-    ):  # fmt: skip
+    ):
         assert stranger.ask(shared, [(0, 8)], (0, 0, 0, 1)) == b""

@@ -188,9 +188,12 @@ def test_the_kernel_copies_a_sheet(kernel: Kernel, data: st.DataObject) -> None:
     src[:] = random.integers(0, 256, len(src), dtype=np.uint8)
     sheet = Sheet(Template(src_rows, dst_rows, (), unit), src_at, dst_at, counts)
     placement = Placement.of(
-        sheet.template, [Region(src_address, len(src))], [Region(dst_address, len(dst))], int(src_at.min()),
+        sheet.template,
+        [Region(src_address, len(src))],
+        [Region(dst_address, len(dst))],
+        int(src_at.min()),
         int(dst_at.min()),
-    )  # fmt: skip
+    )
     assert placement is not None and placement.holds(sheet)
     expected = dst.copy()
     for s in range(segments):
@@ -236,10 +239,20 @@ def test_divisors_are_exact(d: int, values: list[int]) -> None:
             assert x * multiplier >> shift == x // d
 
 
-@pytest.mark.parametrize("row, word, tile", [
-    (65536, 16, Tile(32, 8)), (2048, 16, Tile(16, 8)), (1024, 16, Tile(8, 8)), (512, 16, Tile(8, 4)),
-    (256, 16, Tile(8, 2)), (128, 16, Tile(8, 1)), (16, 16, Tile(1, 1)), (333, 1, Tile(32, 8)), (12, 4, Tile(2, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, word, tile",
+    [
+        (65536, 16, Tile(32, 8)),
+        (2048, 16, Tile(16, 8)),
+        (1024, 16, Tile(8, 8)),
+        (512, 16, Tile(8, 4)),
+        (256, 16, Tile(8, 2)),
+        (128, 16, Tile(8, 1)),
+        (16, 16, Tile(1, 1)),
+        (333, 1, Tile(32, 8)),
+        (12, 4, Tile(2, 1)),
+    ],
+)
 def test_lanes_take_whole_lines(row: int, word: int, tile: Tile) -> None:
     """Neighbouring lanes share 128 bytes where the row has them, and a lookup serves as many words as there are."""
     assert Tile.of(row // word, word) == tile
@@ -286,11 +299,9 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
     assert result.error is not None and b.name in result.error
 
 
-@pytest.mark.parametrize("options, named", [
-    ({"engine": "steam"}, "engine"),
-    ({"ctas": 0}, "ctas"),
-    ({"cta": 8}, "did you mean 'ctas'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, named", [({"engine": "steam"}, "engine"), ({"ctas": 0}, "ctas"), ({"cta": 8}, "did you mean 'ctas'")]
+)
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Options.parse(options)

@@ -52,6 +52,4 @@ class TestFakeWithEverything(OnFake):
 class TestFakeThatMustBePolled(OnFake):
     """No descriptor to wake by, an abort that takes the whole peer along, memory that is quiet only after closing."""
 
-    options: ClassVar[dict[str, Any]] = {
-        "network": Network(), "wakeup": False, "abort": "peer", "quiet": "peer_close"
-    }  # fmt: skip
+    options: ClassVar[dict[str, Any]] = {"network": Network(), "wakeup": False, "abort": "peer", "quiet": "peer_close"}

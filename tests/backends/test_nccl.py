@@ -129,13 +129,16 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
     assert result.error is not None and "closed" in result.error
 
 
-@pytest.mark.parametrize("options, named", [
-    ({"channels": 0}, "channels"),
-    ({"priority": "low"}, "priority"),
-    ({"idle_close": 1}, "did you mean 'idle_close_s'"),
-    ({"nccl_num_channels": 8}, "channels"),
-    ({"listen": "0.0.0.0"}, "advertise"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"channels": 0}, "channels"),
+        ({"priority": "low"}, "priority"),
+        ({"idle_close": 1}, "did you mean 'idle_close_s'"),
+        ({"nccl_num_channels": 8}, "channels"),
+        ({"listen": "0.0.0.0"}, "advertise"),
+    ],
+)
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         TwinTransport("agent", options)
@@ -235,9 +238,7 @@ def test_one_of_eight_transfers_is_aborted_and_seven_complete(engine: Any, gate:
 
 
 def test_after_a_communicator_in_error_the_next_transfer_works(
-    engine: Any,
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was in flight ends with the library's words; the session makes a new link for what comes later."""
     p, d = engine(dict(TWIN), seed=1, blocks=32), engine(dict(TWIN), blocks=32)

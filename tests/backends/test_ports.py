@@ -43,9 +43,12 @@ def engine(**config: Any) -> Iterator[int]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     child = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, json.dumps(config), "7"], env=environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", ENGINE, json.dumps(config), "7"],
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert child.stdin is not None and child.stdout is not None
     try:
         while "ready" not in (line := child.stdout.readline()):
@@ -178,13 +181,17 @@ def test_leaving_the_interpreter_with_fresh_links_of_nixl() -> None:
         pairs = [
             [
                 subprocess.Popen(
-                    [sys.executable, "-c", EXIT, str(wait)], env=environment, text=True,
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    [sys.executable, "-c", EXIT, str(wait)],
+                    env=environment,
+                    text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
                 )
                 for _ in range(2)
             ]
             for wait in waits
-        ]  # fmt: skip
+        ]
         for pair in pairs:
             said = [child.stdout.readline() for child in pair if child.stdout is not None]
             for child, theirs in zip(pair, reversed(said), strict=True):

@@ -251,13 +251,16 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
     assert result.error is not None and "closed" in result.error
 
 
-@pytest.mark.parametrize("options, named", [
-    ({"protocol": "carrier pigeon"}, "protocol"),
-    ({"port": 70_000}, "port"),
-    ({"io_threads": "many"}, "io_threads"),
-    ({"prot": 1}, "did you mean 'port'|did you mean 'protocol'"),
-    ({"listen": "0.0.0.0"}, "advertise"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"protocol": "carrier pigeon"}, "protocol"),
+        ({"port": 70_000}, "port"),
+        ({"io_threads": "many"}, "io_threads"),
+        ({"prot": 1}, "did you mean 'port'|did you mean 'protocol'"),
+        ({"listen": "0.0.0.0"}, "advertise"),
+    ],
+)
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ZmqTransport("agent", options)

@@ -10,8 +10,11 @@ from kvxfer_vllm.demo.servers import Cluster, running
 from tests.conftest import require
 
 PATIENT = {
-    "backend": "zmq", "backend_options": {"connect_timeout_s": 60.0, "heartbeat_s": 30.0}, "transfer_timeout": 60.0, "peer_timeout": 60.0,
-}  # fmt: skip
+    "backend": "zmq",
+    "backend_options": {"connect_timeout_s": 60.0, "heartbeat_s": 30.0},
+    "transfer_timeout": 60.0,
+    "peer_timeout": 60.0,
+}
 """For tests of what arrives, not of when: with a dozen processes on two cores, a healthy one can be silent for long."""
 
 

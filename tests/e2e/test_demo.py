@@ -74,7 +74,9 @@ def test_interrupting_the_demo_ends_all_servers(number: signal.Signals, processe
     require("vllm")
     mark = f"KVXFER_TEST={uuid.uuid4()}"
     environment = {**os.environ, **dict([mark.split("=")])}
-    running = subprocess.Popen([KVXFER, "demo"], stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=unignore)
+    running = subprocess.Popen(
+        [KVXFER, "demo"], stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=unignore
+    )
     deadline = time.monotonic() + 150
     while len(marked(mark)) < processes and time.monotonic() < deadline:
         time.sleep(0.1)

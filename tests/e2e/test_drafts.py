@@ -29,7 +29,11 @@ def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFact
         started = {}
         for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             server = Server(
-                f"{side}-drafting", model, logs, connector(role, PATIENT), ["--speculative-config", json.dumps(speculative)]
+                f"{side}-drafting",
+                model,
+                logs,
+                connector(role, PATIENT),
+                ["--speculative-config", json.dumps(speculative)],
             )
             stack.callback(server.stop)
             started[f"drafting {side}"] = server
@@ -59,4 +63,6 @@ def test_tokens_are_those_of_a_plain_server(cluster: Cluster, servers: dict[str,
 
 def _guesses(server: Server) -> tuple[float, float]:
     """Draft tokens so far, and how many of them were right."""
-    return total(server, "vllm:spec_decode_num_draft_tokens_total"), total(server, "vllm:spec_decode_num_accepted_tokens_total")
+    return total(server, "vllm:spec_decode_num_draft_tokens_total"), total(
+        server, "vllm:spec_decode_num_accepted_tokens_total"
+    )

@@ -16,7 +16,12 @@ from tests.e2e.models import WINDOW, write_recurrent, write_window
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 TEXT = ", ".join(f"{n} times {n + 3} is {n * (n + 3)}" for n in range(1, 60))
-LENGTHS = {"within the window": WINDOW - 10, "one block past it": WINDOW + 40, "several chunks": 700, "the same again": 700}
+LENGTHS = {
+    "within the window": WINDOW - 10,
+    "one block past it": WINDOW + 40,
+    "several chunks": 700,
+    "the same again": 700,
+}
 
 
 MODELS = {
@@ -39,7 +44,9 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_every_layer_that_has_a_write_of_its_own_was_checked(servers: Cluster, request: pytest.FixtureRequest) -> None:
-    (line,) = [line for line in servers.decode.log.read_text().splitlines() if "write their KV cache as described" in line]
+    (line,) = [
+        line for line in servers.decode.log.read_text().splitlines() if "write their KV cache as described" in line
+    ]
     if "state" in request.node.callspec.id:
         assert f" {LAYERS // 2} of {LAYERS} layers write" in line and f"not checked: {LAYERS // 2} x ShortConv" in line
     else:

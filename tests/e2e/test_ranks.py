@@ -22,7 +22,13 @@ PROMPTS = [
 ]
 TWO = ["--tensor-parallel-size", "2"]
 # vLLM 0.32 on CPUs makes the buffers between stages while it warms up, which it does not with --enforce-eager.
-STAGES = ["--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 1, "backend": "eager"}']
+STAGES = [
+    "--pipeline-parallel-size",
+    "2",
+    "--no-enforce-eager",
+    "--compilation-config",
+    '{"mode": 1, "backend": "eager"}',
+]
 SMALL_STEPS = ["--max-num-batched-tokens", "96"]
 
 

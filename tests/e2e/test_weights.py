@@ -61,9 +61,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             return server
 
         out = Servers(
-            start("decode", "base", "kv_consumer"), start("moved", "moved", "kv_producer"),
-            start("tuned", "tuned", "kv_producer"), folder,
-        )  # fmt: skip
+            start("decode", "base", "kv_consumer"),
+            start("moved", "moved", "kv_producer"),
+            start("tuned", "tuned", "kv_producer"),
+            folder,
+        )
         await_ready([out.decode, out.moved, out.tuned], 300)
         yield out
 

@@ -51,10 +51,16 @@ class Rig:
         logging.getLogger("kvxfer").setLevel(logging.ERROR)
         self.unhandled = Unhandled()
         logging.getLogger("kvxfer").addHandler(self.unhandled)
-        config = Config.from_mapping({
-            "backend": "kvxfer.testing.fake:FakeTransport", "backend_options": {"verbs": ["read"]},
-            "transfer_timeout": 1.0, "lease": 0.5, "peer_timeout": 5.0, "staging_bytes": 1 << 16,
-        })  # fmt: skip
+        config = Config.from_mapping(
+            {
+                "backend": "kvxfer.testing.fake:FakeTransport",
+                "backend_options": {"verbs": ["read"]},
+                "transfer_timeout": 1.0,
+                "lease": 0.5,
+                "peer_timeout": 5.0,
+                "staging_bytes": 1 << 16,
+            }
+        )
         self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
         self.cache = make_cache(self.memory, 1, 0, 16)
         self.agent = Agent(self.cache, config, "fuzzed")
@@ -63,7 +69,9 @@ class Rig:
         self.names = 0
         # Somebody whom the agent fetches from, a directory and a rank of our own; and all of ours that speak to it.
         self.rogue, self.rogue_directory, self.ours = (wire.Hub(OPEN) for _ in range(3))
-        self.rogue_port, self.directory_port = (h.listen("127.0.0.1", 0, None) for h in (self.rogue, self.rogue_directory))
+        self.rogue_port, self.directory_port = (
+            h.listen("127.0.0.1", 0, None) for h in (self.rogue, self.rogue_directory)
+        )
         self.consumer_of_rogue: wire.Connection | None = None
         self.attempt = 0
         self.addresses = [self.agent.member.address] * 2 + [f"tcp://127.0.0.1:{self.directory.source.port}"]
@@ -83,9 +91,17 @@ class Rig:
     def hello(self) -> m.Hello:
         c = self.agent.config
         return m.Hello(
-            m.PROTOCOL, c.backend, self.agent.epoch, 5, "rogue", ENDPOINT, self.cache,
-            (m.Claim(0, 0, self.cache.views[0].layers, 0, 4),), "read", 4096,
-        )  # fmt: skip
+            m.PROTOCOL,
+            c.backend,
+            self.agent.epoch,
+            5,
+            "rogue",
+            ENDPOINT,
+            self.cache,
+            (m.Claim(0, 0, self.cache.views[0].layers, 0, 4),),
+            "read",
+            4096,
+        )
 
     def work(self) -> None:
         """Give the agent something that frames can be about."""

@@ -13,14 +13,15 @@ from kvxfer.session import messages as m
 T = TransferId("own/1/fuzz", 0)
 TABLE = m.pack_blocks(np.array([3, 1, -1, 7]))
 CACHE = Cache(
-    (Region(4096, 1 << 16),), (Group(4), Group(4, "window", 8), Group(4, "state")),
+    (Region(4096, 1 << 16),),
+    (Group(4), Group(4, "window", 8), Group(4, "state")),
     (
         View("kv", 0, ("layer.0", "layer.1"), (0, 8192), 16, 256, 16, "test", Heads(0, 4, 4, 64), 16),
         View("kv", 1, ("layer.2",), (16384,), 16, 64, 16, "test", None, 16),
         View("state", 2, ("layer.3",), (32768,), 16, 64, 64, "test"),
     ),
     Rank(0, 0),
-)  # fmt: skip
+)
 CLAIMS = (Claim(0, 0, ("layer.0", "layer.1"), 0, 4), Claim(1, 1, ("layer.2",), 0, 1))
 
 MESSAGES: list[m.Message] = [
@@ -46,7 +47,15 @@ MESSAGES: list[m.Message] = [
     m.Done(T, 3, b"digest"),
 ]
 FRAMES = [m.encode(x) for x in MESSAGES]
-_SPICE = [b"\xff", b"\x00", b"\xc0", b"\xcf" + b"\xff" * 8, b"\xd3" + b"\x80" + b"\0" * 7, b"\xdd\x7f\xff\xff\xff", b"\x90"]
+_SPICE = [
+    b"\xff",
+    b"\x00",
+    b"\xc0",
+    b"\xcf" + b"\xff" * 8,
+    b"\xd3" + b"\x80" + b"\0" * 7,
+    b"\xdd\x7f\xff\xff\xff",
+    b"\x90",
+]
 
 
 def mutate(frame: bytes, rng: random.Random) -> bytes:

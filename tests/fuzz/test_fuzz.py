@@ -23,11 +23,16 @@ from tests.fuzz.frames import FRAMES, MESSAGES, mutate
 ROOT = Path(__file__).parents[2]
 SEEDS = st.integers(0, 1 << 32)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=8)
-    | st.binary(max_size=8) | st.sampled_from([type(x).__struct_config__.tag for x in MESSAGES]),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+    | st.sampled_from([type(x).__struct_config__.tag for x in MESSAGES]),
     lambda inner: st.lists(inner, max_size=12) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
     max_leaves=30,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("frame", FRAMES, ids=[type(x).__name__ for x in MESSAGES])
@@ -103,6 +108,13 @@ def test_an_agent_under_fire_lives_and_works(rig: agent.Rig, seed: int) -> None:
 @pytest.mark.parametrize("harness", ["decoder", "agent", "machines"])
 def test_guided_by_coverage(harness: str, tmp_path: Path) -> None:
     require("atheris")
-    command = [sys.executable, "-m", "tests.fuzz.guided", harness, "-max_total_time=30", f"-artifact_prefix={tmp_path}/"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz.guided",
+        harness,
+        "-max_total_time=30",
+        f"-artifact_prefix={tmp_path}/",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-4000:]

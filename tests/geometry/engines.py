@@ -103,15 +103,20 @@ def specs(draw: st.DrawFn) -> tuple[Spec, ...]:
 
 @st.composite
 def engine(
-    draw: st.DrawFn, of: tuple[Spec, ...], start: int, tokens: int, sizes: tuple[int, ...], others: tuple[int, ...], tp: int,
+    draw: st.DrawFn,
+    of: tuple[Spec, ...],
+    start: int,
+    tokens: int,
+    sizes: tuple[int, ...],
+    others: tuple[int, ...],
+    tp: int,
     side: str,
 ) -> Engine:
     """An engine of any layouts and stages. ``sizes``, ``others``: block tokens of each group here and on the other side."""
     cuts = [sorted(draw(st.integers(0, len(s.layers))) for _ in range(draw(st.integers(0, 1)))) for s in of]
     stages = max(len(c) for c in cuts) + 1
     layouts = tuple(
-        draw(st.sampled_from(sorted(n for n in s.kind.layouts if n not in SPLIT or len(set(s.sizes)) == 1)))
-        for s in of
+        draw(st.sampled_from(sorted(n for n in s.kind.layouts if n not in SPLIT or len(set(s.sizes)) == 1))) for s in of
     )
     tables = []
     for s, n, other in zip(of, sizes, others, strict=True):
@@ -121,7 +126,9 @@ def engine(
         else:
             ids = np.array(draw(st.permutations(range(BLOCKS * 4)))[:length], dtype=np.int64)
         ids = ids.astype(np.int64)
-        if s.window:  # blocks wholly before the window may be null, as engines have them; no block of the other side's is cut
+        if (
+            s.window
+        ):  # blocks wholly before the window may be null, as engines have them; no block of the other side's is cut
             step = math.lcm(n, other)
             ids[: draw(st.integers(0, max(0, tokens - s.window + 1) // step)) * (step // n)] = -1
         if side == "consumer":  # holes: what the consumer has already, or does not want

@@ -89,10 +89,20 @@ def wide(order: str, layers: int, heads: int, tokens: int, blocks: int = 1000) -
         at *= size[axis]
     names = tuple(f"model.layers.{i}.self_attn.attn" for i in range(layers))
     views = tuple(
-        View(plane, 0, names, tuple(i * strides["L"] + plane_at for i in range(layers)), blocks, strides["B"], 128, "x",
-             Heads(0, heads, heads, strides["H"]), strides["N"])
+        View(
+            plane,
+            0,
+            names,
+            tuple(i * strides["L"] + plane_at for i in range(layers)),
+            blocks,
+            strides["B"],
+            128,
+            "x",
+            Heads(0, heads, heads, strides["H"]),
+            strides["N"],
+        )
         for plane, plane_at in (("k", 0), ("v", 128))
-    )  # fmt: skip
+    )
     return Cache((Region(0, at),), (Group(tokens),), views)
 
 
@@ -113,7 +123,20 @@ def test_many_planes_of_many_shapes_pass_soon() -> None:
         for plane in range(3):
             step = (64 + i) * heads * tokens
             at = (3 * i + plane) * step * 1000
-            views.append(View(f"p{plane}", 0, (f"l{i}",), (at,), 1000, step, 64, "x", Heads(0, heads, heads, 64 + i), (64 + i) * heads))
+            views.append(
+                View(
+                    f"p{plane}",
+                    0,
+                    (f"l{i}",),
+                    (at,),
+                    1000,
+                    step,
+                    64,
+                    "x",
+                    Heads(0, heads, heads, 64 + i),
+                    (64 + i) * heads,
+                )
+            )
     cache = Cache((Region(0, 1 << 50),), (Group(16),), tuple(views))
     began = time.process_time()
     cache.check()
@@ -130,28 +153,52 @@ def one(*views: View, tokens: int = 64) -> Cache:
 
 HOSTILE = {
     "pieces apart": one(View("k", 0, ("a",), (0,), 1, 1 << 32, 1, "x", Heads(0, 2048, 2048, 3), 3 * 2048), tokens=2048),
-    "layers": one(View("k", 0, layered(4), tuple(i << 33 for i in range(4)), 1, 1 << 32, 1, "x", Heads(0, 1024, 1024, 3), 3072),
-                  tokens=1024),
+    "layers": one(
+        View("k", 0, layered(4), tuple(i << 33 for i in range(4)), 1, 1 << 32, 1, "x", Heads(0, 1024, 1024, 3), 3072),
+        tokens=1024,
+    ),
     "no nesting": one(View("k", 0, ("a",), (0,), 5, 1 << 22, 1, "x", Heads(0, 128, 128, 65), 66)),
-    "no nesting, more": one(View("k", 0, ("a",), (0,), 1, 1 << 42, 1, "x", Heads(0, 2048, 2048, 2049), 2050), tokens=2000),
-    "many strides": one(*(
-        View(f"k{j}", 0, layered(8), tuple((8 * j + i) << 34 for i in range(8)), 1000, (1 << 20) + j, 1, "x",
-             Heads(0, 64, 64, 100 + j), (1 << 15) + j)
-        for j in range(512)
-    ), tokens=8),
-    "many views in one place": one(*(
-        View(f"k{j}", 0, layered(8), tuple((8 * j + i) << 3 for i in range(8)), 1000, (1 << 20) + j, 1, "x") for j in range(512)
-    )),
+    "no nesting, more": one(
+        View("k", 0, ("a",), (0,), 1, 1 << 42, 1, "x", Heads(0, 2048, 2048, 2049), 2050), tokens=2000
+    ),
+    "many strides": one(
+        *(
+            View(
+                f"k{j}",
+                0,
+                layered(8),
+                tuple((8 * j + i) << 34 for i in range(8)),
+                1000,
+                (1 << 20) + j,
+                1,
+                "x",
+                Heads(0, 64, 64, 100 + j),
+                (1 << 15) + j,
+            )
+            for j in range(512)
+        ),
+        tokens=8,
+    ),
+    "many views in one place": one(
+        *(
+            View(f"k{j}", 0, layered(8), tuple((8 * j + i) << 3 for i in range(8)), 1000, (1 << 20) + j, 1, "x")
+            for j in range(512)
+        )
+    ),
     "many layers, interleaved": one(
         View("k", 0, layered(4096), tuple(i * ((1 << 30) + 7) for i in range(4096)), 1000, 1 << 20, 1 << 20, "x")
     ),
-    "many groups": Cache((Region(0, 1 << 59),), (Group(64),) * 128, tuple(
-        View("k", g, (str(g),), (0,), 5, 1 << 22, 1, "x", Heads(0, 128, 128, 65), 66) for g in range(128)
-    )),
-    "many regions": Cache((Region(0, 1 << 40),) * 4096, (Group(64),), (
-        View("k", 0, layered(4096), tuple(i * ((1 << 40) + 4096) for i in range(4096)), 3, 1 << 20, 1, "x"),
-    )),
-}  # fmt: skip
+    "many groups": Cache(
+        (Region(0, 1 << 59),),
+        (Group(64),) * 128,
+        tuple(View("k", g, (str(g),), (0,), 5, 1 << 22, 1, "x", Heads(0, 128, 128, 65), 66) for g in range(128)),
+    ),
+    "many regions": Cache(
+        (Region(0, 1 << 40),) * 4096,
+        (Group(64),),
+        (View("k", 0, layered(4096), tuple(i * ((1 << 40) + 4096) for i in range(4096)), 3, 1 << 20, 1, "x"),),
+    ),
+}
 
 
 @pytest.mark.parametrize("what", HOSTILE)
@@ -202,9 +249,14 @@ def test_every_layout_of_the_zoo_passes(case: Case) -> None:
 numbers = st.integers(1, 12)
 views = st.builds(
     lambda offsets, blocks, stride, unit, heads, head, tokens: (offsets, blocks, stride, unit, heads, head, tokens),
-    st.lists(st.integers(0, 60), min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 40), st.integers(1, 6),
-    st.integers(1, 3), numbers, st.one_of(st.none(), numbers),
-)  # fmt: skip
+    st.lists(st.integers(0, 60), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    numbers,
+    st.one_of(st.none(), numbers),
+)
 
 
 @settings(max_examples=600, deadline=None)

@@ -20,9 +20,7 @@ LAW = settings(
 
 def links(case: Case) -> list[tuple[Rank, Rank, tuple[Claim, ...]]]:
     """(producer rank, consumer rank, claims) of every link that the route asks for."""
-    routes = route(
-        [s.cache for s in case.producer.stores.values()], [s.cache for s in case.consumer.stores.values()]
-    )
+    routes = route([s.cache for s in case.producer.stores.values()], [s.cache for s in case.consumer.stores.values()])
     return [(p, c, claims) for c, r in routes.items() for p, claims in r.claims.items()]
 
 
@@ -117,9 +115,11 @@ def test_both_sides_derive_the_same_from_what_they_exchange(case: Case) -> None:
             )
         ]
         there = Planner(*wire).plan(
-            [t.tolist() for t in case.producer.tables], [t.tolist() for t in case.consumer.tables], case.start,
+            [t.tolist() for t in case.producer.tables],
+            [t.tolist() for t in case.consumer.tables],
+            case.start,
             case.tokens,
-        )  # fmt: skip
+        )
         assert rows(here) == rows(there)
         one, other = here.runs(), there.runs()
         assert all(np.array_equal(getattr(one, f), getattr(other, f)) for f in ("src", "dst", "length"))
@@ -177,9 +177,7 @@ def test_where_groups_stand_in_the_tables_does_not_matter(case: Case, data: st.D
     moved = [
         [elsewhere(s.cache, order) for s in side.stores.values()] for side, order in zip(sides, orders, strict=True)
     ]
-    tables = [
-        [[5, 6] if g < 0 else side.tables[g] for g in order] for side, order in zip(sides, orders, strict=True)
-    ]
+    tables = [[[5, 6] if g < 0 else side.tables[g] for g in order] for side, order in zip(sides, orders, strict=True)]
     producers, consumers = ({c.rank: c for c in caches} for caches in moved)
     routes = route(*moved)
     for p, c, claims in links(case):

@@ -12,8 +12,17 @@ ATTENTION, WINDOW, MLA, CPU, FUSED, STATE = KINDS
 BLOCKS = 40
 
 
-def store(layout: str, n: int = 4, *, kind: Kind = ATTENTION, heads: int = 2, window: int = 0, layers: int = 3,
-          tp: int = 1, rank: int = 0) -> Store:  # fmt: skip
+def store(
+    layout: str,
+    n: int = 4,
+    *,
+    kind: Kind = ATTENTION,
+    heads: int = 2,
+    window: int = 0,
+    layers: int = 3,
+    tp: int = 1,
+    rank: int = 0,
+) -> Store:
     sizes = (6,) * len(kind.planes)
     spec = Spec(kind, tuple(f"l{i}" for i in range(layers)), sizes, heads, window)
     return build(Rank(0, rank), tp, (spec,), (spec.layers,), (layout,), (n,), BLOCKS, seed=7)
@@ -60,16 +69,16 @@ def test_block_sizes_do_not_break_stretches() -> None:
 def test_many_runs_keep_the_order_of_stretches() -> None:
     """Beyond a few runs nothing is sorted; what runs() says must still be what the sheets say."""
     spec = Spec(ATTENTION, tuple(f"l{i}" for i in range(40)), (6, 6), 4)
-    src, dst = (
-        build(Rank(), 1, (spec,), (spec.layers,), (layout,), (8,), BLOCKS, 3) for layout in ("nhd", "hnd")
-    )
+    src, dst = (build(Rank(), 1, (spec,), (spec.layers,), (layout,), (8,), BLOCKS, 3) for layout in ("nhd", "hnd"))
     made = plan(src, dst, list(range(20)), list(range(5, 25)), 0, 155)
     runs = made.runs()
     assert len(runs) > 4096
     want = {
         (int(s.src_at[i] + a), int(s.dst_at[i] + b), int(s.row_bytes[i]))
-        for s in made.sheets for i in range(len(s.counts)) for a, b in zip(s.src_rows, s.dst_rows, strict=True)
-    }  # fmt: skip
+        for s in made.sheets
+        for i in range(len(s.counts))
+        for a, b in zip(s.src_rows, s.dst_rows, strict=True)
+    }
     assert set(zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True)) == want
 
 
@@ -146,7 +155,10 @@ def test_no_block_of_a_window_comes_by_half() -> None:
     src, dst = store("hnd", kind=WINDOW, window=9), store("hnd", 8, kind=WINDOW, window=9)
     with pytest.raises(PlanError, match="only tokens from 4 on .* has given up those before"):
         plan(src, dst, [-1, 5, 6, 7], [2, 3], 0, 12)
-    assert plan(src, dst, [4, 5, 6, 7], [2, 3], 0, 12).nbytes == plan(src, dst, [-1, 5, 6, 7], [2, 3], 4, 12).nbytes + 4 * 72
+    assert (
+        plan(src, dst, [4, 5, 6, 7], [2, 3], 0, 12).nbytes
+        == plan(src, dst, [-1, 5, 6, 7], [2, 3], 4, 12).nbytes + 4 * 72
+    )
 
 
 def test_states_are_moved_that_stand_after_the_tokens() -> None:

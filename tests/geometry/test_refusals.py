@@ -16,9 +16,16 @@ GROUP, HEADS = Group(16), Heads(0, 4, 4, 512)
 def cache(rank: Rank, group: Group = GROUP, heads: Heads | None = HEADS, **view: object) -> Cache:
     """Two layers of packed K|V, head-major, 8 blocks."""
     base: dict[str, object] = {
-        "group": 0, "layers": ("a", "b"), "offsets": (0, 16384), "blocks": 8, "block_stride": 2048, "unit": 16,
-        "encoding": "bf16", "heads": heads, "token_stride": 32,
-    }  # fmt: skip
+        "group": 0,
+        "layers": ("a", "b"),
+        "offsets": (0, 16384),
+        "blocks": 8,
+        "block_stride": 2048,
+        "unit": 16,
+        "encoding": "bf16",
+        "heads": heads,
+        "token_stride": 32,
+    }
     views = tuple(
         View(**(base | {"plane": p, "offsets": tuple(o + i * 16 for o in (0, 16384))} | view))  # type: ignore[arg-type]
         for i, p in enumerate(("k", "v"))
@@ -40,11 +47,7 @@ P, C = Rank(1, 2), Rank(3, 4)
         ("head (opaque or not)", {"heads": Heads(0, 4, 4, None)}, {}),
         ("head (opaque): range", {"heads": Heads(0, 4, 8, None)}, {"heads": Heads(0, 2, 8, None)}),
         ("token (opaque or not)", {"token_stride": None}, {}),
-        (
-            "token (opaque): block tokens",
-            {"token_stride": None},
-            {"token_stride": None, "group": Group(32)},
-        ),
+        ("token (opaque): block tokens", {"token_stride": None}, {"token_stride": None, "group": Group(32)}),
         ("unit bytes", {"unit": 16}, {"unit": 8}),
     ],
 )
@@ -58,11 +61,7 @@ def test_refusal_names_both_sides_and_the_axis(axis: str, source: dict, sink: di
 
 @pytest.mark.parametrize(
     ("axis", "sink"),
-    [
-        ("layer", {"layers": ("a", "z")}),
-        ("plane", {"plane": "latent"}),
-        ("head", {"heads": Heads(3, 2, 5, 512)}),
-    ],
+    [("layer", {"layers": ("a", "z")}), ("plane", {"plane": "latent"}), ("head", {"heads": Heads(3, 2, 5, 512)})],
 )
 def test_what_no_rank_holds_is_named(axis: str, sink: dict) -> None:  # type: ignore[type-arg]
     wanted = cache(C, **sink)

@@ -62,7 +62,9 @@ def test_the_plan_and_the_rest_are_all_that_the_blocks_hold(case: Case, data: st
         zeroed = cleared(store, tables, case.start, case.tokens)
         held, past = content(case, store, tables, case.start)
         assert zeroed.max(initial=0) <= 1
-        assert not (zeroed & (1 - held)).any(), "something else is cleared: another block, padding, or what was there before"
+        assert not (zeroed & (1 - held)).any(), (
+            "something else is cleared: another block, padding, or what was there before"
+        )
         assert not (held & (1 - zeroed) & (1 - written)).any(), "something is left as it was"
         assert not (zeroed & written & (1 - past)).any(), "something is cleared that is loaded and attended to"
 
@@ -70,7 +72,18 @@ def test_the_plan_and_the_rest_are_all_that_the_blocks_hold(case: Case, data: st
 def one(kind: str = "full", window: int = 0, *, opaque: bool = False) -> Cache:
     """Two layers of 8 blocks of 4 tokens, 2 heads, units of 2 bytes; token-major."""
     group = Group(4, kind, window)  # type: ignore[arg-type]
-    view = View("kv", 0, ("a", "b"), (0, 128), 8, 16, 8 if opaque else 2, "x", Heads(0, 2, 2, 8 if opaque else 2), None if opaque else 4)
+    view = View(
+        "kv",
+        0,
+        ("a", "b"),
+        (0, 128),
+        8,
+        16,
+        8 if opaque else 2,
+        "x",
+        Heads(0, 2, 2, 8 if opaque else 2),
+        None if opaque else 4,
+    )
     return Cache((Region(1 << 20, 256),), (group,), (view,))
 
 

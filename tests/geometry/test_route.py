@@ -36,9 +36,7 @@ def ranks(tp: int, stages: tuple[int, ...] = (8,), heads: int | None = 8) -> lis
 
 
 def sources(producer: list[Cache], consumer: list[Cache]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    return {
-        (c.pp, c.tp): [(p.pp, p.tp) for p in sorted(r.claims)] for c, r in route(producer, consumer).items()
-    }
+    return {(c.pp, c.tp): [(p.pp, p.tp) for p in sorted(r.claims)] for c, r in route(producer, consumer).items()}
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,15 @@ class Store:
 
 
 def build(
-    rank: Rank, tp: int, specs: tuple[Spec, ...], layers: tuple[tuple[str, ...], ...], layouts: tuple[str, ...],
-    block_tokens: tuple[int, ...], blocks: int, seed: int,
-) -> Store:  # fmt: skip
+    rank: Rank,
+    tp: int,
+    specs: tuple[Spec, ...],
+    layers: tuple[tuple[str, ...], ...],
+    layouts: tuple[str, ...],
+    block_tokens: tuple[int, ...],
+    blocks: int,
+    seed: int,
+) -> Store:
     """A rank's store: for each group its spec, the layers it has, the name of its layout and its block size."""
     image = np.zeros(1 << 24, np.uint8)
     rng = np.random.default_rng(seed)

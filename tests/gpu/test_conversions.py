@@ -29,10 +29,15 @@ T = TransferId("own/1/converted", 0)
 @pytest.mark.parametrize(
     ("src", "dst", "there", "here"),
     [
-        ("nhd", "hnd", 16, 16), ("hnd", "nhd", 16, 32), ("nhd", "nhd", 32, 64), ("nhd", "hnd", 64, 16),
-        ("fi", "fa", 16, 64), ("fa", "hnd", 32, 16), ("blhnc", "fi", 24, 64),
+        ("nhd", "hnd", 16, 16),
+        ("hnd", "nhd", 16, 32),
+        ("nhd", "nhd", 32, 64),
+        ("nhd", "hnd", 64, 16),
+        ("fi", "fa", 16, 64),
+        ("fa", "hnd", 32, 16),
+        ("blhnc", "fi", 24, 64),
     ],
-)  # fmt: skip
+)
 def test_any_layout_and_block_size(backend: str, staged: int, src: str, dst: str, there: int, here: int) -> None:
     require(backend)
     convert(backend, staged, ("cuda:0", f"cuda:{min(1, torch.cuda.device_count() - 1)}"), src, dst, there, here)

@@ -160,9 +160,10 @@ transport.close()
 def test_expandable_segments_are_refused() -> None:
     """Their memory cannot be shared by handle; both `probe` and `register` say so."""
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    }  # fmt: skip
+    }
     child = subprocess.run(
         [sys.executable, "-c", SEGMENTS], env=environment, capture_output=True, text=True, timeout=100, check=True
     )

@@ -60,7 +60,9 @@ def check(case: Case, at: int, where: str) -> None:
         assert np.array_equal(sinks[c].bytes(), image)
 
 
-@pytest.mark.parametrize(("kind", "src"), [(k, s) for k in KINDS for s in k.layouts], ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(
+    ("kind", "src"), [(k, s) for k in KINDS for s in k.layouts], ids=lambda x: getattr(x, "name", x)
+)
 @pytest.mark.parametrize("where", ["device", "pinned"])
 def test_any_layout_into_any_layout(kind: Kind, src: str, where: str) -> None:
     for i, dst in enumerate(kind.layouts):

@@ -24,9 +24,11 @@ from tests.memory.test_cpu import filled
 
 # Not shrunk: under the interpreter that outlasts the time that ``test_kernels.py`` gives this file.
 SOME = settings(
-    max_examples=8, deadline=None, suppress_health_check=list(HealthCheck),
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
-)  # fmt: skip
+)
 
 
 def whole(made: CopyPlan) -> list[CopyPlan]:
@@ -116,7 +118,9 @@ def test_an_empty_launch_moves_nothing() -> None:
     cache, staged = filled(8192, 1), filled(8192, 2)
     before = [cache.bytes(0, 8192).copy(), staged.bytes(0, 8192).copy()]
     at = np.array([0])
-    made = CopyPlan((Sheet(Template(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64), at, at, np.ones(1, np.int64)),))
+    made = CopyPlan(
+        (Sheet(Template(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64), at, at, np.ones(1, np.int64)),)
+    )
     for side in ("source", "destination"):
         launcher = launch.Launcher(cache, processors=6)
         launcher.rehearse(launcher.prepare(made, side, pack=side == "source"), staged.region.address)  # type: ignore[arg-type]

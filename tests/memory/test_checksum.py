@@ -229,7 +229,9 @@ def test_what_numba_compiles_does_what_numpy_does(data: st.DataObject) -> None:
         assert one % (1 << 64) == other % (1 << 64)
 
 
-def test_without_a_numba_that_works_numpy_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_numba_that_works_numpy_does_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.undo()
     rows.best.cache_clear()
     assert rows.best() is rows.by_numba

@@ -178,5 +178,3 @@ def test_host_memory_needs_no_torch() -> None:
         "assert not {'torch', 'triton'} & set(sys.modules), 'torch was loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-

@@ -50,8 +50,11 @@ class Place:
         self._space, (table,) = memory.space(self.store.cache.regions), case.consumer.tables
         self._cells = {
             (i, j, h, t): self.store.held[0, layer, plane].cell(int(table[t // 4]), h, t % 4)
-            for i, layer in enumerate(LAYERS) for j, plane in enumerate("kv") for h in range(HEADS) for t in range(TOKENS)
-        }  # fmt: skip
+            for i, layer in enumerate(LAYERS)
+            for j, plane in enumerate("kv")
+            for h in range(HEADS)
+            for t in range(TOKENS)
+        }
 
     def sum(self, content: Bytes) -> int:
         for at, cell in self._cells.items():
@@ -200,7 +203,9 @@ def test_any_pattern_repeated_anywhere_is_noticed(data: st.DataObject) -> None:
 
 
 _made: dict[str, Place] = {}
-PLACES = [lambda layout=layout: _made.setdefault(layout, _made.get(layout) or Place(layout)) for layout in ("hnd", "fi")]
+PLACES = [
+    lambda layout=layout: _made.setdefault(layout, _made.get(layout) or Place(layout)) for layout in ("hnd", "fi")
+]
 
 
 def test_no_shape_of_damage_has_more_than_its_chance() -> None:
@@ -212,7 +217,12 @@ def test_no_shape_of_damage_has_more_than_its_chance() -> None:
         assert np.bincount(damage * keys % (1 << 16)).max() / len(keys) <= 1 / (1 << 8)
 
 
-SIGNS = {"bit 0 of bytes": 0x01010101, "bit 7 of bytes": 0x80808080, "signs of 16 bits": 0x80008000, "signs of 32 bits": 0x80000000}
+SIGNS = {
+    "bit 0 of bytes": 0x01010101,
+    "bit 7 of bytes": 0x80808080,
+    "signs of 16 bits": 0x80008000,
+    "signs of 32 bits": 0x80000000,
+}
 
 
 @pytest.mark.parametrize("damage", SIGNS, ids=str)

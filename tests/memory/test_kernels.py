@@ -21,9 +21,12 @@ if any(importlib.util.find_spec(name) is None for name in ("torch", "triton")):
 def test_kernels_under_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "interpreted.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=HERE.parent.parent, capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
         timeout=110,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 

@@ -39,7 +39,9 @@ class Played:
 
     def differences(self, **change: Any) -> list[str | None]:
         """Of each layer, with every view of the description changed so. Memory must be as it was."""
-        cache = replace(self.cache, views=tuple(replace(v, **change) for v in self.cache.views)) if change else self.cache
+        cache = (
+            replace(self.cache, views=tuple(replace(v, **change) for v in self.cache.views)) if change else self.cache
+        )
         return self.of(cache)
 
     def of(self, cache: Cache) -> list[str | None]:
@@ -141,7 +143,9 @@ def test_whole_pages_pass_and_those_of_a_head_each() -> None:
     engine = rows("LBHNC")
     k = engine.cache.views[0]
     page = HEADS * TOKENS * 2 * UNIT
-    whole = replace(k, plane="page", unit=page, heads=Heads(1, 1, 2, None), token_stride=None)  # of the second of two ranks
+    whole = replace(
+        k, plane="page", unit=page, heads=Heads(1, 1, 2, None), token_stride=None
+    )  # of the second of two ranks
     assert engine.of(cache_of(engine.memory, [whole])) == [None] * LAYERS
     assert all(engine.of(cache_of(engine.memory, [replace(whole, unit=page - 2)])))
     engine = rows("LHBNC")
@@ -149,11 +153,15 @@ def test_whole_pages_pass_and_those_of_a_head_each() -> None:
     assert k.heads is not None and k.heads.stride is not None
     pages = [
         replace(
-            k, plane=f"page {h}", unit=page // HEADS, offsets=tuple(o + h * k.heads.stride for o in k.offsets),
-            heads=Heads(1, 1, 2, None), token_stride=None,
+            k,
+            plane=f"page {h}",
+            unit=page // HEADS,
+            offsets=tuple(o + h * k.heads.stride for o in k.offsets),
+            heads=Heads(1, 1, 2, None),
+            token_stride=None,
         )
         for h in range(HEADS)
-    ]  # fmt: skip
+    ]
     assert engine.of(cache_of(engine.memory, pages)) == [None] * LAYERS
 
 

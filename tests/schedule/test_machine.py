@@ -118,14 +118,7 @@ class Machine(RuleBasedStateMachine):
         if taken:
             self.giving[transfer] = Giving(transfer, request)
 
-    @rule(
-        prompt=prompts,
-        max_tokens=lengths,
-        transfer=names,
-        samples=samples,
-        onward=st.none() | names,
-        soon=soon,
-    )
+    @rule(prompt=prompts, max_tokens=lengths, transfer=names, samples=samples, onward=st.none() | names, soon=soon)
     def decode(
         self,
         prompt: list[int],

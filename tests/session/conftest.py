@@ -61,9 +61,17 @@ def make_cache(memory: np.ndarray, tp: int, rank: int, blocks: int) -> Cache:
     heads = HEADS // tp
     page = heads * TOKENS * UNIT
     view = View(
-        "kv", 0, LAYERS, tuple(i * blocks * page for i in range(len(LAYERS))), blocks, page, UNIT, "test",
-        Heads(rank * heads, heads, HEADS, TOKENS * UNIT), UNIT,
-    )  # fmt: skip
+        "kv",
+        0,
+        LAYERS,
+        tuple(i * blocks * page for i in range(len(LAYERS))),
+        blocks,
+        page,
+        UNIT,
+        "test",
+        Heads(rank * heads, heads, HEADS, TOKENS * UNIT),
+        UNIT,
+    )
     return Cache((Region(memory.ctypes.data, memory.nbytes),), (Group(TOKENS),), (view,), Rank(0, rank))
 
 
@@ -73,9 +81,14 @@ def engine() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
     def make(
-        options: dict[str, Any], *, tp: int = 1, blocks: int = 16, seed: int | None = None,
-        facts: dict[str, str] | None = None, **config: Any,
-    ) -> Engine:  # fmt: skip
+        options: dict[str, Any],
+        *,
+        tp: int = 1,
+        blocks: int = 16,
+        seed: int | None = None,
+        facts: dict[str, str] | None = None,
+        **config: Any,
+    ) -> Engine:
         config = {"transfer_timeout": 5.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
         settings = Config.from_mapping({"backend": backend, "backend_options": options, **config})
@@ -96,13 +109,29 @@ def engine() -> Iterator[Callable[..., Engine]]:
         e.close()
 
 
-def offered(blocks: list[int], tokens: int, *, transfer: TransferId, digest: bytes = b"d", generation: int = 1,
-            final: bool = True) -> Offered:  # fmt: skip
+def offered(
+    blocks: list[int],
+    tokens: int,
+    *,
+    transfer: TransferId,
+    digest: bytes = b"d",
+    generation: int = 1,
+    final: bool = True,
+) -> Offered:
     return Offered(transfer, digest, generation, tokens, (np.array(blocks, np.int64),), final)
 
 
-def fetch(source: Source, blocks: list[int], tokens: int, *, transfer: TransferId, digest: bytes = b"d", start: int = 0,
-          own: Source | None = None, handle: str = "req") -> Fetch:  # fmt: skip
+def fetch(
+    source: Source,
+    blocks: list[int],
+    tokens: int,
+    *,
+    transfer: TransferId,
+    digest: bytes = b"d",
+    start: int = 0,
+    own: Source | None = None,
+    handle: str = "req",
+) -> Fetch:
     return Fetch(handle, transfer, digest, source, (np.array(blocks, np.int64),), start, tokens, own)
 
 

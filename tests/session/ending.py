@@ -76,7 +76,9 @@ def many(backend: str) -> None:
 
         users = [threading.Thread(target=use, args=(p, d, f"{turn}-{k}", k, went, stop)) for k in range(2)]
         said: list[object] = []
-        closers = [threading.Thread(target=close, args=(x, said)) for x in (p.agent, d.agent, p.directory, d.directory) * 4]
+        closers = [
+            threading.Thread(target=close, args=(x, said)) for x in (p.agent, d.agent, p.directory, d.directory) * 4
+        ]
         for t in users:
             t.start()
         time.sleep(0.02 * turn)
@@ -119,11 +121,17 @@ def fork(backend: str) -> None:
         pid = os.fork()
         if pid == 0:
             calls = [
-                lambda: d.fetch(name("child"), p.source(), [9], 4), lambda: p.offer(name("child"), [9], 4, 1, True),
-                d.agent.events, d.agent.stats, lambda: d.agent.cancel("x", "y"), lambda: p.agent.renew(name("child")),
-                lambda: p.agent.revoke(name(0), 1, "child", True), lambda: p.directory.publish(()), p.directory.notices,
+                lambda: d.fetch(name("child"), p.source(), [9], 4),
+                lambda: p.offer(name("child"), [9], 4, 1, True),
+                d.agent.events,
+                d.agent.stats,
+                lambda: d.agent.cancel("x", "y"),
+                lambda: p.agent.renew(name("child")),
+                lambda: p.agent.revoke(name(0), 1, "child", True),
+                lambda: p.directory.publish(()),
+                p.directory.notices,
                 lambda: p.settle(d.source(), name(0)),
-            ]  # fmt: skip
+            ]
             if how == "use":
                 for call in calls:
                     try:

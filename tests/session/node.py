@@ -109,12 +109,16 @@ class Node:
     """The handle. Methods that ``Engine`` has are called there, ten seconds at most."""
 
     def __init__(
-        self, backend: str = "zmq", *, seed: int = 0, port: int = 0, blocks: int = 64,
-        options: dict[str, Any] | None = None, **config: Any,
-    ) -> None:  # fmt: skip
-        config = {
-            "transfer_timeout": 6.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config
-        }  # fmt: skip
+        self,
+        backend: str = "zmq",
+        *,
+        seed: int = 0,
+        port: int = 0,
+        blocks: int = 64,
+        options: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> None:
+        config = {"transfer_timeout": 6.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
         self._pipe, theirs = _spawn.Pipe()
         args = (backend, options or {}, port, blocks, seed, config)
         self.process = _spawn.Process(target=_serve, args=(theirs, args), daemon=True)
@@ -143,9 +147,7 @@ class Node:
         end = time.monotonic() + timeout
         while True:
             self.seen += self.events()
-            found = [
-                e for e in self.seen if isinstance(e, sort) and all(getattr(e, k) == v for k, v in fields.items())
-            ]  # fmt: skip
+            found = [e for e in self.seen if isinstance(e, sort) and all(getattr(e, k) == v for k, v in fields.items())]
             if len(found) >= count:
                 return found
             if time.monotonic() > end:

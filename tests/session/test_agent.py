@@ -153,7 +153,9 @@ def test_cancel_on_either_side(engine, options):
     assert end.outcome.kind is Kind.FAILED and "aborted" in end.outcome.reason
 
 
-@pytest.mark.parametrize("how", [{"verbs": ["write"]}, {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}], ids=["asked", "tcp"])
+@pytest.mark.parametrize(
+    "how", [{"verbs": ["write"]}, {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}], ids=["asked", "tcp"]
+)
 def test_nixl_that_only_writes_goes_through_slots_that_are_lent(engine, how):
     """Nothing but closing all of NIXL ends a write that is on its way, so none goes into blocks of the cache."""
     require("nixl")

@@ -23,7 +23,13 @@ def test_what_is_measured(backend: str, library: bool) -> None:
     assert out["kv_bytes"] == 64 << 14
     timed = {k: v for k, v in out.items() if k.endswith(("_ms", "_GB_per_s", "_us"))}
     assert all(v > 0 for v in timed.values())
-    assert {"transport_ms", "transport_after_pause_ms", "session_ms", "session_after_pause_ms", "checked_fetch_ms"} <= set(timed)
+    assert {
+        "transport_ms",
+        "transport_after_pause_ms",
+        "session_ms",
+        "session_after_pause_ms",
+        "checked_fetch_ms",
+    } <= set(timed)
     assert ("raw_one_message_GB_per_s" in timed) == ("transport_to_raw_runs" in out) == library
 
 

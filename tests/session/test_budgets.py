@@ -92,7 +92,16 @@ def strangers(
     """A process that speaks over so many connections, ``first`` and then ``again`` and again; whatever is cut off is made
     anew."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    words = [sys.executable, "-c", POUR, host, port, str(connections), str(seconds), "reads" if reads else "never reads"]
+    words = [
+        sys.executable,
+        "-c",
+        POUR,
+        host,
+        port,
+        str(connections),
+        str(seconds),
+        "reads" if reads else "never reads",
+    ]
     process = subprocess.Popen(words, stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(first + b"<again and again>" + again)
@@ -120,10 +129,11 @@ POURED = {
     "connections": ((b"", b"", 1000), "agent"),
     "questions whose answers are not read": ((b"", framed(m.encode(m.Lookup(m.PROTOCOL))), 50), "directory"),
     "news for any engine": (
-        (b"", framed(m.encode(Settle(0, tuple(TransferId(f"own/{i}", i) for i in range(5000)), "x"))), 4), "directory"
+        (b"", framed(m.encode(Settle(0, tuple(TransferId(f"own/{i}", i) for i in range(5000)), "x"))), 4),
+        "directory",
     ),
     "empty frames at the directory": ((b"", bytes(4), 4), "directory"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", POURED)

@@ -78,16 +78,21 @@ STRANGERS: dict[str, Callable[[Door], Any]] = {
     "wants a month of it": lambda d: d.want(WRONG, seconds=MONTH),
     "wants more than there is": lambda d: (d.want(WRONG, digest=RIGHT, tokens=9), d.drop(WRONG, 1, RIGHT)),
     "asks early and cancels, of the right digest, while the right one waits": lambda d: (
-        d.want(RIGHT), d.want(WRONG, digest=RIGHT), d.drop(WRONG, 1, RIGHT)
+        d.want(RIGHT),
+        d.want(WRONG, digest=RIGHT),
+        d.drop(WRONG, 1, RIGHT),
     ),
     "wants something else, and is lost": lambda d: (d.want(WRONG), d.does(d.machine.link_down(WRONG, "cut", d.now))),
     "wants the same, and is lost": lambda d: (
-        d.want(WRONG, digest=RIGHT, readers=5), d.does(d.machine.link_down(WRONG, "cut", d.now))
+        d.want(WRONG, digest=RIGHT, readers=5),
+        d.does(d.machine.link_down(WRONG, "cut", d.now)),
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("when", ["before the offer", "before all is offered", "after the offer", "after the right one"])
+@pytest.mark.parametrize(
+    "when", ["before the offer", "before all is offered", "after the offer", "after the right one"]
+)
 @pytest.mark.parametrize("what", STRANGERS)
 def test_a_stranger_costs_the_right_consumer_nothing(what: str, when: str) -> None:
     door = Door()

@@ -39,8 +39,11 @@ def name(i: int | str) -> TransferId:
 def test_nothing_crashes_or_hangs(case: str, backend: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-m", "tests.session.ending", case, backend],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0 and "fine\n" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
 
@@ -103,7 +106,10 @@ def test_all_that_is_in_hand_ends(engine: Callable[..., Engine], way: str, integ
 
 def test_peers_are_told_at_once(engine: Callable[..., Engine]) -> None:
     """They need not find out by silence."""
-    p, d = engine({}, seed=1, peer_timeout=60.0, transfer_timeout=60.0, lease=60.0), engine({}, peer_timeout=60.0, transfer_timeout=60.0)
+    p, d = (
+        engine({}, seed=1, peer_timeout=60.0, transfer_timeout=60.0, lease=60.0),
+        engine({}, peer_timeout=60.0, transfer_timeout=60.0),
+    )
     d.agents[0].fetch(fetch(p.source, [1, 2], 8, transfer=name(0)))
     p.agents[0].offer(offered([1], 4, transfer=name(0), final=False))
     until(lambda: bool(p.agents[0]._producer._serves) and d.block(1).any())
@@ -226,19 +232,30 @@ def test_close_from_within(engine: Callable[..., Engine]) -> None:
 
 def test_with(engine: Callable[..., Engine]) -> None:
     memory = np.zeros(1 << 16, np.uint8)
-    with Agent(make_cache(memory, 1, 0, 16), Config(backend=FAKE)) as agent, Directory("x", agent.epoch, "127.0.0.1", 0) as directory:
+    with (
+        Agent(make_cache(memory, 1, 0, 16), Config(backend=FAKE)) as agent,
+        Directory("x", agent.epoch, "127.0.0.1", 0) as directory,
+    ):
         assert agent._thread.is_alive() and directory._thread.is_alive()
     assert not agent._thread.is_alive() and not directory._thread.is_alive()
 
 
 # --- what engines and back ends raise ----------------------------------------------------------------------------------
 
-RAISED = [SystemExit("leave"), KeyboardInterrupt("stop"), asyncio.CancelledError("cancelled"), GeneratorExit("done"), ValueError("bad")]
+RAISED = [
+    SystemExit("leave"),
+    KeyboardInterrupt("stop"),
+    asyncio.CancelledError("cancelled"),
+    GeneratorExit("done"),
+    ValueError("bad"),
+]
 
 
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_a_fence_that_raises_fails_its_offer_alone(engine: Callable[..., Engine], raised: BaseException, when: str) -> None:
+def test_a_fence_that_raises_fails_its_offer_alone(
+    engine: Callable[..., Engine], raised: BaseException, when: str
+) -> None:
     p, d = engine({}, seed=1), engine({})
 
     class Failing:
@@ -363,7 +380,11 @@ def kill_hasher(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unhandled")
 @pytest.mark.parametrize(
     ("kill", "who"),
-    [(kill_control, "the control thread"), (kill_data, "the data thread of back end"), (kill_hasher, "the thread for checksums")],
+    [
+        (kill_control, "the control thread"),
+        (kill_data, "the data thread of back end"),
+        (kill_hasher, "the thread for checksums"),
+    ],
 )
 def test_if_a_thread_dies_nothing_waits_for_it(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kill: Callable[..., None], who: str

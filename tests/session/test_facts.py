@@ -122,7 +122,9 @@ def test_facts_have_bounds(engine: Make, facts: dict[str, str]) -> None:  # noqa
             state(facts)
 
 
-@pytest.mark.parametrize("facts", [{str(n): "" for n in range(MOST + 1)}, {"n" * (NAME + 1): "x"}, {"n": "x" * (TEXT + 1)}])
+@pytest.mark.parametrize(
+    "facts", [{str(n): "" for n in range(MOST + 1)}, {"n" * (NAME + 1): "x"}, {"n": "x" * (TEXT + 1)}]
+)
 def test_peers_are_held_to_them(facts: dict[str, str]) -> None:
     with pytest.raises(PeerError):
         m.decode(m.encode(m.Card(m.PROTOCOL, "e", 1, (), facts)))

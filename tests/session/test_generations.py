@@ -67,13 +67,17 @@ class Ranks:
         self.revoked: dict[tuple[int, int], int] = {}
         self.queues: dict[Any, deque[m.Message]] = defaultdict(deque)
         self.moves: list[tuple[tuple[str, int], Move]] = []
-        self.read: dict[tuple[int, int], tuple[int, int]] = {}  # consumer and rank -> generation and moment of the last read
+        self.read: dict[
+            tuple[int, int], tuple[int, int]
+        ] = {}  # consumer and rank -> generation and moment of the last read
         self.ended: dict[int, Ended] = {}
         self.soon: deque[Callable[[], None]] = deque()
         self.names: dict[tuple[int, int], bytes] = {}  # consumer and rank -> the producer's name of their link
         self.haste = rng.choice((0.01, 0.02, 0.05, 0.1))
         for c, consumer in enumerate(self.consumers):
-            self.act(("c", c), consumer.fetch(Fetch("req", T, DIGEST, SOURCE, (np.zeros(1, np.int64),), 0, TOKENS), 0.0))
+            self.act(
+                ("c", c), consumer.fetch(Fetch("req", T, DIGEST, SOURCE, (np.zeros(1, np.int64),), 0, TOKENS), 0.0)
+            )
             lanes = tuple(Lane(r, 2, Rank(0, r)) for r in range(2))
             self.act(("c", c), consumer.resolved(SOURCE, Resolved(lanes), 0.0))
 
@@ -177,7 +181,9 @@ class Ranks:
             generation, moment = self.read[c, r]
             assert generation == end.generation, f"rank {r} gave {generation}, {end.generation} was delivered"
             last = max(self.read[c, x][1] for x in range(2))
-            assert self.revoked.get((r, generation), last + 1) > last, f"rank {r} gave {generation} up before the last byte"
+            assert self.revoked.get((r, generation), last + 1) > last, (
+                f"rank {r} gave {generation} up before the last byte"
+            )
 
     def step(self, behind: int) -> None:
         chance = self.rng.random()

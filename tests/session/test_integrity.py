@@ -149,7 +149,9 @@ def test_a_device_reads_by_itself_what_has_arrived(engine, device, way, corrupt)
     end, _ = move(p, d)
     assert end.outcome.delivered == right(p, d) == (not corrupt), end
     assert not corrupt or "integrity" in end.outcome.reason
-    written = p.agents[0].stats().direct and not d.agents[0].stats().direct  # then the consumer's data thread knows nothing
+    written = (
+        p.agents[0].stats().direct and not d.agents[0].stats().direct
+    )  # then the consumer's data thread knows nothing
     assert device.readers == ["kvxfer-hash" if written else "kvxfer-data"]
 
 

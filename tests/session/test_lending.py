@@ -45,7 +45,10 @@ class Recording(FakeTransport):
     ids=["read", "write", "write through slots", "send"],
 )
 def test_what_either_side_lends(
-    engine: Callable[..., Engine], options: Mapping[str, Any], producer: set[int], consumer: set[int]  # noqa: F811
+    engine: Callable[..., Engine],
+    options: Mapping[str, Any],
+    producer: set[int],
+    consumer: set[int],  # noqa: F811
 ) -> None:
     Recording.lent = {}
     backend = "tests.session.test_lending:Recording"

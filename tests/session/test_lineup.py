@@ -89,7 +89,9 @@ def deliver(p: Engine, d: Engine, name: str) -> Any:
     t = TransferId(name, 0)
     d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=t, handle=name))
     p.agents[0].offer(offered([3, 1], 8, transfer=t))
-    (end,) = [e for e in d.wait(Ended, count=1 + sum(isinstance(e, Ended) for e in d.seen.get(0, []))) if e.handle == name]
+    (end,) = [
+        e for e in d.wait(Ended, count=1 + sum(isinstance(e, Ended) for e in d.seen.get(0, []))) if e.handle == name
+    ]
     if end.outcome.delivered:
         assert (d.block(5) == p.block(3)).all() and (d.block(2) == p.block(1)).all()
     return end.outcome
@@ -112,8 +114,10 @@ def test_a_link_that_the_first_cannot_make_is_made_with_the_next(make: Make, lam
 
 def test_each_link_has_the_back_end_that_can_make_it(make: Make) -> None:
     """One consumer, one producer beside it and another on another host; each of the two back ends by a verb of its own."""
-    here, there = ({NEAR: {"network": type(Near("probe", {})._net)(), "verbs": ["read"]}, FAR: {"verbs": ["send", "recv"]}}
-                   for _ in range(2))  # fmt: skip
+    here, there = (
+        {NEAR: {"network": type(Near("probe", {})._net)(), "verbs": ["read"]}, FAR: {"verbs": ["send", "recv"]}}
+        for _ in range(2)
+    )
     d, p, q = make(options=here), make(options=here), make(options=there)
     for name in ("x", "y"):
         assert deliver(p, d, name + "p").delivered

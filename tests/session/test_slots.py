@@ -39,7 +39,9 @@ def nodes() -> Iterator[Callable[..., Node]]:
 
 
 @pytest.mark.parametrize(("backend", "stopped"), CASES)
-def test_consumers_that_have_stopped_do_not_keep_staged_bytes_from_others(nodes: Callable[..., Node], backend: str, stopped: int) -> None:
+def test_consumers_that_have_stopped_do_not_keep_staged_bytes_from_others(
+    nodes: Callable[..., Node], backend: str, stopped: int
+) -> None:
     """Each has been sent all that it could be. Only where so many have that no slot is left do others wait for a moment."""
     p = nodes(backend, seed=1, **STAGED)
     idle, busy = [nodes(backend, **STAGED) for _ in range(stopped)], nodes(backend, **STAGED)

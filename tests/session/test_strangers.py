@@ -26,9 +26,17 @@ def hello(p: Engine, **changes: object) -> m.Hello:
     member = p.agents[0].member
     cache = make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
     values = {
-        "protocol": m.PROTOCOL, "backend": p.agents[0].config.backend, "expect_epoch": member.epoch, "epoch": 1,
-        "engine": "stranger", "endpoint": b"?", "cache": cache, "claims": (), "mode": "read", "piece_bytes": 4096,
-    }  # fmt: skip
+        "protocol": m.PROTOCOL,
+        "backend": p.agents[0].config.backend,
+        "expect_epoch": member.epoch,
+        "epoch": 1,
+        "engine": "stranger",
+        "endpoint": b"?",
+        "cache": cache,
+        "claims": (),
+        "mode": "read",
+        "piece_bytes": 4096,
+    }
     return m.Hello(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -141,16 +149,33 @@ def test_another_version_is_told_so(pair: tuple[Engine, Engine]) -> None:
 
 
 JUNK = [
-    b"", b"\x00", b"\xff" * 100, b"\x91\xa4ping", b"\x92\xa4ping\xcf\xff\xff\xff\xff\xff\xff\xff\xff", b"[1,2]",
-    m.encode(m.Pong(1)), m.encode(m.Welcome(1, b"", 1)), m.encode(m.Verdict(T, 1)), m.encode(m.Gone(T, 1, "x", True)),
-    m.encode(m.Lookup(1)), m.encode(m.Refused("no", False)), b"\xdd\xff\xff\xff\xff" * 3, b"\x94" * 5000,
-]  # fmt: skip
+    b"",
+    b"\x00",
+    b"\xff" * 100,
+    b"\x91\xa4ping",
+    b"\x92\xa4ping\xcf\xff\xff\xff\xff\xff\xff\xff\xff",
+    b"[1,2]",
+    m.encode(m.Pong(1)),
+    m.encode(m.Welcome(1, b"", 1)),
+    m.encode(m.Verdict(T, 1)),
+    m.encode(m.Gone(T, 1, "x", True)),
+    m.encode(m.Lookup(1)),
+    m.encode(m.Refused("no", False)),
+    b"\xdd\xff\xff\xff\xff" * 3,
+    b"\x94" * 5000,
+]
 
 
 RAW = [
-    b"", b"\0\0\0\0" * 1000, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" * 100, b"\x0b\0\0\0half", framed(b"x" * m.MAX_BYTES)[:1000],
-    b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48), framed(m.encode(m.Ping(1))) + b"\1",
-]  # fmt: skip
+    b"",
+    b"\0\0\0\0" * 1000,
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\xff" * 100,
+    b"\x0b\0\0\0half",
+    framed(b"x" * m.MAX_BYTES)[:1000],
+    b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48),
+    framed(m.encode(m.Ping(1))) + b"\1",
+]
 
 
 def test_junk_at_both_sockets_changes_nothing(pair: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture) -> None:
@@ -201,8 +226,11 @@ def many_wants() -> bytes:
 
 
 FLOODS = {
-    "junk": b"\xff" * 200, "pings": m.encode(m.Ping(1)), "lookups": m.encode(m.Lookup(m.PROTOCOL)), "wants": many_wants()
-}  # fmt: skip
+    "junk": b"\xff" * 200,
+    "pings": m.encode(m.Ping(1)),
+    "lookups": m.encode(m.Lookup(m.PROTOCOL)),
+    "wants": many_wants(),
+}
 
 
 @pytest.mark.parametrize("flood", FLOODS)

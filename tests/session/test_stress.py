@@ -100,5 +100,7 @@ def run(pool: ThreadPoolExecutor, producers: list[Node], consumers: list[Node]) 
         assert all(e.outcome.delivered for e in producer.seen if isinstance(e, Ended))
     print(
         f"{len(names)} transfers, {2 * ENGINES} processes, {took:.1f} s, longest {longest:.1f} s: "
-        + ", ".join(f"{n} {kind}{' (from the killed one)' if dead else ''}" for (dead, kind), n in sorted(kinds.items()))
+        + ", ".join(
+            f"{n} {kind}{' (from the killed one)' if dead else ''}" for (dead, kind), n in sorted(kinds.items())
+        )
     )

@@ -76,9 +76,17 @@ def test_only_a_tally_is_taken_for_one(tally: SharedTally, tmp_path: Any) -> Non
     reading, writing = os.pipe()
     with path.open() as file:
         places = [
-            "", "x", f"{pid}/{fd}", f"{pid}/{fd}/{token}0", f"{pid}/{fd}/{'0' * 32}", f"{pid}/99999/{token}",
-            f"{1 << 31}/{fd}/{token}", f"{pid}/{file.fileno()}/{token}", f"{pid}/{reading}/{token}", f"{pid}/0/{token}",
-        ]  # fmt: skip
+            "",
+            "x",
+            f"{pid}/{fd}",
+            f"{pid}/{fd}/{token}0",
+            f"{pid}/{fd}/{'0' * 32}",
+            f"{pid}/99999/{token}",
+            f"{1 << 31}/{fd}/{token}",
+            f"{pid}/{file.fileno()}/{token}",
+            f"{pid}/{reading}/{token}",
+            f"{pid}/0/{token}",
+        ]
         for place in places:
             assert Sight.of(place) is None, place
     os.close(reading)
@@ -110,7 +118,9 @@ print("not seen" if sight is None else f"seen {sight()}")
 """
 
 
-@pytest.mark.parametrize(("whose", "said"), [("ours", "seen 0"), ("unsealed", "not seen"), ("never to be sealed", "not seen")])
+@pytest.mark.parametrize(
+    ("whose", "said"), [("ours", "seen 0"), ("unsealed", "not seen"), ("never to be sealed", "not seen")]
+)
 def test_a_tally_that_is_cut_short_ends_no_consumer(whose: str, said: str) -> None:
     done = subprocess.run([sys.executable, "-c", CUT, whose], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
@@ -261,8 +271,12 @@ def test_an_agent_that_cannot_be_made_leaves_nothing(engine, tmp_path: Any) -> N
 
 
 @pytest.mark.parametrize("corrupt", [0.0, 1.0])
-def test_a_checked_transfer_needs_no_answer_if_the_sums_agree(engine, monkeypatch: pytest.MonkeyPatch, corrupt: float) -> None:
-    p, d = pair(engine, {"verbs": ["read"], "corrupt": corrupt}, integrity="full", transfer_timeout=1.0 if corrupt else 10.0)
+def test_a_checked_transfer_needs_no_answer_if_the_sums_agree(
+    engine, monkeypatch: pytest.MonkeyPatch, corrupt: float
+) -> None:
+    p, d = pair(
+        engine, {"verbs": ["read"], "corrupt": corrupt}, integrity="full", transfer_timeout=1.0 if corrupt else 10.0
+    )
     monkeypatch.setattr(Producer, "_check", lambda *_: [])
     monkeypatch.setattr(p.net, "delay_s", 0.2)  # so that the producer's sum is there first
     assert deliver(p, d, T).outcome.kind is (Kind.FAILED if corrupt else Kind.DELIVERED)

@@ -65,11 +65,14 @@ def test_noise_is_refused_even_with_a_checksum_that_is_right(noise: bytes) -> No
             Ours.decode(said + zlib.crc32(said).to_bytes(4))
 
 
-@pytest.mark.parametrize("other, said", [
-    (Newer("b", b""), "format 8, this side's 7; install the same release of kvxfer-our-own on both"),
-    (Theirs("b", b"", 1), "an endpoint of back end 'another', not of 'our_own'"),
-    (Ours("b", b"", 65536), "65535"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        (Newer("b", b""), "format 8, this side's 7; install the same release of kvxfer-our-own on both"),
+        (Theirs("b", b"", 1), "an endpoint of back end 'another', not of 'our_own'"),
+        (Ours("b", b"", 65536), "65535"),
+    ],
+)
 def test_the_reason_is_named(other: EndpointBase, said: str) -> None:
     with pytest.raises(TransportError, match=said):
         Ours.decode(other.encode())

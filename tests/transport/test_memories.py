@@ -21,7 +21,12 @@ def addresses(offsets: list[int], lengths: list[int], memory: int = 0) -> list[i
 
 def test_each_run_is_found_in_its_region() -> None:
     a, b, c = flat_starts(REGIONS)
-    assert addresses([a, a + 4999, b + 96, c], [5000, 1, 4000, 1]) == [1 << 20, (1 << 20) + 4999, (1 << 16) + 96, 1 << 30]
+    assert addresses([a, a + 4999, b + 96, c], [5000, 1, 4000, 1]) == [
+        1 << 20,
+        (1 << 20) + 4999,
+        (1 << 16) + 96,
+        1 << 30,
+    ]
 
 
 @given(offset=st.integers(-(2**62), 2**62), length=st.integers(-(2**62), 2**62))
@@ -48,7 +53,9 @@ def test_one_offset_a_length() -> None:
         addresses([0, 1], [1])
 
 
-@given(runs=st.lists(st.tuples(st.sampled_from([0, 1, 4000, 4999, 5000, 5096, 9095]), st.integers(0, 4096)), max_size=3))
+@given(
+    runs=st.lists(st.tuples(st.sampled_from([0, 1, 4000, 4999, 5000, 5096, 9095]), st.integers(0, 4096)), max_size=3)
+)
 def test_runs_are_addresses_and_bytes_without_the_empty(runs: list[tuple[int, int]]) -> None:
     memories = Memories()
     memories.add(REGIONS)
@@ -70,7 +77,11 @@ def test_numbers_are_never_used_twice() -> None:
     assert memories.remove(1) == (REGIONS[0],)
     assert memories.add([]) == 2
     assert list(memories) == [0, 2] and 1 not in memories
-    for call in (memories.remove, memories.regions, lambda n: memories.runs(n, np.zeros(1, np.int64), np.ones(1, np.int64))):
+    for call in (
+        memories.remove,
+        memories.regions,
+        lambda n: memories.runs(n, np.zeros(1, np.int64), np.ones(1, np.int64)),
+    ):
         with pytest.raises(TransportError, match="memory 1"):
             call(1)
 
@@ -84,12 +95,15 @@ def test_nothing_lies_in_an_empty_memory() -> None:
         memories.addresses(0, np.array([0]), np.array([0]))
 
 
-@pytest.mark.parametrize("regions, words", [
-    ([Region(0, 10)], "positive"),
-    ([Region(10, 0)], "positive"),
-    ([Region(10, 10, "cuda:1")], "moves cpu"),
-    ([Region(100, 50), Region(10, 91)], "overlap"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "regions, words",
+    [
+        ([Region(0, 10)], "positive"),
+        ([Region(10, 0)], "positive"),
+        ([Region(10, 10, "cuda:1")], "moves cpu"),
+        ([Region(100, 50), Region(10, 91)], "overlap"),
+    ],
+)
 def test_impossible_regions_are_refused(regions: list[Region], words: str) -> None:
     with pytest.raises(TransportError, match=words):
         Memories().add(regions)

@@ -27,9 +27,11 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_listening_sees_tcp_in_both_families_and_unix() -> None:
     before = listening()
     with (
-        socket.create_server(("127.0.0.1", 0)) as four, socket.create_server(("::1", 0), family=socket.AF_INET6) as six,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unix, socket.socket() as deaf,
-    ):  # fmt: skip
+        socket.create_server(("127.0.0.1", 0)) as four,
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as six,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unix,
+        socket.socket() as deaf,
+    ):
         unix.bind("\0kvxfer-test-of-ports")
         unix.listen()
         deaf.bind(("127.0.0.1", 0))
@@ -42,7 +44,9 @@ def test_listening_sees_tcp_in_both_families_and_unix() -> None:
 
 def test_which_addresses_are_whose() -> None:
     assert device_of("127.0.0.1") == device_of("::1") == device_of("localhost") == "lo"
-    assert [loopback(a) for a in ("127.0.0.9", "[::1]", "LocalHost", "10.0.0.7", "0.0.0.0", "node-7")] == [True] * 3 + [False] * 3
+    assert [loopback(a) for a in ("127.0.0.9", "[::1]", "LocalHost", "10.0.0.7", "0.0.0.0", "node-7")] == [True] * 3 + [
+        False
+    ] * 3
     assert everywhere("0.0.0.0") and everywhere("[::]") and not everywhere("127.0.0.1")
     for wrong in ("198.51.100.7", "no.such.name.invalid"):  # of nobody: RFC 5737, RFC 2606
         with pytest.raises(ConfigError, match="listen"):
@@ -56,7 +60,11 @@ def test_ucx_is_kept_to_where_an_engine_listens(alone: Path, monkeypatch: pytest
     assert confined("10.0.0.7", (), gpus=True) == {"NET_DEVICES": "eth5"}
     assert confined("0.0.0.0", (), gpus=True) == {}
     assert confined("127.0.0.1", ["TLS"], gpus=False) == {"NET_DEVICES": "eth5"}, "carriers are chosen, devices not"
-    assert confined("127.0.0.1", ["NET_DEVICES"], gpus=False) == confined("10.0.0.7", ["TLS", "NET_DEVICES"], gpus=False) == {}
+    assert (
+        confined("127.0.0.1", ["NET_DEVICES"], gpus=False)
+        == confined("10.0.0.7", ["TLS", "NET_DEVICES"], gpus=False)
+        == {}
+    )
     for card, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
         port = alone / card / "ports" / "1"
         port.mkdir(parents=True)
@@ -65,7 +73,9 @@ def test_ucx_is_kept_to_where_an_engine_listens(alone: Path, monkeypatch: pytest
     assert confined("127.0.0.1", (), gpus=True) == {"TLS": "self,sm,cuda"}, "a card reaches other hosts"
 
 
-def test_the_environment_is_respected_and_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_environment_is_respected_and_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("UCX_NET_DEVICES", "eth9")
     ucx._warn.cache_clear()
     assert confined("127.0.0.1", (), gpus=False) == {}

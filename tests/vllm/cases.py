@@ -12,9 +12,10 @@ from tests.vllm.wire import Load, Wire
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 CACHES = pytest.mark.parametrize(
-    "groups", [FULL, HYBRID, (Group(window=24),), STATEFUL, ALIGNED, DRAFTING, CHUNKED],
+    "groups",
+    [FULL, HYBRID, (Group(window=24),), STATEFUL, ALIGNED, DRAFTING, CHUNKED],
     ids=["full", "hybrid", "window", "stateful", "aligned", "drafting", "chunked"],
-)  # fmt: skip
+)
 HOLDING = pytest.mark.skipif(
     not HOLDS_BLOCKS, reason="this vLLM is told of a failed load only once it is quiet, see test_failures.py"
 )

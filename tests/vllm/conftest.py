@@ -48,12 +48,19 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
         folder = tmp_path / str(next(names))
         folder.mkdir()
         transfer = more.pop("transfer", None) or KVTransferConfig(
-            kv_connector="KVXferConnector", kv_connector_module_path="kvxfer_vllm", kv_role=role,
-            kv_load_failure_policy=policy, kv_connector_extra_config=more.pop("extra", {}),
-        )  # fmt: skip
+            kv_connector="KVXferConnector",
+            kv_connector_module_path="kvxfer_vllm",
+            kv_role=role,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=more.pop("extra", {}),
+        )
         if any(group.state and not group.aligned for group in groups):
             more["caching"] = False  # vLLM has no prefix caching where it keeps one state for a request
-        ours = {key: more.pop(key) for key in ("budget", "seqs", "caching", "hybrid", "weights", "media_cache") if key in more}
+        ours = {
+            key: more.pop(key)
+            for key in ("budget", "seqs", "caching", "hybrid", "weights", "media_cache")
+            if key in more
+        }
         engine = Engine(wire, vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more})
         engines.append(engine)
         engine.step()  # its workers introduce themselves

@@ -63,10 +63,18 @@ WRONG = 999
 ANSWER_S = 20.0
 
 MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 1000,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,12 @@ class Group:
     def spec(self) -> Any:
         if self.state:
             return MambaSpec(
-                block_size=self.block, shapes=((2048,),), dtypes=(torch.int8,), num_speculative_blocks=self.drafts,
+                block_size=self.block,
+                shapes=((2048,),),
+                dtypes=(torch.int8,),
+                num_speculative_blocks=self.drafts,
                 mamba_cache_mode="align" if self.aligned else "none",
-            )  # fmt: skip
+            )
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
         if self.chunk:
             return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.chunk)
@@ -145,21 +156,32 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 def vllm_config(
-    folder: pathlib.Path, transfer: KVTransferConfig, *, budget: int = 64, seqs: int = 8, caching: bool = True,
-    hybrid: bool = True, weights: str = "dummy", media_cache: float = 4,
-) -> VllmConfig:  # fmt: skip
+    folder: pathlib.Path,
+    transfer: KVTransferConfig,
+    *,
+    budget: int = 64,
+    seqs: int = 8,
+    caching: bool = True,
+    hybrid: bool = True,
+    weights: str = "dummy",
+    media_cache: float = 4,
+) -> VllmConfig:
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LONGEST, enable_chunked_prefill=True,
-            is_encoder_decoder=False, disable_hybrid_kv_cache_manager=not hybrid,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=LONGEST,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            disable_hybrid_kv_cache_manager=not hybrid,
         ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
         load_config=LoadConfig(load_format=weights),
         kv_transfer_config=transfer,
         device_config=DeviceConfig("cpu"),
-    )  # fmt: skip
+    )
     config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=media_cache)
     return config
 
@@ -171,9 +193,17 @@ class Engine:
     block = BLOCK
 
     def __init__(
-        self, wire: Wire, config: VllmConfig, groups: Sequence[Group] = FULL, *, blocks: int = 60, ranks: int = 1,
-        overlap: bool = False, resumes_as_new: bool = False, hashed: int = BLOCK,
-    ) -> None:  # fmt: skip
+        self,
+        wire: Wire,
+        config: VllmConfig,
+        groups: Sequence[Group] = FULL,
+        *,
+        blocks: int = 60,
+        ranks: int = 1,
+        overlap: bool = False,
+        resumes_as_new: bool = False,
+        hashed: int = BLOCK,
+    ) -> None:
         init_none_hash(sha256)
         self.wire, self.groups, self.blocks = wire, tuple(groups), blocks
         self.layers = _layers(self.groups)  # name -> group
@@ -184,20 +214,23 @@ class Engine:
         config.scheduler_config.async_scheduling = overlap
         self.memory = np.zeros((blocks, BLOCK), np.int64)
         kv = KVCacheConfig(
-            num_blocks=blocks, kv_cache_tensors=[],
+            num_blocks=blocks,
+            kv_cache_tensors=[],
             kv_cache_groups=[
                 KVCacheGroupSpec([name], groups[i].spec(), **({"enable_kv_transfer": False} if groups[i].local else {}))
                 for name, i in self.layers.items()
             ],
-        )  # fmt: skip
-        self.workers = [
-            KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv) for _ in range(ranks)
-        ]
+        )
+        self.workers = [KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv) for _ in range(ranks)]
         scheduler = AsyncScheduler if overlap else Scheduler
         self.scheduler = scheduler(
-            vllm_config=config, kv_cache_config=kv, structured_output_manager=StructuredOutputManager(config),
-            block_size=max(g.block for g in groups), hash_block_size=hashed, log_stats=True,
-        )  # fmt: skip
+            vllm_config=config,
+            kv_cache_config=kv,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=max(g.block for g in groups),
+            hash_block_size=hashed,
+            log_stats=True,
+        )
         self.scheduler.use_v2_model_runner = resumes_as_new
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.hasher = get_request_block_hasher(hashed, sha256)
@@ -228,18 +261,27 @@ class Engine:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def add(
-        self, tokens: Sequence[int] | None, params: dict[str, Any] | None = None, *, n: int = 4, name: str | None = None,
+        self,
+        tokens: Sequence[int] | None,
+        params: dict[str, Any] | None = None,
+        *,
+        n: int = 4,
+        name: str | None = None,
         **more: Any,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Queue a request; the result is its id."""
         self.count += 1
         name = f"{name or f'r{self.count}'}-{secrets.token_hex(4)}"  # as vLLM does: no other engine calls it so
         extra = {"kv_transfer_params": params} if params is not None else None
         self.scheduler.add_request(
             Request(
-                name, list(tokens) if tokens is not None else None,
-                SamplingParams(max_tokens=n, ignore_eos=True, extra_args=extra), None, block_hasher=self.hasher, **more,
-            )  # fmt: skip
+                name,
+                list(tokens) if tokens is not None else None,
+                SamplingParams(max_tokens=n, ignore_eos=True, extra_args=extra),
+                None,
+                block_hasher=self.hasher,
+                **more,
+            )
         )
         return name
 
@@ -249,9 +291,12 @@ class Engine:
     def reject(self, tokens: Sequence[int], params: dict[str, Any], name: str) -> None:
         """What vLLM's front end has the engine do about a request that it has refused."""
         request = Request(
-            name, [0], SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}), None,
+            name,
+            [0],
+            SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}),
+            None,
             block_hasher=self.hasher,
-        )  # fmt: skip
+        )
         self.scheduler.add_request(request)
         self.abort(name)
 
@@ -323,9 +368,7 @@ class Engine:
             self._begin(new.req_id, new.block_ids)
             work.append((new.req_id, new.num_computed_tokens))
         cached = output.scheduled_cached_reqs
-        for name, more, start in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
+        for name, more, start in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             if name in cached.resumed_req_ids:
                 self._begin(name, more)
             elif more is not None:
@@ -456,5 +499,3 @@ def _layers(groups: Sequence[Group]) -> dict[str, int]:
 
 def _content(layer: str, h: int) -> int:
     return int(h) * 4096 + zlib.crc32(layer.encode()) % 4096
-
-

@@ -60,9 +60,16 @@ def backend(path: str) -> type:
 
 
 def engine(
-    layers: dict[str, Layer], block: int, size: int = 1, order: str = "LBHNC", *, kernel: int | None = None,
-    hf: Any = None, shared: dict[str, str] | None = None, cache_dtype: str = "auto",
-) -> list[Side]:  # fmt: skip
+    layers: dict[str, Layer],
+    block: int,
+    size: int = 1,
+    order: str = "LBHNC",
+    *,
+    kernel: int | None = None,
+    hf: Any = None,
+    shared: dict[str, str] | None = None,
+    cache_dtype: str = "auto",
+) -> list[Side]:
     """All ranks of an engine whose layers make one group.
 
     Args:
@@ -85,9 +92,12 @@ def engine(
             names = [n for n in specs if specs[n] == spec]
             ratio = block // (kernel or block)
             shape = {
-                "L": len(names), "B": BLOCKS * ratio, "H": _slots(spec),
-                "N": (kernel or block) // getattr(spec, "tokens_per_state", 1), "C": _cell(spec),
-            }  # fmt: skip
+                "L": len(names),
+                "B": BLOCKS * ratio,
+                "H": _slots(spec),
+                "N": (kernel or block) // getattr(spec, "tokens_per_state", 1),
+                "C": _cell(spec),
+            }
             strides, step = {}, 1
             for axis in reversed(order):
                 strides[axis] = step
@@ -120,12 +130,16 @@ def engine(
     return sides
 
 
-def fill(sides: list[Side], layers: dict[str, Layer], table: Sequence[int], positions: Sequence[int] | np.ndarray) -> None:
+def fill(
+    sides: list[Side], layers: dict[str, Layer], table: Sequence[int], positions: Sequence[int] | np.ndarray
+) -> None:
     """Have the writers write tokens into every rank's cache."""
     for rank, side in enumerate(sides if len(positions) else ()):
         expanded = np.asarray(side.layout.tables((tuple(table),))[0])
         for name, layer in layers.items():
-            layer.write(side.tensors[name], side.specs[name], expanded, rank, len(sides), np.asarray(positions, np.int64))
+            layer.write(
+                side.tensors[name], side.specs[name], expanded, rank, len(sides), np.asarray(positions, np.int64)
+            )
 
 
 def load(p: list[Side], d: list[Side], src: Sequence[int], dst: Sequence[int], start: int, tokens: int) -> None:
@@ -137,9 +151,11 @@ def load(p: list[Side], d: list[Side], src: Sequence[int], dst: Sequence[int], s
             if not claims:
                 continue
             of = caches[rank]
-            runs = Planner(of.layout.cache, side.layout.cache, claims).plan(
-                of.layout.tables((tuple(src),)), side.layout.tables((tuple(dst),)), start, tokens
-            ).runs()
+            runs = (
+                Planner(of.layout.cache, side.layout.cache, claims)
+                .plan(of.layout.tables((tuple(src),)), side.layout.tables((tuple(dst),)), start, tokens)
+                .runs()
+            )
             a, b = of.memory.numpy(), side.memory.numpy()
             for s, t, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
                 b[t : t + n] = a[s : s + n]
@@ -150,8 +166,15 @@ def table(block: int, tokens: int, seed: int) -> list[int]:
     return (1 + np.random.default_rng(seed).permutation(BLOCKS - 1)[: -(-tokens // block)]).tolist()
 
 
-def law(layers: dict[str, Layer], p: list[Side], d: list[Side], whole: list[Side], sizes: tuple[int, int], n: int,
-        start: int = 0) -> None:  # fmt: skip
+def law(
+    layers: dict[str, Layer],
+    p: list[Side],
+    d: list[Side],
+    whole: list[Side],
+    sizes: tuple[int, int],
+    n: int,
+    start: int = 0,
+) -> None:
     """A consumer that loads tokens ``[start, n - 1)`` and computes the others itself holds, byte for byte, what it would
     hold had it computed all of them (``whole``: the same engine, empty)."""
     (bp, bd), src, dst = sizes, table(sizes[0], n, 1), table(sizes[1], n, 2)

@@ -63,7 +63,9 @@ def described(tensors: dict[str, torch.Tensor], kv: KVCacheConfig) -> Layout:
             regions.append(Region(t.data_ptr(), t.untyped_storage().nbytes()))
             block, head, token = (s * t.element_size() for s in t.stride()[:3])
             unit = t.shape[3] * t.element_size()
-            views.append(View("kv", g, (name,), (start,), BLOCKS, block, unit, "x", Heads(0, HEADS, HEADS, head), token))
+            views.append(
+                View("kv", g, (name,), (start,), BLOCKS, block, unit, "x", Heads(0, HEADS, HEADS, head), token)
+            )
     groups = (Group(TOKENS), Group(TOKENS, "window", SPAN))
     return Layout(Cache(tuple(regions), groups, tuple(views), Rank()), (1, 1))
 
@@ -78,7 +80,9 @@ class Fetched:
         self.seen = {name: t.clone() for name, t in self.tensors.items()}
 
 
-def load(monkeypatch: pytest.MonkeyPatch, kv: KVCacheConfig, blocks: Any, start: int, tokens: int) -> dict[str, torch.Tensor]:
+def load(
+    monkeypatch: pytest.MonkeyPatch, kv: KVCacheConfig, blocks: Any, start: int, tokens: int
+) -> dict[str, torch.Tensor]:
     """What the worker half leaves in memory before the bytes of a load may come."""
     tensors = stale(kv)
     agent = Fetched(tensors)

@@ -24,7 +24,10 @@ def config(method: str | None, hidden: int = 64) -> Any:
     return SimpleNamespace(
         speculative_config=None if method is None else SimpleNamespace(method=method, draft_model_config=draft),
         model_config=SimpleNamespace(
-            get_total_num_hidden_layers=lambda: 2, get_total_num_kv_heads=lambda: 2, hf_text_config=shape, hf_config=shape
+            get_total_num_hidden_layers=lambda: 2,
+            get_total_num_kv_heads=lambda: 2,
+            hf_text_config=shape,
+            hf_config=shape,
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )

@@ -135,7 +135,9 @@ def test_abort_at_the_producer(make: Make, wire: Wire, groups: Any, when: str) -
     wire.paused = True
     d.steps(2)
     steps = {"queued": 0, "prefilling": 2, "decoding": 5, "held": 6}[when]
-    held = when == "held" or (when == "decoding" and any(group.state for group in groups))  # it does not go on after its first token
+    held = when == "held" or (
+        when == "decoding" and any(group.state for group in groups)
+    )  # it does not go on after its first token
     p.steps(steps)
     p.abort(a)
     p.steps(3) if held else p.run(until=None)

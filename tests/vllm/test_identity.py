@@ -41,7 +41,9 @@ def write(folder: Path, tensors: Weights, files: int = 1, form: str = "model") -
     names = sorted(tensors)
     where = {name: f"{form}-{i % files + 1:05}-of-{files:05}.safetensors" for i, name in enumerate(names)}
     for file in set(where.values()):
-        save_file({n: tensors[n] for n in reversed(names) if where[n] == file}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {n: tensors[n] for n in reversed(names) if where[n] == file}, folder / file, metadata={"format": "pt"}
+        )
     if files > 1:
         (folder / f"{form}.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -100,12 +102,15 @@ def test_other_formats(tmp_path: Path, name: str) -> None:
     assert fingerprint(tmp_path / "0" / name) == fingerprint(tmp_path / "0")
 
 
-def test_a_large_checkpoint_costs_a_bounded_number_of_small_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_checkpoint_costs_a_bounded_number_of_small_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files, each, size = 200, 40, 1 << 27
     for f in range(files):
         names = [f"layers.{f}.experts.{t}.weight" for t in range(each)]
         header: Any = {
-            name: {"dtype": "BF16", "shape": [size // 2], "data_offsets": [t * size, (t + 1) * size]} for t, name in enumerate(names)
+            name: {"dtype": "BF16", "shape": [size // 2], "data_offsets": [t * size, (t + 1) * size]}
+            for t, name in enumerate(names)
         }
         content = json.dumps(header).encode()
         with (tmp_path / f"model-{f:05}.safetensors").open("wb") as out:
@@ -143,11 +148,22 @@ def test_a_tensor_that_lies_outside_of_its_file(tmp_path: Path) -> None:
 
 
 def config(folder: Path | str, revision: str | None = None, load_format: str = "auto", **more: Any) -> Any:
-    shape = {**MODEL, "_name_or_path": str(folder), "text_config": {"_name_or_path": str(folder)}, **more.pop("shape", {})}
+    shape = {
+        **MODEL,
+        "_name_or_path": str(folder),
+        "text_config": {"_name_or_path": str(folder)},
+        **more.pop("shape", {}),
+    }
     model = {
-        "model": str(folder), "revision": revision, "dtype": "torch.bfloat16", "quantization": None, "max_model_len": 2048,
-        "hf_config": SimpleNamespace(to_dict=lambda: shape), "hf_text_config": SimpleNamespace(**shape), **more,
-    }  # fmt: skip
+        "model": str(folder),
+        "revision": revision,
+        "dtype": "torch.bfloat16",
+        "quantization": None,
+        "max_model_len": 2048,
+        "hf_config": SimpleNamespace(to_dict=lambda: shape),
+        "hf_text_config": SimpleNamespace(**shape),
+        **more,
+    }
     load = SimpleNamespace(load_format=load_format, download_dir=more.pop("download_dir", None))
     return SimpleNamespace(model_config=SimpleNamespace(**model), load_config=load)
 

@@ -46,13 +46,21 @@ def one_thread() -> Iterator[None]:
 
 
 def attention(
-    config: VllmConfig, name: str, *, heads: int = 2, size: int = HEAD, dtype: str = "auto", of: torch.Tensor | None = None,
+    config: VllmConfig,
+    name: str,
+    *,
+    heads: int = 2,
+    size: int = HEAD,
+    dtype: str = "auto",
+    of: torch.Tensor | None = None,
     **more: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """A layer of vLLM's with its cache; the cache. ``of``: another layer's."""
     config.cache_config.cache_dtype = dtype
     with set_current_vllm_config(config):
-        layer = Attention(2 * heads, size, 1.0, num_kv_heads=heads, cache_config=config.cache_config, prefix=name, **more)
+        layer = Attention(
+            2 * heads, size, 1.0, num_kv_heads=heads, cache_config=config.cache_config, prefix=name, **more
+        )
     layer.isa = _get_attn_isa(config.model_config.dtype, TOKENS, size, dtype)
     stored = torch.uint8 if dtype.startswith("fp8") else config.model_config.dtype
     shape = BLOCKS, heads, TOKENS, 2 * size
@@ -64,9 +72,7 @@ def attention(
 def described(config: VllmConfig, tensors: dict[str, torch.Tensor], *, window: int = 0) -> Cache:
     """As the connector describes them, in one group beside one whose layers another stage has."""
     (heads, tokens, content), dtype = next(iter(tensors.values())).shape[1:], next(iter(tensors.values())).dtype
-    shape: dict[str, Any] = {
-        "block_size": tokens, "num_kv_heads": heads, "head_size": content // 2, "dtype": dtype,
-    }  # fmt: skip
+    shape: dict[str, Any] = {"block_size": tokens, "num_kv_heads": heads, "head_size": content // 2, "dtype": dtype}
     spec = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
     groups = [KVCacheGroupSpec(["elsewhere"], spec), KVCacheGroupSpec(list(tensors), spec)]
     return Layout.of(tensors, KVCacheConfig(BLOCKS, [], groups), config, Rank()).cache
@@ -96,17 +102,27 @@ def passes(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmConfig, c
 )
 @pytest.mark.parametrize("model", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_cpu_attention_is_as_described(
-    config: VllmConfig, heads: int, size: int, dtype: str, window: int, model: torch.dtype,
+    config: VllmConfig,
+    heads: int,
+    size: int,
+    dtype: str,
+    window: int,
+    model: torch.dtype,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     config.model_config.dtype = model
     torch.manual_seed(1)
     tensors = {
         f"model.layers.{i}.attn": attention(
-            config, f"model.layers.{i}.attn", heads=heads, size=size, dtype=dtype, per_layer_sliding_window=window or None
+            config,
+            f"model.layers.{i}.attn",
+            heads=heads,
+            size=size,
+            dtype=dtype,
+            per_layer_sliding_window=window or None,
         )
         for i in range(3)
-    }  # fmt: skip
+    }
     line = passes(described(config, tensors, window=window), tensors, config, caplog)
     assert line.startswith("3 of 3 layers write their KV cache as described, found in ")
     assert "not checked" not in line
@@ -176,7 +192,9 @@ def test_head_and_token_strides_exchanged_stop_the_start(config: VllmConfig, mon
     k = replace(packed, plane="k", unit=row, token_stride=2 * row)
     v = replace(k, plane="v", offsets=tuple(o + row for o in k.offsets))
     check_layout(replace(cache, views=(k, v)), tensors, config)
-    swapped = [replace(p, heads=replace(packed.heads, stride=2 * row), token_stride=packed.heads.stride) for p in (k, v)]
+    swapped = [
+        replace(p, heads=replace(packed.heads, stride=2 * row), token_stride=packed.heads.stride) for p in (k, v)
+    ]
     said = refusal(replace(cache, views=tuple(swapped)), tensors, config)
     assert "token 1 of head 0 of plane 'k' there; found what the engine wrote of token 0 of head 1 of k" in said
 
@@ -202,9 +220,14 @@ def plain(tensors: dict[str, torch.Tensor], plane: str) -> Cache:
 def test_latents_are_as_described(config: VllmConfig, caplog: pytest.LogCaptureFixture) -> None:
     name, memory = "model.layers.0.attn", torch.zeros(BLOCKS, 1, TOKENS, 512 + 64, dtype=torch.bfloat16)
     config.compilation_config.static_forward_context[name] = SimpleNamespace(
-        impl=CPUMLAImpl.__new__(CPUMLAImpl), get_attn_backend=lambda: CPUMLABackend, kv_cache=memory.squeeze(1),
-        kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_dtype="auto", _k_scale=torch.ones(()),
-    )  # fmt: skip
+        impl=CPUMLAImpl.__new__(CPUMLAImpl),
+        get_attn_backend=lambda: CPUMLABackend,
+        kv_cache=memory.squeeze(1),
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        kv_cache_dtype="auto",
+        _k_scale=torch.ones(()),
+    )
     tensors = {name: memory}
     cache = plain(tensors, "latent")
     assert passes(cache, tensors, config, caplog).startswith("1 of 1 layers write")
@@ -237,7 +260,10 @@ def test_an_indexers_page_is_no_rows_of_tokens(
     tensors = {name: memory}
     cache = plain(tensors, "latent")
     said = refusal(cache, tensors, config)
-    assert "expected what the engine wrote of token 0 of plane 'latent' there; found what the engine wrote of token 1" in said
+    assert (
+        "expected what the engine wrote of token 0 of plane 'latent' there; found what the engine wrote of token 1"
+        in said
+    )
     (view,) = cache.views
     whole = replace(view, unit=132 * TOKENS, token_stride=None)
     assert passes(replace(cache, views=(whole,)), tensors, config, caplog).startswith("1 of 1 layers write")

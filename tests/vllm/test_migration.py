@@ -61,14 +61,17 @@ def test_an_unknown_key_is_still_an_error() -> None:
         Config.from_mapping(settings)
 
 
-@pytest.mark.parametrize("extra, port, named", [
-    (old(nccl_num_channels="many"), 1, "nccl_num_channels"),
-    (old(nccl_num_channels=0), 1, "nccl_num_channels"),
-    (old(nccl_num_channels=64), 1, "32"),
-    (old(send_type="PUSH"), 1, "PUT_ASYNC"),
-    (old(), 70_000, "kv_port"),
-    (old(), None, "kv_port"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra, port, named",
+    [
+        (old(nccl_num_channels="many"), 1, "nccl_num_channels"),
+        (old(nccl_num_channels=0), 1, "nccl_num_channels"),
+        (old(nccl_num_channels=64), 1, "32"),
+        (old(send_type="PUSH"), 1, "PUT_ASYNC"),
+        (old(), 70_000, "kv_port"),
+        (old(), None, "kv_port"),
+    ],
+)
 def test_values_that_cannot_be_are_named(extra: dict[str, Any], port: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         translate(extra, SimpleNamespace(kv_port=port))

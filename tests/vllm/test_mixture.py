@@ -101,9 +101,10 @@ class Mixture:
 
 
 @pytest.mark.parametrize(
-    "groups", [FULL, HYBRID, ALIGNED, DRAFTING, CHUNKED, LOCAL],
+    "groups",
+    [FULL, HYBRID, ALIGNED, DRAFTING, CHUNKED, LOCAL],
     ids=["full", "hybrid", "aligned", "drafting", "chunked", "local"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("overlap", [False, True], ids=["stepwise", "overlapped"])
 @pytest.mark.parametrize("seed", range(8))
 def test_mixture(make: Make, wire: Wire, groups: tuple[Group, ...], seed: int) -> None:
@@ -111,12 +112,16 @@ def test_mixture(make: Make, wire: Wire, groups: tuple[Group, ...], seed: int) -
     policy = rng.choice(["recompute", "fail"])
     engines = tuple(
         make(
-            groups, blocks=rng.choice([20, 30, 60]) * len(groups), budget=rng.choice([16, 64]), policy=policy,
-            caching=rng.random() < 0.7, resumes_as_new=rng.random() < 0.5,
+            groups,
+            blocks=rng.choice([20, 30, 60]) * len(groups),
+            budget=rng.choice([16, 64]),
+            policy=policy,
+            caching=rng.random() < 0.7,
+            resumes_as_new=rng.random() < 0.5,
             hashed=rng.choice([8, 16]) if any(group.aligned for group in groups) else 16,
         )
         for _ in range(2)
-    )  # fmt: skip
+    )
     wire.paused = True
     mixture = Mixture(rng, wire, engines)  # type: ignore[arg-type]
     for _ in range(120):

@@ -24,16 +24,20 @@ OURS = {"kv_connector": "KVXferConnector", "kv_connector_module_path": "kvxfer_v
 
 def sibling(**extra: Any) -> dict[str, Any]:
     return {
-        "kv_connector": "Sibling", "kv_connector_module_path": "tests.vllm.sibling", "kv_role": "kv_both",
+        "kv_connector": "Sibling",
+        "kv_connector_module_path": "tests.vllm.sibling",
+        "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
-    }  # fmt: skip
+    }
 
 
 def multi(*children: dict[str, Any]) -> KVTransferConfig:
     return KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
         kv_connector_extra_config={"connectors": list(children)},
-    )  # fmt: skip
+    )
 
 
 ORDERS = pytest.mark.parametrize("ours_first", [True, False], ids=["first", "last"])
@@ -68,9 +72,10 @@ def test_beside_one_that_saves(make: Make, wire: Wire, ours_first: bool, groups:
 def test_beside_the_example(make: Make, tmp_path: pathlib.Path) -> None:
     """vLLM's own `ExampleConnector`, which knows of one group only."""
     example = {
-        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "store")},
-    }  # fmt: skip
+    }
     p, d = make(transfer=multi(OURS, example), hybrid=False), make(transfer=multi(OURS, example), hybrid=False)
     text = prompt(90)
     name = decode(d, text, prefill(p, text), p)

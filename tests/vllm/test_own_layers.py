@@ -31,8 +31,10 @@ FULL, WINDOW, STATE = Group(), Group(window=24), Group(state=True, aligned=True)
         ((FULL, STATE), (FULL, LOCAL, STATE)),
         ((LOCAL, WINDOW), (WINDOW,)),
     ],
-    ids=lambda groups: "+".join("draft" if g.own else "local" if g.local else "w" if g.window else "s" if g.state else "f" for g in groups),
-)  # fmt: skip
+    ids=lambda groups: "+".join(
+        "draft" if g.own else "local" if g.local else "w" if g.window else "s" if g.state else "f" for g in groups
+    ),
+)
 @pytest.mark.parametrize("n", [2, 40, 49])
 def test_the_rest_is_moved(make: Make, of: Any, to: Any, n: int) -> None:
     """Tables stand at other places in the two engines, and have another number of rows."""

@@ -101,9 +101,11 @@ def write_kv(total: int) -> Any:
 def attention(total: int, cls: Any = FullAttentionSpec, by: Any = FlashAttentionBackend, **more: Any) -> Layer:
     given = {"head_size": DIM, "head_size_v": DIM, "dtype": torch.bfloat16, **more}
     return Layer(
-        lambda size, block: make(cls, block_size=block, num_kv_heads=split(total)(size), **given), write_kv(total), by,
+        lambda size, block: make(cls, block_size=block, num_kv_heads=split(total)(size), **given),
+        write_kv(total),
+        by,
         {"sliding_window": given.get("sliding_window"), "kv_cache_dtype": "auto"},
-    )  # fmt: skip
+    )
 
 
 KINDS = {
@@ -146,8 +148,14 @@ def write_cpu(total: int, cache_dtype: str) -> Any:
         ops.cpu_attn_reshape_and_cache(
             numbers("k", total, positions, spec.head_size)[:, mine].to(torch.bfloat16),
             numbers("v", total, positions, spec.head_size)[:, mine].to(torch.bfloat16),
-            key_cache, value_cache, slots, isa, 1.0, 1.0, cache_dtype,
-        )  # fmt: skip
+            key_cache,
+            value_cache,
+            slots,
+            isa,
+            1.0,
+            1.0,
+            cache_dtype,
+        )
 
     return write
 
@@ -172,7 +180,7 @@ def write_latent(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, 
     rows = numbers("latent", 1, positions, spec.head_size).to(t.dtype)
     CPUMLAImpl.do_kv_cache_update(
         SimpleNamespace(), rows[:, 0, :-8].contiguous(), rows[..., -8:].contiguous(), t.squeeze(1), slots, "auto", None
-    )  # fmt: skip
+    )
 
 
 def write_latent_kernel(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, positions: np.ndarray) -> None:
@@ -208,7 +216,13 @@ def write_rows(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, po
 
 
 def ds_mla(**more: Any) -> Layer:
-    given = {"dtype": torch.uint8, "state_content_bytes": 656, "cache_dtype_str": "fp8_ds_mla", "head_size": 576, **more}
+    given = {
+        "dtype": torch.uint8,
+        "state_content_bytes": 656,
+        "cache_dtype_str": "fp8_ds_mla",
+        "head_size": 576,
+        **more,
+    }
     layer = latent(write_rows, FlashMLASparseBackend, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, **given)
     return Layer(layer.spec, layer.write, layer.backend, {"kv_cache_dtype": "fp8_ds_mla"})
 
@@ -287,9 +301,14 @@ def write_compressed(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: i
 def test_rows_of_several_tokens_go_with_their_page(n: int) -> None:
     layers = {
         "model.layers.0.attn": latent(
-            write_compressed, backend("models.deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend"), tokens_per_state=4,
-            state_content_bytes=584, dtype=torch.uint8, head_size=512, model_version="deepseek_v4",
-        )  # fmt: skip
+            write_compressed,
+            backend("models.deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend"),
+            tokens_per_state=4,
+            state_content_bytes=584,
+            dtype=torch.uint8,
+            head_size=512,
+            model_version="deepseek_v4",
+        )
     }
     p = engine(layers, 64, 8)
     d, whole = (engine(layers, 64, 2) for _ in range(2))
@@ -363,9 +382,13 @@ def test_pages_of_unknown_content_in_too_many_pieces_stop_the_start() -> None:
 def gemma4(full: int, sliding: int) -> Any:
     """Layer 0 sliding, layer 1 full."""
     return Gemma4TextConfig(
-        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], num_attention_heads=32,
-        num_key_value_heads=sliding, num_global_key_value_heads=full, attention_k_eq_v=True,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        num_attention_heads=32,
+        num_key_value_heads=sliding,
+        num_global_key_value_heads=full,
+        attention_k_eq_v=True,
+    )
 
 
 def mimo(full: int, sliding: int) -> Any:
@@ -426,9 +449,18 @@ def test_a_number_of_heads_that_the_spec_names_is_believed() -> None:
 # --- what bytes depend on
 
 NAMES = [
-    "float16", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
-    "turboquant_k8v4", "turboquant_4bit_nc", "int4_per_token_head",
-]  # fmt: skip
+    "float16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_inc",
+    "int8_per_token_head",
+    "fp8_per_token_head",
+    "nvfp4",
+    "nvfp4_4over6",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "int4_per_token_head",
+]
 DTYPES = ["auto", *(name for name in NAMES if name in STR_DTYPE_TO_TORCH_DTYPE)]
 
 
@@ -475,9 +507,10 @@ def test_layers_that_share_a_cache_are_moved_once() -> None:
 # --- windows and chunks with blocks that are gone
 
 
-@pytest.mark.parametrize(("cls", "more", "first"), [
-    (SlidingWindowSpec, {"sliding_window": 40}, 3), (ChunkedLocalAttentionSpec, {"attention_chunk_size": 64}, 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cls", "more", "first"),
+    [(SlidingWindowSpec, {"sliding_window": 40}, 3), (ChunkedLocalAttentionSpec, {"attention_chunk_size": 64}, 4)],
+)
 def test_blocks_that_have_fallen_behind_are_not_wanted(cls: Any, more: dict[str, int], first: int) -> None:
     layers = {"model.layers.0.attn": attention(2, cls, **more)}
     (p,), (d,) = engine(layers, 32), engine(layers, 32)

@@ -15,9 +15,12 @@ from tests.vllm.conftest import Make
 from tests.vllm.engine import FULL, HYBRID, Engine, ours, prompt
 
 LOAD = {
-    "do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 9, "kvxfer_transfer": "own/1/x",
+    "do_remote_prefill": True,
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+    "kvxfer_transfer": "own/1/x",
     "kvxfer_epoch": "1",
-}  # fmt: skip
+}
 POLICIES = pytest.mark.parametrize("policy", ["recompute", "fail"])
 
 

@@ -55,9 +55,7 @@ def test_a_router_that_mixes_up(make: Make) -> None:
     p.lease_ends()
 
 
-@pytest.mark.parametrize(
-    "lost", ["remote_host", "remote_port", "kvxfer_transfer", "kvxfer_epoch", "do_remote_prefill"]
-)
+@pytest.mark.parametrize("lost", ["remote_host", "remote_port", "kvxfer_transfer", "kvxfer_epoch", "do_remote_prefill"])
 def test_a_router_that_withholds(make: Make, lost: str) -> None:
     """What is missing makes D compute; P's lease runs out."""
     p, d = make(), make()
@@ -74,12 +72,25 @@ def test_a_router_that_withholds(make: Make, lost: str) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        {}, {"do_remote_prefill": True}, {"do_remote_prefill": 1, "remote_host": 7, "remote_port": "x"},
-        {"do_remote_prefill": True, "remote_host": "h", "remote_port": 70000, "kvxfer_transfer": "x", "kvxfer_epoch": "1"},
+        {},
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": 1, "remote_host": 7, "remote_port": "x"},
+        {
+            "do_remote_prefill": True,
+            "remote_host": "h",
+            "remote_port": 70000,
+            "kvxfer_transfer": "x",
+            "kvxfer_epoch": "1",
+        },
         {"do_remote_prefill": True, "remote_host": "h", "remote_port": 7, "kvxfer_transfer": "x", "kvxfer_epoch": "zz"},
         {"do_remote_prefill": True, "remote_host": "h", "remote_port": 7, "kvxfer_transfer": "x", "kvxfer_epoch": "-1"},
-        {"do_remote_prefill": True, "remote_host": "h", "remote_port": 7, "kvxfer_transfer": "x",
-         "kvxfer_epoch": "f" * 40},
+        {
+            "do_remote_prefill": True,
+            "remote_host": "h",
+            "remote_port": 7,
+            "kvxfer_transfer": "x",
+            "kvxfer_epoch": "f" * 40,
+        },
         {"do_remote_prefill": True, "remote_host": "h\udc80", "remote_port": 7, "transfer_id": "x"},
         {"do_remote_prefill": True, "remote_host": "h", "remote_port": 7, "transfer_id": "\udc80"},
         {"do_remote_prefill": True, "remote_host": "h", "remote_port": True, "transfer_id": ["x"]},
@@ -87,7 +98,7 @@ def test_a_router_that_withholds(make: Make, lost: str) -> None:
         {"do_remote_decode": "yes", "transfer_id": {"a": 1}},
         {"unknown": object},
     ],
-)  # fmt: skip
+)
 def test_params_that_make_no_sense(make: Make, wire: Wire, params: dict[str, Any]) -> None:
     """predecessor 2.4.3: whatever stands in a request's params, or nothing, it is answered and the engine lives."""
     d = make()

@@ -35,13 +35,18 @@ def loaded(k: float | list[float], v: float | list[float]) -> torch.nn.Module:
     return layer
 
 
-def cache(layers: dict[str, Any], spec: type = FullAttentionSpec, mode: KVQuantMode = KVQuantMode.FP8_PER_TENSOR) -> Cache:
+def cache(
+    layers: dict[str, Any], spec: type = FullAttentionSpec, mode: KVQuantMode = KVQuantMode.FP8_PER_TENSOR
+) -> Cache:
     heads = 1 if spec is MLAAttentionSpec else HEADS
     quantised = mode is not KVQuantMode.NONE
     made = spec(
-        block_size=TOKENS, num_kv_heads=heads, head_size=SIZE, dtype=torch.uint8 if quantised else torch.bfloat16,
+        block_size=TOKENS,
+        num_kv_heads=heads,
+        head_size=SIZE,
+        dtype=torch.uint8 if quantised else torch.bfloat16,
         kv_quant_mode=mode,
-    )  # fmt: skip
+    )
     kv = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(list(NAMES), made)])
     content = SIZE if spec is MLAAttentionSpec else 2 * SIZE
     memory = torch.zeros(len(NAMES), BLOCKS, heads, TOKENS, content, dtype=made.dtype)

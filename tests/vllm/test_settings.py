@@ -14,7 +14,12 @@ from kvxfer_vllm.settings import groups_of, settings_of
 
 
 def config(extra: dict[str, Any] | None = None, **parallel: int) -> Any:
-    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
+    sizes = {
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        **parallel,
+    }
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra, kv_port=0, kv_role="kv_both"),
         parallel_config=SimpleNamespace(**sizes),

@@ -100,7 +100,9 @@ class Side:
             self.states[1][block] = torch.from_numpy(matrix).float()
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, kind: str, size: int, order: str, drafts: int = 0, **more: Any) -> list[Side]:
+def engine(
+    monkeypatch: pytest.MonkeyPatch, kind: str, size: int, order: str, drafts: int = 0, **more: Any
+) -> list[Side]:
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: order)
     return [Side(kind, rank, size, drafts, **more) for rank in range(size)]
 
@@ -161,9 +163,7 @@ def test_what_is_not_certain_goes_to_the_same_rank_of_an_equal_engine(
     monkeypatch: pytest.MonkeyPatch, kind: str, more: dict[str, Any]
 ) -> None:
     world = World(kind) if not kind.startswith("Kimi") else World("QwenGatedDeltaNetAttention")
-    monkeypatch.setattr(
-        f"{__name__}.shapes", lambda _, size, drafts, find=shapes: find(world.kind, size, drafts)
-    )
+    monkeypatch.setattr(f"{__name__}.shapes", lambda _, size, drafts, find=shapes: find(world.kind, size, drafts))
     two, other = (engine(monkeypatch, kind, 2, "SD", **more) for _ in range(2))
     for side in two:
         side.write(world, 3)

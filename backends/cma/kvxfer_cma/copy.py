@@ -58,9 +58,16 @@ class Direct:
         shares = max(1, min(crew.shares(nbytes), n))
         cuts = [n * i // shares for i in range(shares + 1)]
         self._shares = [
-            _Share(process, write, Pieces(local[lo:hi], lengths[lo:hi]), Pieces(remote[lo:hi], lengths[lo:hi]), hi - lo, runs_a_step)
+            _Share(
+                process,
+                write,
+                Pieces(local[lo:hi], lengths[lo:hi]),
+                Pieces(remote[lo:hi], lengths[lo:hi]),
+                hi - lo,
+                runs_a_step,
+            )
             for lo, hi in zip(cuts, cuts[1:], strict=False)
-        ]  # fmt: skip
+        ]
 
     def step(self) -> Step:
         if not self._process.ready():

@@ -36,7 +36,9 @@ class CmaRaw:
         self._pid, self._there = msgspec.msgpack.decode(theirs)
 
     def move(self, here: Ints, there: Ints, lengths: Ints) -> None:
-        tables = [np.ascontiguousarray(np.column_stack((at, lengths))) for at in (self._address + here, self._there + there)]
+        tables = [
+            np.ascontiguousarray(np.column_stack((at, lengths))) for at in (self._address + here, self._there + there)
+        ]
         for i in range(0, len(lengths), IOV_MAX):
             n, whole = len(lengths[i : i + IOV_MAX]), int(lengths[i : i + IOV_MAX].sum())
             local, remote = (ctypes.c_void_p(table.ctypes.data + 16 * i) for table in tables)

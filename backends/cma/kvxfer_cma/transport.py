@@ -129,9 +129,14 @@ class CmaTransport(Transport):
         if self._relay is not None:
             self._relay.offer(link, memories, writable)
         return Endpoint(
-            self.agent, self._host, self._pid_namespace, os.getpid(), link,
-            self._relay.name if self._relay is not None else "", tuple(exported),
-        ).encode()  # fmt: skip
+            self.agent,
+            self._host,
+            self._pid_namespace,
+            os.getpid(),
+            link,
+            self._relay.name if self._relay is not None else "",
+            tuple(exported),
+        ).encode()
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self._check_open()
@@ -140,8 +145,7 @@ class CmaTransport(Transport):
             raise TransportError("connect: `mine` is no endpoint of this transport, or was used before")
         if peer.host != self._host:
             raise TransportError(
-                f"{peer.agent} runs on another host; the cma back end works on one only, choose one that uses "
-                "a network"
+                f"{peer.agent} runs on another host; the cma back end works on one only, choose one that uses a network"
             )
         remote = Memories()
         by_number = {m.number: m.regions for m in peer.memories}

@@ -80,11 +80,13 @@ class Gpu:
             words = np.ctypeslib.as_array((ctypes.c_int64 * (size // 8)).from_address(self._host)).reshape(SLOTS, -1)
             self._free = [
                 _Slot(
-                    words[i], self._host + i * size // SLOTS, self._device + i * size // SLOTS,
+                    words[i],
+                    self._host + i * size // SLOTS,
+                    self._device + i * size // SLOTS,
                     *(check("making an event", api.cuEventCreate(TIMED)) for _ in range(2)),
                 )
                 for i in range(SLOTS)
-            ]  # fmt: skip
+            ]
 
     @property
     def ready(self) -> bool:
@@ -182,9 +184,21 @@ def describe(launch: Launch, rows_at: int, segments_at: int, work: ctypes.Array[
     by_chunks, shift_chunks = divisor(launch.chunks)
     by_rows, shift_rows = divisor(rows)
     WORK.pack_into(
-        work, 0, rows_at, segments_at, rows, len(launch.counts), launch.unit, tile.lanes.bit_length() - 1,
-        launch.chunks, launch.total, by_chunks, by_rows, shift_chunks, shift_rows,
-    )  # fmt: skip
+        work,
+        0,
+        rows_at,
+        segments_at,
+        rows,
+        len(launch.counts),
+        launch.unit,
+        tile.lanes.bit_length() - 1,
+        launch.chunks,
+        launch.total,
+        by_chunks,
+        by_rows,
+        shift_chunks,
+        shift_rows,
+    )
 
 
 def blocks_for(launch: Launch) -> int:
@@ -214,8 +228,13 @@ class CopyEngines:
         src, dst, length = (np.ascontiguousarray(a) for a in launch.runs())
         at = [ctypes.c_void_p(a.ctypes.data) for a in (dst, src, length)]
         error = self._call(
-            *at, ctypes.c_size_t(len(src)), ctypes.byref(self._attributes), ctypes.byref(self._first),
-            ctypes.c_size_t(1), *self._failed, ctypes.c_void_p(stream),
-        )  # fmt: skip
+            *at,
+            ctypes.c_size_t(len(src)),
+            ctypes.byref(self._attributes),
+            ctypes.byref(self._first),
+            ctypes.c_size_t(1),
+            *self._failed,
+            ctypes.c_void_p(stream),
+        )
         if error:
             raise CudaError("starting the copy engines", f"error {error}")

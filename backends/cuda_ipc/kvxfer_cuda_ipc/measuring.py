@@ -56,9 +56,17 @@ def cache(layout: str, lo: int = 0, hi: int = HEADS, tp: int = 0) -> Cache:
     names = tuple(f"layer.{i}" for i in range(LAYERS))
     views = tuple(
         View(
-            plane, 0, names, tuple(at + v * page for at in flat_starts(where)), BLOCKS, 2 * page, HEAD_BYTES, "bf16",
-            Heads(lo, count, HEADS, head), token,
-        )  # fmt: skip
+            plane,
+            0,
+            names,
+            tuple(at + v * page for at in flat_starts(where)),
+            BLOCKS,
+            2 * page,
+            HEAD_BYTES,
+            "bf16",
+            Heads(lo, count, HEADS, head),
+            token,
+        )
         for v, plane in enumerate("kv")
     )
     return Cache(where, (Group(TOKENS),), views, Rank(tp=tp))
@@ -167,11 +175,14 @@ def timed(consumer: Consumer, plan: CopyPlan, link: float, times: int = 9, verb:
     slept = [consumer.move(batch, wait=True) for _ in range(times)]
     rate = plan.nbytes / statistics.median(t for _, t in found) / 1e9
     return {
-        "bytes": plan.nbytes, "gbps": rate, "of_link": rate / link,
+        "bytes": plan.nbytes,
+        "gbps": rate,
+        "of_link": rate / link,
         "gbps_sleeping": plan.nbytes / statistics.median(t for _, t in slept) / 1e9,
-        "us": statistics.median(t for _, t in found) * 1e6, "submit_us": statistics.median(t for t, _ in found) * 1e6,
+        "us": statistics.median(t for _, t in found) * 1e6,
+        "submit_us": statistics.median(t for t, _ in found) * 1e6,
         "submit_us_worst": max(t for t, _ in found + slept) * 1e6,
-    }  # fmt: skip
+    }
 
 
 def check(consumer: Consumer, memory: torch.Tensor, plan: CopyPlan) -> int:
@@ -243,9 +254,11 @@ def slowdown(consumer: Consumer, plan: CopyPlan, device: int) -> dict[str, Any]:
         torch.cuda.synchronize(device)
     base, with_copies = statistics.median(alone), statistics.median(beside)
     return {
-        "matmul_ms": base / count, "tflops": 2 * 8192**3 * count / base / 1e9, "slowdown": with_copies / base - 1,
+        "matmul_ms": base / count,
+        "tflops": 2 * 8192**3 * count / base / 1e9,
+        "slowdown": with_copies / base - 1,
         "gbps_beside": moved / spent / 1e9,
-    }  # fmt: skip
+    }
 
 
 def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str, Callable[[], None]]]:

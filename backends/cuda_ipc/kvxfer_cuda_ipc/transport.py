@@ -143,7 +143,11 @@ class CudaIpcTransport(Transport):
         link = os.urandom(LINK_BYTES)
         self._lines.offer(link)
         return Endpoint(
-            self.agent, self._host, process(), link, self._lines.name,
+            self.agent,
+            self._host,
+            process(),
+            link,
+            self._lines.name,
             tuple(e for number, e in self._exported.items() if number in memories),
         ).encode()
 
@@ -165,7 +169,9 @@ class CudaIpcTransport(Transport):
                 self._let_go(peer, lowerings)
                 raise
         self._numbers += 1
-        self._links[self._numbers] = _Link(self._lines.connect(link, peer.link, peer.socket, peer.agent), peer, lowerings)
+        self._links[self._numbers] = _Link(
+            self._lines.connect(link, peer.link, peer.socket, peer.agent), peer, lowerings
+        )
         self._wakeup.set()
         return self._numbers
 

@@ -27,9 +27,11 @@ class Channel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
-            (socket.TCP_KEEPIDLE, SILENT_S // 3), (socket.TCP_KEEPINTVL, SILENT_S // 3), (socket.TCP_KEEPCNT, 2),
+            (socket.TCP_KEEPIDLE, SILENT_S // 3),
+            (socket.TCP_KEEPINTVL, SILENT_S // 3),
+            (socket.TCP_KEEPCNT, 2),
             (socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
-        ):  # fmt: skip
+        ):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def fileno(self) -> int:

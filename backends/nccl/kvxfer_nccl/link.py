@@ -35,9 +35,17 @@ class Link:
     """
 
     def __init__(
-        self, number: int, mine: Endpoint, theirs: Endpoint, binding: Binding, options: Options, device: str,
-        wakeup: Wakeup, wake: Callable[[], None], complete: Callable[[Completion], None],
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        mine: Endpoint,
+        theirs: Endpoint,
+        binding: Binding,
+        options: Options,
+        device: str,
+        wakeup: Wakeup,
+        wake: Callable[[], None],
+        complete: Callable[[Completion], None],
+    ) -> None:
         self.mine, self.theirs = mine, theirs
         self.cause: KvxferError | None = None
         self._number, self._options = number, options

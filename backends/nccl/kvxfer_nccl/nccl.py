@@ -88,7 +88,9 @@ class NcclPipe:
                     for address, nbytes in runs[i : i + GROUPED]:
                         self._act(address, nbytes)
         except Exception as e:
-            raise TransportError(f"NCCL did not take {len(runs)} runs of {sum(nbytes for _, nbytes in runs)} bytes: {e}") from e
+            raise TransportError(
+                f"NCCL did not take {len(runs)} runs of {sum(nbytes for _, nbytes in runs)} bytes: {e}"
+            ) from e
 
     def _act(self, address: int, nbytes: int) -> None:
         """One send or receive, by the functions below nccl4py's ``Communicator``: that wants a tensor for each piece, and to
@@ -153,9 +155,11 @@ class NcclBinding:
             raise TransportError("back end 'nccl' found no libnccl; it comes with torch for CUDA, or nvidia-nccl-cu13")
         self.release = str(found.libnccl.version)
         self.versions = {
-            "nccl": str(found.libnccl), "nccl4py": str(found.nccl4py), "torch": str(torch.__version__),
+            "nccl": str(found.libnccl),
+            "nccl4py": str(found.nccl4py),
+            "torch": str(torch.__version__),
             "cuda devices": str(torch.cuda.device_count()),
-        }  # fmt: skip
+        }
 
     def default_device(self) -> str:
         return f"cuda:{self._torch.cuda.current_device()}"

@@ -136,7 +136,14 @@ def connect(sides: list[Side], channels: int) -> None:
 def measure(by: str, tokens: int, piece_mib: int, slots: int, channels: int, share: int | None) -> None:
     """Print four rows; see above. ``share`` of ``None``: as it is."""
     launch._SHARE = share or launch._SHARE
-    said = {"by": by, "tokens": tokens, "piece_mib": piece_mib, "slots": slots, "channels": channels, "share": launch._SHARE}
+    said = {
+        "by": by,
+        "tokens": tokens,
+        "piece_mib": piece_mib,
+        "slots": slots,
+        "channels": channels,
+        "share": launch._SHARE,
+    }
     piece, request = piece_mib << 20, Request(MODELS["llama-3-8b"], tokens)
     sides = [side(rank, request, piece, slots) for rank in range(2)]
     if by == "nccl":
@@ -145,7 +152,11 @@ def measure(by: str, tokens: int, piece_mib: int, slots: int, channels: int, sha
         for each in sides:
             torch.cuda.set_device(each.rank)
             runtime.cudaDeviceEnablePeerAccess(1 - each.rank, 0)  # may be so already
-    for name, ways in (("alone", (False, False)), ("packing", (True, False)), ("unpacking", (False, True)), ("both", (True, True))):
+    for name, ways in (
+        ("alone", (False, False)),
+        ("packing", (True, False)),
+        ("unpacking", (False, True)),
+        ("both", (True, True)),
+    ):
         rounds = [go(*sides, by, piece, slots, *ways) for _ in range(4)]
         print(json.dumps({"moving": name, "GB_per_s": [round(r) for r in rounds[1:]], **said}), flush=True)
-

@@ -86,9 +86,13 @@ class NcclTransport(Transport):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            verbs=frozenset({Verb.SEND, Verb.RECV}), memory=self._binding.memory, gathers=False, run_bytes=1 << 20,
-            abort="peer", quiet="backend_reset",
-        )  # fmt: skip
+            verbs=frozenset({Verb.SEND, Verb.RECV}),
+            memory=self._binding.memory,
+            gathers=False,
+            run_bytes=1 << 20,
+            abort="peer",
+            quiet="backend_reset",
+        )
 
     def register(self, regions: Sequence[Region]) -> int:
         self._check()
@@ -114,9 +118,14 @@ class NcclTransport(Transport):
         if self._device is None:
             self._device = self._binding.default_device()
         mine = Endpoint(
-            self.agent, self._options.host, self._listener.getsockname()[1], new_token(),
-            self._binding.identity(self._device), self._options.channels, self._binding.release,
-        )  # fmt: skip
+            self.agent,
+            self._options.host,
+            self._listener.getsockname()[1],
+            new_token(),
+            self._binding.identity(self._device),
+            self._options.channels,
+            self._binding.release,
+        )
         self._offers[mine.token] = mine
         return mine.encode()
 
@@ -140,9 +149,16 @@ class NcclTransport(Transport):
         number = self._number()
         assert self._device is not None  # known since the endpoint was made
         self._links[number] = link = Link(
-            number, own, their, self._binding, self._options, self._device, self._wakeup,
-            lambda: self._wake(number), self._ended.append,
-        )  # fmt: skip
+            number,
+            own,
+            their,
+            self._binding,
+            self._options,
+            self._device,
+            self._wakeup,
+            lambda: self._wake(number),
+            self._ended.append,
+        )
         early = self._early.pop(own.token, None)
         if early is not None:
             self._introduce(link, *early)
@@ -227,8 +243,10 @@ class NcclTransport(Transport):
             _log.error(
                 "%s: NCCL did not end its communicators with %s within %g s; their memory may still be touched, and "
                 "nothing but the end of this process can change that",
-                self.agent, ", ".join(str(link.theirs) for link in left), self._options.abort_timeout_s,
-            )  # fmt: skip
+                self.agent,
+                ", ".join(str(link.theirs) for link in left),
+                self._options.abort_timeout_s,
+            )
         for channel in [*(c for c, _ in self._strangers.values()), *(c for c, _ in self._early.values())]:
             channel.close()
         self._links.clear()

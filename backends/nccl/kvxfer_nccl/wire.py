@@ -14,8 +14,23 @@ from msgspec import Meta, Struct
 
 from kvxfer.transport.endpoint import EndpointBase
 
-__all__ = ["Bye", "Done", "Endpoint", "Hello", "Id", "Keep", "Message", "Ready", "Retire", "Retired", "Sent",
-           "TOKEN_BYTES", "decode", "encode", "new_token"]  # fmt: skip
+__all__ = [
+    "Bye",
+    "Done",
+    "Endpoint",
+    "Hello",
+    "Id",
+    "Keep",
+    "Message",
+    "Ready",
+    "Retire",
+    "Retired",
+    "Sent",
+    "TOKEN_BYTES",
+    "decode",
+    "encode",
+    "new_token",
+]
 
 TOKEN_BYTES = 16
 MOST_BYTES = 4096

@@ -108,7 +108,9 @@ class Agent:
         few = self._nixl.nixlRegDList(self._segments[0], []) if not tokens else tokens[0]
         try:
             with inside:
-                return bytes(self._agent.getLocalMD() if len(tokens) > 1 else self._agent.getLocalPartialMD(few, True, []))
+                return bytes(
+                    self._agent.getLocalMD() if len(tokens) > 1 else self._agent.getLocalPartialMD(few, True, [])
+                )
         except self._errors as e:
             raise TransportError(f"NIXL cannot describe this agent: {self._library.explain(e)}") from e
 

@@ -52,9 +52,16 @@ class Flight:
     """``number``: of the batch. ``memory``: the local one. ``crew``: posts host memory, several pieces at the same time."""
 
     def __init__(
-        self, number: int, operation: Literal["read", "write"], link: Link, memory: int, local: Side, remote: Side,
-        fence: Fence | None, crew: Crew,
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        operation: Literal["read", "write"],
+        link: Link,
+        memory: int,
+        local: Side,
+        remote: Side,
+        fence: Fence | None,
+        crew: Crew,
+    ) -> None:
         self.number, self.link, self.memory = number, link, memory
         self._operation, self._fence, self._crew = operation, fence, crew
         self._local, self._remote, self._cuts = _pieces(local, remote, crew)

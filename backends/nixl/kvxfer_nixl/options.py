@@ -60,7 +60,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         parsed = read(cls, options, "option {!r} of back end 'nixl'")
         parsed = msgspec.structs.replace(parsed, plugin=parsed.plugin.upper())
         if parsed.ucx and parsed.plugin != "UCX":
-            raise ConfigError(f"option 'ucx' of back end 'nixl' is for plugin 'UCX', and the plugin is {parsed.plugin!r}")
+            raise ConfigError(
+                f"option 'ucx' of back end 'nixl' is for plugin 'UCX', and the plugin is {parsed.plugin!r}"
+            )
         if parsed.posting > 1 and parsed.plugin != "UCX":
             raise ConfigError(f"option 'threads' of back end 'nixl' does nothing for plugin {parsed.plugin!r}")
         if parsed.posting > 1 and parsed.sync_mode == "none":

@@ -20,9 +20,17 @@ __all__ = ["Reach"]
 _HOST = frozenset({"cma", "cuda_ipc"})
 _NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5"})
 _GROUPS = {
-    "all": _HOST | _NETWORK, "sm": {"cma"}, "shm": {"cma"}, "cuda": {"cuda_ipc"}, "ib": _NETWORK, "rc": {"rc_verbs", "rc_mlx5"},
-    "rc_v": {"rc_verbs"}, "rc_x": {"rc_mlx5"}, "dc": {"dc_mlx5"}, "dc_x": {"dc_mlx5"},
-}  # fmt: skip
+    "all": _HOST | _NETWORK,
+    "sm": {"cma"},
+    "shm": {"cma"},
+    "cuda": {"cuda_ipc"},
+    "ib": _NETWORK,
+    "rc": {"rc_verbs", "rc_mlx5"},
+    "rc_v": {"rc_verbs"},
+    "rc_x": {"rc_mlx5"},
+    "dc": {"dc_mlx5"},
+    "dc_x": {"dc_mlx5"},
+}
 """What UCX reads with by itself, and its names for several of them at once."""
 
 _CARDS = Path("/sys/class/infiniband")

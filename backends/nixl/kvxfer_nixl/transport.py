@@ -99,7 +99,12 @@ class NixlTransport(Transport):
                 agent.close()
         except KvxferError as e:
             return Probe(False, str(e))
-        return Probe(True, f"NIXL {facts['nixl']} works with its plugin UCX on {' and '.join(sorted(memory))} memory", memory, facts)
+        return Probe(
+            True,
+            f"NIXL {facts['nixl']} works with its plugin UCX on {' and '.join(sorted(memory))} memory",
+            memory,
+            facts,
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -136,7 +141,14 @@ class NixlTransport(Transport):
         metadata = self._nixl.metadata(*(self._tokens[m] for m in memories if self._tokens.get(m) is not None))
         lent = self._space.describe(memories)
         data = Endpoint(
-            self.agent[:256], self._options.plugin, self._reach.here, self._within, end, self._lines.name, lent, metadata
+            self.agent[:256],
+            self._options.plugin,
+            self._reach.here,
+            self._within,
+            end,
+            self._lines.name,
+            lent,
+            metadata,
         ).encode()
         self._lines.offer(end)
         self._issued[end.hex()] = ""
@@ -158,7 +170,9 @@ class NixlTransport(Transport):
                 "there, which allows it), or use another back end"
             )
         if any(link.their_end == there.name for link in self._links.values()):
-            raise TransportError(f"the endpoint of peer {there.agent!r} is in use; it must call endpoint() for every link")
+            raise TransportError(
+                f"the endpoint of peer {there.agent!r} is in use; it must call endpoint() for every link"
+            )
         try:
             link = Link(self._next_link, own.name, there, self._peers)
         except TransportError as e:

@@ -125,10 +125,14 @@ class Link:
         try:
             connection.connect(theirs.address)
         except PeerError as e:
-            self.fail(PeerError(f"{theirs.agent!r} cannot be reached: {e}; is it alive, and what may UCX use to get there?"), now)
+            self.fail(
+                PeerError(f"{theirs.agent!r} cannot be reached: {e}; is it alive, and what may UCX use to get there?"),
+                now,
+            )
             return
         self._welcome, _, self._bye = self._heard = [
-            self._messages.hear(self._tag(mine, kind, stream)) for kind, stream in ((_WELCOME, 0), (_WELCOME, 1), (_BYE, 0))
+            self._messages.hear(self._tag(mine, kind, stream))
+            for kind, stream in ((_WELCOME, 0), (_WELCOME, 1), (_BYE, 0))
         ]
         self._say(_WELCOME, 0, True)
 

@@ -50,10 +50,17 @@ class _Param(ctypes.Structure):
     """``ucp_request_param_t``; ``fields`` says which of the others count."""
 
     _fields_ = [
-        ("fields", c_uint32), ("flags", c_uint32), ("request", c_void_p), ("callback", _Callback),
-        ("datatype", c_uint64), ("user_data", c_void_p), ("reply_buffer", c_void_p), ("memory_type", c_int),
-        ("recv_info", c_void_p), ("memh", c_void_p),
-    ]  # fmt: skip
+        ("fields", c_uint32),
+        ("flags", c_uint32),
+        ("request", c_void_p),
+        ("callback", _Callback),
+        ("datatype", c_uint64),
+        ("user_data", c_void_p),
+        ("reply_buffer", c_void_p),
+        ("memory_type", c_int),
+        ("recv_info", c_void_p),
+        ("memh", c_void_p),
+    ]
 
 
 class News:
@@ -210,10 +217,14 @@ class Messages:
     def _parameters(self, fields: int, datatype: int = _CONTIGUOUS_BYTES) -> Any:
         return byref(
             _Param(
-                fields=fields | _FIELD_CALLBACK, flags=_CLOSE_FORCE, callback=self._news.callback, datatype=datatype,
-                memory_type=_HOST_MEMORY, recv_info=ctypes.addressof(self._info),
+                fields=fields | _FIELD_CALLBACK,
+                flags=_CLOSE_FORCE,
+                callback=self._news.callback,
+                datatype=datatype,
+                memory_type=_HOST_MEMORY,
+                recv_info=ctypes.addressof(self._info),
             )
-        )  # fmt: skip
+        )
 
     def _layout(self, pieces: Pieces, host: bool) -> list[tuple[int, int, Any]]:
         """(buffer, count, parameters) of each message."""

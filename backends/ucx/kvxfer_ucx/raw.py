@@ -19,9 +19,7 @@ class _OnGpu:
     """A run in a GPU's memory, as ucxx takes it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def _on_host(address: int, nbytes: int) -> Any:
@@ -48,7 +46,9 @@ class UcxRaw:
 
     def connect(self, theirs: bytes) -> None:
         ucxx = self._library.ucxx
-        self._endpoint = ucxx.UCXEndpoint.create_from_worker_address(self._worker, ucxx.UCXAddress.create_from_buffer(theirs), True)
+        self._endpoint = ucxx.UCXEndpoint.create_from_worker_address(
+            self._worker, ucxx.UCXAddress.create_from_buffer(theirs), True
+        )
         word = bytearray(1)
         array = self._library.array(word)
         self._finish([self._post(array)])

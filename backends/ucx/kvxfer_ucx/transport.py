@@ -91,7 +91,9 @@ class UcxTransport(Transport):
     def probe(cls) -> Probe:
         try:
             library = load()
-            context = make_context(library, Options(listen="0.0.0.0"))  # what this host would allow; a context opens no port
+            context = make_context(
+                library, Options(listen="0.0.0.0")
+            )  # what this host would allow; a context opens no port
         except KvxferError as e:
             return Probe(False, str(e))
         # One line a resource, "... -- transport/device".
@@ -132,7 +134,9 @@ class UcxTransport(Transport):
         self._check()
         for link in [*self._links.values(), *self._ending]:
             if any(h.memory == memory for h in link.halves()):
-                raise TransportError(f"memory {memory} is in use by a batch with {link.theirs.agent!r}; abort that first")
+                raise TransportError(
+                    f"memory {memory} is in use by a batch with {link.theirs.agent!r}; abort that first"
+                )
         self._memories.remove(memory)
 
     def endpoint(self) -> bytes:

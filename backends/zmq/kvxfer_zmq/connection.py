@@ -21,9 +21,13 @@ QUEUED_MESSAGES = 8
 NOBLOCK, SNDMORE, POLLIN, POLLOUT = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN), int(zmq.POLLOUT)
 
 _EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
-)  # fmt: skip
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+)
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:
@@ -38,9 +42,14 @@ class Connection:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], options: Options, mine: Endpoint, theirs: Endpoint,
-        wakeup: Wakeup, key: Hashable,
-    ) -> None:  # fmt: skip
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        options: Options,
+        mine: Endpoint,
+        theirs: Endpoint,
+        wakeup: Wakeup,
+        key: Hashable,
+    ) -> None:
         self.lost: str | None = None
         self._wakeup = wakeup
         self._reached = False
@@ -48,12 +57,20 @@ class Connection:
         self._dealer = context.socket(zmq.DEALER)
         patience, heartbeat = int(options.connect_timeout_s * 1000), int(options.heartbeat_s * 1000)
         for option, value in (
-            (zmq.LINGER, 0), (zmq.RECONNECT_IVL, -1), (zmq.SNDHWM, QUEUED_MESSAGES), (zmq.MAXMSGSIZE, 1 << 16),
+            (zmq.LINGER, 0),
+            (zmq.RECONNECT_IVL, -1),
+            (zmq.SNDHWM, QUEUED_MESSAGES),
+            (zmq.MAXMSGSIZE, 1 << 16),
             (zmq.ROUTING_ID, routing_id(theirs.token, mine.token)),
-            (zmq.PLAIN_USERNAME, b"peer"), (zmq.PLAIN_PASSWORD, password(theirs.token)), (zmq.IPV6, "[" in theirs.address),
-            (zmq.CONNECT_TIMEOUT, patience), (zmq.HANDSHAKE_IVL, patience),
-            (zmq.HEARTBEAT_IVL, heartbeat), (zmq.HEARTBEAT_TIMEOUT, 5 * heartbeat), (zmq.HEARTBEAT_TTL, 5 * heartbeat),
-        ):  # fmt: skip
+            (zmq.PLAIN_USERNAME, b"peer"),
+            (zmq.PLAIN_PASSWORD, password(theirs.token)),
+            (zmq.IPV6, "[" in theirs.address),
+            (zmq.CONNECT_TIMEOUT, patience),
+            (zmq.HANDSHAKE_IVL, patience),
+            (zmq.HEARTBEAT_IVL, heartbeat),
+            (zmq.HEARTBEAT_TIMEOUT, 5 * heartbeat),
+            (zmq.HEARTBEAT_TTL, 5 * heartbeat),
+        ):
             self._dealer.setsockopt(option, value)
         self._monitor = self._dealer.get_monitor_socket(_EVENTS)
         for socket in (self._dealer, self._monitor):

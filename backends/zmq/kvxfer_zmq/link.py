@@ -35,6 +35,7 @@ RETRY_S = 0.0005
 EARLY_STREAMS = 4096
 """Streams that the peer may name before this side has posted them."""
 
+
 @dataclass(eq=False)
 class Post:
     """One half of a stream that has not ended.

@@ -76,9 +76,12 @@ class ZmqTransport(Transport):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            verbs=frozenset({Verb.SEND, Verb.RECV}), memory=frozenset({"cpu"}),
-            same_host=self._options.protocol == "ipc", run_bytes=512, may_block_s=3 * TURN_S,
-        )  # fmt: skip
+            verbs=frozenset({Verb.SEND, Verb.RECV}),
+            memory=frozenset({"cpu"}),
+            same_host=self._options.protocol == "ipc",
+            run_bytes=512,
+            may_block_s=3 * TURN_S,
+        )
 
     def register(self, regions: Sequence[Region]) -> int:
         self._check()
@@ -154,9 +157,10 @@ class ZmqTransport(Transport):
         self._admit()
         self._receive(now + TURN_S)
         hot = {
-            number: link for number, link in self._links.items()
+            number: link
+            for number, link in self._links.items()
             if number in fired or number in self._hot or (link.due is not None and link.due <= now)
-        }  # fmt: skip
+        }
         self._hot.clear()
         until = time.monotonic() + TURN_S
         for number, link in hot.items():
@@ -223,7 +227,9 @@ class ZmqTransport(Transport):
             request = self._doorbell.recv_multipart(NOBLOCK)
             known = request[5:6] == [b"PLAIN"] and len(request) == 8 and self._knows(request[7])
             verdict = b"200" if known else b"400"
-            self._doorbell.send_multipart([b"1.0", request[1] if len(request) > 1 else b"", verdict, b"", b"", b""], NOBLOCK)
+            self._doorbell.send_multipart(
+                [b"1.0", request[1] if len(request) > 1 else b"", verdict, b"", b"", b""], NOBLOCK
+            )
 
     def _knows(self, shown: bytes) -> bool:
         try:

@@ -10,7 +10,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from kvxfer.errors import ConfigError
 from kvxfer.schedule import Group
 
-__all__ = ["HIT_SOURCE", "HOLDS_BLOCKS", "REPORTS_BY_REQUEST", "check_groups", "hold_back", "stands_alone", "transfer_results"]
+__all__ = [
+    "HIT_SOURCE",
+    "HOLDS_BLOCKS",
+    "REPORTS_BY_REQUEST",
+    "check_groups",
+    "hold_back",
+    "stands_alone",
+    "transfer_results",
+]
 
 _Results: Any = getattr(base, "KVConnectorTransferResults", None)
 

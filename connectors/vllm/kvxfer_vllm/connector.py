@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVXferConnector"]
 
+
 class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _cache_hit_source = compat.HIT_SOURCE
 

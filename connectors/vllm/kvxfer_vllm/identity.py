@@ -58,8 +58,9 @@ def _weights(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
         log.warning(
             "the weights of %r cannot be looked at (%s): other engines are asked for its name and revision instead; set "
             "'model' to a name of your own if they know it by another",
-            name, e,
-        )  # fmt: skip
+            name,
+            e,
+        )
         return {"model": _fitting(name), "revision": _fitting(model.revision or "none")}
     log.info("the weights of %r have the fingerprint %s", name, found)
     return {"weights": found}

@@ -73,8 +73,9 @@ class Layout:
         if by_rank:
             log.warning(
                 "it is not known how many KV heads these layers have in all; they can be exchanged with engines of the same "
-                "tensor parallel size only: %s", ", ".join(by_rank),
-            )  # fmt: skip
+                "tensor parallel size only: %s",
+                ", ".join(by_rank),
+            )
         views = tuple(
             View(plane, g, tuple(n for n, _ in at), tuple(o for _, o in at), *rest)
             for (plane, g, *rest), at in shapes.items()
@@ -125,7 +126,9 @@ class _Pages:
         self, name: str, t: torch.Tensor, spec: Any, group: int, tokens: int, config: VllmConfig, rank: Rank
     ) -> None:
         if t.dim() != 4 or t.stride(3) != 1:
-            raise ConfigError(f"layer {name!r}: a cache of shape {tuple(t.shape)} and strides {t.stride()} is not known")
+            raise ConfigError(
+                f"layer {name!r}: a cache of shape {tuple(t.shape)} and strides {t.stride()} is not known"
+            )
         self._name, self._t, self._spec, self._group, self._tokens = name, t, spec, group, tokens
         self._config, self._rank, self._size = config, rank, config.parallel_config.tensor_parallel_size
         layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", {})
@@ -203,7 +206,9 @@ class _Pages:
         """Recurrent states."""
         t, nbytes = self._t, int(self._spec.state_content_size_bytes)
         if t.shape[1:3] != (1, 1) or t.shape[3] * t.element_size() < nbytes:
-            raise ConfigError(f"layer {self._name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known")
+            raise ConfigError(
+                f"layer {self._name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known"
+            )
         found = pieces(self._layer, self._spec, self._rank, self._size, t.device.type)
         # Between other numbers of ranks each share has its place, but servers have been seen to go on with other tokens.
         of = f"of {self._size} ranks"

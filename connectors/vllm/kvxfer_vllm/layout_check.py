@@ -57,8 +57,11 @@ def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmCon
     missed = "".join(f"; not checked: {n} x {kind}" for kind, n in unchecked.items())
     log.info(
         "%d of %d layers write their KV cache as described, found in %.0f ms%s",
-        checked, checked + unchecked.total(), 1000 * (time.perf_counter() - began), missed,
-    )  # fmt: skip
+        checked,
+        checked + unchecked.total(),
+        1000 * (time.perf_counter() - began),
+        missed,
+    )
 
 
 def _write(layer: Any, model: dict[str, Any], dtype: torch.dtype) -> Write:

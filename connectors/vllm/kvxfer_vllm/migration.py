@@ -11,9 +11,15 @@ from kvxfer.identity import Address, External, IdentityError, allowed, legacy
 __all__ = ["OLD_KEYS", "check_hosts", "params_of", "translate"]
 
 OLD_KEYS = (
-    "send_type", "nccl_num_channels", "kv_buffer_size", "mem_pool_size_gb", "proxy_ip", "proxy_port", "http_ip",
+    "send_type",
+    "nccl_num_channels",
+    "kv_buffer_size",
+    "mem_pool_size_gb",
+    "proxy_ip",
+    "proxy_port",
+    "http_ip",
     "http_port",
-)  # fmt: skip
+)
 """What it read and we do not; any of them makes a configuration one of the predecessor's. (``kv_buffer_size`` stood
 beside ``kv_connector_extra_config``, where vLLM refuses it by now.)"""
 
@@ -112,9 +118,12 @@ def params_of(
             f"request id {external.base!r} names prefill engine {found.prefill}, which 'legacy_hosts' does not allow"
         )
     return {
-        "do_remote_decode": False, "do_remote_prefill": True, "transfer_id": external.base,
-        "remote_host": found.prefill.host, "remote_port": found.prefill.port,
-    }  # fmt: skip
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "transfer_id": external.base,
+        "remote_host": found.prefill.host,
+        "remote_port": found.prefill.port,
+    }
 
 
 def _number(key: str, value: Any, low: int, high: int) -> int:

@@ -28,7 +28,9 @@ def scales_of(name: str, layer: Any, spec: Any) -> str:
     if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") == "NONE":
         return ""
     if layer is None:
-        raise ConfigError(f"layer {name!r}: its cache is quantised, and the layer that has the scales is not to be found")
+        raise ConfigError(
+            f"layer {name!r}: its cache is quantised, and the layer that has the scales is not to be found"
+        )
     if getattr(layer, "calculate_kv_scales", False):
         raise ConfigError(
             f"layer {name!r} sets the scales of its cache by its first forward pass, each engine others: take "

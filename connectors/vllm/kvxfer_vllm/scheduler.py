@@ -58,9 +58,14 @@ class SchedulerHalf:
         self._facts = facts_of(vllm_config, config)
         self._news: dict[str, str] | None = self._facts  # what the workers have not heard of yet
         self._directory = Directory(
-            self._engine, new_epoch(), config.listen, config.port, config.advertise,
-            security=Security.of(config), facts=self._facts,
-        )  # fmt: skip
+            self._engine,
+            new_epoch(),
+            config.listen,
+            config.port,
+            config.advertise,
+            security=Security.of(config),
+            facts=self._facts,
+        )
         here = self._directory.source
         self._source = Source(here.host, here.port, here.epoch)
         groups = groups_of(kv_cache_config)
@@ -68,9 +73,7 @@ class SchedulerHalf:
         self._recurrent = any(group.kind == "state" for group in groups)
         self._schedule = Schedule(groups, self._source if self._world > 1 else None)
         self._holds = Holds(kv_cache_config.num_blocks // 4)
-        self._giving = Giving(
-            self._schedule.producer, self._holds, groups, windows_of(kv_cache_config), self._world
-        )
+        self._giving = Giving(self._schedule.producer, self._holds, groups, windows_of(kv_cache_config), self._world)
         self._taking = Taking(self._schedule.consumer, self._holds)
         self._quorum = Quorum()
         self._seen: set[str] = set()
@@ -172,7 +175,13 @@ class SchedulerHalf:
         if not held or transfer is None:
             return held, None
         return True, p.answer(
-            transfer, self._schedule.producer.digest(transfer), self._source, self._engine, name, self._tp, block_ids,
+            transfer,
+            self._schedule.producer.digest(transfer),
+            self._source,
+            self._engine,
+            name,
+            self._tp,
+            block_ids,
             request.num_prompt_tokens,
         )
 
@@ -187,9 +196,7 @@ class SchedulerHalf:
         return digest(
             tokens=request.prompt_token_ids,
             model=sealed(self._facts),
-            media=[
-                (f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features or ()
-            ],
+            media=[(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features or ()],
             lora=None if lora is None else lora.lora_name,
             salt=request.cache_salt,
             embeds=None if embeds is None else _embeds(embeds, getattr(request, "prompt_is_token_ids", None)),
@@ -291,8 +298,9 @@ class SchedulerHalf:
         in which our workers report it as failed."""
         log.warning(
             "request %s cannot use what was loaded: the producer computed it anew meanwhile, and our ranks hold generations %s",
-            name, " and ".join(map(str, generations)),
-        )  # fmt: skip
+            name,
+            " and ".join(map(str, generations)),
+        )
         self._doomed[name] = self._taking.blocks(name)
 
     def _learn(self, report: Report) -> None:
@@ -351,9 +359,16 @@ class SchedulerHalf:
     def __len__(self) -> int:
         """How much is remembered of requests and transfers; 0 when there are none."""
         kept = (
-            self._seen, self._offers, self._loads, self._computed, self._tables, self._giving, self._taking, self._holds,
+            self._seen,
+            self._offers,
+            self._loads,
+            self._computed,
+            self._tables,
+            self._giving,
+            self._taking,
+            self._holds,
             self._quorum,
-        )  # fmt: skip
+        )
         return len(self._schedule) + sum(map(len, kept))
 
 

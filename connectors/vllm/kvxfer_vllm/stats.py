@@ -79,25 +79,31 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             name="kvxfer_kv_bytes", documentation="Bytes of KV cache that arrived.", labelnames=labelnames
         )
         self._seconds = self._histogram_cls(
-            name="kvxfer_transfer_seconds", documentation="From want to outcome, of loads that were delivered.",
-            buckets=BUCKETS, labelnames=labelnames,
-        )  # fmt: skip
+            name="kvxfer_transfer_seconds",
+            documentation="From want to outcome, of loads that were delivered.",
+            buckets=BUCKETS,
+            labelnames=labelnames,
+        )
         self._loads = self._counter_cls(
-            name="kvxfer_transfers", documentation="Loads that have ended, by outcome.",
+            name="kvxfer_transfers",
+            documentation="Loads that have ended, by outcome.",
             labelnames=[*labelnames, "outcome"],
-        )  # fmt: skip
+        )
         self._parts = self._counter_cls(
-            name="kvxfer_parts", documentation="Parts of transfers moved by this side, direct or staged.",
+            name="kvxfer_parts",
+            documentation="Parts of transfers moved by this side, direct or staged.",
             labelnames=[*labelnames, "way"],
-        )  # fmt: skip
+        )
         self._corrupt = self._counter_cls(
-            name="kvxfer_corrupt", documentation="Transfers whose checksum was not that of what was sent.",
+            name="kvxfer_corrupt",
+            documentation="Transfers whose checksum was not that of what was sent.",
             labelnames=labelnames,
-        )  # fmt: skip
+        )
         self._quarantined = self._gauge_cls(
-            name="kvxfer_quarantined_bytes", documentation="Of ended transfers, which the back end may still touch.",
+            name="kvxfer_quarantined_bytes",
+            documentation="Of ended transfers, which the back end may still touch.",
             labelnames=labelnames,
-        )  # fmt: skip
+        )
         self._by_rank: dict[int, dict[str, int]] = {}
         for values in per_engine_labelvalues.values():
             self._corrupt.labels(*values)
@@ -123,5 +129,3 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         by_rank = self._by_rank.setdefault(engine_idx, {})
         by_rank |= transfer_stats_data["quarantined"]
         self._quarantined.labels(*values).set(sum(by_rank.values()))
-
-

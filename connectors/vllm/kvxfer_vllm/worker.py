@@ -101,8 +101,15 @@ class WorkerHalf:
                 self._clearing.before(blocks, want.start, want.tokens)
             agent.fetch(
                 Fetch(
-                    str(want.transfer), want.transfer, want.digest, want.source, blocks, want.start, want.tokens, want.own,
-                )  # fmt: skip
+                    str(want.transfer),
+                    want.transfer,
+                    want.digest,
+                    want.source,
+                    blocks,
+                    want.start,
+                    want.tokens,
+                    want.own,
+                )
             )
         for cancel in step.commands.cancels:
             agent.cancel(str(cancel.transfer), cancel.reason)
@@ -116,9 +123,13 @@ class WorkerHalf:
         for offer in step.commands.offers:
             agent.offer(
                 Offered(
-                    offer.transfer, offer.digest, offer.generation, offer.tokens, layout.tables(offer.blocks),
+                    offer.transfer,
+                    offer.digest,
+                    offer.generation,
+                    offer.tokens,
+                    layout.tables(offer.blocks),
                     offer.final,
-                ),  # fmt: skip
+                ),
                 after=fence,
             )
 

@@ -127,9 +127,17 @@ class Launcher:
         cells, grain = self._cells_of(template, side, places, size)
         longest = int(size.max())
         return _Launch(
-            sheet.nbytes, table, cells, self._near(table, longest), n, n_rows, _axes(template, side), longest,
-            gcd(grain, _grain(places), _grain(size)), pack,
-        )  # fmt: skip
+            sheet.nbytes,
+            table,
+            cells,
+            self._near(table, longest),
+            n,
+            n_rows,
+            _axes(template, side),
+            longest,
+            gcd(grain, _grain(places), _grain(size)),
+            pack,
+        )
 
     def _start(self, launch: _Launch, packed: int, *, empty: bool = False) -> None:
         """Triton looks at every argument of a launch to find what was compiled for such; since its kernel depends on constants and
@@ -141,9 +149,17 @@ class Launcher:
         spans = -(-longest // _SPAN)
         programs = min(launch.segments * -(-n_rows // rows) * spans, max(1, self._processors // _SHARE))
         numbers = (
-            launch.cells, launch.near, launch.table.pitch, self._memory, packed, 0 if empty else launch.segments, n_rows, *axes,
-            spans, -(-longest // unit // spans),
-        )  # fmt: skip
+            launch.cells,
+            launch.near,
+            launch.table.pitch,
+            self._memory,
+            packed,
+            0 if empty else launch.segments,
+            n_rows,
+            *axes,
+            spans,
+            -(-longest // unit // spans),
+        )
         constants = unit, rows, words, launch.pack
         wide = tuple(x.bit_length() > 31 for x in (self._memory, packed, axes[1], axes[3]))
         compiled = self._compiled.get(constants + wide)
@@ -180,11 +196,28 @@ class Launcher:
             (n1, stride1), (n2, stride2) = ((n, s if side == "source" else d) for n, s, d in units.axes)
             kernel = digest_rows[(min(len(places) * -(-n_rows // rows), self._processors * _HASHERS),)]
             yield partial(
-                kernel, cells, keys, self._upload(places, first.view(np.int64)), self._factors_of(2 * n_words), self._memory, out,
-                len(places), n_rows, n1, stride1, _signed(HEAD), n2, stride2, _signed(TOKEN),
-                bundle.unit, _signed(bundle.unit * LENGTH),
-                UNIT=unit if unit >= 8 else 1, ROWS=rows, WORDS=words, num_warps=_HASHED_WARPS,
-            )  # fmt: skip
+                kernel,
+                cells,
+                keys,
+                self._upload(places, first.view(np.int64)),
+                self._factors_of(2 * n_words),
+                self._memory,
+                out,
+                len(places),
+                n_rows,
+                n1,
+                stride1,
+                _signed(HEAD),
+                n2,
+                stride2,
+                _signed(TOKEN),
+                bundle.unit,
+                _signed(bundle.unit * LENGTH),
+                UNIT=unit if unit >= 8 else 1,
+                ROWS=rows,
+                WORDS=words,
+                num_warps=_HASHED_WARPS,
+            )
 
     def _cells_of(self, template: Template, side: Side, places: Ints, size: Ints) -> tuple[Any, int]:
         """Cells of a template on the device, as bytes from ``memory``, and what all of them and all strides are

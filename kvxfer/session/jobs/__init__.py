@@ -16,15 +16,7 @@ from __future__ import annotations
 
 from kvxfer.session.jobs.direct import Direct
 from kvxfer.session.jobs.job import Job, SlotSink, Wire
-from kvxfer.session.jobs.staged import (
-    Staged,
-    StagedLend,
-    StagedRead,
-    StagedRecv,
-    StagedSend,
-    StagedServe,
-    StagedWrite,
-)
+from kvxfer.session.jobs.staged import Staged, StagedLend, StagedRead, StagedRecv, StagedSend, StagedServe, StagedWrite
 from kvxfer.session.values import Move, Role
 from kvxfer.transport import Verb
 

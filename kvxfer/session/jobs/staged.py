@@ -109,9 +109,15 @@ class Staged(Job):
     def one_run(self, verb: Verb, piece: _Piece, remote: int | None = None, after: Fence | None = None) -> None:
         one = np.array([piece.plan.nbytes], dtype=np.int64)
         batch = Batch(
-            verb, self.wire.peer, STAGE, one, np.array([piece.slot.offset], dtype=np.int64), STAGE,
-            None if remote is None else np.array([remote], dtype=np.int64), self.action.stream * PIECES + piece.number,
-        )  # fmt: skip
+            verb,
+            self.wire.peer,
+            STAGE,
+            one,
+            np.array([piece.slot.offset], dtype=np.int64),
+            STAGE,
+            None if remote is None else np.array([remote], dtype=np.int64),
+            self.action.stream * PIECES + piece.number,
+        )
         try:
             self.held[self._submit(batch, after)] = piece
         except BaseException:
@@ -174,7 +180,9 @@ class StagedSend(Staged):
                 self.one_run(Verb.SEND, piece, after=self.pack(piece))
                 last = piece
         finally:
-            if last is not None:  # told last, since to tell takes time, and a consumer short of slots can wait for so long
+            if (
+                last is not None
+            ):  # told last, since to tell takes time, and a consumer short of slots can wait for so long
                 self.sink(self.ref, last.number, last.slot.offset, last.plan.nbytes)
 
     def completed(self, done: Completion) -> None:

@@ -104,9 +104,13 @@ class Endings(Suite):
         a.close()
         a.close()
         calls: list[Callable[[], Any]] = [
-            lambda: t.submit(batch), t.poll, t.endpoint, lambda: t.connect(mine, mine),
-            lambda: t.register([]), lambda: t.deregister(0),
-        ]  # fmt: skip
+            lambda: t.submit(batch),
+            t.poll,
+            t.endpoint,
+            lambda: t.connect(mine, mine),
+            lambda: t.register([]),
+            lambda: t.deregister(0),
+        ]
         for call in calls:
             with pytest.raises(TransportError):
                 call()

@@ -100,9 +100,15 @@ class Link:
         ]
 
     def start(
-        self, way: Way, source: Party, target: Party, runs: Runs, memory: int = 0, target_memory: int = 0,
+        self,
+        way: Way,
+        source: Party,
+        target: Party,
+        runs: Runs,
+        memory: int = 0,
+        target_memory: int = 0,
         fences: Mapping[str, Fence] | None = None,
-    ) -> Started:  # fmt: skip
+    ) -> Started:
         """Submit all halves. ``fences``: by the name of the party whose half waits for it."""
         started = Started()
         for party, batch in self.halves(way, source, target, runs, memory, target_memory):
@@ -300,9 +306,7 @@ class Suite:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run a clause once for each ``way`` that the back end offers, or that is ``one_sided``, or for each ``part``
         that one party can have in them, if it takes an argument of that name."""
-        choices: dict[str, tuple[Any, ...]] = {
-            "way": tuple(Way), "one_sided": (Way.READ, Way.WRITE), "part": PARTS,
-        }  # fmt: skip
+        choices: dict[str, tuple[Any, ...]] = {"way": tuple(Way), "one_sided": (Way.READ, Way.WRITE), "part": PARTS}
         for name in choices.keys() & metafunc.fixturenames:
             try:
                 ways = self.ways()

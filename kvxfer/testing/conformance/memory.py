@@ -62,9 +62,15 @@ class Memory(Suite):
         regions, across the gap, of negative or absurd length: ``TransportError`` from ``submit``, nothing started."""
         a, b, link = world.pair()
         for bad_offset, length in (
-            (-1, 10), (SIZES[0], 1), (SIZES[0] - 5, 10), (SIZES[0] - 5, 70_000), (1 << 40, 1), (0, -1),
-            (10, 2**63 - 5), (0, SIZES[0] + 1),
-        ):  # fmt: skip
+            (-1, 10),
+            (SIZES[0], 1),
+            (SIZES[0] - 5, 10),
+            (SIZES[0] - 5, 70_000),
+            (1 << 40, 1),
+            (0, -1),
+            (10, 2**63 - 5),
+            (0, SIZES[0] + 1),
+        ):
             runs = Runs.of([0, bad_offset], [0, bad_offset], [1, length])
             for party, batch in link.halves(way, a, b, runs):
                 with pytest.raises(TransportError):

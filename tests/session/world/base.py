@@ -107,7 +107,9 @@ class Agent:
     links: dict[Any, Link] = field(default_factory=dict)
     alive: bool = True
     tally: Tally = field(default_factory=Tally)  # producer
-    inbox: deque[Callable[[], None]] = field(default_factory=deque)  # what the engine has said and the machine not heard
+    inbox: deque[Callable[[], None]] = field(
+        default_factory=deque
+    )  # what the engine has said and the machine not heard
 
     def take(self, n: int, owner: object) -> list[int] | None:
         if len(self.free) < n:

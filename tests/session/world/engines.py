@@ -253,4 +253,6 @@ class ConsumerEngine:
             for rank in range(RANKS):
                 given_up = prefills.revoked.get((rank, ended.generation))
                 held = given_up is None or given_up > agent.written[wish.owner]
-                check(held, f"{spec.transfer} was delivered, but rank {rank} gave generation {ended.generation} up before")
+                check(
+                    held, f"{spec.transfer} was delivered, but rank {rank} gave generation {ended.generation} up before"
+                )

@@ -75,7 +75,15 @@ class World:
         memory = np.full(BLOCKS * P_TOKENS * UNIT, GARBAGE, np.uint8)
         cache = make_cache(memory, (f"layer.{rank}",), P_TOKENS, rank)
         tally = Tally()
-        return Agent("producer", rank, Producer(self.setting.lease, LONGEST, tally), memory, cache, next(self.epochs), tally=tally)
+        return Agent(
+            "producer",
+            rank,
+            Producer(self.setting.lease, LONGEST, tally),
+            memory,
+            cache,
+            next(self.epochs),
+            tally=tally,
+        )
 
     def _consumer(self, rank: int) -> Agent:
         memory = np.full(RANKS * BLOCKS * D_TOKENS * UNIT, GARBAGE, np.uint8)

@@ -51,9 +51,7 @@ class Havoc:
         self._stage[name].resume()
 
 
-def chaos(
-    model: Path, logs: Path, settings: Mapping[str, Any], seconds: float, seed: int, say: Say
-) -> dict[str, Any]:
+def chaos(model: Path, logs: Path, settings: Mapping[str, Any], seconds: float, seed: int, say: Say) -> dict[str, Any]:
     """Run it for about `seconds` after the servers have started; returns `under_load`'s report. Raises ServerError if a
     server does not start."""
     with staged(model, logs, settings, PREFILLS, say) as (stage, expected):

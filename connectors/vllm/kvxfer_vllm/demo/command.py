@@ -30,7 +30,9 @@ def demo(
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
     chaos: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Instead kill, stop and restart servers at random for so long, under load."),
+        typer.Option(
+            metavar="SECONDS", help="Instead kill, stop and restart servers at random for so long, under load."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the chaos.")] = 0,
 ) -> None:
@@ -167,7 +169,9 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 
 def _show_chaos(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"Requests by what the client did and how they ended (seed {report['seed']})", title_justify="left")
+    table = Table(
+        title=f"Requests by what the client did and how they ended (seed {report['seed']})", title_justify="left"
+    )
     table.add_column("client: end", no_wrap=True)
     table.add_column("requests", justify="right")
     for end, count in report["requests"].items():

@@ -87,8 +87,13 @@ class Client(threading.Thread):
     """Sends requests one after another, rightly or not, until told to stop."""
 
     DEEDS = (
-        *["well"] * 4, "repeats params", "mixes params up", "withholds params", "leaves decode", "leaves after prefill",
-    )  # fmt: skip
+        *["well"] * 4,
+        "repeats params",
+        "mixes params up",
+        "withholds params",
+        "leaves decode",
+        "leaves after prefill",
+    )
 
     def __init__(
         self, stage: Stage, expected: Mapping[str, list[int]], tally: Tally, seed: int, ends: threading.Event

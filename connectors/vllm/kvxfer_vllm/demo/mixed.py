@@ -57,8 +57,9 @@ def mixed_load(
                     say(f"preemptions {preempted}, resident MiB {resident}, {received(stage['decode'])}")
 
             report = under_load(stage, expected, clients, seed, meanwhile, warm_up=30 * minutes)
-            report["preemptions"] = {name: int(total(stage[name], "vllm:num_preemptions_total")) for name in stage.names}
+            report["preemptions"] = {
+                name: int(total(stage[name], "vllm:num_preemptions_total")) for name in stage.names
+            }
     typer.echo(json.dumps(report, indent=1))
     if report["objections"]:
         raise typer.Exit(1)
-
