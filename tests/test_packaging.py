@@ -25,6 +25,7 @@ LEVELS = [
     {"facts", "geometry"},
     {"config"},
     {"memory", "transport", "schedule", "security"},
+    {"backend"},
     {"session"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},

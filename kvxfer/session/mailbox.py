@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvxfer.transport.wakeup import Timer
+from kvxfer.backend.wakeup import Timer
 
 __all__ = ["Mailbox"]
 

@@ -72,7 +72,7 @@ class TestCrew(Endings, Deaths):
 
     @pytest.fixture(autouse=True)
     def shares(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.memory.pool.SHARE_BYTES", 1)
 
 
 class Cma(Suite):
@@ -100,7 +100,7 @@ class Crewed(Suite):
 @pytest.fixture(params=[Cma, Tcp, Crewed], ids=["cma", "tcp", "crew"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if request.param is Crewed:
-        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.memory.pool.SHARE_BYTES", 1)
     world = World(request.param())
     yield world
     world.close()

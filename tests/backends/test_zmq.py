@@ -20,7 +20,8 @@ from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.party import LocalParty, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport
-from kvxfer_zmq.wire import Endpoint, Header, Kind, new_token, password, routing_id
+from kvxfer_zmq.endpoint import Endpoint, new_token
+from kvxfer_zmq.wire import Header, Kind, password, routing_id
 
 
 class TestTcp(ConformanceSuite):

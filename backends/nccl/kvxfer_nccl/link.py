@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
+from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.transport.contract import Completion, Verb
-from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nccl.binding import Binding, Pipe, Way
 from kvxfer_nccl.channel import Channel, dial
 from kvxfer_nccl.lane import Broken, Lane, Post, Receiver, Sender, Tools

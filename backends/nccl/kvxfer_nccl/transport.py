@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvxfer.backend.memories import Memories
+from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
-from kvxfer.transport.memories import Memories
-from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nccl.binding import Binding
 from kvxfer_nccl.channel import Channel, listen
 from kvxfer_nccl.lane import Post

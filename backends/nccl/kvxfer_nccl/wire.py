@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvxfer.transport.endpoint import EndpointBase
+from kvxfer.backend.endpoint import EndpointBase
 
 __all__ = [
     "Bye",

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from kvxfer.backend.liveness import Line
 from kvxfer.errors import TransportError
-from kvxfer.transport.lines import Line
 from kvxfer_nixl.agent import Agent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.space import Space

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
-from kvxfer.transport.memories import Memories
 from kvxfer_nixl.agent import Side
 from kvxfer_nixl.endpoint import Piece
 

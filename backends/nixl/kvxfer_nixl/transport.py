@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvxfer.backend import CopyPool
+from kvxfer.backend.host import network_namespace
+from kvxfer.backend.liveness import LINK_BYTES, Lines
+from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
-from kvxfer.transport.crew import Crew
-from kvxfer.transport.host import network_namespace
-from kvxfer.transport.lines import LINK_BYTES, Lines
-from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nixl.agent import Agent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.flight import Flight
@@ -82,7 +82,7 @@ class NixlTransport(Transport):
         self._next_link, self._next_batch = 0, 0
         self._wakeup = Wakeup()
         self._lines = Lines("nixl", self._wakeup)
-        self._crew = Crew(self._options.posting, "kvxfer-nixl")
+        self._pool = CopyPool(self._options.posting, "kvxfer-nixl")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -225,7 +225,7 @@ class NixlTransport(Transport):
             local, remote = (local[0], local[1][some]), (remote[0], remote[1][some])
         number, self._next_batch = self._next_batch, self._next_batch + 1
         operation: Literal["read", "write"] = "read" if batch.verb is Verb.READ else "write"
-        flight = Flight(number, operation, link, batch.local, local, remote, after, self._crew)
+        flight = Flight(number, operation, link, batch.local, local, remote, after, self._pool)
         self._flights[number] = flight
         self._listen()
         now = time.monotonic()
@@ -266,7 +266,7 @@ class NixlTransport(Transport):
             time.sleep(0.0005)
         for flight in going:
             flight.drop(self._nixl)
-        self._crew.close()
+        self._pool.close()
         self._nixl.close()
         self._lines.close()
         self._wakeup.close()

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.errors import KvxferError, PeerError
 from kvxfer.transport import Completion, Fence, Verb
-from kvxfer.transport.endpoint import EndpointBase
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.messages import OK, TRUNCATED, Pieces, Posted
 

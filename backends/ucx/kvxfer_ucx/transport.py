@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.backend.memories import Memories
+from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
-from kvxfer.transport.memories import Memories
-from kvxfer.transport.wakeup import Wakeup
 from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.library import load
