@@ -227,7 +227,7 @@ class Base(Transport, Generic[E, L]):
         link, can = self.link(batch.peer), self.capabilities
         if batch.verb not in can.verbs:
             offered = ", ".join(sorted(v.upper() for v in can.verbs))
-            raise TransportError(f"back end {self.name!r} has no {batch.verb.upper()}; it has {offered}")
+            raise TransportError(f"back end {self.name!r} has no {batch.verb.upper()}; it offers {offered}")
         one_sided, line = batch.verb in ONE_SIDED, (batch.peer, batch.verb)
         if not one_sided and batch.stream <= self._streams.get(line, -1):
             raise TransportError(f"stream {batch.stream} comes too late on link {batch.peer}: their numbers must rise")

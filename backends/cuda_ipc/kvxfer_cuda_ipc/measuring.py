@@ -107,7 +107,7 @@ def serve(pipe: Connection, device: int) -> None:
     transport.register(regions(memory.data_ptr(), device))
     pipe.send("ready")
     while True:
-        select.select([pipe.fileno(), transport.fileno()], [], [])
+        select.select([pipe.fileno(), transport.wakeup.fileno()], [], [])
         transport.poll()
         while pipe.poll(0):
             theirs = pipe.recv_bytes()

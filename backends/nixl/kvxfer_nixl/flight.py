@@ -49,20 +49,19 @@ class _Posted:
 
 
 class Flight:
-    """``number``: of the batch. ``memory``: the local one. ``pool``: posts host memory, several pieces at the same time."""
+    """``number``: of the batch. ``pool``: posts host memory, several pieces at the same time."""
 
     def __init__(
         self,
         number: int,
         operation: Literal["read", "write"],
         link: Link,
-        memory: int,
         local: Side,
         remote: Side,
         fence: Fence | None,
         pool: CopyPool,
     ) -> None:
-        self.number, self.link, self.memory = number, link, memory
+        self.number, self.link = number, link
         self._operation, self._fence, self._pool = operation, fence, pool
         self._local, self._remote, self._cuts = _pieces(local, remote, pool)
         self._start = 0
@@ -75,7 +74,7 @@ class Flight:
         """Look what is done, post more until the time ``until``, and say whether this is the end."""
         self._look(agent)
         if self._cuts or self._handles:
-            if (error := self.link.error) is not None:
+            if (error := self.link.broken) is not None:
                 self.give_up(str(error), now, error)
             if self._error is None and self._ready(now):
                 self._post(agent, until)
