@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.geometry.template import Ints
+from kvxfer.geometry.pattern import Ints
 
 __all__ = ["Cut", "PlanError", "Segments", "cut_states", "cut_tokens", "join"]
 
