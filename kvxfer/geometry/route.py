@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry.cache import Cache, Rank, View
+from kvxfer.geometry.cache import Cache, View
 from kvxfer.geometry.claim import Claim, Incompatible, check_claims, check_pair, head_range, name
+from kvxfer.values import Rank
 
 __all__ = ["Claim", "Incompatible", "Route", "check_claims", "route"]
 
