@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 from xml.sax.saxutils import escape
 
-from kvxfer.geometry import Cache, Claim, Group, Heads, Incompatible, Planner, Rank, Region, View, route
+from kvxfer.geometry import Cache, Group, Heads, Incompatible, Planner, Rank, Region, ShardAssignment, View, route
 
 HERE = Path(__file__).parent
 PAGE, IMAGES = HERE / "geometry.md", HERE / "images"
@@ -156,19 +156,19 @@ def engine(of: Content, order: str, n: int, tp: int, stages: tuple[tuple[int, in
 
 def joined(src: Cache, dst: Cache) -> Planner:
     """All that the two have in common."""
-    claims = []
+    assignments = []
     for i, (s, d) in enumerate(zip(src.views, dst.views, strict=True)):
         assert s.heads is not None and d.heads is not None
         lo, hi = max(s.heads.start, d.heads.start), min(s.heads.start + s.heads.count, d.heads.start + d.heads.count)
-        claims.append(Claim(i, i, tuple(name for name in d.layers if name in s.layers), lo, hi))
-    return Planner(src, dst, claims)
+        assignments.append(ShardAssignment(i, i, tuple(name for name in d.layers if name in s.layers), lo, hi))
+    return Planner(src, dst, assignments)
 
 
 # --- one block: what is contiguous on both sides is one row -----------------------------------------------------------
 
 
 def block_picture() -> Svg:
-    """Memory of one block on both sides, and the rows of the template between them."""
+    """Memory of one block on both sides, and the rows of the pattern between them."""
     both, one = (0, 2), (1, 2)
     cases = [
         ("equal pages, [N, H, C]: one row", cache("LBNH", 4, both, total=2), cache("LBNH", 4, both, total=2)),
@@ -199,9 +199,9 @@ def block_picture() -> Svg:
                 svg.box(90 + cell * x, top, cell, 30, COLOURS[head])
                 svg.text(90 + cell * (x + 0.5), top + 13, f"t{token}", 10, "#ffffff", "middle")
                 svg.text(90 + cell * (x + 0.5), top + 25, f"h{head} {plane}", 9, "#ffffff", "middle")
-        for sheet in plan.sheets:
-            for a, b in zip(sheet.src_at[0] + sheet.src_rows, sheet.dst_at[0] + sheet.dst_rows, strict=True):
-                n = int(sheet.row_bytes[0])
+        for strided in plan.copies:
+            for a, b in zip(strided.src_at[0] + strided.src_rows, strided.dst_at[0] + strided.dst_rows, strict=True):
+                n = int(strided.row_bytes[0])
                 svg.ribbon(
                     (90 + cell * a + 1, 90 + cell * (a + n) - 1),
                     (90 + cell * b + 1, 90 + cell * (b + n) - 1),
@@ -228,7 +228,7 @@ def segment_picture() -> Svg:
     """Tokens along the way, cut at the borders of both tables."""
     src, dst = (cache("LBNH", n, (0, 1), total=1, blocks=16) for n in (4, 6))
     tables, start, tokens = ([7, 2, 9, 4, 12, 5], [3, 11, -1, 8]), 3, 23
-    (part,) = joined(src, dst).plan([tables[0]], [tables[1]], start, tokens).parts
+    (part,) = joined(src, dst).plan([tables[0]], [tables[1]], start, tokens).logical
     svg, left, step = Svg(880, 250), 130, 31
     rows = (("producer's table", 4, tables[0], 30), ("consumer's table", 6, tables[1], 150))
     for words, n, table, y in rows:
@@ -271,19 +271,19 @@ def shard_picture() -> Svg:
         for c in caches:
             v = c.views[0]
             assert v.heads is not None
-            own = {c.rank: (Claim(0, 0, v.layers, v.heads.start, v.heads.start + v.heads.count),)}
-            for rank, claims in (own if caches is producers else routes[c.rank].claims).items():
-                _area(svg, x, top, cell, claims[0], colour[rank])
+            own = {c.rank: (ShardAssignment(0, 0, v.layers, v.heads.start, v.heads.start + v.heads.count),)}
+            for rank, assignments in (own if caches is producers else routes[c.rank].assignments).items():
+                _area(svg, x, top, cell, assignments[0], colour[rank])
             outline = own[c.rank][0]
             _area(svg, x, top, cell, outline, "none", f"pp{c.rank.pp} tp{c.rank.tp}")
-    links = sum(len(r.claims) for r in routes.values())
+    links = sum(len(r.assignments) for r in routes.values())
     (readers,) = {n for r in routes.values() for n in r.readers.values()}
-    words = f"{links} links; every cell is claimed once; each producer rank waits for {readers} readers before it frees blocks."
+    words = f"{links} links; every cell is assigned once; each producer rank waits for {readers} readers before it frees blocks."
     svg.text(70, 325, words, 11, FAINT)
     return svg
 
 
-def _area(svg: Svg, x: float, y: float, cell: int, c: Claim, fill: str, words: str = "") -> None:
+def _area(svg: Svg, x: float, y: float, cell: int, c: ShardAssignment, fill: str, words: str = "") -> None:
     left, top = x + cell * c.head_lo, y + cell * int(c.layers[0].split()[1])
     width, height = cell * (c.head_hi - c.head_lo), cell * len(c.layers)
     svg.box(left, top, width, height, fill, INK if words else "#ffffff", thick=2 if words else 0)
@@ -307,19 +307,19 @@ def stream_picture() -> Svg:
                 svg.box(x, y, w, 26, "#eeeeee", FAINT)
                 svg.text(x + w / 2, y - 5 if y < 100 else y + 40, f"l{i} b{b}", 9, FAINT, "middle")
     svg.text(10, 153, "packed stream", 11)
-    places, begin = sorted({int(at) for sheet in plan.sheets for at in sheet.src_at}), 0
-    for sheet in plan.sheets:
-        base, pitch = (x.tolist() for x in sheet.stream())
-        for s, (a, b) in enumerate(zip(sheet.src_at.tolist(), sheet.dst_at.tolist(), strict=True)):
+    places, begin = sorted({int(at) for strided in plan.copies for at in strided.src_at}), 0
+    for strided in plan.copies:
+        base, pitch = (x.tolist() for x in strided.stream())
+        for s, (a, b) in enumerate(zip(strided.src_at.tolist(), strided.dst_at.tolist(), strict=True)):
             fill = COLOURS[places.index(a)]
-            for r, (i, j) in enumerate(zip(sheet.src_rows.tolist(), sheet.dst_rows.tolist(), strict=True)):
+            for r, (i, j) in enumerate(zip(strided.src_rows.tolist(), strided.dst_rows.tolist(), strict=True)):
                 offsets = a + i, begin + base[s] + r * pitch[s], b + j
                 spans = [(left + step * o + 0.5, left + step * (o + pitch[s]) - 0.5) for o in offsets]
                 for (p, q), y in zip(spans, (40, 135, 230), strict=True):
                     svg.box(p, y, q - p, 26, fill)
                 svg.ribbon(spans[0], spans[1], 66, 135, fill)
                 svg.ribbon(spans[1], spans[2], 161, 230, fill)
-        begin += sheet.nbytes
+        begin += strided.nbytes
     words = f"A colour a segment: three blocks, the last one partial. {plan.rows} rows become one message of {plan.nbytes} B."
     svg.text(left, 290, words, 11, FAINT)
     return svg
@@ -334,7 +334,7 @@ def verdict(producers: list[Cache], consumers: list[Cache]) -> str:
         for rank, r in route(producers, consumers).items():
             sink = next(c for c in consumers if c.rank == rank)
             for c in producers:
-                Planner(c, sink, r.claims.get(c.rank, ()))
+                Planner(c, sink, r.assignments.get(c.rank, ()))
     except Incompatible as e:
         return str(e).partition(":")[0]
     return ""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvxfer import memory
-from kvxfer.geometry import Cache, Claim, CopyPlan, Group, Heads, Planner, Region, View
+from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Region, ShardAssignment, View
 
 LAYERS, TOKENS, HEADS, HEAD_BYTES = 32, 16, 8, 256
 PAGE = TOKENS * HEADS * 2 * HEAD_BYTES
@@ -108,9 +108,9 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
         cache(layout, blocks, h, Region(t.data_ptr(), t.numel(), device))
         for layout, h, t in ((one, HEADS, held[0]), (other, heads, held[1]))
     )
-    claims = [Claim(i, i, v.layers, 0, heads) for i, v in enumerate(dst.views)]
+    assignments = [ShardAssignment(i, i, v.layers, 0, heads) for i, v in enumerate(dst.views)]
     tables = [[rng.permutation(blocks)[:count].astype(np.int64)] for _ in "sd"]
-    plan: CopyPlan = Planner(src, dst, claims).plan(tables[0], tables[1], 0, count * TOKENS)
+    plan: CopyPlan = Planner(src, dst, assignments).plan(tables[0], tables[1], 0, count * TOKENS)
     source, sink, staged = memory.space(src.regions), memory.space(dst.regions), memory.allocate(plan.nbytes, device)
     flat = [torch.empty(plan.nbytes, dtype=torch.uint8, device=device).fill_(i) for i in (1, 2)]
     calls: dict[str, Callable[[memory.Fence], Any]] = {

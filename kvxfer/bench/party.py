@@ -24,7 +24,7 @@ from kvxfer.bench.meeting import WAIT_S, Meeting
 from kvxfer.bench.raw import Raw, find
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config, Integrity
-from kvxfer.geometry import Cache, Claim, CopyPlan, Planner
+from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
 from kvxfer.session import Agent, Directory, Ended, Released, results
@@ -271,8 +271,8 @@ class Party:
         cache = self._pool.cache
         source, sink = (cache, other) if self._setup.role == "producer" else (other, cache)
         view = cache.views[0]
-        claims = [Claim(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
-        self._planner = Planner(source, sink, claims)
+        assignments = [ShardAssignment(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
+        self._planner = Planner(source, sink, assignments)
 
     def clear(self) -> None:
         self._pool.clear()

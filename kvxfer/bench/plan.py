@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvxfer.geometry import Cache, Claim, CopyPlan, Group, Heads, Planner, Region, View
-from kvxfer.geometry.sheet import materialise
+from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Region, ShardAssignment, View
+from kvxfer.geometry.strided_copy import materialise
 from kvxfer.values import BlockTable
 
 __all__ = ["measure", "plan"]
@@ -115,17 +115,17 @@ def _pair(one: Side, other: Side, tokens: int, repeat: int) -> dict[str, Any]:
         return BlockTable.of([rng.permutation(c.views[0].blocks)[: c.groups[0].blocks(tokens)]])
 
     lo, hi = max(one.heads[0], other.heads[0]), min(one.heads[1], other.heads[1])
-    claims = [Claim(i, i, v.layers, lo, hi) for i, v in enumerate(dst.views)]
+    assignments = [ShardAssignment(i, i, v.layers, lo, hi) for i, v in enumerate(dst.views)]
     asked = [(table(src), table(dst), 0, tokens - i) for i in range(repeat)]
-    cold = [_timed(lambda a=a: Planner(src, dst, claims).plan(*a)) for a in asked]  # type: ignore[misc]
-    planner = Planner(src, dst, claims)
+    cold = [_timed(lambda a=a: Planner(src, dst, assignments).plan(*a)) for a in asked]  # type: ignore[misc]
+    planner = Planner(src, dst, assignments)
     made = planner.plan(*asked[0])
     warm = [_timed(lambda a=a: planner.plan(*a)) for a in asked]  # type: ignore[misc]
     few = min(tokens, max(one.block_tokens, other.block_tokens, tokens * _MOST_RUNS // made.rows))
     part = planner.plan(*asked[0][:3], few)
     runs, ns = (
         len(part.runs()),
-        statistics.median(_timed(lambda: materialise(part.sheets)) for _ in range(repeat)) * 1e9,
+        statistics.median(_timed(lambda: materialise(part.copies)) for _ in range(repeat)) * 1e9,
     )
     return {
         "producer": str(one),
@@ -135,7 +135,7 @@ def _pair(one: Side, other: Side, tokens: int, repeat: int) -> dict[str, Any]:
         "runs_ns_per_run": round(ns / runs, 2) if runs > 10_000 else None,
         "runs_timed": runs,
         "rows": made.rows,
-        "sheets": len(made.sheets),
+        "copies": len(made.copies),
         "plan_bytes": _size(made),
         "kv_bytes": made.nbytes,
     }
@@ -145,8 +145,8 @@ def _consecutive(layout: str, tokens: int) -> int:
     """Runs of a request whose blocks follow each other, between equal layouts."""
     cache = Side(layout).cache(tokens)
     table = BlockTable.of([range(1, 1 + -(-tokens // 16))])
-    claims = [Claim(i, i, v.layers, 0, HEADS) for i, v in enumerate(cache.views)]
-    return len(Planner(cache, cache, claims).plan(table, table, 0, tokens).runs())
+    assignments = [ShardAssignment(i, i, v.layers, 0, HEADS) for i, v in enumerate(cache.views)]
+    return len(Planner(cache, cache, assignments).plan(table, table, 0, tokens).runs())
 
 
 def _timed(call: Callable[[], Any]) -> float:
@@ -156,8 +156,8 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def _size(made: CopyPlan) -> int:
-    """Bytes of the factored plan: its segments, and its templates with their rows."""
-    return sum(3 * s.counts.nbytes + 2 * s.src_rows.nbytes for s in made.sheets)
+    """Bytes of the factored plan: its segments, and its patterns with their rows."""
+    return sum(3 * s.counts.nbytes + 2 * s.src_rows.nbytes for s in made.copies)
 
 
 def plan(
@@ -177,7 +177,7 @@ def plan(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "sheets", "plan KiB")
+    table = Table("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "copies", "plan KiB")
     for p in found["pairs"]:
         ns = p["runs_ns_per_run"]
         table.add_row(
@@ -187,7 +187,7 @@ def plan(
             f"{p['warm_ms']:.2f}",
             "" if ns is None else f"{ns:.1f}",
             f"{p['rows']:,}",
-            str(p["sheets"]),
+            str(p["copies"]),
             f"{p['plan_bytes'] / 1024:,.0f}",
         )
     console = Console()

@@ -1,33 +1,33 @@
 """Which bytes: cache layouts, sharding and copy plans. Pure: no I/O, no torch, no clock."""
 
-from kvxfer.geometry.bundle import Bundle, Part
+from kvxfer.geometry.assignment import Incompatible, ShardAssignment
 from kvxfer.geometry.cache import Cache, Heads, Region, View
-from kvxfer.geometry.claim import Claim, Incompatible
-from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, Sheet
-from kvxfer.geometry.rest import Hole, rest
+from kvxfer.geometry.pattern import CopyPattern
+from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, StridedCopy
 from kvxfer.geometry.route import Route, route
-from kvxfer.geometry.template import Template
+from kvxfer.geometry.uncovered import UncoveredBytes, uncovered
+from kvxfer.geometry.view_group import LogicalCopy, ViewGroup
 from kvxfer.values import Group, Rank
 
 __all__ = [
-    "Bundle",
+    "ViewGroup",
     "Cache",
-    "Claim",
+    "ShardAssignment",
     "CopyPlan",
     "Group",
     "Heads",
-    "Hole",
+    "UncoveredBytes",
     "Incompatible",
-    "Part",
+    "LogicalCopy",
     "PlanError",
     "Planner",
     "Rank",
     "Region",
     "Route",
     "Runs",
-    "Sheet",
-    "Template",
+    "StridedCopy",
+    "CopyPattern",
     "View",
-    "rest",
+    "uncovered",
     "route",
 ]

@@ -29,7 +29,7 @@ GAP = 4096
 _MOST_BYTES = 1 << 60
 
 # What planning costs grows with these, and a description may come from a peer. A model has some hundred layers, of a handful of
-# planes each; a plan's template is as large as what one block holds of a plane.
+# planes each; a plan's pattern is as large as what one block holds of a plane.
 _MOST_VIEWS, _MOST_REGIONS, _MOST_GROUPS = 512, 1 << 12, 128
 _MOST_LAYERS = 1 << 12
 """Layers, counted once for each plane."""

@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from kvxfer.geometry.template import Template, merge
+from kvxfer.geometry.pattern import CopyPattern, merge
 
 __all__ = ["Strided", "first_overlap"]
 
@@ -79,7 +79,7 @@ def first_overlap(families: Sequence[Sequence[Strided]]) -> tuple[int, int, int]
     return None
 
 
-def _tiles(v: Strided) -> list[Template]:
+def _tiles(v: Strided) -> list[CopyPattern]:
     """What one block of a view holds, with everything contiguous merged."""
     at = np.array(v.offsets, np.int64)
     return merge(at, at, v.unit, [(n, s, s) for n, s in v.axes])
@@ -123,7 +123,9 @@ def _fold(pieces: Iterable[_Piece], n: int, stride: int) -> list[_Piece] | None:
     return out
 
 
-def _same_stride(views: Sequence[Strided], tiles: Sequence[tuple[int, Template]], step: int) -> tuple[int, int] | None:
+def _same_stride(
+    views: Sequence[Strided], tiles: Sequence[tuple[int, CopyPattern]], step: int
+) -> tuple[int, int] | None:
     """Compare exactly the ``tiles`` of views whose blocks have this stride, each with the view that it is of."""
     if all(views[i].blocks == 1 for i, _ in tiles):
         step = 1 << 62  # no second block to run into

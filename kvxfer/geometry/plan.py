@@ -1,8 +1,8 @@
 """Copy plans: the intersection of two caches under a block mapping, kept factored.
 
-Claims that share strides and block tables form a *bundle*. A request is cut into *segments*, the tokens that one
+Assignments that share strides and block tables form a *view group*. A request is cut into *segments*, the tokens that one
 source block and one destination block have in common; a segment's place is the flat offset of its first token on
-either side. A bundle times its segments is a *part* of the plan, which knows the logical coordinates; its *sheets*
+either side. A view group times its segments is a *logical copy*, which knows the logical coordinates; its *copies*
 are the same with everything contiguous merged. What depends on the pair of caches alone is worked out once; a
 request costs only its segments.
 
@@ -19,35 +19,35 @@ from functools import cached_property
 
 import numpy as np
 
-from kvxfer.geometry.bundle import Bundle, Part, bundles
+from kvxfer.geometry.assignment import ShardAssignment, check_assignments
 from kvxfer.geometry.cache import Cache
-from kvxfer.geometry.claim import Claim, check_claims
 from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, join
-from kvxfer.geometry.sheet import Runs, Sheet, materialise
-from kvxfer.geometry.template import Ints
+from kvxfer.geometry.strided_copy import Runs, StridedCopy, materialise
+from kvxfer.geometry.view_group import LogicalCopy, ViewGroup, view_groups
+from kvxfer.values import Ints
 
-__all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "Sheet"]
+__all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
 
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
     """What to copy for one transfer between one producer rank and one consumer rank.
 
-    ``sheets``: the copy itself. ``parts``: the same by logical coordinates, for checksums; empty in pieces and in plans
+    ``copies``: the copy itself. ``logical``: the same by logical coordinates, for checksums; empty in pieces and in plans
     that came over the wire.
     """
 
-    sheets: tuple[Sheet, ...]
-    parts: tuple[Part, ...] = ()
+    copies: tuple[StridedCopy, ...]
+    logical: tuple[LogicalCopy, ...] = ()
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(s.nbytes for s in self.sheets)
+        return sum(s.nbytes for s in self.copies)
 
     @property
     def rows(self) -> int:
         """Number of runs there would be if no two segments coalesced; costs nothing."""
-        return sum(len(s) for s in self.sheets)
+        return sum(len(s) for s in self.copies)
 
     def runs(self) -> Runs:
         """Materialised, coalesced runs for a back end that wants them; the first call makes them. Both sides get the same
@@ -56,7 +56,7 @@ class CopyPlan:
 
     @cached_property
     def _runs(self) -> Runs:
-        return materialise(self.sheets)
+        return materialise(self.copies)
 
     def split(self, max_bytes: int, first: int = 0) -> Iterator[CopyPlan]:
         """Pieces of at most ``max_bytes``, which staging slots and pipelines are filled with; the first one of at most
@@ -64,10 +64,10 @@ class CopyPlan:
         own, and these together need not be the plan's."""
         if max_bytes <= 0:
             raise ValueError(f"pieces of {max_bytes} bytes hold nothing")
-        held: list[Sheet] = []
+        held: list[StridedCopy] = []
         room = first or max_bytes
-        for i, sheet in enumerate(self.sheets):
-            for piece in sheet.split(max_bytes, 0 if i else first):
+        for i, strided in enumerate(self.copies):
+            for piece in strided.split(max_bytes, 0 if i else first):
                 if held and piece.nbytes > room:
                     yield CopyPlan(tuple(held))
                     held, room = [], max_bytes
@@ -78,22 +78,22 @@ class CopyPlan:
 
     def __add__(self, other: CopyPlan) -> CopyPlan:
         """This plan, then the other."""
-        return CopyPlan(self.sheets + other.sheets, self.parts + other.parts)
+        return CopyPlan(self.copies + other.copies, self.logical + other.logical)
 
 
 class Planner:
-    """Plans copies from ``src`` into ``dst`` for the claimed layers and heads.
+    """Plans copies from ``src`` into ``dst`` for the assigned layers and heads.
 
-    Construction checks the claims (``Incompatible``); both caches must have passed ``Cache.check``. ``plan`` may be
-    called from any one thread at a time; templates are cached inside.
+    Construction checks the assignments (``Incompatible``); both caches must have passed ``Cache.check``. ``plan`` may be
+    called from any one thread at a time; patterns are cached inside.
     """
 
-    def __init__(self, src: Cache, dst: Cache, claims: Sequence[Claim]) -> None:
-        check_claims(src, dst, claims)
+    def __init__(self, src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) -> None:
+        check_assignments(src, dst, assignments)
         self.src, self.dst = src, dst
-        self._bundles: dict[tuple[int, int, bool], list[Bundle]] = defaultdict(list)
-        for b in bundles(src, dst, claims):
-            self._bundles[b.src_group, b.dst_group, b.opaque].append(b)
+        self._view_groups: dict[tuple[int, int, bool], list[ViewGroup]] = defaultdict(list)
+        for b in view_groups(src, dst, assignments):
+            self._view_groups[b.src_group, b.dst_group, b.opaque].append(b)
         self._seen = np.empty(max((v.blocks for v in dst.views), default=0), np.int32)
 
     def plan(self, src_blocks: Rows, dst_blocks: Rows, start: int, tokens: int) -> CopyPlan:
@@ -105,8 +105,8 @@ class Planner:
         block, when a block id is outside the cache, when a destination block stands at two positions, or when ``start``
         cuts an opaque block.
         """
-        parts: list[Part] = []
-        for (sg, dg, opaque), members in self._bundles.items():
+        logical: list[LogicalCopy] = []
+        for (sg, dg, opaque), members in self._view_groups.items():
             if sg >= len(src_blocks) or dg >= len(dst_blocks):
                 raise PlanError(f"no block table for group {sg} of the producer or group {dg} of the consumer")
             src, dst = np.asarray(src_blocks[sg], np.int64), np.asarray(dst_blocks[dg], np.int64)
@@ -115,11 +115,11 @@ class Planner:
             found = join(src, dst, self._cut(sg, dg, opaque, members, len(dst), start, tokens), dg)
             if len(found.count):
                 self._check_blocks(found, members)
-                parts += [b.part(found) for b in members]
-        return CopyPlan(tuple(s for p in parts for s in p.sheets()), tuple(parts))
+                logical += [b.at(found) for b in members]
+        return CopyPlan(tuple(s for p in logical for s in p.copies()), tuple(logical))
 
     def _cut(
-        self, sg: int, dg: int, opaque: bool, members: Sequence[Bundle], table: int, start: int, tokens: int
+        self, sg: int, dg: int, opaque: bool, members: Sequence[ViewGroup], table: int, start: int, tokens: int
     ) -> Cut:
         """Where the tokens fall in both sides' blocks."""
         group, bs, bd = self.dst.groups[dg], self.src.groups[sg].block_tokens, self.dst.groups[dg].block_tokens
@@ -134,7 +134,7 @@ class Planner:
         needed = tokens - group.window + 1 if group.kind == "window" else start
         return cut_tokens(start, tokens, bs, bd, needed, min(b.most_tokens for b in members))
 
-    def _check_blocks(self, found: Segments, members: Sequence[Bundle]) -> None:
+    def _check_blocks(self, found: Segments, members: Sequence[ViewGroup]) -> None:
         """Refuse blocks outside either cache, and a destination block at two positions of its table."""
         for side, block, limit in (
             ("source", found.src_block, min(b.src_blocks for b in members)),

@@ -1,9 +1,9 @@
 """Who reads what from whom: layers and heads intersected between two engines of any TP and PP.
 
-Each consumer rank claims, of every plane it holds, the (layer, head) cells from producer ranks so that each cell
-is claimed once. Where producers hold replicas (MLA, or more ranks than KV heads) a consumer stays with the ranks it
+Each consumer rank assignments, of every plane it holds, the (layer, head) cells from producer ranks so that each cell
+is assigned once. Where producers hold replicas (MLA, or more ranks than KV heads) a consumer stays with the ranks it
 reads from already, and otherwise takes the one that has been given the least to serve, so that readers spread. A
-producer that nobody would read from is still given one reader with an empty claim: that reader's word is what lets
+producer that nobody would read from is still given one reader with an empty assignment: that reader's word is what lets
 the producer free its blocks.
 """
 
@@ -16,22 +16,22 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.geometry.assignment import Incompatible, ShardAssignment, check_assignments, check_pair, head_range, name
 from kvxfer.geometry.cache import Cache, View
-from kvxfer.geometry.claim import Claim, Incompatible, check_claims, check_pair, head_range, name
 from kvxfer.values import Rank
 
-__all__ = ["Claim", "Incompatible", "Route", "check_claims", "route"]
+__all__ = ["ShardAssignment", "Incompatible", "Route", "check_assignments", "route"]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """For one consumer rank: its claims on each producer rank it must contact, and each one's reader count."""
+    """For one consumer rank: its assignments on each producer rank it must contact, and each one's reader count."""
 
-    claims: dict[Rank, tuple[Claim, ...]]
+    assignments: dict[Rank, tuple[ShardAssignment, ...]]
     readers: dict[Rank, int]
 
 
 def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, Route]:
-    """Assign every consumer rank its claims on the producer ranks.
+    """Assign every consumer rank its assignments on the producer ranks.
 
     Deterministic in its arguments (ranks are sorted), so that all ranks agree without talking.
     Raises ``Incompatible`` when some cell of a consumer's cache that is not optional has no convertible source, or two
@@ -44,23 +44,23 @@ def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, 
             raise Incompatible(f"rank: two caches of the {side} say that they are the same rank")
     served: Counter[Rank] = Counter()
     places = {c.rank: {(v.plane, layer): i for i, v in enumerate(c.views) for layer in v.layers} for c in sources}
-    claims: dict[Rank, dict[Rank, tuple[Claim, ...]]] = {}
+    assignments: dict[Rank, dict[Rank, tuple[ShardAssignment, ...]]] = {}
     for sink in sinks:
-        claims[sink.rank] = _claims_of(sink, sources, places, served)
+        assignments[sink.rank] = _claims_of(sink, sources, places, served)
     for source in sources if sinks else ():
-        if not any(source.rank in of for of in claims.values()):
-            idlest = min(claims, key=lambda r: (len(claims[r]), r))
-            claims[idlest][source.rank] = ()
-    readers = {s.rank: sum(s.rank in of for of in claims.values()) for s in sources}
-    return {r: Route(claims=of, readers={p: readers[p] for p in of}) for r, of in claims.items()}
+        if not any(source.rank in of for of in assignments.values()):
+            idlest = min(assignments, key=lambda r: (len(assignments[r]), r))
+            assignments[idlest][source.rank] = ()
+    readers = {s.rank: sum(s.rank in of for of in assignments.values()) for s in sources}
+    return {r: Route(assignments=of, readers={p: readers[p] for p in of}) for r, of in assignments.items()}
 
 
 def _claims_of(
     sink: Cache, sources: Sequence[Cache], places: dict[Rank, dict[tuple[str, str], int]], served: Counter[Rank]
-) -> dict[Rank, tuple[Claim, ...]]:
-    """One consumer rank's claims. ``places``: the view of each source that holds a plane of a layer. Counts in ``served`` the
+) -> dict[Rank, tuple[ShardAssignment, ...]]:
+    """One consumer rank's assignments. ``places``: the view of each source that holds a plane of a layer. Counts in ``served`` the
     bytes a token that each source has to give."""
-    found: dict[Rank, list[Claim]] = defaultdict(list)
+    found: dict[Rank, list[ShardAssignment]] = defaultdict(list)
     for d, view in enumerate(sink.views):
         lo, hi = head_range(view)
         row = {layer: i for i, layer in enumerate(view.layers)}
@@ -78,7 +78,7 @@ def _claims_of(
                 for taken, first, last in _rectangles(rows, open_cells[rows, a - lo : b - lo]):
                     open_cells[np.ix_(taken, range(a - lo + first, a - lo + last))] = False
                     layers = tuple(view.layers[r] for r in taken)
-                    found[source.rank].append(Claim(s, d, layers, a + first, a + last))
+                    found[source.rank].append(ShardAssignment(s, d, layers, a + first, a + last))
                     served[source.rank] += len(taken) * (last - first) * view.unit
         if open_cells.any() and not view.optional:
             raise Incompatible(_lacking(sink, view, open_cells, sources))

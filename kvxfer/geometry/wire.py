@@ -1,4 +1,4 @@
-"""The wire form of a plan: its sheets, for whoever is to execute a plan that another process made.
+"""The wire form of a plan: its copies, for whoever is to execute a plan that another process made.
 
 Peers do not need it (both derive the plan from what they exchange); a helper process or a dump for debugging does.
 Parts stay behind: they serve checksums, which whoever made the plan computes.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from kvxfer.geometry.pattern import Axis, CopyPattern, Ints
 from kvxfer.geometry.plan import CopyPlan
-from kvxfer.geometry.sheet import Sheet
-from kvxfer.geometry.template import Axis, Ints, Template
+from kvxfer.geometry.strided_copy import StridedCopy
 
 __all__ = ["decode", "encode"]
 
@@ -19,7 +19,7 @@ _MOST_ROWS = 1 << 24
 _LITTLE = np.dtype("<i8")
 
 
-class _Sheet(msgspec.Struct, array_like=True, frozen=True):
+class _Strided(msgspec.Struct, array_like=True, frozen=True):
     src_cells: bytes
     dst_cells: bytes
     axes: tuple[Axis, ...]
@@ -29,23 +29,23 @@ class _Sheet(msgspec.Struct, array_like=True, frozen=True):
     counts: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(tuple[_Sheet, ...])
+_decoder = msgspec.msgpack.Decoder(tuple[_Strided, ...])
 
 
 def encode(plan: CopyPlan) -> bytes:
     """msgpack; about 24 bytes a segment, and 16 a cell."""
     return msgspec.msgpack.encode(
         [
-            _Sheet(
-                _pack(s.template.src_cells),
-                _pack(s.template.dst_cells),
-                s.template.axes,
-                s.template.unit,
+            _Strided(
+                _pack(s.pattern.src_cells),
+                _pack(s.pattern.dst_cells),
+                s.pattern.axes,
+                s.pattern.unit,
                 _pack(s.src_at),
                 _pack(s.dst_at),
                 _pack(s.counts),
             )
-            for s in plan.sheets
+            for s in plan.copies
         ]
     )
 
@@ -59,22 +59,22 @@ def decode(data: bytes) -> CopyPlan:
         raise ValueError(f"not a plan: {e}") from e
 
 
-def _sheet(s: _Sheet) -> Sheet:
+def _sheet(s: _Strided) -> StridedCopy:
     cells, places = [_unpack(x) for x in (s.src_cells, s.dst_cells)], [_unpack(x) for x in (s.src_at, s.dst_at)]
     counts = _unpack(s.counts)
-    template = Template(cells[0], cells[1], s.axes, s.unit)
+    pattern = CopyPattern(cells[0], cells[1], s.axes, s.unit)
     sound = (
         len(cells[0]) == len(cells[1]) > 0
         and len(places[0]) == len(places[1]) == len(counts) > 0
         and len(s.axes) <= 2
         and all(n > 1 for n, _, _ in s.axes)
-        and len(template) <= _MOST_ROWS
+        and len(pattern) <= _MOST_ROWS
         and s.unit > 0
         and int(counts.min()) > 0
     )
     if not sound:
         raise ValueError("not a plan: its arrays do not fit each other")
-    return Sheet(template, places[0], places[1], counts)
+    return StridedCopy(pattern, places[0], places[1], counts)
 
 
 def _pack(a: Ints) -> bytes:

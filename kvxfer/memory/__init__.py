@@ -1,7 +1,7 @@
 """Memory of any kind behind one small face: allocate, pack, unpack, checksum, fence. Loads torch only for CUDA.
 
 ``space(regions)`` is a worker's own registered cache, ``allocate`` makes more memory; both are a ``Space``, flat
-offsets over regions of one device. A packed plan is the concatenation of its sheets' streams (``Sheet.stream``), the
+offsets over regions of one device. A packed plan is the concatenation of its copies' streams (``StridedCopy.stream``), the
 same on both sides of a transfer: what one side packs the other can unpack, whatever their layouts and devices.
 """
 

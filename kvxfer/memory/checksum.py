@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.geometry import Bundle, CopyPlan, Part, Template
-from kvxfer.geometry.template import Ints
+from kvxfer.geometry import CopyPattern, CopyPlan, LogicalCopy, ViewGroup
+from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.fence import Done
 from kvxfer.memory.rows import Keys, Rows, best, mix, sum_rows
 from kvxfer.memory.space import Checksum, Side, grids
@@ -48,7 +48,7 @@ from kvxfer.memory.space import Checksum, Side, grids
 if TYPE_CHECKING:
     from kvxfer.memory.cpu import CpuSpace
 
-__all__ = ["LENGTH", "Sum", "fine", "parts_of", "row_keys", "sample", "spans", "sum_of", "word_keys"]
+__all__ = ["LENGTH", "Sum", "fine", "logical_copies", "row_keys", "sample", "spans", "sum_of", "word_keys"]
 
 HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 """Odd constants: a position's key is its cell's plus its head times one plus its token times another."""
@@ -76,36 +76,36 @@ def word_keys(words: int) -> Keys:
     return mix(np.arange(1, words + 1, dtype=np.uint64) * np.uint64(HEAD)) | np.uint64(1)
 
 
-def cell_keys(bundle: Bundle) -> Keys:
-    """Key of every (plane, layer) of a bundle, at head 0 and token 0."""
-    out = np.empty(len(bundle.names), np.uint64)
-    for i, (plane, layer) in enumerate(bundle.names):
+def cell_keys(view_group: ViewGroup) -> Keys:
+    """Key of every (plane, layer) of a view group, at head 0 and token 0."""
+    out = np.empty(len(view_group.names), np.uint64)
+    for i, (plane, layer) in enumerate(view_group.names):
         name = f"{len(plane)}:{plane}{layer}".encode()
         out[i] = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     return out
 
 
-def fine(bundle: Bundle, tokens: int) -> Template:
-    """The bundle with nothing merged: a row is a unit. Axes: heads, then tokens."""
-    axes = (bundle.heads, (tokens, bundle.src_token, bundle.dst_token))
-    return Template(bundle.src_cells, bundle.dst_cells, axes, bundle.unit)
+def fine(view_group: ViewGroup, tokens: int) -> CopyPattern:
+    """The view group with nothing merged: a row is a unit. Axes: heads, then tokens."""
+    axes = (view_group.heads, (tokens, view_group.src_token, view_group.dst_token))
+    return CopyPattern(view_group.src_cells, view_group.dst_cells, axes, view_group.unit)
 
 
-def parts_of(plan: CopyPlan) -> tuple[Part, ...]:
+def logical_copies(plan: CopyPlan) -> tuple[LogicalCopy, ...]:
     """A plan's parts. Raises ``ValueError`` when it came without."""
-    if plan.sheets and not plan.parts:
+    if plan.copies and not plan.logical:
         raise ValueError("a piece of a plan, or a plan from the wire, does not know the positions of its content")
-    return plan.parts
+    return plan.logical
 
 
-def row_keys(bundle: Bundle, tokens: int) -> Keys:
-    """Key of every row of ``fine(bundle, tokens)`` in a segment that begins at token 0, uint64 ``[rows]``."""
-    heads = np.arange(bundle.heads[0], dtype=np.uint64) + np.uint64(bundle.first_head)
+def row_keys(view_group: ViewGroup, tokens: int) -> Keys:
+    """Key of every row of ``fine(view_group, tokens)`` in a segment that begins at token 0, uint64 ``[rows]``."""
+    heads = np.arange(view_group.heads[0], dtype=np.uint64) + np.uint64(view_group.first_head)
     inner = heads[:, None] * np.uint64(HEAD) + np.arange(tokens, dtype=np.uint64) * np.uint64(TOKEN)
-    return (cell_keys(bundle)[:, None] + inner.ravel()).ravel()
+    return (cell_keys(view_group)[:, None] + inner.ravel()).ravel()
 
 
-def spans(part: Part, side: Side) -> Iterator[tuple[int, Ints, Keys]]:
+def spans(part: LogicalCopy, side: Side) -> Iterator[tuple[int, Ints, Keys]]:
     """A part by the length of its segments: tokens in each, their places on one side, the key to add to their rows'."""
     at = part.src_at if side == "source" else part.dst_at
     first = part.token.astype(np.uint64) * np.uint64(TOKEN)
@@ -117,12 +117,14 @@ def spans(part: Part, side: Side) -> Iterator[tuple[int, Ints, Keys]]:
 
 def sample(plan: CopyPlan, seed: int) -> CopyPlan:
     """The content of one segment in ``SAMPLE`` of each of a plan's parts, and of one at least; which ones, ``seed`` and
-    the plan decide, the same on both sides. Good for checksums only: it has no sheets."""
+    the plan decide, the same on both sides. Good for checksums only: it has no copies."""
     some = []
-    for part in parts_of(plan):
+    for part in logical_copies(plan):
         n = len(part.token)
         which = slice(seed % min(SAMPLE, n), None, SAMPLE)
-        some.append(Part(part.bundle, part.src_at[which], part.dst_at[which], part.token[which], part.count[which]))
+        some.append(
+            LogicalCopy(part.view_group, part.src_at[which], part.dst_at[which], part.token[which], part.count[which])
+        )
     return CopyPlan((), tuple(some))
 
 
@@ -130,19 +132,19 @@ def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
     """The checksum of what the plan moves, read in host memory on one side, by the calling thread alone: others would take
     the cores from what moves the bytes meanwhile, and spend much of them on waiting for the interpreter."""
     best()  # even if nothing here is aligned: callers get ready by a short plan
-    work = [(part.bundle, *span) for part in parts_of(plan) for span in spans(part, side)]
-    return sum(_sum(space, bundle, tokens, at, first, side) for bundle, tokens, at, first in work) % (1 << 64)
+    work = [(part.view_group, *span) for part in logical_copies(plan) for span in spans(part, side)]
+    return sum(_sum(space, view_group, tokens, at, first, side) for view_group, tokens, at, first in work) % (1 << 64)
 
 
-def _sum(space: CpuSpace, bundle: Bundle, tokens: int, at: Ints, first: Keys, side: Side) -> int:
-    units, words = fine(bundle, tokens), -(-bundle.unit // 4)
-    keys, factors = row_keys(bundle, tokens), word_keys(1 << (words - 1).bit_length())[:words]
-    length, total = np.uint64(bundle.unit * LENGTH % (1 << 64)), 0
+def _sum(space: CpuSpace, view_group: ViewGroup, tokens: int, at: Ints, first: Keys, side: Side) -> int:
+    units, words = fine(view_group, tokens), -(-view_group.unit // 4)
+    keys, factors = row_keys(view_group, tokens), word_keys(1 << (words - 1).bit_length())[:words]
+    length, total = np.uint64(view_group.unit * LENGTH % (1 << 64)), 0
     for g in grids(space, units, side):
         # Read in the order of memory, where rows follow each other (K and V too).
         order = tuple(sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis]))
         here = keys[g.first : g.first + prod(g.shape)].reshape(g.shape).transpose(order)
         strides = tuple(g.strides[axis] for axis in order)
-        rows = Rows(space.memory(g.region), bundle.unit, at + g.offset, here.shape, strides, here, first)
+        rows = Rows(space.memory(g.region), view_group.unit, at + g.offset, here.shape, strides, here, first)
         total += sum_rows(rows, factors, length)
     return total

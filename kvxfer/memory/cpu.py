@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry import CopyPlan, Region, Sheet, Template
-from kvxfer.memory.checksum import Sum, parts_of, sum_of
+from kvxfer.geometry import CopyPattern, CopyPlan, Region, StridedCopy
+from kvxfer.memory.checksum import Sum, logical_copies, sum_of
 from kvxfer.memory.fence import Done, Fence
 from kvxfer.memory.pool import in_parallel
 from kvxfer.memory.space import Checksum, Grid, Side, Space, grids
@@ -38,7 +38,7 @@ class CpuSpace(Space):
         super().__init__(regions, "cpu")
         self.owner, self.pinned = owner, pinned
         self._bytes = [_view(r) for r in regions]
-        self._grids: WeakKeyDictionary[Template, dict[Side, list[Grid]]] = WeakKeyDictionary()
+        self._grids: WeakKeyDictionary[CopyPattern, dict[Side, list[Grid]]] = WeakKeyDictionary()
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
         _require(after)
@@ -51,7 +51,7 @@ class CpuSpace(Space):
         return Done()
 
     def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
-        parts_of(plan)
+        logical_copies(plan)
 
         def begin(after: Fence | None) -> Checksum:
             _require(after)
@@ -64,11 +64,11 @@ class CpuSpace(Space):
         region, offset = self.locate(at, nbytes)
         return self._bytes[region][offset : offset + nbytes]
 
-    def grids(self, template: Template, side: Side) -> list[Grid]:
-        """``grids`` of this space, remembered as long as the template lives."""
-        sides = self._grids.setdefault(template, {})
+    def grids(self, pattern: CopyPattern, side: Side) -> list[Grid]:
+        """``grids`` of this space, remembered as long as the pattern lives."""
+        sides = self._grids.setdefault(pattern, {})
         if side not in sides:
-            sides[side] = grids(self, template, side)
+            sides[side] = grids(self, pattern, side)
         return sides[side]
 
     def memory(self, region: int) -> Bytes:
@@ -79,20 +79,20 @@ class CpuSpace(Space):
         if not isinstance(packed, CpuSpace):
             raise ValueError("host memory is packed into host memory only")
         stream = packed.bytes(at, plan.nbytes)
-        for sheet in plan.sheets:
-            self.grids(sheet.template, side)  # made here: the threads that share the copying only look them up
-        in_parallel(plan.nbytes, lambda i, n: self._share(_shares(plan.sheets, i, n), side, stream))
+        for strided in plan.copies:
+            self.grids(strided.pattern, side)  # made here: the threads that share the copying only look them up
+        in_parallel(plan.nbytes, lambda i, n: self._share(_shares(plan.copies, i, n), side, stream))
 
-    def _share(self, sheets: Iterator[tuple[Sheet, int]], side: Side, stream: Bytes) -> None:
-        """Copy sheets whose streams begin at the given offsets."""
-        for sheet, begin in sheets:
-            base, pitch = (x.tolist() for x in sheet.stream())
-            places = (sheet.src_at if side == "source" else sheet.dst_at).tolist()
+    def _share(self, copies: Iterator[tuple[StridedCopy, int]], side: Side, stream: Bytes) -> None:
+        """Copy copies whose streams begin at the given offsets."""
+        for strided, begin in copies:
+            base, pitch = (x.tolist() for x in strided.stream())
+            places = (strided.src_at if side == "source" else strided.dst_at).tolist()
             forms: dict[int, list[_Form]] = {}
             for lo, hi, step in even(places, pitch):
                 size = pitch[lo]
                 if size not in forms:
-                    forms[size] = [_form(g, sheet.template, size) for g in self.grids(sheet.template, side)]
+                    forms[size] = [_form(g, strided.pattern, size) for g in self.grids(strided.pattern, side)]
                 for f in forms[size]:
                     shape = (hi - lo, *f.shape)
                     here = np.ndarray(shape, f.item, self._bytes[f.region], f.offset + places[lo], (step, *f.strides))
@@ -103,14 +103,14 @@ class CpuSpace(Space):
                         here[...] = there
 
 
-def _shares(sheets: Sequence[Sheet], i: int, n: int) -> Iterator[tuple[Sheet, int]]:
+def _shares(copies: Sequence[StridedCopy], i: int, n: int) -> Iterator[tuple[StridedCopy, int]]:
     """The ``i``-th of ``n`` shares of what is to be copied, by segments; with the offset of each in the stream."""
     done = 0
-    for k, s in enumerate(sheets):
+    for k, s in enumerate(copies):
         if len(s.counts) >= n:
             lo, hi = (len(s.counts) * j // n for j in (i, i + 1))
-            before = int(s.counts[:lo].sum()) * s.template.unit * len(s.template)
-            yield Sheet(s.template, s.src_at[lo:hi], s.dst_at[lo:hi], s.counts[lo:hi]), done + before
+            before = int(s.counts[:lo].sum()) * s.pattern.unit * len(s.pattern)
+            yield StridedCopy(s.pattern, s.src_at[lo:hi], s.dst_at[lo:hi], s.counts[lo:hi]), done + before
         elif k % n == i:
             yield s, done
         done += s.nbytes
@@ -130,9 +130,9 @@ class _Form:
     packed: tuple[int, ...]
 
 
-def _form(g: Grid, template: Template, size: int) -> _Form:
+def _form(g: Grid, pattern: CopyPattern, size: int) -> _Form:
     packed = tuple(size * prod(g.shape[i + 1 :]) for i in range(len(g.shape)))
-    segment, first = size * len(template), size * g.first
+    segment, first = size * len(pattern), size * g.first
     if size < _SHORT and prod(g.shape) > _MANY:
         return _Form(np.dtype(f"V{size}"), g.region, g.offset, g.shape, g.strides, first, segment, packed)
     shape, strides, packed = (*g.shape, size), (*g.strides, 1), (*packed, 1)

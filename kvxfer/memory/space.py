@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from kvxfer.geometry import CopyPlan, Region, Template
+from kvxfer.geometry import CopyPattern, CopyPlan, Region
 from kvxfer.geometry.cache import flat_starts
-from kvxfer.geometry.template import Ints
+from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.fence import Fence
 
 __all__ = ["Checksum", "Grid", "Side", "Space", "grids"]
@@ -89,7 +89,7 @@ class Space(ABC):
         return i, offset - self.starts[i]
 
     def of_cells(self, cells: Ints) -> Ints:
-        """The region of each of a template's cells: the one that holds block 0, and with it the whole view."""
+        """The region of each of a pattern's cells: the one that holds block 0, and with it the whole view."""
         return np.asarray(np.searchsorted(self._starts, cells, side="right") - 1)
 
     @cached_property
@@ -99,8 +99,8 @@ class Space(ABC):
 
 @dataclass(frozen=True)
 class Grid:
-    """Consecutive rows of a template at even distances: ``shape`` and ``strides`` (bytes) of one or two axes of cells,
-    then the template's own, from ``offset`` in one region. ``first``: its first row in the template's order."""
+    """Consecutive rows of a pattern at even distances: ``shape`` and ``strides`` (bytes) of one or two axes of cells,
+    then the pattern's own, from ``offset`` in one region. ``first``: its first row in the pattern's order."""
 
     region: int
     offset: int
@@ -109,13 +109,13 @@ class Grid:
     first: int
 
 
-def grids(space: Space, template: Template, side: Side) -> list[Grid]:
-    """Few grids that make up one side of a template: cells at even distances, and groups of such cells likewise (layers
+def grids(space: Space, pattern: CopyPattern, side: Side) -> list[Grid]:
+    """Few grids that make up one side of a pattern: cells at even distances, and groups of such cells likewise (layers
     of K and V)."""
     source = side == "source"
-    cells = template.src_cells if source else template.dst_cells
-    axes = tuple(n for n, _, _ in template.axes), tuple((s if source else d) for _, s, d in template.axes)
-    rows = len(template) // len(cells)
+    cells = pattern.src_cells if source else pattern.dst_cells
+    axes = tuple(n for n, _, _ in pattern.axes), tuple((s if source else d) for _, s, d in pattern.axes)
+    rows = len(pattern) // len(cells)
     regions, at = space.of_cells(cells).tolist(), cells.tolist()
     out, lo = [], 0
     while lo < len(at):

@@ -1,4 +1,4 @@
-"""Triton kernels over factored plans: all rows of all segments of a sheet, every layer included, in one launch.
+"""Triton kernels over factored plans: all rows of all segments of a strided, every layer included, in one launch.
 
 A row is ``cells[c] + place + i * stride1 + j * stride2`` bytes from ``memory``, for cell ``c`` and steps ``i``, ``j``
 of two axes, numbered in that order. Both kernels keep a bounded number of programs busy, each with one job after the

@@ -35,9 +35,9 @@ class Hasher:
     def get_ready(self) -> None:
         """Have compiled what reads the cache, which may take seconds, so that no transfer waits for it: it reads one token."""
         cache = self._cache
-        claims = route([cache], [cache])[cache.rank].claims.get(cache.rank, ())
+        assignments = route([cache], [cache])[cache.rank].assignments.get(cache.rank, ())
         first = [[0]] * len(cache.groups)
-        one = Planner(cache, cache, claims).plan(first, first, 0, 1)
+        one = Planner(cache, cache, assignments).plan(first, first, 0, 1)
         memory.space(cache.regions).checksum(one, "source").value  # noqa: B018  (waits)
 
     def hash(self, action: Hash) -> None:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
-from kvxfer.geometry import Cache, Claim, Planner
+from kvxfer.geometry import Cache, Planner, ShardAssignment
 from kvxfer.session import messages as m
 from kvxfer.session.movers import Movers
 from kvxfer.session.results import Broken, Connected, Endpoint
@@ -258,13 +258,13 @@ def _who(known: _In | None, connection: Connection) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A producer rank to dial: where, which incarnation, its cache, what we claim of it, and the back ends that both have,
+    """A producer rank to dial: where, which incarnation, its cache, what we are assigned of it, and the back ends that both have,
     by our preference."""
 
     address: str
     epoch: int
     cache: Cache
-    claims: tuple[Claim, ...]
+    assignments: tuple[ShardAssignment, ...]
     backends: tuple[str, ...]
 
     @property
@@ -357,11 +357,11 @@ class Outbound:
             o.mine, o.connection.heard = result.endpoint, now
             t = o.target
             terms = self._movers.terms(o.backend)
-            self.send(t.link, terms.hello(o.mine, t.epoch, self._epoch, self._engine, t.claims, self._facts))
+            self.send(t.link, terms.hello(o.mine, t.epoch, self._epoch, self._engine, t.assignments, self._facts))
             self._clock.set(t.link, now + self._silence / 4)
             return None
         o.up = True
-        planner = Planner(o.target.cache, self._cache, o.target.claims)
+        planner = Planner(o.target.cache, self._cache, o.target.assignments)
         mode = self._movers.terms(o.backend).mode
         return LinkInfo(mode, planner, o.target.epoch, o.piece_bytes, integrity=o.integrity, tally=o.tally)
 

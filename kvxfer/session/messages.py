@@ -15,7 +15,7 @@ from msgspec import Meta
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
 from kvxfer.facts import Facts
-from kvxfer.geometry import Cache, Claim, Rank
+from kvxfer.geometry import Cache, Rank, ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.values import BlockTable
 
@@ -84,7 +84,7 @@ class Hello(_Base, frozen=True, tag="hello"):
     engine: str
     endpoint: bytes
     cache: Cache
-    claims: tuple[Claim, ...]
+    assignments: tuple[ShardAssignment, ...]
     mode: str
     piece_bytes: Count
     integrity: Integrity = "off"

@@ -81,5 +81,5 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
     """Size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
     if not plan.rows or plan.nbytes >= info.stage_below * plan.rows:
         return 0
-    longest = max(int(np.maximum.reduce(s.counts)) * s.template.unit for s in plan.sheets)
+    longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)
     return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 2, plan.nbytes // DEPTH, longest))

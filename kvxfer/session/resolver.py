@@ -16,7 +16,7 @@ from typing import Any
 
 from kvxfer import facts as f
 from kvxfer.errors import PeerError
-from kvxfer.geometry import Claim, Incompatible, route
+from kvxfer.geometry import Incompatible, ShardAssignment, route
 from kvxfer.identity import Source
 from kvxfer.session import messages as m
 from kvxfer.session import wire
@@ -149,18 +149,20 @@ class Resolver:
                 raise PeerError(why)
             mine = route([member.cache for member in card.members], ours)[self._me.cache.rank]
             ranks = {member.cache.rank: member for member in card.members}
-            targets = {rank: self._target(ranks[rank], claims) for rank, claims in sorted(mine.claims.items())}
+            targets = {
+                rank: self._target(ranks[rank], assignments) for rank, assignments in sorted(mine.assignments.items())
+            }
         except (PeerError, Incompatible, ValueError, LookupError) as e:
             return f"engine {card.engine[:100]!r} at {source}: {e}"
         lanes = tuple(Lane(target.link, mine.readers[rank], rank) for rank, target in targets.items())
         return Path(tuple(targets.values()), Resolved(lanes))
 
-    def _target(self, member: m.Member, claims: tuple[Claim, ...]) -> Target:
+    def _target(self, member: m.Member, assignments: tuple[ShardAssignment, ...]) -> Target:
         common = tuple(name for name in self._me.backends if name in member.backends)
         if not common:
             theirs, ours = (" or ".join(map(repr, names)) for names in (member.backends, self._me.backends))
             raise PeerError(f"it uses back end {theirs}, this engine {ours}; configure the same on both")
-        return Target(member.address, member.epoch, member.cache, claims, common)
+        return Target(member.address, member.epoch, member.cache, assignments, common)
 
     def tick(self, now: float) -> Iterator[tuple[Source, str]]:
         """Repeat unanswered questions; those for which nobody waits any more have failed."""

@@ -9,7 +9,7 @@ from typing import get_args
 from kvxfer import facts as f
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError, PeerError
-from kvxfer.geometry import Cache, Claim, Incompatible, Planner
+from kvxfer.geometry import Cache, Incompatible, Planner, ShardAssignment
 from kvxfer.session import messages as m
 from kvxfer.session.staging import Staging
 from kvxfer.session.values import LinkInfo, Mode, Role
@@ -55,7 +55,13 @@ class Terms:
         return cls(backend, mode, cache, staging.piece_bytes, below, integrity)
 
     def hello(
-        self, endpoint: bytes, expect: int, epoch: int, engine: str, claims: Sequence[Claim], facts: Mapping[str, str]
+        self,
+        endpoint: bytes,
+        expect: int,
+        epoch: int,
+        engine: str,
+        assignments: Sequence[ShardAssignment],
+        facts: Mapping[str, str],
     ) -> m.Hello:
         return m.Hello(
             m.PROTOCOL,
@@ -65,7 +71,7 @@ class Terms:
             engine,
             endpoint,
             self.cache,
-            tuple(claims),
+            tuple(assignments),
             self.mode,
             self.piece_bytes,
             self.integrity,
@@ -110,7 +116,7 @@ def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int, facts
         )
     try:
         hello.cache.check()
-        return Planner(cache, hello.cache, hello.claims)
+        return Planner(cache, hello.cache, hello.assignments)
     except (Incompatible, ValueError) as e:
         raise PeerError(f"the caches do not fit: {e}") from None
 

@@ -140,7 +140,7 @@ class LinkInfo:
     """What a machine knows of a link that is up.
 
     ``peer``: the other agent's epoch. ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose
-    template rows are shorter than ``stage_below`` bytes on average goes staged (0: never). ``integrity``: how much of
+    pattern rows are shorter than ``stage_below`` bytes on average goes staged (0: never). ``integrity``: how much of
     what moves is hashed on both sides. ``tally``: consumer, what the producer's is now, where it can be seen from here.
     """
 

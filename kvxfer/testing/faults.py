@@ -3,7 +3,7 @@
 ``{"backend": "kvxfer.testing.faults:Faulty", "backend_options": {"inner": "zmq", "lose": 0.01}}``
 
 Bytes are spoilt where they arrive (READ and RECV), after the inner back end has said that all went well; so a check
-that does not notice proves nothing. ``Zeroing`` is the negative control of anything that claims to compare KV. All
+that does not notice proves nothing. ``Zeroing`` is the negative control of anything that assignments to compare KV. All
 that concerns time is done with fences, so that the inner back end does the waiting, and ends it, in its own way.
 """
 

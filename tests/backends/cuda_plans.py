@@ -60,7 +60,7 @@ def planner(src: Cache, dst: Cache) -> Planner:
     """For what the consumer takes from this producer; heads that it lacks come from another."""
     views = tuple(msgspec.structs.replace(v, heads=Heads(2, 2, HEADS, v.heads.stride)) for v in src.views if v.heads)
     other = msgspec.structs.replace(src, views=views, rank=Rank(tp=1))
-    return Planner(src, dst, route([src, other], [dst])[Rank()].claims[Rank()])
+    return Planner(src, dst, route([src, other], [dst])[Rank()].assignments[Rank()])
 
 
 def move_plans(world: World, me: LocalParty, other: Party, pair: str, verb: Verb) -> None:

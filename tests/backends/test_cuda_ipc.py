@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry import Region, Template
-from kvxfer.geometry.sheet import Sheet
+from kvxfer.geometry import CopyPattern, Region
+from kvxfer.geometry.strided_copy import StridedCopy
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.conformance.harness import Started, assert_equal
@@ -27,7 +27,7 @@ from kvxfer_cuda_ipc.driver import CudaError
 from kvxfer_cuda_ipc.endpoint import Endpoint
 from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, describe
 from kvxfer_cuda_ipc.options import Options
-from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_sheet
+from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_strided_copy
 from tests.backends.altered import altered_as
 from tests.backends.cuda_on_host import OnHost
 from tests.backends.cuda_plans import PAIRS, move_plans, planner
@@ -98,10 +98,10 @@ def test_a_plan_that_leaves_the_memory_is_refused(world: World, side: str, shift
         party.allocate([r.nbytes for r in of.regions], 1)
     link = world.link(a, b)
     plan = planner(src, dst).plan([np.arange(8)], [np.arange(8)], 0, 32)
-    sheet = plan.sheets[0]
-    places = {"src_at": sheet.src_at, "dst_at": sheet.dst_at}
-    places[side] = places[side] + np.where(np.arange(len(sheet.counts)) == 2, shift, 0)
-    moved = type(plan)((Sheet(sheet.template, places["src_at"], places["dst_at"], sheet.counts),))
+    strided = plan.copies[0]
+    places = {"src_at": strided.src_at, "dst_at": strided.dst_at}
+    places[side] = places[side] + np.where(np.arange(len(strided.counts)) == 2, shift, 0)
+    moved = type(plan)((StridedCopy(strided.pattern, places["src_at"], places["dst_at"], strided.counts),))
     none = np.empty(0, np.int64)
     before = b.content(0)
     with pytest.raises(TransportError, match="outside"):
@@ -123,8 +123,8 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
-template <typename T> T __ldcs(const T* p) { return *p; }
-template <typename T> void __stcs(T* p, T v) { *p = v; }
+pattern <typename T> T __ldcs(const T* p) { return *p; }
+pattern <typename T> void __stcs(T* p, T v) { *p = v; }
 #include "%s"
 #define CASE(WORD, STEPS) if (word == WORD && steps == STEPS) copy##WORD##x##STEPS(*work);
 #define CASES(WORD) CASE(WORD, 1) CASE(WORD, 2) CASE(WORD, 4) CASE(WORD, 8)
@@ -186,25 +186,25 @@ def test_the_kernel_copies_a_sheet(kernel: Kernel, data: st.DataObject) -> None:
     skews = [data.draw(st.sampled_from([0, align])) for _ in range(2)]
     (src, src_address), (dst, dst_address) = (_placed((segments + 2) * pitch, skew) for skew in skews)
     src[:] = random.integers(0, 256, len(src), dtype=np.uint8)
-    sheet = Sheet(Template(src_rows, dst_rows, (), unit), src_at, dst_at, counts)
+    strided = StridedCopy(CopyPattern(src_rows, dst_rows, (), unit), src_at, dst_at, counts)
     placement = Placement.of(
-        sheet.template,
+        strided.pattern,
         [Region(src_address, len(src))],
         [Region(dst_address, len(dst))],
         int(src_at.min()),
         int(dst_at.min()),
     )
-    assert placement is not None and placement.holds(sheet)
+    assert placement is not None and placement.holds(strided)
     expected = dst.copy()
     for s in range(segments):
         for r in range(rows):
             n, a, b = unit * counts[s], src_at[s] + src_rows[r], dst_at[s] + dst_rows[r]
             expected[b : b + n] = src[a : a + n]
-    launches = list(of_sheet(sheet, placement))
+    launches = list(of_strided_copy(strided, placement))
     for launch in launches:
         kernel(launch, data.draw(st.integers(1, 3)))
     assert_equal(dst, expected, "the target")
-    assert sum(launch.nbytes for launch in launches) == sheet.nbytes
+    assert sum(launch.nbytes for launch in launches) == strided.nbytes
     if not (unit % align or any(skews) and align < 16):
         assert all(launch.word >= align for launch in launches)
 

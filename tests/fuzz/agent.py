@@ -99,7 +99,7 @@ class Rig:
             "rogue",
             ENDPOINT,
             self.cache,
-            (m.Claim(0, 0, self.cache.views[0].layers, 0, 4),),
+            (m.ShardAssignment(0, 0, self.cache.views[0].layers, 0, 4),),
             "read",
             4096,
         )

@@ -26,7 +26,7 @@ def one(frame: bytes) -> bool:
         case m.Hello():
             try:
                 msg.cache.check()
-                Planner(CACHE, msg.cache, msg.claims)
+                Planner(CACHE, msg.cache, msg.assignments)
             except (ValueError, Incompatible):
                 pass  # said in words
         case m.Card():

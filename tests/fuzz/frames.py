@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvxfer.geometry import Cache, Claim, Group, Heads, Rank, Region, View
+from kvxfer.geometry import Cache, Group, Heads, Rank, Region, ShardAssignment, View
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.values import BlockTable
@@ -21,7 +21,7 @@ CACHE = Cache(
     ),
     Rank(0, 0),
 )
-CLAIMS = (Claim(0, 0, ("layer.0", "layer.1"), 0, 4), Claim(1, 1, ("layer.2",), 0, 1))
+CLAIMS = (ShardAssignment(0, 0, ("layer.0", "layer.1"), 0, 4), ShardAssignment(1, 1, ("layer.2",), 0, 1))
 
 MESSAGES: list[m.Message] = [
     m.Hello(m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096, "off", {"weights": "a3f1"}),

@@ -17,7 +17,7 @@ def test_bench_plan_prints_one_object_with_units_in_its_keys() -> None:
     assert found["consecutive_runs"] == {"LBNHC": 80, "BLNHC": 80, "2BNHD": 160}
     assert len(found["pairs"]) > 10
     for pair in found["pairs"]:
-        assert pair["cold_ms"] > 0 and pair["warm_ms"] > 0 and pair["rows"] >= pair["sheets"] > 0
+        assert pair["cold_ms"] > 0 and pair["warm_ms"] > 0 and pair["rows"] >= pair["copies"] > 0
         heads = 8 if "heads" not in pair["producer"] + pair["consumer"] else 0
         assert not heads or pair["kv_bytes"] == 1000 * 80 * 8 * 512
 

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxfer.geometry import Cache, Claim, CopyPlan, Group, Planner, Rank, route
+from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Rank, ShardAssignment, route
 from tests.geometry.engines import Case, cases
 
 LAW = settings(
@@ -18,14 +18,14 @@ LAW = settings(
 )
 
 
-def links(case: Case) -> list[tuple[Rank, Rank, tuple[Claim, ...]]]:
-    """(producer rank, consumer rank, claims) of every link that the route asks for."""
+def links(case: Case) -> list[tuple[Rank, Rank, tuple[ShardAssignment, ...]]]:
+    """(producer rank, consumer rank, assignments) of every link that the route asks for."""
     routes = route([s.cache for s in case.producer.stores.values()], [s.cache for s in case.consumer.stores.values()])
-    return [(p, c, claims) for c, r in routes.items() for p, claims in r.claims.items()]
+    return [(p, c, assignments) for c, r in routes.items() for p, assignments in r.assignments.items()]
 
 
-def plan(case: Case, p: Rank, c: Rank, claims: tuple[Claim, ...]) -> CopyPlan:
-    planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, claims)
+def plan(case: Case, p: Rank, c: Rank, assignments: tuple[ShardAssignment, ...]) -> CopyPlan:
+    planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
     return planner.plan(case.producer.tables, case.consumer.tables, case.start, case.tokens)
 
 
@@ -35,8 +35,8 @@ def test_copying_along_the_plan_equals_logical_indexing(case: Case) -> None:
     case.fill()
     written = {c: np.zeros(len(s.image), np.int64) for c, s in case.consumer.stores.items()}
     after = {c: case.expect(s) for c, s in case.consumer.stores.items()}
-    for p, c, claims in links(case):
-        runs = plan(case, p, c, claims).runs()
+    for p, c, assignments in links(case):
+        runs = plan(case, p, c, assignments).runs()
         source, target = case.producer.stores[p].image, case.consumer.stores[c].image
         for a, b, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
             target[b : b + n] = source[a : a + n]
@@ -60,7 +60,7 @@ def mapping(runs_of: CopyPlan) -> dict[int, int]:
 def rows(of: CopyPlan) -> list[tuple[int, int, int, int]]:
     """(stream offset, source, destination, bytes) of every row of every segment, as the factored form says."""
     out, at = [], 0
-    for s in of.sheets:
+    for s in of.copies:
         base, pitch = s.stream()
         for i in range(len(s.counts)):
             for r in range(len(s.src_rows)):
@@ -79,8 +79,8 @@ def rows(of: CopyPlan) -> list[tuple[int, int, int, int]]:
 @LAW
 @given(cases())
 def test_factored_form_and_runs_say_the_same(case: Case) -> None:
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         listed = rows(made)
         whole = mapping(made)
         assert {b + i: a + i for _, a, b, n in listed for i in range(n)} == whole
@@ -94,8 +94,8 @@ def test_factored_form_and_runs_say_the_same(case: Case) -> None:
 @LAW
 @given(cases())
 def test_there_are_as_few_runs_as_there_are_contiguous_stretches(case: Case) -> None:
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         whole = mapping(made)
         breaks = sum(1 for b, a in whole.items() if whole.get(b - 1) != a - 1)
         assert len(made.runs()) == breaks
@@ -104,14 +104,14 @@ def test_there_are_as_few_runs_as_there_are_contiguous_stretches(case: Case) -> 
 @LAW
 @given(cases())
 def test_both_sides_derive_the_same_from_what_they_exchange(case: Case) -> None:
-    for p, c, claims in links(case):
-        here = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        here = plan(case, p, c, assignments)
         wire = [
             msgspec.msgpack.decode(msgspec.msgpack.encode(x), type=t)
             for x, t in (
                 (case.producer.stores[p].cache, Cache),
                 (case.consumer.stores[c].cache, Cache),
-                (claims, tuple[Claim, ...]),
+                (assignments, tuple[ShardAssignment, ...]),
             )
         ]
         there = Planner(*wire).plan(
@@ -129,11 +129,11 @@ def test_both_sides_derive_the_same_from_what_they_exchange(case: Case) -> None:
 @given(cases(), st.integers(1, 200), st.floats(0, 1))
 def test_pieces_are_exactly_the_whole(case: Case, limit: int, share: float) -> None:
     first = int(limit * share)
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         pieces = list(made.split(limit, first))
         assert all(0 < piece.nbytes <= limit for piece in pieces)
-        if pieces and first and all(len(s.template) * int(s.row_bytes.max()) <= first for s in made.sheets):
+        if pieces and first and all(len(s.pattern) * int(s.row_bytes.max()) <= first for s in made.copies):
             assert pieces[0].nbytes <= first
         found: dict[int, int] = {}
         for piece in pieces:
@@ -152,8 +152,8 @@ def test_parts_of_a_transfer_add_up_to_the_whole(case: Case, data: st.DataObject
     if any(s.kind.group != "full" or not s.kind.cut_tokens for s in case.specs):
         return
     middle = data.draw(st.integers(case.start, case.tokens))
-    for p, c, claims in links(case):
-        planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, claims)
+    for p, c, assignments in links(case):
+        planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
         tables = case.producer.tables, case.consumer.tables
         first, second = planner.plan(*tables, case.start, middle), planner.plan(*tables, middle, case.tokens)
         assert mapping(first + second) == mapping(planner.plan(*tables, case.start, case.tokens))
@@ -180,7 +180,7 @@ def test_where_groups_stand_in_the_tables_does_not_matter(case: Case, data: st.D
     tables = [[[5, 6] if g < 0 else side.tables[g] for g in order] for side, order in zip(sides, orders, strict=True)]
     producers, consumers = ({c.rank: c for c in caches} for caches in moved)
     routes = route(*moved)
-    for p, c, claims in links(case):
-        planner = Planner(producers[p], consumers[c], routes[c].claims[p])
+    for p, c, assignments in links(case):
+        planner = Planner(producers[p], consumers[c], routes[c].assignments[p])
         found = planner.plan(tables[0], tables[1], case.start, case.tokens)
-        assert mapping(found) == mapping(plan(case, p, c, claims))
+        assert mapping(found) == mapping(plan(case, p, c, assignments))

@@ -28,8 +28,8 @@ def check(case: Case, limit: int) -> None:
     after = {c: case.expect(s)[0] for c, s in case.consumer.stores.items()}
     sources, sinks = case.producer.stores, case.consumer.stores
     for c, r in route([s.cache for s in sources.values()], [s.cache for s in sinks.values()]).items():
-        for p, claims in r.claims.items():
-            made = Planner(sources[p].cache, sinks[c].cache, claims).plan(
+        for p, assignments in r.assignments.items():
+            made = Planner(sources[p].cache, sinks[c].cache, assignments).plan(
                 case.producer.tables, case.consumer.tables, case.start, case.tokens
             )
             moved = 0
@@ -42,7 +42,7 @@ def check(case: Case, limit: int) -> None:
 
 
 def copy(plan: CopyPlan, source: np.ndarray, target: np.ndarray) -> None:
-    for s in plan.sheets:
+    for s in plan.copies:
         for at, to, n in zip(s.src_at, s.dst_at, s.row_bytes, strict=True):
             for a, b in zip(s.src_rows, s.dst_rows, strict=True):
                 target[to + b : to + b + n] = source[at + a : at + a + n]
@@ -65,11 +65,11 @@ def test_any_layout_into_any_layout(kind: Kind, src: str) -> None:
 
 
 def test_whole_pages_are_one_row() -> None:
-    """What is contiguous on both sides is merged in the template already, not only when runs are made."""
+    """What is contiguous on both sides is merged in the pattern already, not only when runs are made."""
     spec = Spec(KINDS[0], ("l0", "l1", "l2"), (6, 6), 2)
     rows = {}
     for layout in ("hnd", "nhd", "fi", "fa", "blhnc", "bhlnc", "lhbnc"):
         sides = [engine(spec, layout, 4, 1, 16, seed).stores[Rank()].cache for seed in (1, 2)]
-        planner = Planner(*sides, route(sides[:1], sides[1:])[Rank()].claims[Rank()])
+        planner = Planner(*sides, route(sides[:1], sides[1:])[Rank()].assignments[Rank()])
         rows[layout] = planner.plan([[1, 3, 5, 7]], [[2, 4, 6, 8]], 0, 16).rows // 4
     assert rows == {"hnd": 3, "nhd": 3, "fi": 3, "fa": 6, "blhnc": 1, "bhlnc": 1, "lhbnc": 6}

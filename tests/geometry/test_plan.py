@@ -29,8 +29,8 @@ def store(
 
 
 def planner(src: Store, dst: Store) -> Planner:
-    claims = route([src.cache], [dst.cache])[dst.cache.rank].claims[src.cache.rank]
-    return Planner(src.cache, dst.cache, claims)
+    assignments = route([src.cache], [dst.cache])[dst.cache.rank].assignments[src.cache.rank]
+    return Planner(src.cache, dst.cache, assignments)
 
 
 def plan(src: Store, dst: Store, a: list[int], b: list[int], start: int, tokens: int) -> CopyPlan:
@@ -67,7 +67,7 @@ def test_block_sizes_do_not_break_stretches() -> None:
 
 
 def test_many_runs_keep_the_order_of_stretches() -> None:
-    """Beyond a few runs nothing is sorted; what runs() says must still be what the sheets say."""
+    """Beyond a few runs nothing is sorted; what runs() says must still be what the copies say."""
     spec = Spec(ATTENTION, tuple(f"l{i}" for i in range(40)), (6, 6), 4)
     src, dst = (build(Rank(), 1, (spec,), (spec.layers,), (layout,), (8,), BLOCKS, 3) for layout in ("nhd", "hnd"))
     made = plan(src, dst, list(range(20)), list(range(5, 25)), 0, 155)
@@ -75,7 +75,7 @@ def test_many_runs_keep_the_order_of_stretches() -> None:
     assert len(runs) > 4096
     want = {
         (int(s.src_at[i] + a), int(s.dst_at[i] + b), int(s.row_bytes[i]))
-        for s in made.sheets
+        for s in made.copies
         for i in range(len(s.counts))
         for a, b in zip(s.src_rows, s.dst_rows, strict=True)
     }
@@ -84,8 +84,8 @@ def test_many_runs_keep_the_order_of_stretches() -> None:
 
 def test_a_plan_is_no_larger_than_its_blocks_and_template() -> None:
     made = plan(store("nhd"), store("hnd"), list(range(40)), list(range(40))[::-1], 0, 160)
-    (sheet,) = made.sheets
-    assert len(sheet.counts) == 40 and len(sheet.template) == 3 * 2 * 4
+    (strided,) = made.copies
+    assert len(strided.counts) == 40 and len(strided.pattern) == 3 * 2 * 4
     assert made.rows == 40 * 24 == len(made.runs())
 
 
@@ -164,9 +164,9 @@ def test_no_block_of_a_window_comes_by_half() -> None:
 def test_states_are_moved_that_stand_after_the_tokens() -> None:
     src, dst = store("mamba", kind=STATE), store("mamba outer", kind=STATE)
     moved = {
-        start: sorted({int(p.dst_at[0]) for p in made.parts})
+        start: sorted({int(p.dst_at[0]) for p in made.logical})
         for start in range(9)
-        if (made := plan(src, dst, [1, 2, 3], [4, 5, 6], start, 9)).parts
+        if (made := plan(src, dst, [1, 2, 3], [4, 5, 6], start, 9)).logical
     }
     state = 2 * 6 * 3  # a block of the consumer: both planes of three layers
     assert moved == {s: [(4 + s // 4) * state] for s in range(9)}
@@ -202,7 +202,7 @@ def test_kernel_blocks_are_planned_as_blocks() -> None:
 
 
 def test_large_blocks_keep_templates_small() -> None:
-    """Tokens that do not follow each other cost rows: segments are cut, not templates grown."""
+    """Tokens that do not follow each other cost rows: segments are cut, not patterns grown."""
     layers = tuple(f"l{i}" for i in range(64))
 
     def cache(token: int, head: int) -> Cache:
@@ -214,10 +214,10 @@ def test_large_blocks_keep_templates_small() -> None:
     src, dst = cache(128, 8), cache(8, 8192)
     src.check()
     dst.check()
-    made = Planner(src, dst, route([src], [dst])[Rank()].claims[Rank()]).plan([[0, 1]], [[2, 3]], 0, 2000)
+    made = Planner(src, dst, route([src], [dst])[Rank()].assignments[Rank()]).plan([[0, 1]], [[2, 3]], 0, 2000)
     assert made.nbytes == 2000 * 64 * 128
-    assert max(len(s.template) for s in made.sheets) <= 1 << 16
-    assert max(len(s.counts) for s in made.sheets) <= 2048 // 32
+    assert max(len(s.pattern) for s in made.copies) <= 1 << 16
+    assert max(len(s.counts) for s in made.copies) <= 2048 // 32
 
 
 def test_pieces_must_hold_something() -> None:

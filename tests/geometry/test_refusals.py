@@ -1,11 +1,11 @@
-"""What cannot be converted is refused, with both sides and the axis named; forged claims are refused."""
+"""What cannot be converted is refused, with both sides and the axis named; forged assignments are refused."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from kvxfer.geometry import Cache, Claim, Group, Heads, Incompatible, Planner, Rank, Region, View, route
+from kvxfer.geometry import Cache, Group, Heads, Incompatible, Planner, Rank, Region, ShardAssignment, View, route
 
 structs = msgspec.structs
 
@@ -79,54 +79,54 @@ def test_the_same_rank_twice_is_refused() -> None:
         route([cache(P)], [cache(C), cache(C)])
 
 
-GOOD = (Claim(0, 0, ("a", "b"), 0, 4), Claim(1, 1, ("a", "b"), 0, 4))
+GOOD = (ShardAssignment(0, 0, ("a", "b"), 0, 4), ShardAssignment(1, 1, ("a", "b"), 0, 4))
 
 
 def test_good_claims_are_taken() -> None:
     assert Planner(cache(P), cache(C), GOOD).plan([[0]], [[1]], 0, 16).nbytes == 2 * 2048
-    assert route([cache(P)], [cache(C)])[C].claims[P] == GOOD
+    assert route([cache(P)], [cache(C)])[C].assignments[P] == GOOD
 
 
 @pytest.mark.parametrize(
     ("forged", "words"),
     [
-        (Claim(2, 0, ("a",), 0, 4), "does not exist"),
-        (Claim(-1, 0, ("a",), 0, 4), "does not exist"),
-        (Claim(0, 2, ("a",), 0, 4), "does not exist"),
-        (Claim(0, 1, ("a",), 0, 4), "plane: a claim joins 'k' .* with 'v'"),
-        (Claim(0, 0, ("z",), 0, 4), "leaves what the producer's rank pp1/tp2 holds"),
-        (Claim(0, 0, (), 0, 4), "leaves what"),
-        (Claim(0, 0, ("a",), 0, 5), "leaves what"),
-        (Claim(0, 0, ("a",), -1, 4), "leaves what"),
-        (Claim(0, 0, ("a",), 2, 2), "leaves what"),
-        (Claim(0, 0, ("a",), 3, 2), "leaves what"),
-        (Claim(0, 0, ("a", "a"), 0, 4), "claimed twice"),
+        (ShardAssignment(2, 0, ("a",), 0, 4), "does not exist"),
+        (ShardAssignment(-1, 0, ("a",), 0, 4), "does not exist"),
+        (ShardAssignment(0, 2, ("a",), 0, 4), "does not exist"),
+        (ShardAssignment(0, 1, ("a",), 0, 4), "plane: an assignment joins 'k' .* with 'v'"),
+        (ShardAssignment(0, 0, ("z",), 0, 4), "leaves what the producer's rank pp1/tp2 holds"),
+        (ShardAssignment(0, 0, (), 0, 4), "leaves what"),
+        (ShardAssignment(0, 0, ("a",), 0, 5), "leaves what"),
+        (ShardAssignment(0, 0, ("a",), -1, 4), "leaves what"),
+        (ShardAssignment(0, 0, ("a",), 2, 2), "leaves what"),
+        (ShardAssignment(0, 0, ("a",), 3, 2), "leaves what"),
+        (ShardAssignment(0, 0, ("a", "a"), 0, 4), "assigned twice"),
     ],
 )
-def test_forged_claims_are_refused(forged: Claim, words: str) -> None:
+def test_forged_claims_are_refused(forged: ShardAssignment, words: str) -> None:
     with pytest.raises(Incompatible, match=words):
         Planner(cache(P), cache(C), [forged])
 
 
-@pytest.mark.parametrize("second", [Claim(0, 0, ("b",), 1, 2), Claim(0, 0, ("b", "a"), 3, 4)])
-def test_claims_that_overlap_are_refused(second: Claim) -> None:
-    with pytest.raises(Incompatible, match="claimed twice"):
-        Planner(cache(P), cache(C), [Claim(0, 0, ("a", "b"), 0, 4), second])
-    Planner(cache(P), cache(C), [Claim(0, 0, ("a", "b"), 0, 1), Claim(0, 0, ("b",), 1, 2)])
+@pytest.mark.parametrize("second", [ShardAssignment(0, 0, ("b",), 1, 2), ShardAssignment(0, 0, ("b", "a"), 3, 4)])
+def test_claims_that_overlap_are_refused(second: ShardAssignment) -> None:
+    with pytest.raises(Incompatible, match="assigned twice"):
+        Planner(cache(P), cache(C), [ShardAssignment(0, 0, ("a", "b"), 0, 4), second])
+    Planner(cache(P), cache(C), [ShardAssignment(0, 0, ("a", "b"), 0, 1), ShardAssignment(0, 0, ("b",), 1, 2)])
 
 
 def test_a_claim_beyond_what_the_consumer_holds_is_refused() -> None:
     sink = cache(C, heads=Heads(1, 2, 4, 512))
-    Planner(cache(P), sink, [Claim(0, 0, ("a",), 1, 3)])
+    Planner(cache(P), sink, [ShardAssignment(0, 0, ("a",), 1, 3)])
     with pytest.raises(Incompatible, match="leaves what the consumer's rank pp3/tp4 holds"):
-        Planner(cache(P), sink, [Claim(0, 0, ("a",), 0, 3)])
+        Planner(cache(P), sink, [ShardAssignment(0, 0, ("a",), 0, 3)])
 
 
 def test_a_claim_that_cuts_opaque_heads_is_refused() -> None:
     sides = cache(P, heads=Heads(0, 4, 4, None)), cache(C, heads=Heads(0, 4, 4, None))
-    Planner(*sides, [Claim(0, 0, ("a",), 0, 4)])
-    with pytest.raises(Incompatible, match=r"head \(opaque\): claim .* cuts the heads"):
-        Planner(*sides, [Claim(0, 0, ("a",), 0, 2)])
+    Planner(*sides, [ShardAssignment(0, 0, ("a",), 0, 4)])
+    with pytest.raises(Incompatible, match=r"head \(opaque\): assignment .* cuts the heads"):
+        Planner(*sides, [ShardAssignment(0, 0, ("a",), 0, 2)])
 
 
 def test_claims_of_views_that_cannot_be_converted_are_refused() -> None:
@@ -138,4 +138,4 @@ def test_opaque_heads_that_a_rank_does_not_share_do_not_matter() -> None:
     """Two producers of half the heads each, fused: each consumer meets the one with its own half."""
     halves = [[cache(Rank(0, r), heads=Heads(2 * r, 2, 4, None)) for r in (0, 1)] for _ in "pc"]
     routes = route(*halves)
-    assert {c: list(r.claims) for c, r in routes.items()} == {Rank(0, r): [Rank(0, r)] for r in (0, 1)}
+    assert {c: list(r.assignments) for c, r in routes.items()} == {Rank(0, r): [Rank(0, r)] for r in (0, 1)}

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from kvxfer.geometry import Cache, Claim, Group, Heads, Incompatible, Planner, Rank, Region, View, route
-from kvxfer.geometry.claim import head_range
+from kvxfer.geometry import Cache, Group, Heads, Incompatible, Planner, Rank, Region, ShardAssignment, View, route
+from kvxfer.geometry.assignment import head_range
 from tests.geometry.engines import Case, cases
 
 LAYERS = tuple(f"l{i}" for i in range(8))
@@ -36,7 +36,7 @@ def ranks(tp: int, stages: tuple[int, ...] = (8,), heads: int | None = 8) -> lis
 
 
 def sources(producer: list[Cache], consumer: list[Cache]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    return {(c.pp, c.tp): [(p.pp, p.tp) for p in sorted(r.claims)] for c, r in route(producer, consumer).items()}
+    return {(c.pp, c.tp): [(p.pp, p.tp) for p in sorted(r.assignments)] for c, r in route(producer, consumer).items()}
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_links(producer: list[Cache], consumer: list[Cache], want: dict) -> None
 def test_replicas_are_read_once_and_readers_spread_over_stages() -> None:
     """MLA, two stages of four replicas, eight consumers: every replica serves two."""
     routes = route(ranks(4, (4, 4), None), ranks(8, (8,), None))
-    load = Counter(p for r in routes.values() for p, claims in r.claims.items() if claims)
+    load = Counter(p for r in routes.values() for p, assignments in r.assignments.items() if assignments)
     assert load == {Rank(pp, tp): 2 for pp in (0, 1) for tp in range(4)}
-    assert all(len(r.claims) == 2 for r in routes.values())
+    assert all(len(r.assignments) == 2 for r in routes.values())
 
 
 def test_a_producer_that_nobody_needs_has_one_reader_with_nothing_to_read() -> None:
     routes = route(ranks(4, heads=None), ranks(2, heads=None))
-    assert [sorted(r.claims) for r in routes.values()] == [[Rank(0, 0), Rank(0, 2)], [Rank(0, 1), Rank(0, 3)]]
-    assert all(routes[Rank(0, i)].claims[Rank(0, i + 2)] == () for i in (0, 1))
+    assert [sorted(r.assignments) for r in routes.values()] == [[Rank(0, 0), Rank(0, 2)], [Rank(0, 1), Rank(0, 3)]]
+    assert all(routes[Rank(0, i)].assignments[Rank(0, i + 2)] == () for i in (0, 1))
     assert all(n == 1 for r in routes.values() for n in r.readers.values())
 
 
@@ -87,10 +87,10 @@ def test_heads_that_overlap_unevenly_are_claimed_in_stretches() -> None:
         view = View("k", 0, ("l0",), (0,), 2, 2048, 16, "x", Heads(lo, hi - lo, 6, 64), 1024)
         return Cache((Region(0, 4096),), (Group(2),), (view,), Rank(0, rank))
 
-    claims = route([cache(0, 2, 4), cache(1, 0, 6)], [cache(0, 0, 6)])[Rank()].claims
-    assert claims == {
-        Rank(0, 0): (Claim(0, 0, ("l0",), 2, 4),),
-        Rank(0, 1): (Claim(0, 0, ("l0",), 0, 2), Claim(0, 0, ("l0",), 4, 6)),
+    assignments = route([cache(0, 2, 4), cache(1, 0, 6)], [cache(0, 0, 6)])[Rank()].assignments
+    assert assignments == {
+        Rank(0, 0): (ShardAssignment(0, 0, ("l0",), 2, 4),),
+        Rank(0, 1): (ShardAssignment(0, 0, ("l0",), 0, 2), ShardAssignment(0, 0, ("l0",), 4, 6)),
     }
 
 
@@ -101,13 +101,13 @@ def test_every_cell_of_every_consumer_is_claimed_once(case: Case) -> None:
     consumers = {s.cache.rank: s.cache for s in case.consumer.stores.values()}
     routes = route(list(producers.values()), list(consumers.values()))
     assert routes.keys() == consumers.keys()
-    readers = Counter(p for r in routes.values() for p in r.claims)
+    readers = Counter(p for r in routes.values() for p in r.assignments)
     assert readers.keys() == producers.keys(), "a producer without a reader would never free its blocks"
     for rank, r in routes.items():
-        assert r.readers == {p: readers[p] for p in r.claims}
+        assert r.readers == {p: readers[p] for p in r.assignments}
         cells: Counter[tuple[int, str, int]] = Counter()
-        for p, claims in r.claims.items():
-            for c in claims:
+        for p, assignments in r.assignments.items():
+            for c in assignments:
                 source = producers[p].views[c.src_view]
                 assert set(c.layers) <= set(source.layers)
                 lo, hi = head_range(source)
@@ -130,13 +130,13 @@ def with_draft(engine: list[Cache], **other: Any) -> list[Cache]:
 
 
 def drafts_moved(producer: list[Cache], consumer: list[Cache]) -> set[str]:
-    """The layers that are claimed besides those that a model must have, which all are."""
+    """The layers that are assigned besides those that a model must have, which all are."""
     by_rank, layers = {c.rank: c for c in producer}, set()
     routes = route(producer, consumer)
     for sink in consumer:
-        for rank, claims in routes[sink.rank].claims.items():
-            Planner(by_rank[rank], sink, claims)
-            layers |= {layer for c in claims for layer in c.layers}
+        for rank, assignments in routes[sink.rank].assignments.items():
+            Planner(by_rank[rank], sink, assignments)
+            layers |= {layer for c in assignments for layer in c.layers}
     assert layers >= set(LAYERS)
     return layers - set(LAYERS)
 

@@ -16,8 +16,8 @@ from tests.geometry.test_law import links, plan, rows
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_a_plan_round_trips(case: Case) -> None:
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         again = decode(encode(made))
         assert rows(again) == rows(made)
         assert again.nbytes == made.nbytes

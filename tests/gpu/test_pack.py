@@ -46,8 +46,8 @@ def check(case: Case, at: int, where: str) -> None:
     after = {c: case.expect(s)[0] for c, s in case.consumer.stores.items()}
     sources = {p: OnDevice(s, DEVICE) for p, s in case.producer.stores.items()}
     sinks = {c: OnDevice(s, DEVICE) for c, s in case.consumer.stores.items()}
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         if not made.nbytes:
             continue
         host = memory.allocate(made.nbytes + at + 16)
@@ -99,8 +99,8 @@ def test_the_law(case: Case, at: int) -> None:
 @given(cases())
 def test_the_checksum_is_that_of_the_host(case: Case) -> None:
     case.fill()
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         store = case.producer.stores[p]
         if store.cache.regions:
             found = OnDevice(store, DEVICE).space.checksum(made, "source")
@@ -113,8 +113,8 @@ def test_the_checksum_of_units_of_any_size(size: int) -> None:
     spec = Spec(KINDS[0], ("l0", "l1"), (size, size), 2)
     case = Case((spec,), engine(spec, "nhd", 4, 1, 33, 1), engine(spec, "hnd", 6, 1, 33, 2), 3, 33)
     case.fill()
-    ((p, c, claims),) = links(case)
-    made = plan(case, p, c, claims)
+    ((p, c, assignments),) = links(case)
+    made = plan(case, p, c, assignments)
     store = case.producer.stores[p]
     want = memory.space(store.cache.regions).checksum(made, "source").value
     assert OnDevice(store, DEVICE).space.checksum(made, "source").value == want
@@ -124,8 +124,8 @@ def large() -> tuple[Case, CopyPlan]:
     """Five megabytes in rows of 512 bytes, scattered."""
     spec = Spec(KINDS[0], tuple(f"l{i}" for i in range(4)), (256, 256), 8)
     case = Case((spec,), engine(spec, "nhd", 16, 1, 320, 1), engine(spec, "hnd", 16, 1, 320, 2), 0, 320)
-    ((p, c, claims),) = links(case)
-    return case, plan(case, p, c, claims)
+    ((p, c, assignments),) = links(case)
+    return case, plan(case, p, c, assignments)
 
 
 def test_work_waits_for_its_fence() -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kvxfer import memory
-from kvxfer.geometry import CopyPlan, Sheet, Template
+from kvxfer.geometry import CopyPattern, CopyPlan, StridedCopy
 from kvxfer.memory.cuda import CudaSpace, launch
 from kvxfer.memory.cuda.indexed import move_indexed
 from kvxfer.memory.space import Space
@@ -60,17 +60,17 @@ def by_index(space: memory.Space, pieces: list[CopyPlan], side: memory.Side, sta
 
     for piece, begin in places(pieces, at):
         stream = staged.region.address + begin
-        for sheet in piece.sheets:
-            move_indexed(space, sheet, side, stream, wrap, pack=side == "source")
-            stream += sheet.nbytes
+        for strided in piece.copies:
+            move_indexed(space, strided, side, stream, wrap, pack=side == "source")
+            stream += strided.nbytes
 
 
 def check(move, case: Case, at: int, cut=whole) -> None:  # type: ignore[no-untyped-def]
     """Each piece that numpy packs is packed alike by ``move``, and all unpacked by it are where they belong."""
     case.fill()
     after = {c: case.expect(s)[0] for c, s in case.consumer.stores.items()}
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         if not made.nbytes:
             continue
         source = memory.space(case.producer.stores[p].cache.regions)
@@ -119,7 +119,11 @@ def test_an_empty_launch_moves_nothing() -> None:
     before = [cache.bytes(0, 8192).copy(), staged.bytes(0, 8192).copy()]
     at = np.array([0])
     made = CopyPlan(
-        (Sheet(Template(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64), at, at, np.ones(1, np.int64)),)
+        (
+            StridedCopy(
+                CopyPattern(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64), at, at, np.ones(1, np.int64)
+            ),
+        )
     )
     for side in ("source", "destination"):
         launcher = launch.Launcher(cache, processors=6)
@@ -142,7 +146,9 @@ def test_a_space_is_ready_when_it_has_rested(monkeypatch: pytest.MonkeyPatch) ->
     cache.bytes(0, 8192)[:] = np.random.default_rng(0).integers(0, 255, 8192)
     space, before = OnHost(cache), cache.bytes(0, 8192).copy()
     at = np.array([1024])
-    made = CopyPlan((Sheet(Template(np.array([0, 2048]), np.array([0, 4096]), (), 512), at, at, np.ones(1, np.int64)),))
+    made = CopyPlan(
+        (StridedCopy(CopyPattern(np.array([0, 2048]), np.array([0, 4096]), (), 512), at, at, np.ones(1, np.int64)),)
+    )
     launched, start = [], space._launcher._start
 
     def noted(*args, empty: bool = False, **kwargs):  # type: ignore[no-untyped-def]
@@ -167,10 +173,10 @@ def test_a_space_is_ready_when_it_has_rested(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_plan_that_leaves_the_memory_is_refused() -> None:
     cache, staged = filled(8192), filled(8192)
-    template = Template(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64)
+    pattern = CopyPattern(np.array([0, 4096]), np.array([0, 4096]), ((2, 64, 64),), 64)
     for place, good in ((0, True), (4096 - 128, True), (4096 - 64, False), (-64, False)):
         at = np.array([place])
-        made = CopyPlan((Sheet(template, at, at, np.ones(1, np.int64)),))
+        made = CopyPlan((StridedCopy(pattern, at, at, np.ones(1, np.int64)),))
         for side in ("source", "destination"):
             if good:
                 by_kernel(cache, [made], side, staged, 0)
@@ -181,7 +187,7 @@ def test_a_plan_that_leaves_the_memory_is_refused() -> None:
 
 def digest(store: Store, made: CopyPlan, side: memory.Side) -> int:
     launcher, out = launch.Launcher(memory.space(store.cache.regions), processors=6), torch.zeros(1, dtype=torch.int64)
-    for part in made.parts:
+    for part in made.logical:
         for launch_one in launcher.digests(part, side, out):
             launch_one()
     return int(out.item()) % (1 << 64)
@@ -189,8 +195,8 @@ def digest(store: Store, made: CopyPlan, side: memory.Side) -> int:
 
 def agree(case: Case) -> None:
     case.fill()
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         source = case.producer.stores[p]
         assert digest(source, made, "source") == memory.space(source.cache.regions).checksum(made, "source").value
 

@@ -62,8 +62,8 @@ def wanted(case: Case) -> int:
 def test_both_sides_agree_with_the_definition(case: Case) -> None:
     case.fill()
     sent = received = 0
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         source, sink = case.producer.stores[p], case.consumer.stores[c]
         copy(made, source.image, sink.image)
         one = memory.space(source.cache.regions).checksum(made, "source")
@@ -81,9 +81,9 @@ def test_increments_add_up(data: st.DataObject) -> None:
     if any(s.kind.group != "full" or not s.kind.cut_tokens for s in case.specs):
         return
     middle = data.draw(st.integers(case.start, case.tokens))
-    for p, c, claims in links(case):
+    for p, c, assignments in links(case):
         source = case.producer.stores[p]
-        planner = Planner(source.cache, case.consumer.stores[c].cache, claims)
+        planner = Planner(source.cache, case.consumer.stores[c].cache, assignments)
         space, tables = memory.space(source.cache.regions), (case.producer.tables, case.consumer.tables)
         parts = [planner.plan(*tables, *span) for span in ((case.start, middle), (middle, case.tokens))]
         whole = space.checksum(planner.plan(*tables, case.start, case.tokens), "source").value
@@ -96,8 +96,8 @@ def total(producer: Engine, consumer: Engine, tokens: int) -> int:
     caches = [[s.cache for s in e.stores.values()] for e in (producer, consumer)]
     out = 0
     for c, r in route(*caches).items():
-        for p, claims in r.claims.items():
-            made = Planner(producer.stores[p].cache, consumer.stores[c].cache, claims).plan(
+        for p, assignments in r.assignments.items():
+            made = Planner(producer.stores[p].cache, consumer.stores[c].cache, assignments).plan(
                 producer.tables, consumer.tables, 0, tokens
             )
             out += memory.space(producer.stores[p].cache.regions).checksum(made, "source").value
@@ -120,8 +120,8 @@ def moved() -> tuple[Case, CopyPlan, Store]:
     spec = Spec(KINDS[0], ("l0", "l1"), (16, 16), 2)
     case = Case((spec,), engine(spec, "nhd", 4, 1, 12, 1), engine(spec, "hnd", 4, 1, 12, 2), 0, 12)
     case.fill()
-    ((p, c, claims),) = links(case)
-    made = plan(case, p, c, claims)
+    ((p, c, assignments),) = links(case)
+    made = plan(case, p, c, assignments)
     copy(made, case.producer.stores[p].image, case.consumer.stores[c].image)
     return case, made, case.consumer.stores[Rank()]
 
@@ -147,7 +147,7 @@ def test_any_flipped_bit_is_noticed(moved: tuple[Case, CopyPlan, Store]) -> None
 def test_two_flipped_top_bits_do_not_cancel(moved: tuple[Case, CopyPlan, Store]) -> None:
     _, made, store = moved
     good = received(made, store)
-    block = int(made.parts[0].dst_at[0])
+    block = int(made.logical[0].dst_at[0])
     for a, b in ((7, 15), (7, 23), (15, 31)):
         store.image[block + a] ^= 0x80
         store.image[block + b] ^= 0x80
@@ -196,7 +196,7 @@ def test_zeroed_content_is_noticed_and_zeros_in_other_places_differ(moved: tuple
 def test_a_plan_without_positions_has_no_checksum(moved: tuple[Case, CopyPlan, Store]) -> None:
     _, made, store = moved
     with pytest.raises(ValueError, match="does not know the positions"):
-        memory.space(store.cache.regions).checksum(CopyPlan(made.sheets), "destination")
+        memory.space(store.cache.regions).checksum(CopyPlan(made.copies), "destination")
     assert memory.space(store.cache.regions).checksum(CopyPlan(()), "destination").value == 0
 
 

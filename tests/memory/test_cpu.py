@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer import memory
-from kvxfer.geometry import CopyPlan, Region, Sheet, Template
+from kvxfer.geometry import CopyPattern, CopyPlan, Region, StridedCopy
 from tests.geometry.engines import Case, cases
 from tests.geometry.test_law import links, plan, rows
 
@@ -30,8 +30,8 @@ def filled(nbytes: int, value: int = 0xA5) -> memory.Space:
 def test_packed_then_unpacked_is_moved(case: Case, at: int) -> None:
     case.fill()
     after = {c: case.expect(s)[0] for c, s in case.consumer.stores.items()}
-    for p, c, claims in links(case):
-        made = plan(case, p, c, claims)
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
         if not made.nbytes:
             continue
         source, sink = case.producer.stores[p], case.consumer.stores[c]
@@ -53,10 +53,10 @@ def test_pieces_pass_through_one_slot(case: Case, slot: int) -> None:
     case.fill()
     after = {c: case.expect(s)[0] for c, s in case.consumer.stores.items()}
     staged = filled(slot)
-    for p, c, claims in links(case):
+    for p, c, assignments in links(case):
         source = memory.space(case.producer.stores[p].cache.regions)
         sink = memory.space(case.consumer.stores[c].cache.regions)
-        for piece in plan(case, p, c, claims).split(slot):
+        for piece in plan(case, p, c, assignments).split(slot):
             source.pack(piece, staged)
             sink.unpack(piece, staged)
     for c, image in after.items():
@@ -67,9 +67,9 @@ def scattered(blocks: int, rows: int, unit: int, count: int, seed: int = 0) -> C
     """``count`` of ``blocks`` blocks of ``rows`` rows, in any order on both sides, rows swapped end for end."""
     rng = np.random.default_rng(seed)
     at = np.arange(rows, dtype=np.int64) * unit
-    template = Template(at, at[::-1].copy(), (), unit)
+    pattern = CopyPattern(at, at[::-1].copy(), (), unit)
     src, dst = (rng.permutation(blocks)[:count].astype(np.int64) * rows * unit for _ in "sd")
-    return CopyPlan((Sheet(template, src, dst, np.ones(count, np.int64)),))
+    return CopyPlan((StridedCopy(pattern, src, dst, np.ones(count, np.int64)),))
 
 
 @pytest.mark.parametrize(("unit", "rows"), [(256, 512), (4096, 32), (100, 1024)])
@@ -82,27 +82,27 @@ def test_large_plans_are_shared_between_threads(unit: int, rows: int, monkeypatc
     cache.pack(made, staged)
     stream = staged.bytes(0, staged.nbytes)
     blocks = content.reshape(90, rows, unit)
-    (sheet,) = made.sheets
-    picked, order = sheet.src_at // page, sheet.src_rows // unit  # these run against the source
+    (strided,) = made.copies
+    picked, order = strided.src_at // page, strided.src_rows // unit  # these run against the source
     assert np.array_equal(stream.reshape(64, rows, unit), blocks[picked][:, order])
     target = filled(90 * page, 0)
     target.unpack(made, staged)
     want = np.zeros_like(blocks)
-    want[sheet.dst_at // page] = blocks[picked][:, order][:, np.argsort(sheet.dst_rows // unit)]
+    want[strided.dst_at // page] = blocks[picked][:, order][:, np.argsort(strided.dst_rows // unit)]
     assert np.array_equal(target.bytes(0, target.nbytes).reshape(want.shape), want)
     assert any(t.name.startswith("kvxfer-copy") for t in threading.enumerate())
 
 
 def test_a_plan_that_leaves_the_memory_is_refused_wherever_it_does() -> None:
     cache, staged = filled(1 << 16), filled(1 << 16)
-    outside = Template(np.zeros(1, np.int64), np.zeros(1, np.int64), (), 4096)
+    outside = CopyPattern(np.zeros(1, np.int64), np.zeros(1, np.int64), (), 4096)
     for at in (-1, (1 << 16) - 4095, 1 << 40):
-        bad = CopyPlan((Sheet(outside, *(np.array([0, at]) for _ in "sd"), np.ones(2, np.int64)),))
+        bad = CopyPlan((StridedCopy(outside, *(np.array([0, at]) for _ in "sd"), np.ones(2, np.int64)),))
         with pytest.raises((ValueError, TypeError)):
             cache.pack(bad, staged)
         with pytest.raises((ValueError, TypeError)):
             cache.unpack(bad, staged)
-    good = CopyPlan((Sheet(outside, *(np.array([0]) for _ in "sd"), np.ones(1, np.int64)),))
+    good = CopyPlan((StridedCopy(outside, *(np.array([0]) for _ in "sd"), np.ones(1, np.int64)),))
     for at in (-1, (1 << 16) - 4095):
         with pytest.raises(ValueError, match="lie in no region"):
             cache.pack(good, staged, at)
@@ -111,8 +111,8 @@ def test_a_plan_that_leaves_the_memory_is_refused_wherever_it_does() -> None:
 def test_an_error_in_another_thread_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     made = scattered(90, 1 << 10, 128, 64)
-    (sheet,) = made.sheets
-    sheet.src_at[-1] = 1 << 40
+    (strided,) = made.copies
+    strided.src_at[-1] = 1 << 40
     cache, staged = filled(90 * 128 << 10), filled(made.nbytes)
     with pytest.raises((ValueError, TypeError)):
         cache.pack(made, staged)

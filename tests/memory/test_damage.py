@@ -43,8 +43,8 @@ class Place:
     def __init__(self, layout: str) -> None:
         spec = Spec(KINDS[0], LAYERS, (UNIT, UNIT), HEADS)
         case = Case((spec,), engine(spec, "nhd", 4, 1, TOKENS, 1), engine(spec, layout, 4, 1, TOKENS, 2), 0, TOKENS)
-        ((p, c, claims),) = links(case)
-        self.made: CopyPlan = plan(case, p, c, claims)
+        ((p, c, assignments),) = links(case)
+        self.made: CopyPlan = plan(case, p, c, assignments)
         copy(self.made, case.producer.stores[p].image, case.consumer.stores[c].image)
         self.store: Store = case.consumer.stores[Rank()]
         self._space, (table,) = memory.space(self.store.cache.regions), case.consumer.tables

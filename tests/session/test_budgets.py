@@ -14,7 +14,7 @@ from itertools import count
 
 import pytest
 
-from kvxfer.geometry import Claim
+from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
 from kvxfer.session import Decline, Ended, Kind
 from kvxfer.session import messages as m
@@ -187,8 +187,8 @@ def test_no_hello_freezes_an_agent(pair: tuple[Engine, Engine]) -> None:
     honest(p, d, "warm")
     frames = []
     for cache in HOSTILE.values():
-        every = tuple(Claim(0, 0, ("x",), i, i + 1) for i in range(900))
-        frames += [m.encode(hello(p, cache=cache)), m.encode(hello(p, cache=cache, claims=every))]
+        every = tuple(ShardAssignment(0, 0, ("x",), i, i + 1) for i in range(900))
+        frames += [m.encode(hello(p, cache=cache)), m.encode(hello(p, cache=cache, assignments=every))]
     small = [framed(f) for f in frames if len(f) < 800]
     assert len(small) >= 3
     before, peak = resident(), 0
@@ -279,7 +279,11 @@ def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:
     p = engine({"verbs": ["read"]}, seed=1, peer_timeout=60.0, lease=300.0, transfer_timeout=300.0)
     n, other = 12_000, FakeTransport("other", {"verbs": ["read"]})
     with Stranger(p.agents[0].member.address, 60.0) as s:
-        s.say(hello(p, endpoint=other.endpoint(), claims=(Claim(0, 0, hello(p).cache.views[0].layers, 0, 4),)))
+        s.say(
+            hello(
+                p, endpoint=other.endpoint(), assignments=(ShardAssignment(0, 0, hello(p).cache.views[0].layers, 0, 4),)
+            )
+        )
         assert isinstance(s.answer(), m.Welcome)
         for i in range(n):
             s.say(m.Want(TransferId("own/1/many", i), i + 1, b"d", 0, 4, BlockTable.of([[3]]), 1, 300.0))

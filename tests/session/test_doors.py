@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.geometry import Claim, Planner
+from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.session import producer
@@ -22,7 +22,7 @@ T = TransferId("own/1/door", 0)
 LEASE, LONGEST = 60.0, 30.0
 MONTH = 30 * 86400.0
 CACHES = [make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2)]
-PLANNER = Planner(CACHES[0], CACHES[1], (Claim(0, 0, CACHES[0].views[0].layers, 0, 4),))
+PLANNER = Planner(CACHES[0], CACHES[1], (ShardAssignment(0, 0, CACHES[0].views[0].layers, 0, 4),))
 RIGHT, WRONG = b"right", b"wrong"
 TABLE = BlockTable.of([[1]])
 

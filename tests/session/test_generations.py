@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.geometry import Claim, Planner, Rank
+from kvxfer.geometry import Planner, Rank, ShardAssignment
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import RankAgreement
 from kvxfer.session import messages as m
@@ -33,7 +33,7 @@ FOREVER = 1e6
 P_MEMORY, D_MEMORY = np.zeros(1024, np.uint8), np.zeros(4096, np.uint8)
 P_CACHES = [make_cache(P_MEMORY, (f"layer.{r}",), P_TOKENS, r) for r in range(2)]
 D_CACHE = make_cache(D_MEMORY, ("layer.0", "layer.1"), D_TOKENS, 0)
-PLANNERS = [Planner(P_CACHES[r], D_CACHE, (Claim(0, 0, (f"layer.{r}",), 0, 1),)) for r in range(2)]  # type: ignore[arg-type]
+PLANNERS = [Planner(P_CACHES[r], D_CACHE, (ShardAssignment(0, 0, (f"layer.{r}",), 0, 1),)) for r in range(2)]  # type: ignore[arg-type]
 BLOCKS = BlockTable.of([range(TOKENS // P_TOKENS)])
 
 

@@ -303,7 +303,7 @@ def ends(case: Case, options: dict[str, object]) -> dict[object, Ended]:
 @given(cases(), st.sampled_from(sorted(WAYS)))
 def test_whatever_the_layouts_and_ranks(case: Case, way: str) -> None:
     case.fill()
-    moving = {c for p, c, claims in links(case) if plan(case, p, c, claims).nbytes}
+    moving = {c for p, c, assignments in links(case) if plan(case, p, c, assignments).nbytes}
     expected = {rank: case.expect(store)[0] for rank, store in case.consumer.stores.items()}
     good = ends(case, dict(WAYS[way]))
     assert all(e.outcome.delivered for e in good.values()), good

@@ -34,7 +34,7 @@ def hello(p: Engine, **changes: object) -> m.Hello:
         "engine": "stranger",
         "endpoint": b"?",
         "cache": cache,
-        "claims": (),
+        "assignments": (),
         "mode": "read",
         "piece_bytes": 4096,
     }
@@ -62,7 +62,7 @@ REFUSALS = {
     "other protocol": ({"protocol": 99}, "protocol 99"),
     "other back end": ({"backend": "nixl"}, "nixl"),
     "other verb": ({"mode": "write"}, "write"),
-    "claims beyond the cache": ({"claims": (m.Claim(0, 9, ("x",), 0, 1),)}, "do not fit"),
+    "assignments beyond the cache": ({"assignments": (m.ShardAssignment(0, 9, ("x",), 0, 1),)}, "do not fit"),
 }
 
 

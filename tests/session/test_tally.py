@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import ConfigError
-from kvxfer.geometry import Claim, Planner
+from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.session import Ended, Kind, Released
 from kvxfer.session import messages as m
@@ -152,7 +152,7 @@ class Party:
         self.tally.offered(T, 2)
         self.machine = Producer(LEASE, LEASE, self.tally)
         ours, theirs = (make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2))
-        planner = Planner(ours, theirs, (Claim(0, 0, ours.views[0].layers, 0, 4),))
+        planner = Planner(ours, theirs, (ShardAssignment(0, 0, ours.views[0].layers, 0, 4),))
         self.machine.link_up(b"link", LinkInfo(mode, planner, peer=7), 0.0)  # type: ignore[arg-type]
 
     def want(self, attempt: int = 1, seconds: float = 5.0) -> list[Action]:

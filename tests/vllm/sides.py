@@ -148,12 +148,12 @@ def load(p: list[Side], d: list[Side], src: Sequence[int], dst: Sequence[int], s
     caches = {side.layout.cache.rank: side for side in p}
     routes = route([s.layout.cache for s in p], [s.layout.cache for s in d])
     for side in d:
-        for rank, claims in routes[side.layout.cache.rank].claims.items():
-            if not claims:
+        for rank, assignments in routes[side.layout.cache.rank].assignments.items():
+            if not assignments:
                 continue
             of = caches[rank]
             runs = (
-                Planner(of.layout.cache, side.layout.cache, claims)
+                Planner(of.layout.cache, side.layout.cache, assignments)
                 .plan(of.layout.table(BlockTable.of([src])), side.layout.table(BlockTable.of([dst])), start, tokens)
                 .runs()
             )

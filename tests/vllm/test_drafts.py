@@ -76,4 +76,7 @@ def test_their_pages_are_moved_between_engines_with_the_same_one(p: Layout, d: L
     """In a group with the model's own layers, of which all are moved in any case."""
     p.cache.check()
     (found,) = route([p.cache], [d.cache]).values()
-    assert {layer for claims in found.claims.values() for c in claims for layer in c.layers} == {*TARGET, *moved}
+    assert {layer for assignments in found.assignments.values() for c in assignments for layer in c.layers} == {
+        *TARGET,
+        *moved,
+    }

@@ -29,7 +29,7 @@ def cache(rank: int = 0, size: int = 1, **more: Any) -> Cache:
     return out
 
 
-CLAIMS = route([cache()], [cache()])[Rank(0, 0)].claims[Rank(0, 0)]
+CLAIMS = route([cache()], [cache()])[Rank(0, 0)].assignments[Rank(0, 0)]
 
 
 def test_the_state_after_the_last_token_is_moved() -> None:
@@ -41,7 +41,9 @@ def test_the_state_after_the_last_token_is_moved() -> None:
 
 def test_each_rank_takes_over_its_own_slice() -> None:
     routes = route([cache(rank, 2) for rank in range(2)], [cache(rank, 2) for rank in range(2)])
-    assert {rank: list(found.claims) for rank, found in routes.items()} == {r: [r] for r in (Rank(0, 0), Rank(0, 1))}
+    assert {rank: list(found.assignments) for rank, found in routes.items()} == {
+        r: [r] for r in (Rank(0, 0), Rank(0, 1))
+    }
 
 
 @pytest.mark.parametrize(("of", "to"), [(2, 1), (1, 2)])

@@ -88,7 +88,9 @@ def test_one_layer_of_another_scale() -> None:
 def test_layers_of_scales_of_their_own() -> None:
     each = {name: loaded(0.25 + i, 0.5) for i, name in enumerate(NAMES)}
     (found,) = route([cache(each)], [cache(each)]).values()
-    assert {layer for claims in found.claims.values() for claim in claims for layer in claim.layers} == set(NAMES)
+    assert {
+        layer for assignments in found.assignments.values() for assignment in assignments for layer in assignment.layers
+    } == set(NAMES)
 
 
 def test_a_scale_for_each_head() -> None:

@@ -111,9 +111,9 @@ def load(p: list[Side], d: list[Side]) -> None:
     """From block 3 into block 1."""
     routes = route([s.cache for s in p], [s.cache for s in d])
     for side in d:
-        for rank, claims in routes[side.cache.rank].claims.items():
+        for rank, assignments in routes[side.cache.rank].assignments.items():
             of = p[rank.tp]
-            runs = Planner(of.cache, side.cache, claims).plan([[3]], [[1]], 0, 9).runs()
+            runs = Planner(of.cache, side.cache, assignments).plan([[3]], [[1]], 0, 9).runs()
             a, b = of.memory.numpy().ravel(), side.memory.numpy().ravel()
             for s, t, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
                 b[t : t + n] = a[s : s + n]
@@ -147,8 +147,8 @@ def test_between_equal_engines_a_state_is_moved_in_few_pieces(monkeypatch: pytes
     kind = "QwenGatedDeltaNetAttention"
     for order, most in (("SD", 3 * 3 + 1), ("DS", 3 + 1)):
         (side,) = engine(monkeypatch, kind, 1, order)
-        claims = route([side.cache], [side.cache])[Rank(0, 0)].claims[Rank(0, 0)]
-        assert Planner(side.cache, side.cache, claims).plan([[3]], [[1]], 0, 9).rows <= most
+        assignments = route([side.cache], [side.cache])[Rank(0, 0)].assignments[Rank(0, 0)]
+        assert Planner(side.cache, side.cache, assignments).plan([[3]], [[1]], 0, 9).rows <= most
 
 
 @pytest.mark.parametrize(

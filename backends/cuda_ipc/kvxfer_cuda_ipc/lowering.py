@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry import Sheet
+from kvxfer.geometry import StridedCopy
 from kvxfer.geometry.plan import Ints
-from kvxfer.geometry.sheet import materialise
+from kvxfer.geometry.strided_copy import materialise
 from kvxfer.transport import Batch, Verb
 from kvxfer.transport.memories import Memories
-from kvxfer_cuda_ipc.tables import Launch, Placement, of_runs, of_sheet
+from kvxfer_cuda_ipc.tables import Launch, Placement, of_runs, of_strided_copy
 
 __all__ = ["Lowering"]
 
@@ -20,7 +20,7 @@ MOST_PLACEMENTS = 512
 class Lowering:
     """For one link and one of our GPUs. ``remote``: the peer's memories where that GPU reaches them.
 
-    A plan's templates come again with every request, so their rows are placed once and then stay on the device.
+    A plan's patterns come again with every request, so their rows are placed once and then stay on the device.
     """
 
     def __init__(self, local: Memories, remote: Memories, peer: str) -> None:
@@ -30,9 +30,9 @@ class Lowering:
     def launches(self, batch: Batch) -> Iterator[Launch]:
         """What is to be launched for a batch. Raises ``TransportError`` for what lies outside the memories."""
         if batch.plan is not None:
-            for sheet in batch.plan.sheets:
-                if len(sheet.counts):
-                    yield from self._of_sheet(batch, sheet)
+            for strided in batch.plan.copies:
+                if len(strided.counts):
+                    yield from self._of_sheet(batch, strided)
             return
         if batch.remote_offsets is None:
             raise TransportError("a read or write needs offsets in the peer's memory, or a plan")
@@ -46,26 +46,26 @@ class Lowering:
             raise TransportError(f"at {self._peer}: {e}") from None
         yield from of_runs(there, here, lengths) if batch.verb is Verb.READ else of_runs(here, there, lengths)
 
-    def _of_sheet(self, batch: Batch, sheet: Sheet) -> Iterator[Launch]:
-        template, incoming = sheet.template, batch.verb is Verb.READ
-        cells = template.src_cells.tobytes(), template.dst_cells.tobytes()
-        key = batch.local, batch.remote, incoming, template.unit, template.axes, *cells
+    def _of_sheet(self, batch: Batch, strided: StridedCopy) -> Iterator[Launch]:
+        pattern, incoming = strided.pattern, batch.verb is Verb.READ
+        cells = pattern.src_cells.tobytes(), pattern.dst_cells.tobytes()
+        key = batch.local, batch.remote, incoming, pattern.unit, pattern.axes, *cells
         placement = self._placements.get(key)
-        if placement is None or not placement.holds(sheet):
-            placement = self._place(batch, sheet)
-            if placement is None or not placement.holds(sheet):
+        if placement is None or not placement.holds(strided):
+            placement = self._place(batch, strided)
+            if placement is None or not placement.holds(strided):
                 # Segments in several regions (or outside, which is found out here).
-                runs = materialise([sheet])
+                runs = materialise([strided])
                 local, remote = (runs.dst, runs.src) if incoming else (runs.src, runs.dst)
                 yield from self._of_runs(batch, local, remote, runs.length)
                 return
             if len(self._placements) >= MOST_PLACEMENTS:
                 self._placements.clear()
             self._placements[key] = placement
-        yield from of_sheet(sheet, placement)
+        yield from of_strided_copy(strided, placement)
 
-    def _place(self, batch: Batch, sheet: Sheet) -> Placement | None:
+    def _place(self, batch: Batch, strided: StridedCopy) -> Placement | None:
         here = self._local.regions(batch.local)
         there = self._remote.regions(batch.remote) if batch.remote in self._remote else ()
         src, dst = (there, here) if batch.verb is Verb.READ else (here, there)
-        return Placement.of(sheet.template, src, dst, int(sheet.src_at.min()), int(sheet.dst_at.min()))
+        return Placement.of(strided.pattern, src, dst, int(strided.src_at.min()), int(strided.dst_at.min()))

@@ -85,7 +85,7 @@ SHAPES = {
 
 def planner(shape: str) -> Planner:
     producers, consumer = SHAPES[shape]
-    return Planner(producers[0], consumer, route(producers, [consumer])[Rank()].claims[Rank()])
+    return Planner(producers[0], consumer, route(producers, [consumer])[Rank()].assignments[Rank()])
 
 
 def scattered(planned: Planner, tokens: int, seed: int = 0) -> CopyPlan:

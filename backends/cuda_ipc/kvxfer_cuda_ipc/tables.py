@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.geometry import Region, Sheet, Template
+from kvxfer.geometry import CopyPattern, Region, StridedCopy
 from kvxfer.geometry.cache import flat_starts
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["MOST_ROWS", "MOST_SEGMENTS", "Launch", "Placement", "Rows", "Tile", "divisor", "of_runs", "of_sheet"]
+__all__ = ["MOST_ROWS", "MOST_SEGMENTS", "Launch", "Placement", "Rows", "Tile", "divisor", "of_runs", "of_strided_copy"]
 
 MOST_ROWS = 1 << 16
 MOST_SEGMENTS = 1 << 15
@@ -110,7 +110,7 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """A template's rows as addresses of a pair of memories, for the segments whose places lie within bounds: source
+    """A pattern's rows as addresses of a pair of memories, for the segments whose places lie within bounds: source
     places in ``[src_low, src_high]``, where the latter is the end of the longest row, and so for the destination."""
 
     rows: tuple[Rows, ...]
@@ -121,33 +121,33 @@ class Placement:
 
     @classmethod
     def of(
-        cls, template: Template, src: Sequence[Region], dst: Sequence[Region], src_at: int, dst_at: int
+        cls, pattern: CopyPattern, src: Sequence[Region], dst: Sequence[Region], src_at: int, dst_at: int
     ) -> Placement | None:
         """Every row keeps to the region that it is in for a segment at ``src_at`` and ``dst_at``; ``None`` when it is
         in none there."""
-        src_rows, dst_rows = template.rows
+        src_rows, dst_rows = pattern.rows
         a, b = _placed(src_rows, src, src_at), _placed(dst_rows, dst, dst_at)
         if a is None or b is None:
             return None
-        parts = range(0, len(template), MOST_ROWS)
+        parts = range(0, len(pattern), MOST_ROWS)
         rows = tuple(Rows.of(a[0][i : i + MOST_ROWS], b[0][i : i + MOST_ROWS]) for i in parts)
         return cls(rows, a[1], a[2], b[1], b[2])
 
-    def holds(self, sheet: Sheet) -> bool:
+    def holds(self, strided: StridedCopy) -> bool:
         """Whether all rows of all segments lie in the regions. Errs to the safe side."""
-        longest = sheet.template.unit * _most(sheet.counts)
+        longest = strided.pattern.unit * _most(strided.counts)
         return bool(
-            self.src_low <= np.minimum.reduce(sheet.src_at)
-            and _most(sheet.src_at) <= self.src_high - longest
-            and self.dst_low <= np.minimum.reduce(sheet.dst_at)
-            and _most(sheet.dst_at) <= self.dst_high - longest
+            self.src_low <= np.minimum.reduce(strided.src_at)
+            and _most(strided.src_at) <= self.src_high - longest
+            and self.dst_low <= np.minimum.reduce(strided.dst_at)
+            and _most(strided.dst_at) <= self.dst_high - longest
         )
 
 
-def of_sheet(sheet: Sheet, placement: Placement) -> Iterator[Launch]:
-    """A sheet whose segments the placement holds."""
+def of_strided_copy(strided: StridedCopy, placement: Placement) -> Iterator[Launch]:
+    """A strided copy whose segments the placement holds."""
     for rows in placement.rows:
-        yield from _launches(rows, sheet.src_at, sheet.dst_at, sheet.counts, sheet.template.unit)
+        yield from _launches(rows, strided.src_at, strided.dst_at, strided.counts, strided.pattern.unit)
 
 
 def of_runs(src: Ints, dst: Ints, lengths: Ints) -> Iterator[Launch]:

@@ -22,7 +22,7 @@ from nccl.bindings import nccl as bindings
 
 from kvxfer import memory
 from kvxfer.bench.shapes import MODELS, Pool, Request
-from kvxfer.geometry import Claim, CopyPlan, Planner
+from kvxfer.geometry import CopyPlan, Planner, ShardAssignment
 from kvxfer.memory.cuda import launch
 from kvxfer.memory.fence import CudaEvent
 
@@ -80,8 +80,10 @@ def side(rank: int, request: Request, piece: int, slots: int) -> Side:
     pool = Pool(model, request.blocks, f"cuda:{rank}")
     pool.fill()
     cache = pool.cache
-    claim = Claim(0, 0, cache.views[0].layers, 0, model.heads)
-    plan = Planner(cache, cache, [claim]).plan((request.src,), (request.dst,), 0, len(request) * model.block_tokens)
+    assignment = ShardAssignment(0, 0, cache.views[0].layers, 0, model.heads)
+    plan = Planner(cache, cache, [assignment]).plan(
+        (request.src,), (request.dst,), 0, len(request) * model.block_tokens
+    )
     staged = memory.allocate(piece * slots, f"cuda:{rank}")
     return Side(rank, pool, list(plan.split(piece)), memory.space(cache.regions), staged)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.geometry import Cache, Hole, rest
+from kvxfer.geometry import Cache, UncoveredBytes, uncovered
 from kvxfer.values import BlockTable
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Clearing:
         that the load may begin."""
         import torch
 
-        holes = rest(self._cache, blocks, start, tokens)
+        holes = uncovered(self._cache, blocks, start, tokens)
         if not self._streams:
             for hole in holes:
                 self._clear(hole)
@@ -54,7 +54,7 @@ class Clearing:
                     self._clear(hole)
             stream.synchronize()
 
-    def _clear(self, hole: Hole) -> None:
+    def _clear(self, hole: UncoveredBytes) -> None:
         region = self._region(hole.places[0])
         pitches = set(np.diff(hole.places).tolist())
         if len(pitches) == 1 and min(pitches) > 0 and region == self._region(hole.places[-1]):

@@ -1,4 +1,4 @@
-"""Packing with nothing but torch's indexing, where there is no Triton: an index a row, a launch a sheet and region."""
+"""Packing with nothing but torch's indexing, where there is no Triton: an index a row, a launch for each strided copy and region."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvxfer.geometry import Sheet
+from kvxfer.geometry import StridedCopy
 from kvxfer.memory.space import Side, Space
 
 __all__ = ["move_indexed"]
@@ -18,12 +18,12 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def move_indexed(
-    space: Space, sheet: Sheet, side: Side, stream: int, wrap: Callable[[int, int], Any], *, pack: bool
+    space: Space, strided: StridedCopy, side: Side, stream: int, wrap: Callable[[int, int], Any], *, pack: bool
 ) -> None:
-    """Between the sheet's rows on one side and the packed stream at address ``stream``. ``wrap``: (address, bytes) to a
+    """Between the copy's rows on one side and the packed stream at address ``stream``. ``wrap``: (address, bytes) to a
     uint8 tensor over them."""
-    rows, places = (sheet.src_rows, sheet.src_at) if side == "source" else (sheet.dst_rows, sheet.dst_at)
-    base, size = sheet.stream()
+    rows, places = (strided.src_rows, strided.src_at) if side == "source" else (strided.dst_rows, strided.dst_at)
+    base, size = strided.stream()
     regions = space.of_cells(rows)
     for length in np.unique(size).tolist():
         here = size == length
@@ -34,7 +34,7 @@ def move_indexed(
             word = gcd(8, length, region.address, stream, int(np.gcd.reduce(at)), int(np.gcd.reduce(to)))
             cache, packed = (
                 _windows(wrap(address, nbytes), word, length)
-                for address, nbytes in ((region.address, region.nbytes), (stream, sheet.nbytes))
+                for address, nbytes in ((region.address, region.nbytes), (stream, strided.nbytes))
             )
             at_index, to_index = (torch.from_numpy(x // word).to(cache.device) for x in (at, to))
             if pack:

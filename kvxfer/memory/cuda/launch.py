@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvxfer.geometry import Bundle, CopyPlan, Part, Sheet, Template
-from kvxfer.geometry.template import Ints
+from kvxfer.geometry import CopyPattern, CopyPlan, LogicalCopy, StridedCopy, ViewGroup
+from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import HEAD, LENGTH, TOKEN, cell_keys, fine, spans, word_keys
 from kvxfer.memory.cuda.tables import Table, Tables
 from kvxfer.memory.fence import Done, Events, Fence
@@ -50,7 +50,7 @@ QUICK_S = 0.001
 
 @dataclass(frozen=True, eq=False)
 class _Launch:
-    """One sheet's, but for where the packed stream is. ``cells``, ``near``: what kernels read. ``longest``: bytes of a row.
+    """One strided copy's, but for where the packed stream is. ``cells``, ``near``: what kernels read. ``longest``: bytes of a row.
     ``grain``: what all places and sizes are multiples of."""
 
     nbytes: int
@@ -75,8 +75,8 @@ class Launcher:
         # All addresses are taken from a multiple of 16, so that what is aligned there is aligned.
         self._memory = space.regions[0].address // 16 * 16 if space.regions else 0
         self._moved = np.array([r.address - s - self._memory for r, s in zip(space.regions, space.starts, strict=True)])
-        self._cells: WeakKeyDictionary[Template, dict[Side, tuple[Any, int, list[int]]]] = WeakKeyDictionary()
-        self._units: WeakKeyDictionary[Bundle, dict[int, tuple[Template, Any]]] = WeakKeyDictionary()
+        self._cells: WeakKeyDictionary[CopyPattern, dict[Side, tuple[Any, int, list[int]]]] = WeakKeyDictionary()
+        self._units: WeakKeyDictionary[ViewGroup, dict[int, tuple[CopyPattern, Any]]] = WeakKeyDictionary()
         self._factors: dict[int, Any] = {}
         self._compiled: dict[tuple[int, ...], Any] = {}
         self._tables = Tables(pinned=stream is not None)
@@ -90,7 +90,7 @@ class Launcher:
 
     def prepare(self, plan: CopyPlan, side: Side, *, pack: bool) -> list[_Launch]:
         """What ``move`` does before its first launch; for ``begin``, which may take it once. Raises as it does."""
-        return [self._prepare(sheet, side, pack) for sheet in plan.sheets]
+        return [self._prepare(strided, side, pack) for strided in plan.copies]
 
     def rehearse(self, launches: Sequence[_Launch], packed: int) -> None:
         """Unless there was a launch just now, go through these and move nothing, so that what has to be compiled is, and the next time
@@ -110,30 +110,34 @@ class Launcher:
             fence = self._mark()
         except Exception:
             if self._stream is not None:
-                self._stream.synchronize()  # sheets that were begun, which read tables
+                self._stream.synchronize()  # copies that were begun, which read tables
             raise
         self._tables.give([launch.table for launch in launches], fence)
         return fence
 
-    def _prepare(self, sheet: Sheet, side: Side, pack: bool) -> _Launch:
-        template, places, n = sheet.template, sheet.src_at if side == "source" else sheet.dst_at, len(sheet.counts)
-        n_rows = len(template)
+    def _prepare(self, strided: StridedCopy, side: Side, pack: bool) -> _Launch:
+        pattern, places, n = (
+            strided.pattern,
+            strided.src_at if side == "source" else strided.dst_at,
+            len(strided.counts),
+        )
+        n_rows = len(pattern)
         table = self._tables.take(n)
         place, begin, size = table.columns[:, :n]
         place[:] = places
-        np.multiply(sheet.counts, template.unit, out=size)
+        np.multiply(strided.counts, pattern.unit, out=size)
         np.add.accumulate(size[:-1] * n_rows, out=begin[1:])
         begin[0] = 0
-        cells, grain = self._cells_of(template, side, places, size)
+        cells, grain = self._cells_of(pattern, side, places, size)
         longest = int(size.max())
         return _Launch(
-            sheet.nbytes,
+            strided.nbytes,
             table,
             cells,
             self._near(table, longest),
             n,
             n_rows,
-            _axes(template, side),
+            _axes(pattern, side),
             longest,
             gcd(grain, _grain(places), _grain(size)),
             pack,
@@ -182,14 +186,14 @@ class Launcher:
         self._last = time.monotonic()
         return Done() if self._stream is None else self._events.record(self._stream)
 
-    def digests(self, part: Part, side: Side, out: Any) -> Iterator[Callable[[], Any]]:
+    def digests(self, part: LogicalCopy, side: Side, out: Any) -> Iterator[Callable[[], Any]]:
         """Launches that add the checksum of a part, read on one side, to ``out`` (int64 ``[1]``, on the device), each once."""
-        bundle = part.bundle
+        view_group = part.view_group
         for tokens, places, first in spans(part, side):
-            units, keys = self._units_of(bundle, tokens)
-            size = np.full(len(places), bundle.unit, np.int64)
+            units, keys = self._units_of(view_group, tokens)
+            size = np.full(len(places), view_group.unit, np.int64)
             cells, grain = self._cells_of(units, side, places, size)
-            n_words, n_rows = -(-bundle.unit // 8), len(units)
+            n_words, n_rows = -(-view_group.unit // 8), len(units)
             unit = gcd(grain, _grain(places), 16)
             words = _power(min(_HASHED_WORDS, n_words))
             rows = _HASHED // words
@@ -211,28 +215,28 @@ class Launcher:
                 n2,
                 stride2,
                 _signed(TOKEN),
-                bundle.unit,
-                _signed(bundle.unit * LENGTH),
+                view_group.unit,
+                _signed(view_group.unit * LENGTH),
                 UNIT=unit if unit >= 8 else 1,
                 ROWS=rows,
                 WORDS=words,
                 num_warps=_HASHED_WARPS,
             )
 
-    def _cells_of(self, template: Template, side: Side, places: Ints, size: Ints) -> tuple[Any, int]:
-        """Cells of a template on the device, as bytes from ``memory``, and what all of them and all strides are
+    def _cells_of(self, pattern: CopyPattern, side: Side, places: Ints, size: Ints) -> tuple[Any, int]:
+        """Cells of a pattern on the device, as bytes from ``memory``, and what all of them and all strides are
         multiples of; checked to stay inside their regions at these places."""
-        sides = self._cells.setdefault(template, {})
+        sides = self._cells.setdefault(pattern, {})
         if side not in sides:
-            at = template.src_cells if side == "source" else template.dst_cells
-            strides = [s if side == "source" else d for _, s, d in template.axes]
+            at = pattern.src_cells if side == "source" else pattern.dst_cells
+            strides = [s if side == "source" else d for _, s, d in pattern.axes]
             region = self._space.of_cells(at)
             begins = np.array(self._space.starts, np.int64)[region]
             ends = begins + np.array([r.nbytes for r in self._space.regions], np.int64)[region]
-            reach = sum((n - 1) * s for (n, _, _), s in zip(template.axes, strides, strict=True))
+            reach = sum((n - 1) * s for (n, _, _), s in zip(pattern.axes, strides, strict=True))
             room = [int((begins - at).max()), int((ends - at).min()) - reach]
             near = at + self._moved[region]
-            grain = reduce(gcd, [_grain(near), template.unit, *strides])
+            grain = reduce(gcd, [_grain(near), pattern.unit, *strides])
             with self._on_stream():
                 sides[side] = torch.from_numpy(near).to(self._device), grain, room
         table, grain, (least, most) = sides[side]
@@ -240,11 +244,11 @@ class Launcher:
             raise ValueError("the plan leaves the regions of this space")
         return table, grain
 
-    def _units_of(self, bundle: Bundle, tokens: int) -> tuple[Template, Any]:
-        by_tokens = self._units.setdefault(bundle, {})
+    def _units_of(self, view_group: ViewGroup, tokens: int) -> tuple[CopyPattern, Any]:
+        by_tokens = self._units.setdefault(view_group, {})
         if tokens not in by_tokens:
-            keys = cell_keys(bundle) + np.uint64(bundle.first_head * HEAD % (1 << 64))
-            by_tokens[tokens] = fine(bundle, tokens), torch.from_numpy(keys.view(np.int64)).to(self._device)
+            keys = cell_keys(view_group) + np.uint64(view_group.first_head * HEAD % (1 << 64))
+            by_tokens[tokens] = fine(view_group, tokens), torch.from_numpy(keys.view(np.int64)).to(self._device)
         return by_tokens[tokens]
 
     def _factors_of(self, n_words: int) -> Any:
@@ -260,9 +264,9 @@ class Launcher:
         return torch.from_numpy(np.stack(columns)).to(self._device, non_blocking=True)
 
 
-def _axes(template: Template, side: Side) -> tuple[int, ...]:
-    """(n1, stride1, n2, stride2) of a template of at most two axes."""
-    axes = [(n, s if side == "source" else d) for n, s, d in template.axes]
+def _axes(pattern: CopyPattern, side: Side) -> tuple[int, ...]:
+    """(n1, stride1, n2, stride2) of a pattern of at most two axes."""
+    axes = [(n, s if side == "source" else d) for n, s, d in pattern.axes]
     (n1, stride1), (n2, stride2) = [(1, 0)] * (2 - len(axes)) + axes
     return n1, stride1, n2, stride2
 

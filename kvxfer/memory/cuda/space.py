@@ -15,7 +15,7 @@ import torch
 
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import CopyPlan, Region
-from kvxfer.memory.checksum import parts_of
+from kvxfer.memory.checksum import logical_copies
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.cuda.indexed import move_indexed
 from kvxfer.memory.fence import CudaEvent, Fence
@@ -64,7 +64,7 @@ class CudaSpace(Space):
         return begin
 
     def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
-        parts = parts_of(plan)
+        parts = logical_copies(plan)
         if self._launcher is None:
             raise KvxferError(f"checksums of {self.device} memory need Triton; install it, or set integrity to off")
         with self._on_stream(None):
@@ -89,11 +89,11 @@ class CudaSpace(Space):
                 return self._launcher.move(plan, side, stream, pack=side == "source")
         with self._on_stream(after):
             try:
-                for sheet in plan.sheets:
-                    move_indexed(self, sheet, side, stream, self._wrap, pack=side == "source")
-                    stream += sheet.nbytes
+                for strided in plan.copies:
+                    move_indexed(self, strided, side, stream, self._wrap, pack=side == "source")
+                    stream += strided.nbytes
             except Exception:
-                self._stream.synchronize()  # sheets that were begun
+                self._stream.synchronize()  # copies that were begun
                 raise
             return CudaEvent(self._stream.record_event())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvxfer.geometry.template import Ints
+from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.fence import Fence
 
 __all__ = ["Table", "Tables"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.geometry import Claim, Planner
+from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.session import messages as m
 from kvxfer.session.values import LinkInfo
 from tests.session.world.base import LATEST, SILENCE, Agent, Link
@@ -55,8 +55,8 @@ class Network:
         self.world.perform(c, c.machine.link_up(link.name, self._info(link), self.world.now))
 
     def _info(self, link: Link) -> LinkInfo:
-        claims = (Claim(0, 0, (f"layer.{link.producer.rank}",), 0, 1),)
-        planner = Planner(link.producer.cache, link.consumer.cache, claims)
+        assignments = (ShardAssignment(0, 0, (f"layer.{link.producer.rank}",), 0, 1),)
+        planner = Planner(link.producer.cache, link.consumer.cache, assignments)
         setting, tally = self.world.setting, link.producer.tally
         below, seen = 1 << 40 if setting.staged else 0, (lambda: tally.declared) if setting.seen else None
         return LinkInfo(setting.mode, planner, link.consumer.epoch, 16, below, setting.integrity, seen)  # type: ignore[arg-type]

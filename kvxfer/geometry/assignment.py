@@ -1,4 +1,4 @@
-"""Claims: which layers and heads of a producer's view go into a consumer's, and whether they can."""
+"""Assignments: which layers and heads of a producer's view go into a consumer's, and whether they can."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from msgspec import Meta
 
 from kvxfer.geometry.cache import Cache, View
 
-__all__ = ["Claim", "Incompatible", "check_claims", "check_pair", "head_range", "name"]
+__all__ = ["ShardAssignment", "Incompatible", "check_assignments", "check_pair", "head_range", "name"]
 
 
 class Incompatible(ValueError):
     """Two caches whose contents cannot be converted into one another; the text names both sides and the axis."""
 
 
-MOST_CLAIMS, MOST_LAYERS = 1 << 10, 1 << 12
-"""Claims on one rank, and the layers that they name together: a rank claims each plane of a layer once, or a few times where
+MOST_ASSIGNMENTS, MOST_LAYERS = 1 << 10, 1 << 12
+"""Assignments on one rank, and the layers that they name together: a rank assignments each plane of a layer once, or a few times where
 heads come from replicas."""
 
 
-class Claim(msgspec.Struct, frozen=True):
+class ShardAssignment(msgspec.Struct, frozen=True):
     """A rectangle of layers and global heads ``[head_lo, head_hi)`` to copy from one view into another."""
 
     src_view: int
@@ -34,23 +34,23 @@ class Claim(msgspec.Struct, frozen=True):
     head_hi: int
 
 
-def check_claims(src: Cache, dst: Cache, claims: Sequence[Claim]) -> None:
-    """Raise ``Incompatible`` unless ``claims`` (from a peer) lie within both caches, join convertible views of one
-    plane, cut nothing opaque and claim no cell twice. What it costs grows with what the claims and caches are made of, and
+def check_assignments(src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) -> None:
+    """Raise ``Incompatible`` unless ``assignments`` (from a peer) lie within both caches, join convertible views of one
+    plane, cut nothing opaque and assignment no cell twice. What it costs grows with what the assignments and caches are made of, and
     that is bounded."""
-    if len(claims) > MOST_CLAIMS or sum(len(c.layers) for c in claims) > MOST_LAYERS:
+    if len(assignments) > MOST_ASSIGNMENTS or sum(len(c.layers) for c in assignments) > MOST_LAYERS:
         raise Incompatible(
-            f"{len(claims)} claims are more than {MOST_CLAIMS}, or name more than {MOST_LAYERS} layers together"
+            f"{len(assignments)} assignments are more than {MOST_ASSIGNMENTS}, or name more than {MOST_LAYERS} layers together"
         )
     held = [frozenset(v.layers) for v in src.views], [frozenset(v.layers) for v in dst.views]
     taken: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-    for c in claims:
+    for c in assignments:
         if not (0 <= c.src_view < len(src.views) and 0 <= c.dst_view < len(dst.views)):
-            raise Incompatible(f"claim names view {c.src_view} or {c.dst_view}, which does not exist")
+            raise Incompatible(f"assignment names view {c.src_view} or {c.dst_view}, which does not exist")
         s, d = src.views[c.src_view], dst.views[c.dst_view]
         if s.plane != d.plane:
             raise Incompatible(
-                f"plane: a claim joins {s.plane!r} of the producer's {name(src)} with {d.plane!r} of the consumer's "
+                f"plane: an assignment joins {s.plane!r} of the producer's {name(src)} with {d.plane!r} of the consumer's "
                 f"{name(dst)}"
             )
         check_pair(src, s, dst, d)
@@ -61,16 +61,16 @@ def check_claims(src: Cache, dst: Cache, claims: Sequence[Claim]) -> None:
         for v, layers, side in sides:
             lo, hi = head_range(v)
             if not lo <= c.head_lo < c.head_hi <= hi or not c.layers or not layers.issuperset(c.layers):
-                raise Incompatible(f"claim {c} leaves what the {side} holds of plane {v.plane!r}")
+                raise Incompatible(f"assignment {c} leaves what the {side} holds of plane {v.plane!r}")
             if v.heads is not None and v.heads.stride is None and (c.head_lo, c.head_hi) != (lo, hi):
-                raise Incompatible(f"head (opaque): claim {c} cuts the heads of plane {v.plane!r} of the {side}")
+                raise Incompatible(f"head (opaque): assignment {c} cuts the heads of plane {v.plane!r} of the {side}")
         for layer in c.layers:
             cells = taken[c.dst_view, layer]
             i = bisect_right(cells, (c.head_lo, c.head_hi))
             if (i and cells[i - 1][1] > c.head_lo) or (i < len(cells) and cells[i][0] < c.head_hi):
                 raise Incompatible(
                     f"layer {layer!r}, plane {d.plane!r}, heads [{c.head_lo}, {c.head_hi}) of the consumer's "
-                    f"{name(dst)} are claimed twice from the producer's {name(src)}"
+                    f"{name(dst)} are assigned twice from the producer's {name(src)}"
                 )
             cells.insert(i, (c.head_lo, c.head_hi))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.geometry import Cache, Group, Heads, Region, View, rest
+from kvxfer.geometry import Cache, Group, Heads, Region, View, uncovered
 from tests.geometry.engines import BLOCKS, Case, Ints, cases
 from tests.geometry.test_law import LAW
 from tests.geometry.zoo import Bytes, Store
@@ -21,7 +21,7 @@ def cleared(store: Store, tables: list[Ints], start: int, tokens: int) -> Bytes:
     origin = store.cache.regions[0].address if store.cache.regions else 0
     at = {s: r.address - origin - s for s, r in zip(store.cache.starts, store.cache.regions, strict=True)}
     assert not any(at.values()), "flat offsets are offsets into the image"
-    for hole in rest(store.cache, tables, start, tokens):
+    for hole in uncovered(store.cache, tables, start, tokens):
         for place, *steps in itertools.product(hole.places, *(range(0, n * s, s) for n, s in hole.axes)):
             out[place + sum(steps) : place + sum(steps) + hole.unit] += 1
     return out
@@ -88,34 +88,34 @@ def one(kind: str = "full", window: int = 0, *, opaque: bool = False) -> Cache:
 
 
 def test_the_end_of_the_last_block() -> None:
-    (hole,) = rest(one(), [[5, 2]], 0, 6)
+    (hole,) = uncovered(one(), [[5, 2]], 0, 6)
     assert hole.places == (2 * 16 + 2 * 4, 128 + 2 * 16 + 2 * 4)
     assert (hole.axes, hole.unit) == (((2, 2), (2, 4)), 2)
 
 
 @pytest.mark.parametrize(("start", "tokens"), [(0, 8), (4, 8), (8, 8)])
 def test_blocks_that_are_filled_leave_nothing(start: int, tokens: int) -> None:
-    assert rest(one(), [[5, 2]], start, tokens) == []
+    assert uncovered(one(), [[5, 2]], start, tokens) == []
 
 
 def test_blocks_that_follow_each_other_are_one_hole() -> None:
     """Where kernels use smaller blocks than the scheduler, its last one is many of theirs."""
-    (hole,) = rest(one(), [[0, 3, 4, 5]], 0, 4)
+    (hole,) = uncovered(one(), [[0, 3, 4, 5]], 0, 4)
     assert hole.places == (48, 128 + 48) and (3, 16) in hole.axes
 
 
 def test_opaque_blocks_come_whole() -> None:
-    assert rest(one(opaque=True), [[5, 2]], 0, 6) == []
-    (hole,) = rest(one(opaque=True), [[5, 2, 7]], 0, 6)
+    assert uncovered(one(opaque=True), [[5, 2]], 0, 6) == []
+    (hole,) = uncovered(one(opaque=True), [[5, 2, 7]], 0, 6)
     assert hole.places == (7 * 16, 128 + 7 * 16) and hole.unit == 8
 
 
 def test_a_window_s_first_block_may_come_in_part() -> None:
-    first, last = rest(one("window", 3), [[-1, 2, 4]], 0, 9)  # 7 and 8 are attended to, 4 to 6 may be gone
+    first, last = uncovered(one("window", 3), [[-1, 2, 4]], 0, 9)  # 7 and 8 are attended to, 4 to 6 may be gone
     assert first.places[0] == 2 * 16 and (3, 4) in first.axes
     assert last.places[0] == 4 * 16 + 4 and (3, 4) in last.axes
 
 
 def test_states_have_no_rest() -> None:
     cache = Cache((Region(1 << 20, 256),), (Group(4, "state"),), (View("s", 0, ("a",), (0,), 8, 32, 20, "x"),))
-    assert rest(cache, [[5, 2]], 0, 6) == []
+    assert uncovered(cache, [[5, 2]], 0, 6) == []

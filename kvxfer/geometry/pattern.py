@@ -1,6 +1,6 @@
-"""Templates: the pieces of a block that copy as a grid, with everything contiguous on both sides merged.
+"""Patterns: the pieces of a block that copy as a grid, with everything contiguous on both sides merged.
 
-A template is a list of cells (a layer and plane each, or what is left of them) times up to two strided axes (heads,
+A pattern is a list of cells (a layer and plane each, or what is left of them) times up to two strided axes (heads,
 tokens) times a unit of contiguous bytes. ``merge`` shortens it: an axis whose stride equals the unit on both
 sides becomes part of the unit, and so do cells that follow each other on both sides. What is merged is found from
 strides, never from the rows themselves, so the cost does not grow with heads, tokens or blocks.
@@ -17,14 +17,14 @@ import numpy as np
 
 from kvxfer.values import Ints
 
-__all__ = ["Axis", "Ints", "Template", "merge"]
+__all__ = ["Axis", "Ints", "CopyPattern", "merge"]
 
 Axis = tuple[int, int, int]
 """Length, stride in the source, stride in the destination (bytes)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Template:
+class CopyPattern:
     """Cells times axes, ``unit`` contiguous bytes each. Offsets are in bytes, relative to a segment's place.
 
     ``src_cells``, ``dst_cells``: int64 ``[cells]``. ``axes``: outermost first, each longer than one.
@@ -49,8 +49,8 @@ class Template:
         return src, dst
 
 
-def merge(src: Ints, dst: Ints, unit: int, axes: Sequence[Axis]) -> list[Template]:
-    """The fewest-row templates that cover ``src`` x ``dst`` cells (pairwise) times ``axes`` times ``unit`` bytes.
+def merge(src: Ints, dst: Ints, unit: int, axes: Sequence[Axis]) -> list[CopyPattern]:
+    """The fewest-row patterns that cover ``src`` x ``dst`` cells (pairwise) times ``axes`` times ``unit`` bytes.
 
     More than one when cells merge unevenly (some layers adjacent, others not). Cells come out in the order of ``dst``.
     """
@@ -59,7 +59,7 @@ def merge(src: Ints, dst: Ints, unit: int, axes: Sequence[Axis]) -> list[Templat
     return _merge(src[order], dst[order], unit, left)
 
 
-def _merge(src: Ints, dst: Ints, unit: int, axes: list[Axis]) -> list[Template]:
+def _merge(src: Ints, dst: Ints, unit: int, axes: list[Axis]) -> list[CopyPattern]:
     while True:
         inner = next((a for a in axes if a[1] == a[2] == unit), None)
         if inner is not None:
@@ -68,7 +68,7 @@ def _merge(src: Ints, dst: Ints, unit: int, axes: list[Axis]) -> list[Template]:
             continue
         joint = (src[1:] - src[:-1] == unit) & (dst[1:] - dst[:-1] == unit)
         if not joint.any():
-            return [Template(src, dst, tuple(axes), unit)]
+            return [CopyPattern(src, dst, tuple(axes), unit)]
         first = np.flatnonzero(np.concatenate(([True], ~joint)))
         size = np.diff(first, append=len(src))
         sizes = sorted(set(size.tolist()))

@@ -15,11 +15,11 @@ from kvxfer.geometry.cache import Cache, View
 from kvxfer.geometry.segments import Rows
 from kvxfer.values import Ints
 
-__all__ = ["Hole", "rest"]
+__all__ = ["UncoveredBytes", "uncovered"]
 
 
 @dataclass(frozen=True)
-class Hole:
+class UncoveredBytes:
     """``unit`` bytes at every sum of one of ``places``, flat offsets, and one step of each of ``axes`` (length, stride)."""
 
     places: tuple[int, ...]
@@ -27,7 +27,7 @@ class Hole:
     unit: int
 
 
-def rest(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[Hole]:
+def uncovered(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[UncoveredBytes]:
     """The bytes of these blocks that loading the tokens ``[start, tokens)`` leaves as they are, or may: nothing must be
     cleared there once the load has begun. Tokens before ``start``, which the engine has already, are not among them, nor is
     anything in groups of states.
@@ -35,7 +35,7 @@ def rest(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[Hole]:
     Args:
         blocks: the load's block table, which may go on past ``tokens``.
     """
-    holes: list[Hole] = []
+    holes: list[UncoveredBytes] = []
     for g, (group, table) in enumerate(zip(cache.groups, blocks, strict=True)):
         if group.kind == "state":
             continue
@@ -74,8 +74,8 @@ def _runs(ids: Ints) -> list[Ints]:
     return [run for run in np.split(held, np.flatnonzero(np.diff(held) != 1) + 1) if len(run)]
 
 
-def _hole(v: View, first: int, count: int, a: int, z: int) -> Hole:
+def _hole(v: View, first: int, count: int, a: int, z: int) -> UncoveredBytes:
     """Tokens ``[a, z)`` of ``count`` blocks in all layers of a view; of a view whose tokens are opaque the whole blocks."""
     axes = [(count, v.block_stride), *v.axes(z - a)]
     at = first * v.block_stride + a * (v.token_stride or 0)
-    return Hole(tuple(o + at for o in v.offsets), tuple((n, s) for n, s in axes if n > 1), v.unit)
+    return UncoveredBytes(tuple(o + at for o in v.offsets), tuple((n, s) for n, s in axes if n > 1), v.unit)

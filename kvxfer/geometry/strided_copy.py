@@ -1,4 +1,4 @@
-"""Sheets: segments times a template. The factored form of what is copied, and what can be made of it."""
+"""Strided copies: segments times a pattern. The factored form of what is copied, and what can be made of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from kvxfer.geometry.template import Ints, Template
+from kvxfer.geometry.pattern import CopyPattern, Ints
 
-__all__ = ["Runs", "Sheet", "materialise"]
+__all__ = ["Runs", "StridedCopy", "materialise"]
 
 _FEW = 4096
 """Up to this many runs, ordering them to join the last neighbours costs less than a single message."""
@@ -33,16 +33,16 @@ class Runs:
 
 
 @dataclass(frozen=True, eq=False)
-class Sheet:
-    """Segments times template rows.
+class StridedCopy:
+    """Segments times pattern rows.
 
-    Row ``r`` of segment ``s`` copies ``template.unit * counts[s]`` contiguous bytes from flat offset ``src_at[s] +
+    Row ``r`` of segment ``s`` copies ``pattern.unit * counts[s]`` contiguous bytes from flat offset ``src_at[s] +
     src_rows[r]`` to ``dst_at[s] + dst_rows[r]``. ``src_at``, ``dst_at``, ``counts``: int64 ``[segments]``; a segment is
     the tokens that one source block and one destination block have in common, and ``counts`` their number where
     tokens follow each other on both sides (else 1).
     """
 
-    template: Template
+    pattern: CopyPattern
     src_at: Ints
     dst_at: Ints
     counts: Ints
@@ -50,93 +50,93 @@ class Sheet:
     @property
     def src_rows(self) -> Ints:
         """Offset of each row from its segment's place in the source, int64 ``[rows]``."""
-        return self.template.rows[0]
+        return self.pattern.rows[0]
 
     @property
     def dst_rows(self) -> Ints:
         """Offset of each row from its segment's place in the destination, int64 ``[rows]``."""
-        return self.template.rows[1]
+        return self.pattern.rows[1]
 
     @property
     def row_bytes(self) -> Ints:
         """Length of every row of each segment, int64 ``[segments]``."""
-        return self.counts * self.template.unit
+        return self.counts * self.pattern.unit
 
     def __len__(self) -> int:
         """Number of (segment, row) pairs: the runs there would be if nothing coalesced."""
-        return len(self.template) * len(self.counts)
+        return len(self.pattern) * len(self.counts)
 
     @cached_property
     def nbytes(self) -> int:
-        return len(self.template) * self.template.unit * int(np.add.reduce(self.counts))
+        return len(self.pattern) * self.pattern.unit * int(np.add.reduce(self.counts))
 
     def stream(self) -> tuple[Ints, Ints]:
         """Where the bytes lie in the packed stream, which is segment-major: row ``r`` of segment ``s`` begins at
         ``base[s] + r * pitch[s]``. Both int64 ``[segments]``."""
         pitch = self.row_bytes
-        size = pitch * len(self.template)
+        size = pitch * len(self.pattern)
         return np.cumsum(size) - size, pitch
 
-    def split(self, max_bytes: int, first: int = 0) -> Iterator[Sheet]:
-        """Pieces of at most ``max_bytes`` each, which together are this sheet: by segments; where one segment is larger,
+    def split(self, max_bytes: int, first: int = 0) -> Iterator[StridedCopy]:
+        """Pieces of at most ``max_bytes`` each, which together are this copy: by segments; where one segment is larger,
         by cells and axes; where one row is larger, inside it. ``first``: of the first piece, where segments allow it."""
         if not len(self.counts):
             return
-        t, longest = self.template, int(np.maximum.reduce(self.counts))
+        t, longest = self.pattern, int(np.maximum.reduce(self.counts))
         each = len(t) * t.unit
         if each * longest <= max_bytes:
             head = first if each * longest <= first else max_bytes
             for lo, hi in _cuts(self.counts * each, max_bytes, head):
-                yield Sheet(t, self.src_at[lo:hi], self.dst_at[lo:hi], self.counts[lo:hi])
+                yield StridedCopy(t, self.src_at[lo:hi], self.dst_at[lo:hi], self.counts[lo:hi])
         elif len(t.src_cells) > 1:
             step = max(1, max_bytes // (len(t) // len(t.src_cells) * t.unit * longest))
             for i in range(0, len(t.src_cells), step):
-                part = Template(t.src_cells[i : i + step], t.dst_cells[i : i + step], t.axes, t.unit)
-                yield from Sheet(part, *self._places).split(max_bytes)
+                part = CopyPattern(t.src_cells[i : i + step], t.dst_cells[i : i + step], t.axes, t.unit)
+                yield from StridedCopy(part, *self._places).split(max_bytes)
         elif t.axes:
-            unrolled = Template(t.src_cells, t.dst_cells, t.axes[:1], t.unit).rows
-            yield from Sheet(Template(*unrolled, t.axes[1:], t.unit), *self._places).split(max_bytes)
+            unrolled = CopyPattern(t.src_cells, t.dst_cells, t.axes[:1], t.unit).rows
+            yield from StridedCopy(CopyPattern(*unrolled, t.axes[1:], t.unit), *self._places).split(max_bytes)
         elif longest > 1:
             yield from self._chopped(max(1, max_bytes // t.unit)).split(max_bytes)
         else:
             for done in range(0, t.unit, max_bytes):
-                part = Template(t.src_cells + done, t.dst_cells + done, (), min(max_bytes, t.unit - done))
-                yield from Sheet(part, *self._places).split(max_bytes)
+                part = CopyPattern(t.src_cells + done, t.dst_cells + done, (), min(max_bytes, t.unit - done))
+                yield from StridedCopy(part, *self._places).split(max_bytes)
 
     @property
     def _places(self) -> tuple[Ints, Ints, Ints]:
         return self.src_at, self.dst_at, self.counts
 
-    def _chopped(self, most: int) -> Sheet:
+    def _chopped(self, most: int) -> StridedCopy:
         """The same with segments of at most ``most`` counts; only where rows are single (one row a segment)."""
         pieces = -(-self.counts // most)
         whose = np.repeat(np.arange(len(pieces)), pieces)
         done = (np.arange(len(whose)) - (np.cumsum(pieces) - pieces)[whose]) * most
-        skip = done * self.template.unit
-        return Sheet(
-            self.template,
+        skip = done * self.pattern.unit
+        return StridedCopy(
+            self.pattern,
             self.src_at[whose] + skip,
             self.dst_at[whose] + skip,
             np.minimum(self.counts[whose] - done, most),
         )
 
 
-def materialise(sheets: Sequence[Sheet]) -> Runs:
+def materialise(copies: Sequence[StridedCopy]) -> Runs:
     """All rows of all segments as runs, segments that continue each other on both sides joined.
 
-    Order: by sheet, stretch of joined segments, row. Where few are left they are ordered by destination and joined
-    across rows and sheets too.
+    Order: by strided, stretch of joined segments, row. Where few are left they are ordered by destination and joined
+    across rows and copies too.
     """
-    few = sum(map(len, sheets)) <= _FEW  # then what continues its neighbour is joined at the end, all at once
-    stretches = [(s.src_at, s.dst_at, s.row_bytes) if few else _stretches(s) for s in sheets]
-    total = sum(len(s.template) * len(at[0]) for s, at in zip(sheets, stretches, strict=True))
+    few = sum(map(len, copies)) <= _FEW  # then what continues its neighbour is joined at the end, all at once
+    stretches = [(s.src_at, s.dst_at, s.row_bytes) if few else _stretches(s) for s in copies]
+    total = sum(len(s.pattern) * len(at[0]) for s, at in zip(copies, stretches, strict=True))
     src, dst, length = (np.empty(total, np.int64) for _ in range(3))
     done = 0
-    for sheet, (src_at, dst_at, size) in zip(sheets, stretches, strict=True):
-        shape = len(size), len(sheet.template)
+    for strided, (src_at, dst_at, size) in zip(copies, stretches, strict=True):
+        shape = len(size), len(strided.pattern)
         here = slice(done, done + shape[0] * shape[1])
-        np.add(src_at[:, None], sheet.src_rows[None, :], out=src[here].reshape(shape))
-        np.add(dst_at[:, None], sheet.dst_rows[None, :], out=dst[here].reshape(shape))
+        np.add(src_at[:, None], strided.src_rows[None, :], out=src[here].reshape(shape))
+        np.add(dst_at[:, None], strided.dst_rows[None, :], out=dst[here].reshape(shape))
         length[here].reshape(shape)[...] = size[:, None]
         done = here.stop
     if 1 < total <= _FEW:
@@ -145,10 +145,10 @@ def materialise(sheets: Sequence[Sheet]) -> Runs:
     return Runs(src, dst, length)
 
 
-def _stretches(sheet: Sheet) -> tuple[Ints, Ints, Ints]:
+def _stretches(strided: StridedCopy) -> tuple[Ints, Ints, Ints]:
     """Segments joined with their successors where these continue them on both sides, the same for all rows: source
     and destination place and row length of each stretch."""
-    runs = _joined(sheet.src_at, sheet.dst_at, sheet.row_bytes)
+    runs = _joined(strided.src_at, strided.dst_at, strided.row_bytes)
     return runs.src, runs.dst, runs.length
 
 

@@ -1,4 +1,4 @@
-"""Bundles: claims with the same strides, block tables and heads, resolved to numbers."""
+"""View groups: assignments with the same strides, block tables and heads, resolved to numbers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.geometry.assignment import ShardAssignment
 from kvxfer.geometry.cache import Cache
-from kvxfer.geometry.claim import Claim
+from kvxfer.geometry.pattern import Axis, CopyPattern, Ints, merge
 from kvxfer.geometry.segments import Segments
-from kvxfer.geometry.sheet import Sheet
-from kvxfer.geometry.template import Axis, Ints, Template, merge
+from kvxfer.geometry.strided_copy import StridedCopy
 
-__all__ = ["Bundle", "Part", "bundles"]
+__all__ = ["ViewGroup", "LogicalCopy", "view_groups"]
 
 _MOST_ROWS = 1 << 16
-"""Rows of a template: segments are cut shorter before it grows past this, so that it stays small and soon made."""
+"""Rows of a pattern: segments are cut shorter before it grows past this, so that it stays small and soon made."""
 
 _MOST_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Bundle:
-    """``names``: plane and layer of each cell. ``src_cells``, ``dst_cells``: their offsets at the first claimed head
+class ViewGroup:
+    """``names``: plane and layer of each cell. ``src_cells``, ``dst_cells``: their offsets at the first assigned head
     and token 0, int64 ``[cells]``. ``heads``: number, and stride on both sides; the first is the model's
     ``first_head``. ``src_token``, ``dst_token``: token strides, 0 where tokens are opaque."""
 
@@ -45,8 +45,8 @@ class Bundle:
     names: tuple[tuple[str, str], ...]
     src_cells: Ints
     dst_cells: Ints
-    _merged: list[Template] = field(init=False)
-    _made: dict[tuple[int, int], list[Template]] = field(init=False, default_factory=dict)
+    _merged: list[CopyPattern] = field(init=False)
+    _made: dict[tuple[int, int], list[CopyPattern]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_merged", merge(self.src_cells, self.dst_cells, self.unit, [self.heads]))
@@ -59,9 +59,9 @@ class Bundle:
             return 1 << 62
         return max(1, min(_MOST_TOKENS, 1 << (_MOST_ROWS // loose).bit_length() >> 1))
 
-    def part(self, s: Segments) -> Part:
-        """The bundle at these segments."""
-        return Part(
+    def at(self, s: Segments) -> LogicalCopy:
+        """The view_group at these segments."""
+        return LogicalCopy(
             self,
             s.src_block * self.src_stride + s.src_token * self.src_token,
             s.dst_block * self.dst_stride + s.dst_token * self.dst_token,
@@ -69,42 +69,42 @@ class Bundle:
             np.ones(len(s.count), np.int64) if self.opaque else s.count,
         )
 
-    def _follows(self, t: Template) -> bool:
+    def _follows(self, t: CopyPattern) -> bool:
         """Whether a token's row continues in the next token on both sides, so that rows grow with the count."""
         return self.src_token == self.dst_token == t.unit
 
-    def _with_tokens(self, i: int, count: int) -> list[Template]:
-        """The merged template ``i`` for segments of ``count`` tokens."""
+    def _with_tokens(self, i: int, count: int) -> list[CopyPattern]:
+        """The merged pattern ``i`` for segments of ``count`` tokens."""
         found = self._made.get((i, count))
         if found is None:
             t = self._merged[i]
             found = merge(t.src_cells, t.dst_cells, t.unit, [*t.axes, (count, self.src_token, self.dst_token)])
             if len(found) == 1 and found[0].unit == t.unit * count:
-                found = [t]  # nothing but the tokens merged: one template serves all counts
+                found = [t]  # nothing but the tokens merged: one pattern serves all counts
             self._made[i, count] = found
         return found
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A bundle at segments, in logical coordinates: int64 ``[segments]`` each.
+class LogicalCopy:
+    """A view_group at segments, in logical coordinates: int64 ``[segments]`` each.
 
     ``src_at``, ``dst_at``: flat offset of the segment's first token on either side, to which a cell's offset is added.
     ``token``: its first token (of a state: the token after which it stands, counted from 1). ``count``: its tokens,
     1 where they are opaque.
     """
 
-    bundle: Bundle
+    view_group: ViewGroup
     src_at: Ints
     dst_at: Ints
     token: Ints
     count: Ints
 
-    def sheets(self) -> Iterator[Sheet]:
-        """The part with all that is contiguous merged: a sheet for each template and way of counting."""
-        b = self.bundle
+    def copies(self) -> Iterator[StridedCopy]:
+        """The part with all that is contiguous merged: a strided for each pattern and way of counting."""
+        b = self.view_group
         if b.opaque:
-            yield from (Sheet(t, self.src_at, self.dst_at, self.count) for t in b._merged)
+            yield from (StridedCopy(t, self.src_at, self.dst_at, self.count) for t in b._merged)
             return
         least, most = int(np.minimum.reduce(self.count)), int(np.maximum.reduce(self.count))
         counts = [most] if least == most else np.flatnonzero(np.bincount(self.count)).tolist()
@@ -113,7 +113,7 @@ class Part:
             groups = ([plain] if plain else []) + [[n] for n in counts if n not in plain]
             for group, (src, dst, count) in zip(groups, self._by(groups), strict=True):
                 for t in b._with_tokens(i, group[0]):
-                    yield Sheet(t, src, dst, count if t is tile else np.ones(len(count), np.int64))
+                    yield StridedCopy(t, src, dst, count if t is tile else np.ones(len(count), np.int64))
 
     def _by(self, groups: list[list[int]]) -> list[tuple[Ints, ...]]:
         """Places and counts of the segments whose count is in each group, in their order."""
@@ -130,11 +130,11 @@ class Part:
         return [tuple(c[lo:hi] for c in columns) for lo, hi in zip([0, *ends], ends, strict=False)]
 
 
-def bundles(src: Cache, dst: Cache, claims: Sequence[Claim]) -> list[Bundle]:
-    """Resolve claims and put those together that can share segments and templates, in the order of the claims."""
+def view_groups(src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) -> list[ViewGroup]:
+    """Resolve assignments and put those together that can share segments and patterns, in the order of the assignments."""
     cells: dict[tuple[object, ...], list[tuple[tuple[str, str], int, int]]] = defaultdict(list)
     src_at, dst_at = ([dict(zip(v.layers, v.offsets, strict=True)) for v in cache.views] for cache in (src, dst))
-    for c in claims:
+    for c in assignments:
         s, d = src.views[c.src_view], dst.views[c.dst_view]
         heads, s_first, d_first = (1, 0, 0), 0, 0
         if s.heads is not None and d.heads is not None and s.heads.stride is not None and d.heads.stride is not None:
@@ -156,10 +156,10 @@ def bundles(src: Cache, dst: Cache, claims: Sequence[Claim]) -> list[Bundle]:
         )
         s_at, d_at = src_at[c.src_view], dst_at[c.dst_view]
         cells[key] += [((d.plane, name), s_at[name] + s_first, d_at[name] + d_first) for name in c.layers]
-    return [_bundle(key, of) for key, of in cells.items()]
+    return [_view_group(key, of) for key, of in cells.items()]
 
 
-def _bundle(key: Any, cells: list[tuple[tuple[str, str], int, int]]) -> Bundle:
+def _view_group(key: Any, cells: list[tuple[tuple[str, str], int, int]]) -> ViewGroup:
     src, dst = (np.array([cell[i] for cell in cells], np.int64) for i in (1, 2))
     fields: Any = (*key, tuple(cell[0] for cell in cells), src, dst)
-    return Bundle(*fields)
+    return ViewGroup(*fields)
