@@ -12,8 +12,8 @@ from kvxfer.identity import TransferId
 from kvxfer.session import Agent, Directory, Ended, Fetch, Offered
 from tests.conftest import require
 from tests.geometry.engines import Case
+from tests.geometry.layouts import KINDS, Spec
 from tests.geometry.test_pairs import engine
-from tests.geometry.zoo import KINDS, Spec
 
 torch = pytest.importorskip("torch")
 

@@ -34,7 +34,7 @@ from kvxfer.session.terms import Terms, stager
 from kvxfer.session.values import Move, Moved, PartRef
 from kvxfer.transport import Verb, load
 
-__all__ = ["Party", "Setup"]
+__all__ = ["BenchEngine", "Setup"]
 
 T = TransferId("bench", 0)
 
@@ -50,7 +50,7 @@ class Setup:
     staging_bytes: int
 
 
-class Party:
+class BenchEngine:
     """Its methods are called in turn, on one thread."""
 
     def __init__(self, setup: Setup) -> None:
