@@ -54,9 +54,8 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
         and start // bd == (tokens - 1) // bd
         and tokens - start <= most
     ):
-        return Cut(
-            *(np.array([n]) for n in (start, tokens - start, start // bs, start // bd, start % bs, start % bd)), needed
-        )
+        one = np.array([[start], [tokens - start], [start // bs], [start // bd], [start % bs], [start % bd]])
+        return Cut(one[0], one[1], one[2], one[3], one[4], one[5], needed)
     steps = {bs, bd, most} if most < min(bs, bd) else {bs, bd}
     edges = [
         np.arange(start // b, -(-tokens // b) + 1 if start < tokens else 0, dtype=np.int64) * b

@@ -17,7 +17,7 @@ from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Pr
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_zmq.bytestream import FRAME, ByteStream
-from kvxfer_zmq.connection import NOBLOCK, readable
+from kvxfer_zmq.connection import NOBLOCK, readable, receive
 from kvxfer_zmq.link import Link, Post
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import Endpoint, Header, Kind, new_token, routing_id, split_routing_id
@@ -240,8 +240,7 @@ class ZmqTransport(Transport):
 
     def _receive(self, until: float) -> None:
         """Hand what has arrived to its links. Strangers are told that nobody knows them, and forgotten."""
-        while time.monotonic() < until and readable(self._inbox):
-            frames = self._inbox.recv_multipart(NOBLOCK, copy=False)
+        while time.monotonic() < until and (frames := receive(self._inbox)):
             tokens = split_routing_id(frames[0].bytes)
             if tokens is None or tokens[0] in self._pending:
                 continue  # a stranger, or a peer whose HELLO our own will answer once connect is called
