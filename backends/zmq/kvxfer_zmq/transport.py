@@ -42,6 +42,13 @@ class ZmqTransport(Transport):
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
         self._options = Options.parse(options)
+        self._capabilities = Capabilities(
+            verbs=frozenset({Verb.SEND, Verb.RECV}),
+            memory=frozenset({"cpu"}),
+            same_host=self._options.protocol == "ipc",
+            run_bytes=512,
+            may_block_s=3 * TURN_S,
+        )
         self._thread = threading.current_thread()
         self._memories = Memories()
         self._in_use: dict[int, int] = {}
@@ -75,13 +82,7 @@ class ZmqTransport(Transport):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            verbs=frozenset({Verb.SEND, Verb.RECV}),
-            memory=frozenset({"cpu"}),
-            same_host=self._options.protocol == "ipc",
-            run_bytes=512,
-            may_block_s=3 * TURN_S,
-        )
+        return self._capabilities
 
     def register(self, regions: Sequence[Region]) -> int:
         self._check()
@@ -273,8 +274,9 @@ class ZmqTransport(Transport):
         return self._numbers
 
     def _heat(self, number: int) -> None:
+        if not self._hot:  # else it was set for another, and not cleared since
+            self._wakeup.set()
         self._hot.add(number)
-        self._wakeup.set()
 
     def _complete(self, completion: Completion) -> None:
         self._in_use.pop(completion.batch, None)
