@@ -7,23 +7,27 @@ Importing this loads no engine, no CUDA and no back end.
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, KvxferError, PeerError, TransferError, TransportError
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Outcome, Released
+from kvxfer.session import Agent, Directory, Ended, Event, Kind, Outcome, Released
+from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Agent",
+    "BlockTable",
     "Config",
     "ConfigError",
     "Directory",
     "Ended",
     "Event",
     "Fetch",
+    "Group",
     "Kind",
     "KvxferError",
-    "Offered",
+    "Offer",
     "Outcome",
     "PeerError",
+    "Rank",
     "Released",
     "Source",
     "TransferError",

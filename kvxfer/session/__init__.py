@@ -2,23 +2,21 @@
 
 from kvxfer.session.agent import Agent
 from kvxfer.session.directory import Directory
-from kvxfer.session.messages import Card, Member, Named, Renew, Settle
-from kvxfer.session.values import Ended, Event, Fetch, Kind, Offered, Outcome, Released, Stats
+from kvxfer.session.messages import Card, Decline, Member, Named, Renew
+from kvxfer.session.values import Ended, Event, Kind, Outcome, Released, Stats
 
 __all__ = [
     "Agent",
     "Card",
+    "Decline",
     "Directory",
     "Ended",
     "Event",
-    "Fetch",
     "Kind",
     "Member",
     "Named",
-    "Offered",
     "Outcome",
     "Released",
     "Renew",
-    "Settle",
     "Stats",
 ]

@@ -27,7 +27,6 @@ from kvxfer.session.values import (
     Close,
     Dial,
     Ended,
-    Fetch,
     Hash,
     Hashed,
     Kind,
@@ -46,6 +45,7 @@ from kvxfer.session.values import (
     link_name,
 )
 from kvxfer.transport import Verb
+from kvxfer.values import Fetch
 
 __all__ = ["Consumer"]
 
@@ -350,8 +350,9 @@ class Consumer:
         return [Move(ref, verb, plan, msg.stream, msg.piece_bytes, hashed)]
 
     def _plan(self, f: Load, info: LinkInfo, msg: m.Have) -> CopyPlan:
-        src = tuple(m.unpack_blocks(b) for b in msg.blocks)
-        return plan_part(info.planner, src, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final)
+        return plan_part(
+            info.planner, msg.blocks, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final
+        )
 
     def _newest(self, f: Load, generation: int, now: float) -> list[Action]:
         """A producer rank has announced this generation. What others have of an older one is of no use: wherever they lag,
