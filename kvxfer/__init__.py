@@ -5,9 +5,10 @@ Importing this loads no engine, no CUDA and no back end.
 """
 
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError, KvxferError, PeerError, TransferError, TransportError
+from kvxfer.errors import ConfigError, KvxferError, PeerError, TransportError
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Outcome, Released
+from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Offered, Released
 
 __version__ = "0.1.0"
 
@@ -18,15 +19,15 @@ __all__ = [
     "Directory",
     "Ended",
     "Event",
+    "Failure",
+    "FailureKind",
     "Fetch",
-    "Kind",
     "KvxferError",
     "Offered",
     "Outcome",
     "PeerError",
     "Released",
     "Source",
-    "TransferError",
     "TransferId",
     "TransportError",
 ]

@@ -247,7 +247,7 @@ class Party:
                 released |= isinstance(event, Released)
                 if isinstance(event, Ended):
                     if not event.outcome.delivered:
-                        raise RuntimeError(event.outcome.reason)
+                        raise RuntimeError(str(event.outcome))
                     out = {
                         "fetch_s": event.seconds,
                         "session_s": event.seconds - event.waited,

@@ -17,6 +17,7 @@ from msgspec import Meta
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
 from kvxfer.facts import Facts
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Rank, ShardAssignment
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import TransferId
@@ -48,12 +49,13 @@ __all__ = [
     "Welcome",
     "decode",
     "encode",
+    "failure",
     "pack_blocks",
     "pack_checksum",
     "unpack_blocks",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
@@ -110,6 +112,7 @@ class Refused(_Base, frozen=True, tag="refused"):
     """Producer: there is no link (any more). ``again``: dialling anew may help; else what was on it has failed.
     ``backend``: it could not be made with this back end; another may do. The reason is logged on both sides."""
 
+    kind: FailureKind
     reason: str
     again: bool
     backend: bool = False
@@ -235,6 +238,7 @@ class Drop(_Base, frozen=True, tag="drop"):
     transfer: TransferId
     attempt: Number
     digest: Digest
+    kind: FailureKind
     reason: str
     again: bool = False
 
@@ -245,15 +249,14 @@ class Drop(_Base, frozen=True, tag="drop"):
 class Gone(_Base, frozen=True, tag="gone"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
-    ``again``: a later generation may come; wait with a new attempt rather than fail. ``corrupt``: the bytes that
-    arrived are not those that were sent.
+    ``again``: a later generation may come; wait with a new attempt rather than fail.
     """
 
     transfer: TransferId
     attempt: Number
+    kind: FailureKind
     reason: str
     again: bool
-    corrupt: bool = False
 
     def __post_init__(self) -> None:
         _shorten(self)
@@ -352,6 +355,11 @@ Message = (
 )
 
 
+def failure(message: Refused | Drop | Gone, peer: str, before: str = "") -> Failure:
+    """Return what a peer has said of a failure as ours; ``before``: what we say of that."""
+    return Failure(message.kind, before + message.reason, peer)
+
+
 def _shorten(message: Refused | Drop | Gone | Settle) -> None:
     """Words for people are cut where they get too long to be read."""
     if len(message.reason) > MAX_WORDS:
@@ -366,18 +374,20 @@ def encode(message: Message) -> bytes:
     """One frame. Raises ``PeerError`` when it would exceed ``MAX_BYTES``."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_BYTES:
-        raise PeerError(f"a {type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_BYTES}")
+        too_long = f"a {type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
+        raise PeerError(too_long, kind=FailureKind.MISUSE)
     return frame
 
 
 def decode(frame: bytes | memoryview) -> Message:
     """The message in a frame from a peer. Raises ``PeerError`` for whatever is not one."""
     if len(frame) > MAX_BYTES:
-        raise PeerError(f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}")
+        too_long = f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
+        raise PeerError(too_long, kind=FailureKind.MISUSE)
     try:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, OverflowError, UnicodeDecodeError) as e:
-        raise PeerError(f"not a kvxfer message: {e}") from None
+        raise PeerError(f"not a kvxfer message: {e}", kind=FailureKind.MISUSE) from None
 
 
 def pack_checksum(value: int) -> bytes:
@@ -393,8 +403,8 @@ def pack_blocks(table: Sequence[int] | Ints) -> bytes:
 def unpack_blocks(packed: bytes) -> Ints:
     """int64 ``[blocks]``. Raises ``PeerError`` when the bytes are not a block table."""
     if len(packed) % 4:
-        raise PeerError(f"a block table of {len(packed)} bytes is not a whole number of int32")
+        raise PeerError(f"a block table of {len(packed)} bytes is not a whole number of int32", kind=FailureKind.MISUSE)
     table = np.frombuffer(packed, "<i4").astype(np.int64)
     if len(table) and int(table.min()) < -1:
-        raise PeerError("a block table holds an id below -1")
+        raise PeerError("a block table holds an id below -1", kind=FailureKind.MISUSE)
     return table

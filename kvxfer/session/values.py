@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from kvxfer.config import Integrity
+from kvxfer.failures import DELIVERED, Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
@@ -18,6 +18,7 @@ from kvxfer.session.messages import Message
 from kvxfer.transport import Verb
 
 __all__ = [
+    "DELIVERED",
     "Abort",
     "Acquit",
     "Action",
@@ -25,10 +26,10 @@ __all__ = [
     "Dial",
     "Ended",
     "Event",
+    "Failure",
     "Fetch",
     "Hash",
     "Hashed",
-    "Kind",
     "Lane",
     "LinkId",
     "LinkInfo",
@@ -51,23 +52,6 @@ __all__ = [
 LinkId = Hashable
 """A link as its owner names it: the consumer by (address, epoch), and again so after it was dialled anew; the producer
 by the peer's socket identity, which is another one each time."""
-
-
-class Kind(enum.StrEnum):
-    DELIVERED = "delivered"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a transfer ended on this side; ``reason`` says why it was not delivered."""
-
-    kind: Kind
-    reason: str = ""
-
-    @property
-    def delivered(self) -> bool:
-        return self.kind is Kind.DELIVERED
 
 
 Role = Literal["producer", "consumer"]
@@ -175,6 +159,7 @@ class LinkInfo:
     ``peer``: the other agent's epoch. ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose
     pattern rows are shorter than ``stage_below`` bytes on average goes staged (0: never). ``integrity``: how much of
     what moves is hashed on both sides. ``tally``: consumer, what the producer's is now, where it can be seen from here.
+    ``name``: what operators know the peer by.
     """
 
     mode: Mode
@@ -184,6 +169,7 @@ class LinkInfo:
     stage_below: int = 0
     integrity: Integrity = "off"
     tally: Callable[[], int] | None = None
+    name: str = ""
 
     @property
     def unattended(self) -> bool:
@@ -230,7 +216,7 @@ class Close:
     any more; a producer's ``Close`` has the consumer dial anew, and is answered with ``link_down``."""
 
     link: LinkId
-    reason: str
+    why: Failure
 
 
 @dataclass(frozen=True)
@@ -289,7 +275,7 @@ class Moved:
     on the way; else it has to be."""
 
     ref: PartRef
-    error: str | None
+    failure: Failure | None
     quiet: bool
     nbytes: int
     collateral: bool = False
@@ -303,7 +289,7 @@ class Hashed:
 
     ref: PartRef
     value: int = 0
-    error: str | None = None
+    failure: Failure | None = None
 
 
 def link_name(link: LinkId) -> str:
