@@ -207,7 +207,7 @@ def test_doctor_lists_what_ships_with_kvxfer_and_where_it_runs() -> None:
 
 def test_benchmarks_are_commands_whoever_brings_them() -> None:
     listed = run("bench", "--help").stdout
-    for name in ("control", "cuda-ipc", "mixed-load", "pack", "pieces", "plan", "soak", "transfer", "turns"):
+    for name in ("chaos", "control", "cuda-ipc", "mixed-load", "pack", "pieces", "plan", "soak", "transfer", "turns"):
         assert f" {name} " in listed
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing as mp
+import os
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -61,6 +63,18 @@ class Remote:
     def __call__(self, *call: Any) -> Any:
         self.send(*call)
         return self.get()
+
+    def ready(self, timeout: float) -> bool:
+        """Wait for the answer to the oldest ``send``, and say whether it is there."""
+        return self._pipe.poll(timeout)
+
+    def stop(self) -> None:
+        """Stop the process until ``resume``, as a debugger or a frozen host would."""
+        os.kill(self._process.pid or 0, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process go on after ``stop``."""
+        os.kill(self._process.pid or 0, signal.SIGCONT)
 
     def kill(self) -> None:
         """As by ``kill -9``."""

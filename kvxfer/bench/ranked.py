@@ -1,0 +1,295 @@
+"""An engine of several ranks for ``kvxfer bench chaos``: it fills, offers, takes back and checks blocks by itself.
+
+Every word of a cache says what it holds: the transfer, the generation, the token, the head, the layer. So a delivered block
+proves where each of its bytes comes from, and a block that nobody uses proves that nobody has written to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvxfer.config import Config
+from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
+from kvxfer.identity import Source, TransferId
+from kvxfer.session import Agent, Directory, Ended, Fetch, Offered
+
+__all__ = ["EACH", "RankedEngine", "Verdict"]
+
+LAYERS, HEADS, BLOCK_TOKENS, HEAD_WORDS = 2, 4, 16, 8
+BLOCKS, EACH = 256, 6
+"""Blocks of an engine, and of a transfer."""
+FREE = -1
+"""What every word of a block holds that nobody uses."""
+LAG_S = 0.1
+"""The ranks of an engine do one thing within this time of each other."""
+LOOK_S = 0.002
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one load at the consumer.
+
+    Attributes:
+        number: of the transfer.
+        kind: ``delivered``, ``failed``, ``cancelled``, or ``disagree`` where ranks were delivered different generations.
+        reason: why it was not delivered.
+        late_s: seconds past the deadline, less those in which this process did not run; at most 0 when in time.
+        wrong: what is wrong with the bytes, or empty.
+    """
+
+    number: int
+    kind: str
+    reason: str
+    late_s: float
+    wrong: str
+
+
+@dataclass
+class _Use:
+    """Blocks that a transfer has in one engine, and the ranks of which something is still to come."""
+
+    blocks: list[int]
+    deadline: float
+    unreleased: set[int]
+    generations: dict[int, int] = field(default_factory=dict)  # producer: by rank, the last one offered or taken back
+    ended: dict[int, Ended] = field(default_factory=dict)
+    late_s: float = 0.0
+    wrong: str = ""
+
+
+class Stalls:
+    """How long this process did not run, as a thread sees it that only sleeps."""
+
+    def __init__(self) -> None:
+        self._gaps: list[tuple[float, float]] = []
+        threading.Thread(target=self._watch, name="stalls", daemon=True).start()
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(0.01)
+            now = time.monotonic()
+            if now - before > 0.03:
+                self._gaps.append((before, now))
+            before = now
+
+    def since(self, begin: float) -> float:
+        """Return the seconds lost since a time."""
+        return sum(b - max(a, begin) for a, b in self._gaps[-1000:] if b > begin)
+
+
+class RankedEngine:
+    """One engine with ``tp`` ranks in this process; ``step`` makes it work. See ``chaos`` for what it is asked to do."""
+
+    def __init__(self, role: str, tp: int, seed: int, config: dict[str, Any]) -> None:
+        self._role, self._tp = role, tp
+        self._config = Config.from_mapping(config)
+        self._rng = random.Random(seed)
+        shape = LAYERS, BLOCKS, BLOCK_TOKENS, HEADS // tp, HEAD_WORDS
+        self._words = [np.full(shape, FREE, np.int64) for _ in range(tp)]
+        self._agents = [Agent(_cache(words, i, tp), self._config, role) for i, words in enumerate(self._words)]
+        self._directory = Directory(role, self._agents[0].epoch, "127.0.0.1", 0)
+        self._directory.publish(tuple(agent.member for agent in self._agents))
+        self._free = list(range(BLOCKS))
+        self._uses: dict[int, _Use] = {}
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._stalls = Stalls()
+        self._verdicts: list[Verdict] = []
+        self._complaints: list[str] = []
+
+    def source(self) -> Source:
+        return self._directory.source
+
+    def step(
+        self, serve: list[tuple[int, int]], load: list[tuple[int, Source, bool]], seconds: float
+    ) -> tuple[list[Verdict], list[str], int]:
+        """Begin these, then work for so long.
+
+        Args:
+            serve: transfers to offer, each with the number of generations that it goes through.
+            load: transfers to fetch, from where, and whether to cancel it at some time.
+            seconds: how long to work.
+
+        Returns:
+            What has ended, what is wrong, and how many transfers hold blocks.
+        """
+        for number, generations in serve:
+            self._serve(number, generations)
+        for number, source, cancelled in load:
+            self._load(number, source, cancelled)
+        until = time.monotonic() + seconds
+        while True:
+            self._do_what_is_due()
+            for rank, agent in enumerate(self._agents):
+                for event in agent.events():
+                    self._take(rank, event)
+            if time.monotonic() >= until:
+                break
+            time.sleep(LOOK_S)
+        verdicts, self._verdicts = self._verdicts, []
+        complaints, self._complaints = self._complaints, []
+        return verdicts, complaints, len(self._uses)
+
+    def close(self) -> None:
+        for agent in self._agents:
+            agent.close()
+        self._directory.close()
+
+    # --- the producer ----------------------------------------------------------------------------------------------
+
+    def _serve(self, number: int, generations: int) -> None:
+        blocks = self._lend(number)
+        if blocks is None:
+            return
+        for rank in range(self._tp):
+            at = self._rng.uniform(0, LAG_S)
+            for generation in range(1, generations + 1):
+                if generation > 1:  # a preemption: what was offered is taken back, and computed anew in the same blocks
+                    at += self._rng.uniform(0, 4 * LAG_S)
+                    self._at(at, partial(self._take_back, rank, number, generation - 1, False))
+                for tokens in (2 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, EACH * BLOCK_TOKENS):
+                    at += self._rng.uniform(0, LAG_S)
+                    self._at(at, partial(self._offer, rank, number, generation, tokens))
+            if number % 11 == 0:
+                self._at(at + self._rng.uniform(0, LAG_S), partial(self._take_back, rank, number, generations, True))
+
+    def _offer(self, rank: int, number: int, generation: int, tokens: int) -> None:
+        if number not in self._uses or rank not in self._uses[number].unreleased:
+            return
+        blocks = self._uses[number].blocks[: tokens // BLOCK_TOKENS]
+        self._uses[number].generations[rank] = generation
+        self._words[rank][:, blocks] = _words(number, generation, tokens, rank, self._tp)
+        final = tokens == EACH * BLOCK_TOKENS
+        self._agents[rank].offer(
+            Offered(_transfer(number), b"digest", generation, tokens, (np.array(blocks, np.int64),), final)
+        )
+
+    def _take_back(self, rank: int, number: int, generation: int, gone: bool) -> None:
+        if number in self._uses and rank in self._uses[number].unreleased:
+            self._uses[number].generations[rank] = generation
+            self._agents[rank].revoke(_transfer(number), generation, "the engine took the blocks", gone)
+            self._words[rank][:, self._uses[number].blocks] = FREE - 1  # another request's bytes
+
+    # --- the consumer ----------------------------------------------------------------------------------------------
+
+    def _load(self, number: int, source: Source, cancelled: bool) -> None:
+        blocks = self._lend(number)
+        if blocks is None:
+            return
+        for rank, agent in enumerate(self._agents):
+            begin = partial(self._fetch, rank, number, source)
+            self._at(self._rng.uniform(0, LAG_S), begin)
+            if cancelled:
+                at = LAG_S + self._rng.uniform(0, 10 * LAG_S)
+                self._at(at, partial(agent.cancel, str(number), "the client left"))
+
+    def _fetch(self, rank: int, number: int, source: Source) -> None:
+        use = self._uses[number]
+        use.deadline = time.monotonic() + self._config.transfer_timeout
+        own = self._directory.source if self._tp > 1 else None
+        table = np.array(use.blocks, np.int64)
+        tokens = EACH * BLOCK_TOKENS
+        self._agents[rank].fetch(Fetch(str(number), _transfer(number), b"digest", source, (table,), 0, tokens, own))
+
+    def _take(self, rank: int, event: Any) -> None:
+        number = event.transfer.prompt
+        use = self._uses.get(number)
+        if use is None:
+            self._complaints.append(f"{self._role}: an event of transfer {number}, which is over: {event}")
+        elif isinstance(event, Ended):
+            if event.role == "consumer":
+                self._ended(rank, number, use, event)
+        elif event.role == "consumer" or event.generation >= use.generations[rank]:  # else another release follows
+            use.unreleased.discard(rank)
+            if not use.unreleased:
+                self._give_back(number)
+
+    def _ended(self, rank: int, number: int, use: _Use, event: Ended) -> None:
+        begin = use.deadline - self._config.transfer_timeout
+        use.late_s = max(use.late_s, event.seconds - self._config.transfer_timeout - self._stalls.since(begin))
+        use.ended[rank] = event
+        if event.outcome.delivered:
+            want = _words(number, event.generation, EACH * BLOCK_TOKENS, rank, self._tp)
+            found = self._words[rank][:, use.blocks]
+            if not (found == want).all():
+                other = int(found[found != want][0])
+                use.wrong = f"rank {rank}, generation {event.generation}: a word is {other:#x}"
+        if len(use.ended) < self._tp:
+            return
+        kinds = [e.outcome for e in use.ended.values()]
+        bad = next((o for o in kinds if not o.delivered), None)
+        kind, reason = ("delivered", "") if bad is None else (str(bad.kind), bad.reason)
+        if bad is None and len({e.generation for e in use.ended.values()}) > 1:
+            kind = "disagree"
+        self._verdicts.append(Verdict(number, kind, reason, use.late_s, use.wrong))
+
+    # --- blocks ----------------------------------------------------------------------------------------------------
+
+    def _lend(self, number: int) -> list[int] | None:
+        """Give a transfer blocks, in random order; none while too few are free. They must be as they were given back."""
+        if len(self._free) < EACH:
+            return None
+        self._rng.shuffle(self._free)
+        blocks = [self._free.pop() for _ in range(EACH)]
+        if any((words[:, blocks] != FREE).any() for words in self._words):
+            self._complaints.append(f"{self._role}: blocks {blocks} were written to after they had been released")
+        self._uses[number] = _Use(blocks, 1e18, set(range(self._tp)))
+        return blocks
+
+    def _give_back(self, number: int) -> None:
+        blocks = self._uses.pop(number).blocks
+        for words in self._words:
+            words[:, blocks] = FREE
+        self._free += blocks
+
+    def _at(self, delay: float, call: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._due, (time.monotonic() + delay, self._count, call))
+
+    def _do_what_is_due(self) -> None:
+        now = time.monotonic()
+        while self._due and self._due[0][0] <= now:
+            heapq.heappop(self._due)[2]()
+
+
+def _transfer(number: int) -> TransferId:
+    return TransferId("chaos", number)
+
+
+def _cache(words: np.ndarray[Any, Any], rank: int, tp: int) -> Cache:
+    heads, word = HEADS // tp, 8
+    head = HEAD_WORDS * word
+    token, layer = heads * head, words[0].nbytes
+    view = View(
+        plane="kv",
+        group=0,
+        layers=tuple(f"layer.{i}" for i in range(LAYERS)),
+        offsets=tuple(i * layer for i in range(LAYERS)),
+        blocks=BLOCKS,
+        block_stride=BLOCK_TOKENS * token,
+        unit=head,
+        encoding="words",
+        heads=Heads(rank * heads, heads, HEADS, head),
+        token_stride=token,
+    )
+    return Cache((Region(words.ctypes.data, words.nbytes),), (Group(BLOCK_TOKENS),), (view,), Rank(tp=rank))
+
+
+def _words(number: int, generation: int, tokens: int, rank: int, tp: int) -> np.ndarray[Any, Any]:
+    """What a rank's blocks hold of a transfer's first tokens: int64 ``[layer, block, token, head, word]``."""
+    heads = HEADS // tp
+    layer, block, token, head, word = np.ogrid[
+        :LAYERS, : tokens // BLOCK_TOKENS, :BLOCK_TOKENS, rank * heads : (rank + 1) * heads, :HEAD_WORDS
+    ]
+    place = ((layer * 64 + block) * 64 + token) * 64 + head * HEAD_WORDS + word
+    return np.asarray(number * (1 << 40) + generation * (1 << 32) + place, np.int64)
