@@ -138,9 +138,9 @@ class Party:
                 self._mover.slot(ref, *words)
             for at, result in self._heard():
                 match result:
-                    case Moved(error=None, seconds=seconds):
+                    case Moved(failure=None, seconds=seconds):
                         return at - seconds, at
-                    case Moved(error=str(why)):
+                    case Moved(failure=why):
                         raise RuntimeError(f"the part ended with: {why}")
                     case results.SlotReady():
                         peer.tell(result.piece, result.offset, result.nbytes)

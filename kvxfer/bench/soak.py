@@ -27,8 +27,9 @@ from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Fetch, Kind, Offered, Released
+from kvxfer.session import Agent, Directory, Fetch, Offered, Released
 
 __all__ = ["complaints", "measure", "soak"]
 

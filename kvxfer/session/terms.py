@@ -80,7 +80,8 @@ class Terms:
         )
 
     def agree(self, hello: m.Hello, planner: Planner, name: str = "") -> LinkInfo:
-        """What a hello amounts to that has been admitted, of a peer known by ``name``. Raises ``PeerError`` with the reason for a refusal."""
+        """What a hello amounts to that has been admitted, of a peer known by ``name``. Raises
+        ``PeerError`` with the reason for a refusal."""
         if hello.mode != self.mode:
             raise _misfit(
                 f"{hello.engine!r} uses back end {self.backend!r} by {hello.mode}, this engine by {self.mode}; configure it "

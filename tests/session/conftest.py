@@ -13,7 +13,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Released
+from kvxfer.session import Agent, Directory, Ended, Event, FailureKind, Fetch, Offered, Released
 
 LAYERS = tuple(f"layer.{i}" for i in range(3))
 TOKENS, HEADS, UNIT = 4, 4, 16
@@ -142,4 +142,4 @@ def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-__all__ = ["Ended", "Engine", "Kind", "Released", "fetch", "make_cache", "offered", "until"]
+__all__ = ["Ended", "Engine", "FailureKind", "Released", "fetch", "make_cache", "offered", "until"]
