@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvxfer.fence import Fence
 from kvxfer.geometry import Region
 from kvxfer.memory.checksum import sample
-from kvxfer.memory.fence import Done, Fence, fence
+from kvxfer.memory.fence import Done, fence
 from kvxfer.memory.space import Checksum, Side, Space
 
 __all__ = ["Checksum", "Done", "Fence", "Side", "Space", "allocate", "fence", "sample", "space"]

@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPattern, CopyPlan, Region, StridedCopy
 from kvxfer.memory.checksum import Sum, logical_copies, sum_of
-from kvxfer.memory.fence import Done, Fence
+from kvxfer.memory.fence import Done
 from kvxfer.memory.pool import in_parallel
 from kvxfer.memory.space import Checksum, Grid, Side, Space, grids
 

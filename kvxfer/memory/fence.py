@@ -1,20 +1,12 @@
-"""Fences: whether work on a device has happened. They fulfil ``kvxfer.transport.Fence``."""
+"""Fences for the work of this process: none on a CPU, events of torch's on CUDA."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["CudaEvent", "Done", "Events", "Fence", "fence"]
+from kvxfer.fence import Fence
 
-
-class Fence(Protocol):
-    """``passed`` never blocks. ``event`` is the device event for stream-ordered users, ``None`` if there is none; who uses it
-    keeps the fence."""
-
-    def passed(self) -> bool: ...
-
-    @property
-    def event(self) -> Any: ...
+__all__ = ["CudaEvent", "Done", "Events", "fence"]
 
 
 class Done:

@@ -11,10 +11,10 @@ from typing import Literal
 
 import numpy as np
 
+from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPattern, CopyPlan, Region
 from kvxfer.geometry.cache import flat_starts
 from kvxfer.geometry.pattern import Ints
-from kvxfer.memory.fence import Fence
 
 __all__ = ["Checksum", "Grid", "Side", "Space", "grids"]
 

@@ -36,6 +36,7 @@ class ZmqTransport(Transport):
     use it."""
 
     name = "zmq"
+    contract = 1
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
 
@@ -139,7 +140,7 @@ class ZmqTransport(Transport):
         link = self._links.get(batch.peer)
         if link is None or link.mine.token not in self._by_token:
             raise TransportError(f"there is no link {batch.peer}")
-        if batch.verb not in (Verb.SEND, Verb.RECV) or batch.plan is not None:
+        if batch.verb not in (Verb.SEND, Verb.RECV) or not isinstance(batch, Batch):
             raise TransportError("back end 'zmq' takes SEND and RECV of runs, nothing else")
         if link.uses(batch.verb, batch.stream):
             raise TransportError(f"stream {batch.stream} comes too late on link {batch.peer}: their numbers must rise")

@@ -15,11 +15,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPattern, CopyPlan, LogicalCopy, StridedCopy, ViewGroup
 from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import HEAD, LENGTH, TOKEN, cell_keys, fine, spans, word_keys
 from kvxfer.memory.cuda.tables import Table, Tables
-from kvxfer.memory.fence import Done, Events, Fence
+from kvxfer.memory.fence import Done, Events
 from kvxfer.memory.space import Side, Space
 from kvxfer.memory.triton_kernels import digest_rows, move_rows
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from kvxfer.errors import KvxferError
+from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPlan, Region
 from kvxfer.memory.checksum import logical_copies
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.cuda.indexed import move_indexed
-from kvxfer.memory.fence import CudaEvent, Fence
+from kvxfer.memory.fence import CudaEvent
 from kvxfer.memory.space import Checksum, Side, Space
 
 __all__ = ["CudaSpace", "allocate"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from kvxfer.fence import Fence
 from kvxfer.geometry.pattern import Ints
-from kvxfer.memory.fence import Fence
 
 __all__ = ["Table", "Tables"]
 

@@ -10,7 +10,7 @@ from kvxfer.failures import Failure
 from kvxfer.geometry import Region
 from kvxfer.session.staging import Staging
 from kvxfer.session.values import Move, PartRef
-from kvxfer.transport import Batch, Capabilities, Completion, Fence, Transport
+from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Transport
 
 __all__ = ["CACHE", "PIECES", "STAGE", "Job", "SlotSink", "Wire"]
 
@@ -112,7 +112,7 @@ class Job:
         if done.error is not None:
             self.stop(Failure.of(done.error))
 
-    def _submit(self, batch: Batch, after: Fence | None = None) -> int:
+    def _submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         number = self.wire.transport.submit(batch, after)
         self.batches.add(number)
         self.wire.batches[number] = self
