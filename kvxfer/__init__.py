@@ -8,12 +8,14 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError, KvxferError, PeerError, TransportError
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Offered, Released
+from kvxfer.session import Agent, Directory, Ended, Event, Released
+from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Agent",
+    "BlockTable",
     "Config",
     "ConfigError",
     "Directory",
@@ -22,10 +24,12 @@ __all__ = [
     "Failure",
     "FailureKind",
     "Fetch",
+    "Group",
     "KvxferError",
-    "Offered",
+    "Offer",
     "Outcome",
     "PeerError",
+    "Rank",
     "Released",
     "Source",
     "TransferId",

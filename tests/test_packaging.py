@@ -22,7 +22,8 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 LEVELS = [
     {"errors"},
     {"settings", "identity", "fence"},
-    {"facts", "geometry"},
+    {"facts", "values"},
+    {"geometry"},
     {"config"},
     {"memory", "transport", "schedule", "security"},
     {"session"},

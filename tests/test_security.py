@@ -20,8 +20,9 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Source, TransferId
 from kvxfer.security import Security, make_key
-from kvxfer.session import Agent, Directory, Ended, FailureKind, Fetch, Named, Offered, Renew
+from kvxfer.session import Agent, Directory, Ended, FailureKind, Named, Renew
 from kvxfer.session import messages as m
+from kvxfer.values import BlockTable, Fetch, Offer
 from tests.session.conftest import make_cache
 from tests.session.stranger import Stranger
 
@@ -69,8 +70,8 @@ def engine() -> Iterator[Callable[..., Engine]]:
 
 
 def outcome(p: Engine, d: Engine, source: Source | None = None) -> Ended:
-    table = (np.array([3], np.int64),)
-    p.agent.offer(Offered(T, b"d", 1, 4, table, True))
+    table = BlockTable.of([[3]])
+    p.agent.offer(Offer(T, b"d", 1, 4, table, True))
     d.agent.fetch(Fetch("r", T, b"d", source or p.directory.source, table, 0, 4))
     end = time.monotonic() + 10
     while not (found := [e for e in d.agent.events() if isinstance(e, Ended)]):

@@ -20,7 +20,8 @@ import numpy as np
 from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Fetch, Offered
+from kvxfer.session import Agent, Directory, Ended
+from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["EACH", "RankedEngine", "Verdict"]
 
@@ -171,7 +172,7 @@ class RankedEngine:
         self._words[rank][:, blocks] = _words(number, generation, tokens, rank, self._tp)
         final = tokens == EACH * BLOCK_TOKENS
         self._agents[rank].offer(
-            Offered(_transfer(number), b"digest", generation, tokens, (np.array(blocks, np.int64),), final)
+            Offer(_transfer(number), b"digest", generation, tokens, BlockTable.of([blocks]), final)
         )
 
     def _take_back(self, rank: int, number: int, generation: int, gone: bool) -> None:
@@ -197,9 +198,9 @@ class RankedEngine:
         use = self._uses[number]
         use.deadline = time.monotonic() + self._config.transfer_timeout
         own = self._directory.source if self._tp > 1 else None
-        table = np.array(use.blocks, np.int64)
+        table = BlockTable.of([use.blocks])
         tokens = EACH * BLOCK_TOKENS
-        self._agents[rank].fetch(Fetch(str(number), _transfer(number), b"digest", source, (table,), 0, tokens, own))
+        self._agents[rank].fetch(Fetch(str(number), _transfer(number), b"digest", source, table, 0, tokens, own))
 
     def _take(self, rank: int, event: Any) -> None:
         number = event.transfer.prompt

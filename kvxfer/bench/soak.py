@@ -29,7 +29,8 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Fetch, Offered, Released
+from kvxfer.session import Agent, Directory, Released
+from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["complaints", "measure", "soak"]
 
@@ -75,15 +76,15 @@ class Engine:
         return [(e.transfer, None if isinstance(e, Released) else e.outcome) for e in self._agent.events()]
 
     def _offer(self, transfer: TransferId, generation: int, blocks: list[int], final: bool) -> None:
-        table = np.array(blocks, np.int64)
-        self._agent.offer(Offered(transfer, b"d", generation, len(blocks) * MODEL.block_tokens, (table,), final))
+        table = BlockTable.of([blocks])
+        self._agent.offer(Offer(transfer, b"d", generation, len(blocks) * MODEL.block_tokens, table, final))
 
     def _revoke(self, transfer: TransferId, generation: int, gone: bool) -> None:
         self._agent.revoke(transfer, generation, "the engine took the blocks", gone)
 
     def _fetch(self, transfer: TransferId, source: Source, blocks: list[int]) -> None:
-        table, tokens = np.array(blocks, np.int64), len(blocks) * MODEL.block_tokens
-        self._agent.fetch(Fetch(str(transfer), transfer, b"d", source, (table,), 0, tokens))
+        table, tokens = BlockTable.of([blocks]), len(blocks) * MODEL.block_tokens
+        self._agent.fetch(Fetch(str(transfer), transfer, b"d", source, table, 0, tokens))
 
     def _cancel(self, transfer: TransferId) -> None:
         self._agent.cancel(str(transfer), "the client left")

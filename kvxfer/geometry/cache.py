@@ -13,14 +13,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from itertools import accumulate
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kvxfer.geometry.overlap import Strided, first_overlap
+from kvxfer.values import Group, Rank
 
-__all__ = ["GAP", "Cache", "Group", "Heads", "Rank", "Region", "View", "flat_starts"]
+__all__ = ["GAP", "Cache", "Heads", "Region", "View", "flat_starts"]
 
 GAP = 4096
 """Bytes between two regions in the flat offset space, so that no run can span both."""
@@ -46,29 +47,6 @@ class Region(msgspec.Struct, frozen=True):
     address: int
     nbytes: int
     device: str = "cpu"
-
-
-class Rank(msgspec.Struct, frozen=True, order=True):
-    """A worker's place in its engine: pipeline stage and tensor-parallel rank."""
-
-    pp: int = 0
-    tp: int = 0
-
-
-class Group(msgspec.Struct, frozen=True):
-    """Layers that share one block table.
-
-    ``full``: every token of the request has a place. ``window``: only the last ``window`` tokens must; blocks
-    before them may be null. ``state``: the block at position ``p`` holds the state after the last computed token of
-    ``[p * block_tokens, (p + 1) * block_tokens)``; where a table has one block for the whole request,
-    ``block_tokens`` is the greatest length a request can have.
-    ``block_tokens`` is the number of tokens a block of the *table given to the planner* holds: where kernels use
-    smaller blocks than the scheduler, both are kernel blocks.
-    """
-
-    block_tokens: int
-    kind: Literal["full", "window", "state"] = "full"
-    window: int = 0
 
 
 class Heads(msgspec.Struct, frozen=True):
@@ -154,6 +132,8 @@ class Cache(msgspec.Struct, frozen=True):
         for g, group in enumerate(self.groups):
             if not 0 < group.block_tokens <= _MOST_BYTES:
                 raise ValueError(f"group {g}: block_tokens must be positive, not {group.block_tokens}")
+            if group.kind == "local":
+                raise ValueError(f"group {g}: a local group is moved by nobody, and peers have no use for it")
             if (group.window > 0) != (group.kind == "window") or group.window < 0:
                 raise ValueError(f"group {g} is of kind {group.kind!r} and has a window of {group.window} tokens")
         starts = self.starts

@@ -14,11 +14,11 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
+
+from kvxfer.values import Ints
 
 __all__ = ["Axis", "Ints", "CopyPattern", "merge"]
 
-Ints = NDArray[np.int64]
 Axis = tuple[int, int, int]
 """Length, stride in the source, stride in the destination (bytes)."""
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from kvxfer.geometry.assignment import ShardAssignment, check_assignments
 from kvxfer.geometry.cache import Cache
-from kvxfer.geometry.pattern import Ints
-from kvxfer.geometry.segments import Cut, PlanError, Segments, cut_states, cut_tokens, join
+from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, join
 from kvxfer.geometry.strided_copy import Runs, StridedCopy, materialise
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup, view_groups
+from kvxfer.values import Ints
 
 __all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
 
@@ -96,14 +96,8 @@ class Planner:
             self._view_groups[b.src_group, b.dst_group, b.opaque].append(b)
         self._seen = np.empty(max((v.blocks for v in dst.views), default=0), np.int32)
 
-    def plan(
-        self,
-        src_blocks: Sequence[Sequence[int] | Ints],
-        dst_blocks: Sequence[Sequence[int] | Ints],
-        start: int,
-        tokens: int,
-    ) -> CopyPlan:
-        """Join two sets of block tables, one table per group of each side (position = index, -1 = null).
+    def plan(self, src_blocks: Rows, dst_blocks: Rows, start: int, tokens: int) -> CopyPlan:
+        """Join the block tables of both sides.
 
         Moves the tokens ``[start, tokens)`` into every destination block that is not null; of a state group the states
         after those tokens. A window group must have its blocks only for what a consumer attends to that computes

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment, check_assignments, check_pair, head_range, name
-from kvxfer.geometry.cache import Cache, Rank, View
+from kvxfer.geometry.cache import Cache, View
+from kvxfer.values import Rank
 
 __all__ = ["ShardAssignment", "Incompatible", "Route", "check_assignments", "route"]
 

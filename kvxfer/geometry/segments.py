@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.geometry.pattern import Ints
+from kvxfer.values import BlockTable, Ints
 
-__all__ = ["Cut", "PlanError", "Segments", "cut_states", "cut_tokens", "join"]
+__all__ = ["Cut", "PlanError", "Rows", "Segments", "cut_states", "cut_tokens", "join"]
+
+Rows = BlockTable | Sequence[Sequence[int] | Ints]
+"""A block table, or its rows as any sequences of ids."""
 
 
 class PlanError(ValueError):

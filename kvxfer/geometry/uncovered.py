@@ -6,13 +6,14 @@ NaN, and attention multiplies even what it masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvxfer.geometry.cache import Cache, View
-from kvxfer.geometry.pattern import Ints
+from kvxfer.geometry.segments import Rows
+from kvxfer.values import Ints
 
 __all__ = ["UncoveredBytes", "uncovered"]
 
@@ -26,13 +27,13 @@ class UncoveredBytes:
     unit: int
 
 
-def uncovered(cache: Cache, blocks: Sequence[Sequence[int] | Ints], start: int, tokens: int) -> list[UncoveredBytes]:
+def uncovered(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[UncoveredBytes]:
     """The bytes of these blocks that loading the tokens ``[start, tokens)`` leaves as they are, or may: nothing must be
     cleared there once the load has begun. Tokens before ``start``, which the engine has already, are not among them, nor is
     anything in groups of states.
 
     Args:
-        blocks: the load's tables, one for each group (position = index, -1 = null), which may go on past ``tokens``.
+        blocks: the load's block table, which may go on past ``tokens``.
     """
     holes: list[UncoveredBytes] = []
     for g, (group, table) in enumerate(zip(cache.groups, blocks, strict=True)):

@@ -3,24 +3,22 @@
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.session.agent import Agent
 from kvxfer.session.directory import Directory
-from kvxfer.session.messages import Card, Member, Named, Renew, Settle
-from kvxfer.session.values import Ended, Event, Fetch, Offered, Released, Stats
+from kvxfer.session.messages import Card, Decline, Member, Named, Renew
+from kvxfer.session.values import Ended, Event, Released, Stats
 
 __all__ = [
     "Agent",
     "Card",
+    "Decline",
     "Directory",
     "Ended",
     "Event",
     "Failure",
     "FailureKind",
-    "Fetch",
     "Member",
     "Named",
-    "Offered",
     "Outcome",
     "Released",
     "Renew",
-    "Settle",
     "Stats",
 ]

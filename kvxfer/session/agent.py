@@ -44,14 +44,12 @@ from kvxfer.session.values import (
     Dial,
     Ended,
     Event,
-    Fetch,
     Hash,
     Hashed,
     LinkId,
     LinkInfo,
     Move,
     Moved,
-    Offered,
     Report,
     Resolve,
     Send,
@@ -61,6 +59,7 @@ from kvxfer.session.worker import Worker
 from kvxfer.transport import Fence, Transport, load
 from kvxfer.transport.auto import lineup, options_for
 from kvxfer.transport.guard import guard
+from kvxfer.values import Fetch, Offer
 
 __all__ = ["Agent"]
 
@@ -176,7 +175,7 @@ class Agent:
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offered, after: Fence | None = None) -> None:
+    def offer(self, offer: Offer, after: Fence | None = None) -> None:
         """Let consumers have these blocks. ``after``: the fence behind which their content is complete. Ends in one
         ``Ended`` and one ``Released`` event; until then the blocks must not be reused. Of an agent that is closed, at once."""
         self._owner.check()
@@ -604,10 +603,10 @@ class Agent:
 
     # --- engine calls, on the control thread -----------------------------------------------------------------------
 
-    def _offer(self, offer: Offered, after: Fence | None, called: float, now: float) -> list[Action]:
+    def _offer(self, offer: Offer, after: Fence | None, called: float, now: float) -> list[Action]:
         return [] if self._fences.hold(offer, after, called) else self._unfenced(offer, called, None, now)
 
-    def _unfenced(self, offer: Offered, called: float, error: str | None, now: float) -> list[Action]:
+    def _unfenced(self, offer: Offer, called: float, error: str | None, now: float) -> list[Action]:
         if error is None:
             out = self._producer.offer(offer, now, called)
         else:

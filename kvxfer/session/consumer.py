@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from kvxfer.errors import PeerError
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.identity import Source
@@ -28,7 +27,6 @@ from kvxfer.session.values import (
     Close,
     Dial,
     Ended,
-    Fetch,
     Hash,
     Hashed,
     LinkId,
@@ -45,6 +43,7 @@ from kvxfer.session.values import (
     link_name,
 )
 from kvxfer.transport import Verb
+from kvxfer.values import Fetch
 
 __all__ = ["Consumer"]
 
@@ -332,7 +331,7 @@ class Consumer:
         lane.spans[msg.part] = msg.lo, msg.hi
         try:
             plan = self._plan(f, info, msg)
-        except (PlanError, PeerError) as e:
+        except PlanError as e:
             return self._misused(f, lane, f"what it has does not fit what is wanted: {e}", now)
         return self._newest(f, msg.generation, now) + self._take(f, lane, info, msg, plan, now)
 
@@ -353,8 +352,9 @@ class Consumer:
         return [Move(ref, verb, plan, msg.stream, msg.piece_bytes, hashed)]
 
     def _plan(self, f: Load, info: LinkInfo, msg: m.Have) -> CopyPlan:
-        src = tuple(m.unpack_blocks(b) for b in msg.blocks)
-        return plan_part(info.planner, src, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final)
+        return plan_part(
+            info.planner, msg.blocks, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final
+        )
 
     def _newest(self, f: Load, generation: int, now: float) -> list[Action]:
         """A producer rank has announced this generation. What others have of an older one is of no use: wherever they lag,

@@ -11,8 +11,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-import numpy as np
-
 from kvxfer import memory
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner, route
@@ -39,7 +37,7 @@ class Hasher:
         """Have compiled what reads the cache, which may take seconds, so that no transfer waits for it: it reads one token."""
         cache = self._cache
         assignments = route([cache], [cache])[cache.rank].assignments.get(cache.rank, ())
-        first = [np.zeros(1, np.int64)] * len(cache.groups)
+        first = [[0]] * len(cache.groups)
         one = Planner(cache, cache, assignments).plan(first, first, 0, 1)
         memory.space(cache.regions).checksum(one, "source").value  # noqa: B018  (waits)
 

@@ -9,7 +9,8 @@ from kvxfer.geometry import CopyPlan
 from kvxfer.session import messages as m
 from kvxfer.session.life import LANE, LaneEvent, LaneState
 from kvxfer.session.parts import covered
-from kvxfer.session.values import Fetch, Lane, LinkId, LinkInfo, PartRef
+from kvxfer.session.values import Lane, LinkId, LinkInfo, PartRef
+from kvxfer.values import Fetch
 
 __all__ = ["Load", "Way"]
 
@@ -99,9 +100,9 @@ class Load:
     def want(self, lane: Way, now: float) -> m.Want:
         """What a lane asks for."""
         s = self.spec
-        blocks, left = tuple(m.pack_blocks(b) for b in s.blocks), max(self.deadline - now, 0.0)
+        left = max(self.deadline - now, 0.0)
         return m.Want(
-            s.transfer, lane.attempt, s.digest, s.start, s.tokens, blocks, lane.spec.readers, left, lane.least
+            s.transfer, lane.attempt, s.digest, s.start, s.tokens, s.blocks, lane.spec.readers, left, lane.least
         )
 
     def check(self, lane: Way) -> m.Check:

@@ -7,11 +7,9 @@ answer to an earlier try is never taken for one to the present.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from kvxfer.config import Integrity
@@ -19,8 +17,8 @@ from kvxfer.errors import PeerError
 from kvxfer.facts import Facts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Rank, ShardAssignment
-from kvxfer.geometry.plan import Ints
 from kvxfer.identity import TransferId
+from kvxfer.values import BlockTable
 
 __all__ = [
     "MAX_BYTES",
@@ -40,7 +38,7 @@ __all__ = [
     "Pong",
     "Refused",
     "Renew",
-    "Settle",
+    "Decline",
     "Slot",
     "Sum",
     "Taken",
@@ -50,9 +48,7 @@ __all__ = [
     "decode",
     "encode",
     "failure",
-    "pack_blocks",
     "pack_checksum",
-    "unpack_blocks",
 ]
 
 PROTOCOL = 3
@@ -125,7 +121,7 @@ class Refused(_Base, frozen=True, tag="refused"):
 
 
 class Want(_Base, frozen=True, tag="want"):
-    """Consumer: bring the tokens ``[start, tokens)`` into these blocks (per group, see ``pack_blocks``).
+    """Consumer: bring the tokens ``[start, tokens)`` into these blocks.
 
     ``readers``: how many consumer ranks read from the producer rank. ``seconds``: how long it will wait; after that
     nothing has to be served any more. ``least``: another rank of the producer has this generation already, so that an
@@ -137,7 +133,7 @@ class Want(_Base, frozen=True, tag="want"):
     digest: Digest
     start: Count
     tokens: Count
-    blocks: tuple[bytes, ...]
+    blocks: BlockTable
     readers: Count
     seconds: Seconds
     least: Number = -1
@@ -159,7 +155,7 @@ class Have(_Base, frozen=True, tag="have"):
     lo: Count
     hi: Count
     final: bool
-    blocks: tuple[bytes, ...]
+    blocks: BlockTable
     stream: Count
     piece_bytes: Count
     tally: Number = -1
@@ -321,7 +317,7 @@ class Renew(_Base, frozen=True, tag="renew"):
     transfers: Names
 
 
-class Settle(_Base, frozen=True, tag="settle"):
+class Decline(_Base, frozen=True, tag="decline"):
     """A consumer's scheduler half to the producer's: these will never be fetched, free them."""
 
     epoch: Number
@@ -351,7 +347,7 @@ Message = (
     | Lookup
     | Card
     | Renew
-    | Settle
+    | Decline
 )
 
 
@@ -360,7 +356,7 @@ def failure(message: Refused | Drop | Gone, peer: str, before: str = "") -> Fail
     return Failure(message.kind, before + message.reason, peer)
 
 
-def _shorten(message: Refused | Drop | Gone | Settle) -> None:
+def _shorten(message: Refused | Drop | Gone | Decline) -> None:
     """Words for people are cut where they get too long to be read."""
     if len(message.reason) > MAX_WORDS:
         msgspec.structs.force_setattr(message, "reason", message.reason[:MAX_WORDS] + " [...]")
@@ -393,18 +389,3 @@ def decode(frame: bytes | memoryview) -> Message:
 def pack_checksum(value: int) -> bytes:
     """A checksum for the wire: modulo 2**64, little-endian."""
     return (value % (1 << 64)).to_bytes(8, "little")
-
-
-def pack_blocks(table: Sequence[int] | Ints) -> bytes:
-    """A block table for the wire: little-endian int32, -1 for null."""
-    return np.asarray(table, dtype="<i4").tobytes()
-
-
-def unpack_blocks(packed: bytes) -> Ints:
-    """int64 ``[blocks]``. Raises ``PeerError`` when the bytes are not a block table."""
-    if len(packed) % 4:
-        raise PeerError(f"a block table of {len(packed)} bytes is not a whole number of int32", kind=FailureKind.MISUSE)
-    table = np.frombuffer(packed, "<i4").astype(np.int64)
-    if len(table) and int(table.min()) < -1:
-        raise PeerError("a block table holds an id below -1", kind=FailureKind.MISUSE)
-    return table

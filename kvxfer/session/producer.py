@@ -8,7 +8,6 @@ producer's where that is sooner. Only who knows the digest of an offer is a read
 
 from __future__ import annotations
 
-from kvxfer.errors import PeerError
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
 from kvxfer.identity import TransferId
@@ -28,11 +27,12 @@ from kvxfer.session.holding import (
     unfit,
 )
 from kvxfer.session.life import ServeEvent, ServeState
-from kvxfer.session.parts import Table, aligned, cuts
+from kvxfer.session.parts import aligned, cuts
 from kvxfer.session.shares import Keep, Shares
 from kvxfer.session.tally import Tally
 from kvxfer.session.timers import Recent, Timers
-from kvxfer.session.values import Action, Close, Ended, Hashed, LinkId, LinkInfo, Moved, Offered, Released, Report, Send
+from kvxfer.session.values import Action, Close, Ended, Hashed, LinkId, LinkInfo, Moved, Released, Report, Send
+from kvxfer.values import Offer
 
 __all__ = ["Producer"]
 
@@ -73,7 +73,7 @@ class Producer:
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offered, now: float, called: float | None = None) -> list[Action]:
+    def offer(self, offer: Offer, now: float, called: float | None = None) -> list[Action]:
         """Offer blocks, or more of them, as the engine did at the time ``called`` (``None``: now). What does not continue or
         replace the last offer is ignored: a generation that was revoked or whose end has been reported, or less than is
         known."""
@@ -270,17 +270,13 @@ class Producer:
         over = self._over.get(want.transfer)
         if over is not None and want.transfer not in self._holdings and over.generation >= want.least:
             return [self._refuse(link, want, self._told(over.outcome), now)]
-        try:
-            blocks: Table = tuple(m.unpack_blocks(b) for b in want.blocks)
-        except PeerError as e:
-            return [self._refuse(link, want, Failure.of(e), now)]
         reader = self._links[link].info.peer
         h = self._holdings.get(want.transfer) or Holding(want.transfer, now, now)
         older = [s for s in h.serves.values() if s.reader == reader]
         if any(s.want.attempt > want.attempt for s in older):
             return [self._refuse(link, want, Failure(K.CANCELLED, "a newer want has come"), now)]
         seconds = min(want.seconds, self._longest)
-        serve = Serve(h, link, want, blocks, reader, now + seconds, seconds < want.seconds, sent=want.start)
+        serve = Serve(h, link, want, reader, now + seconds, seconds < want.seconds, sent=want.start)
         if not self._admit(serve):
             return [Send(link, m.Gone(want.transfer, want.attempt, K.OVERLOADED, "too many wants at once", False))]
         self._holdings[want.transfer] = h

@@ -11,7 +11,6 @@ import msgspec
 from kvxfer.config import Integrity
 from kvxfer.failures import DELIVERED, Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
-from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
 from kvxfer.memory import Side
 from kvxfer.session.messages import Message
@@ -27,7 +26,6 @@ __all__ = [
     "Ended",
     "Event",
     "Failure",
-    "Fetch",
     "Hash",
     "Hashed",
     "Lane",
@@ -35,7 +33,6 @@ __all__ = [
     "LinkInfo",
     "Move",
     "Moved",
-    "Offered",
     "Outcome",
     "PartRef",
     "Released",
@@ -104,36 +101,6 @@ class Stats(msgspec.Struct, frozen=True):
     corrupt: int
     direct: int
     staged: int
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """A consumer's request: bring tokens ``[start, tokens)`` of ``transfer`` into ``blocks`` (int64 tables per group,
-    -1 = not wanted). ``handle`` is the engine's own name for it, unique among its live fetches. ``own``: this engine's
-    directory, needed when the engine has more than one rank."""
-
-    handle: str
-    transfer: TransferId
-    digest: bytes
-    source: Source
-    blocks: tuple[Ints, ...]
-    start: int
-    tokens: int
-    own: Source | None = None
-
-
-@dataclass(frozen=True)
-class Offered:
-    """What the producer's engine offers: the KV of tokens ``[0, tokens)`` in ``blocks`` (int64 tables per group).
-    ``final``: nothing more will follow in this generation. All ranks of an engine number generations alike, and each new one
-    higher."""
-
-    transfer: TransferId
-    digest: bytes
-    generation: int
-    tokens: int
-    blocks: tuple[Ints, ...]
-    final: bool
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ import pytest
 
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Ended, FailureKind, Settle
+from kvxfer.session import Decline, Ended, FailureKind
 from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
+from kvxfer.values import BlockTable
 from tests.geometry.test_cache import HOSTILE
 from tests.session.conftest import Engine, fetch, offered, until
 from tests.session.stranger import Stranger, framed
@@ -129,7 +130,7 @@ POURED = {
     "connections": ((b"", b"", 1000), "agent"),
     "questions whose answers are not read": ((b"", framed(m.encode(m.Lookup(m.PROTOCOL))), 50), "directory"),
     "news for any engine": (
-        (b"", framed(m.encode(Settle(0, tuple(TransferId(f"own/{i}", i) for i in range(5000)), "x"))), 4),
+        (b"", framed(m.encode(Decline(0, tuple(TransferId(f"own/{i}", i) for i in range(5000)), "x"))), 4),
         "directory",
     ),
     "empty frames at the directory": ((b"", bytes(4), 4), "directory"),
@@ -166,7 +167,11 @@ def test_peers_that_hoard_are_told_off(pair: tuple[Engine, Engine]) -> None:
             s.say(hello(p, endpoint=other.endpoint(), epoch=peer))
             assert isinstance(s.answer(), m.Welcome)
             for i in range(12):
-                s.say(m.Want(TransferId(f"own/{peer}/hoard", i), i + 1, b"d", 0, 4, (bytes(3 * MIB),), 1, 300.0))
+                s.say(
+                    m.Want(
+                        TransferId(f"own/{peer}/hoard", i), i + 1, b"d", 0, 4, BlockTable((bytes(3 * MIB),)), 1, 300.0
+                    )
+                )
             s.say(m.Ping(1))
             while not isinstance(said := s.answer(), m.Pong):
                 assert isinstance(said, m.Gone) and said.kind is FailureKind.OVERLOADED
@@ -281,7 +286,7 @@ def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:
         )
         assert isinstance(s.answer(), m.Welcome)
         for i in range(n):
-            s.say(m.Want(TransferId("own/1/many", i), i + 1, b"d", 0, 4, (m.pack_blocks([3]),), 1, 300.0))
+            s.say(m.Want(TransferId("own/1/many", i), i + 1, b"d", 0, 4, BlockTable.of([[3]]), 1, 300.0))
         s.say(m.Ping(1))
         assert isinstance(s.answer(), m.Pong)
         for i in range(n):

@@ -15,7 +15,8 @@ from kvxfer.session import messages as m
 from kvxfer.session import producer
 from kvxfer.session.producer import Producer
 from kvxfer.session.shares import Keep, Shares
-from kvxfer.session.values import Action, Ended, Failure, LinkInfo, Offered, Outcome, Released, Report, Send
+from kvxfer.session.values import Action, Ended, Failure, LinkInfo, Outcome, Released, Report, Send
+from kvxfer.values import BlockTable, Offer
 from tests.session.conftest import Engine, fetch, make_cache, offered
 
 CUT = Failure(FailureKind.PEER_LOST, "cut")
@@ -25,7 +26,7 @@ MONTH = 30 * 86400.0
 CACHES = [make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2)]
 PLANNER = Planner(CACHES[0], CACHES[1], (ShardAssignment(0, 0, CACHES[0].views[0].layers, 0, 4),))
 RIGHT, WRONG = b"right", b"wrong"
-TABLE = (m.pack_blocks(np.array([1])),)
+TABLE = BlockTable.of([[1]])
 
 
 class Door:
@@ -59,7 +60,7 @@ class Door:
         )
 
     def offer(self, generation: int = 1, tokens: int = 4, final: bool = True) -> list[m.Message]:
-        return self.does(self.machine.offer(Offered(T, RIGHT, generation, tokens, (np.array([2]),), final), self.now))
+        return self.does(self.machine.offer(Offer(T, RIGHT, generation, tokens, BlockTable.of([[2]]), final), self.now))
 
     def at(self, now: float) -> list[m.Message]:
         out: list[m.Message] = []

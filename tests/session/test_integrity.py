@@ -16,8 +16,9 @@ from kvxfer.errors import TransportError
 from kvxfer.identity import TransferId
 from kvxfer.memory import Checksum
 from kvxfer.memory.cpu import CpuSpace
-from kvxfer.session import Agent, Directory, Ended, Event, FailureKind, Fetch, Offered, Released, parts
+from kvxfer.session import Agent, Directory, Ended, Event, FailureKind, Released, parts
 from kvxfer.testing.fake import FakeTransport, Network
+from kvxfer.values import BlockTable, Fetch, Offer
 from tests.geometry.engines import Case, cases
 from tests.geometry.test_law import links, plan
 from tests.session.conftest import fetch, offered
@@ -284,9 +285,9 @@ def ends(case: Case, options: dict[str, object]) -> dict[object, Ended]:
             engines.append((agents, directory))
         (producers, source), (consumers, own) = engines
         for agent in producers.values():
-            agent.offer(Offered(T, b"d", 1, case.tokens, tuple(case.producer.tables), True))
+            agent.offer(Offer(T, b"d", 1, case.tokens, BlockTable.of(case.producer.tables), True))
         for agent in consumers.values():
-            blocks = tuple(case.consumer.tables)
+            blocks = BlockTable.of(case.consumer.tables)
             agent.fetch(Fetch("it", T, b"d", source.source, blocks, case.start, case.tokens, own.source))
         found: dict[object, list[Event]] = {rank: [] for rank in consumers}
         until = time.monotonic() + 30.0

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from kvxfer.identity import TransferId, new_epoch
-from kvxfer.session import Directory, Ended, FailureKind, Named, Renew, Settle, links
+from kvxfer.session import Decline, Directory, Ended, FailureKind, Named, Renew, links
 from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
+from kvxfer.values import BlockTable
 from tests.session.conftest import Engine, fetch, make_cache, offered, until
 from tests.session.stranger import Stranger, framed, impostor, poured
 
@@ -139,7 +140,7 @@ def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engin
             m.Ping(1),
             m.Check(T, 1, 1),
             m.Drop(T, 1, b"d", FailureKind.CANCELLED, "?"),
-            m.Want(T, 1, b"d", 0, 4, (b"",), 1, 1.0),
+            m.Want(T, 1, b"d", 0, 4, BlockTable((b"",)), 1, 1.0),
         ):
             s.say(msg)
             refused = s.answer()
@@ -209,7 +210,7 @@ def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) ->
     with Stranger(f"tcp://127.0.0.1:{p.source.port}") as s:
         for epoch in (p.source.epoch, 7, p.source.epoch):
             s.say(Renew(epoch, (Named(T, b"d"),)))
-            s.say(Settle(epoch, (Named(T, b"d"),), "rejected"))
+            s.say(Decline(epoch, (Named(T, b"d"),), "rejected"))
         s.say(m.Lookup(m.PROTOCOL))
         assert isinstance(s.answer(), m.Card)  # in order: what came before has been taken in
     assert len(p.directory.notices()) == 4
@@ -229,7 +230,7 @@ def test_directory_outlives_addresses_that_are_none() -> None:
 
 
 def many_wants() -> bytes:
-    return m.encode(m.Want(TransferId("own/1/flood", 0), 1, b"d", 0, 4, (b"\0" * 4000,), 1, 5.0))
+    return m.encode(m.Want(TransferId("own/1/flood", 0), 1, b"d", 0, 4, BlockTable((b"\0" * 4000,)), 1, 5.0))
 
 
 FLOODS = {
@@ -266,9 +267,9 @@ def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine])
     with Stranger(p.agents[0].member.address) as s:
         s.say(hello(p, endpoint=other.endpoint()))
         assert isinstance(s.answer(), m.Welcome)
-        table = b"\0" * (1 << 20)
+        table = BlockTable((bytes(1 << 20),))
         for i in range(70):
-            s.say(m.Want(TransferId("own/1/hoard", i), i + 1, b"d", 0, 4, (table,), 1, 5.0))
+            s.say(m.Want(TransferId("own/1/hoard", i), i + 1, b"d", 0, 4, table, 1, 5.0))
         gone = s.answer()
         assert isinstance(gone, m.Gone) and gone.kind is FailureKind.OVERLOADED
     honest(p, d)
@@ -320,7 +321,7 @@ def test_pieces_of_a_size_that_was_not_agreed_on(engine, pair: tuple[Engine, Eng
     """Smaller ones would keep the data thread busy for ever, larger ones run over the slots."""
     d = engine({"verbs": ["read"]})
     other = FakeTransport("other", {"verbs": ["read"]})
-    have = m.Have(T, 1, 1, 0, 0, 4, True, (m.pack_blocks(np.array([3])),), 0, piece_bytes)
+    have = m.Have(T, 1, 1, 0, 0, 4, True, BlockTable.of([[3]]), 0, piece_bytes)
     with impostor(d, {m.Hello: m.Welcome(78, other.endpoint(), 4096), m.Want: have}) as source:
         d.agents[0].fetch(fetch(source, [5], 4, transfer=T))
         (end,) = d.wait(Ended)

@@ -18,13 +18,14 @@ from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure
 from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.identity import TransferId
-from kvxfer.session import Ended, FailureKind, Offered, Released
+from kvxfer.session import Ended, FailureKind, Released
 from kvxfer.session import messages as m
 from kvxfer.session.links import Sight
 from kvxfer.session.producer import Producer
 from kvxfer.session.tally import SharedTally, Tally
 from kvxfer.session.values import Action, LinkInfo, Moved, PartRef, Report, Send
 from kvxfer.testing.fake import Network
+from kvxfer.values import BlockTable, Offer
 from tests.session.conftest import Engine, fetch, make_cache, offered
 
 SILENT = Failure(FailureKind.PEER_LOST, "cut")
@@ -158,11 +159,11 @@ class Party:
         self.machine.link_up(b"link", LinkInfo(mode, planner, peer=7), 0.0)  # type: ignore[arg-type]
 
     def want(self, attempt: int = 1, seconds: float = 5.0) -> list[Action]:
-        blocks = (m.pack_blocks(np.array([1])),)
+        blocks = BlockTable.of([[1]])
         return self.machine.message(b"link", m.Want(T, attempt, b"d", 0, 4, blocks, 1, seconds), 0.0)
 
     def offer(self, generation: int = 1) -> list[Action]:
-        offer = Offered(T, b"d", generation, 4, (np.array([2], np.int64),), True)
+        offer = Offer(T, b"d", generation, 4, BlockTable.of([[2]]), True)
         return self.machine.offer(offer, 0.0)
 
     def announced(self) -> m.Have:

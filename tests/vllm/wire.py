@@ -11,7 +11,8 @@ from typing import Any
 
 from kvxfer.geometry import Cache, Rank, Region
 from kvxfer.identity import TransferId, new_epoch
-from kvxfer.session import Ended, Event, Failure, FailureKind, Fetch, Member, Offered, Outcome, Released, Stats
+from kvxfer.session import Ended, Event, Failure, FailureKind, Member, Outcome, Released, Stats
+from kvxfer.values import Fetch, Offer
 
 JUNK = -1
 
@@ -23,7 +24,7 @@ class Load:
     fetch: Fetch
     agent: Agent
     producer: Agent | None = None
-    offer: Offered | None = None
+    offer: Offer | None = None
     ended: bool = False
 
 
@@ -34,7 +35,7 @@ class Agent:
     wire: Wire
     engine: Any
     rank: Rank
-    offers: dict[TransferId, Offered] = field(default_factory=dict)
+    offers: dict[TransferId, Offer] = field(default_factory=dict)
     over: dict[TransferId, int] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
     renewed: list[TransferId] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Agent:
 
     # What the connector calls
 
-    def offer(self, offer: Offered, after: Any = None) -> None:
+    def offer(self, offer: Offer, after: Any = None) -> None:
         if offer.generation > self.over.get(offer.transfer, -1):
             self.offers[offer.transfer] = offer
             if offer.transfer in self.unwanted and offer.transfer not in self.over:

@@ -12,8 +12,9 @@ import numpy as np
 
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import Quorum
-from kvxfer.session.values import Action, Ended, Fetch, Offered, Released
+from kvxfer.schedule import RankAgreement
+from kvxfer.session.values import Action, Ended, Released
+from kvxfer.values import BlockTable, Fetch, Offer
 from tests.session.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, TIMEOUT, UNIT, Agent, check, content
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class ProducerEngine:
             cell = agent.view()[0, life.blocks[t // P_TOKENS], t % P_TOKENS]
             cell[:] = np.frombuffer(content(transfer, life.generation, r, t).to_bytes(UNIT, "little"), np.uint8)
         life.tokens, life.told = max(life.tokens, tokens), life.generation
-        table = np.array(life.blocks[: -(-tokens // P_TOKENS)], np.int64)
-        offer = Offered(transfer, b"digest", life.generation, tokens, (table,), tokens == life.total)
+        table = BlockTable.of([life.blocks[: -(-tokens // P_TOKENS)]])
+        offer = Offer(transfer, b"digest", life.generation, tokens, table, tokens == life.total)
         agent.tally.offered(transfer, life.generation)
 
         def call() -> list[Action]:
@@ -188,7 +189,7 @@ class ConsumerEngine:
         self.names = count(1)
         self.wishes: dict[tuple[int, str], Wish] = {}
         self.outcomes: Counter[str] = Counter()
-        self.quorum = Quorum()
+        self.quorum = RankAgreement()
         self.ranks: dict[str, list[Ended]] = defaultdict(list)  # request -> what its ranks have reported
 
     def fetch(self, transfer: TransferId, total: int, source: Source) -> None:
@@ -202,7 +203,7 @@ class ConsumerEngine:
             if blocks is None:
                 continue
             agent.view()[:, blocks] = FREE
-            spec = Fetch(name, transfer, b"digest", source, (np.array(blocks, np.int64),), start, total)
+            spec = Fetch(name, transfer, b"digest", source, BlockTable.of([blocks]), start, total)
             self.wishes[r, name] = Wish(spec, blocks, agent.owner[blocks[0]], world.now + TIMEOUT)
             world.perform(agent, agent.machine.fetch(spec, world.now))
 

@@ -123,7 +123,7 @@ class Network:
         if link is None:
             return
         if isinstance(msg, m.Want):
-            agent.tries[msg.attempt] = agent.owner[int(m.unpack_blocks(msg.blocks[0])[0])]
+            agent.tries[msg.attempt] = agent.owner[int(msg.blocks[0][0])]
         frame = m.encode(msg)
         to = link.producer if agent is link.consumer else link.consumer
         copies = 1
