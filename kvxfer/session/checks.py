@@ -47,7 +47,7 @@ class Checks:
     def end(self, moved: Moved) -> None:
         """A part has ended. If it has arrived, its end is told when it has been read."""
         begin = self._ready.pop(moved.ref, None)
-        if begin is not None and moved.error is None:
+        if begin is not None and moved.failure is None:
             try:
                 self._reading.append((moved, begin(None)))
                 return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -10,6 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvxfer.config import Integrity
+from kvxfer.failures import DELIVERED, Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.identity import Source, TransferId
 from kvxfer.memory import Side
@@ -17,6 +17,7 @@ from kvxfer.session.messages import Message
 from kvxfer.transport import Verb
 
 __all__ = [
+    "DELIVERED",
     "Abort",
     "Acquit",
     "Action",
@@ -24,9 +25,9 @@ __all__ = [
     "Dial",
     "Ended",
     "Event",
+    "Failure",
     "Hash",
     "Hashed",
-    "Kind",
     "Lane",
     "LinkId",
     "LinkInfo",
@@ -48,23 +49,6 @@ __all__ = [
 LinkId = Hashable
 """A link as its owner names it: the consumer by (address, epoch), and again so after it was dialled anew; the producer
 by the peer's socket identity, which is another one each time."""
-
-
-class Kind(enum.StrEnum):
-    DELIVERED = "delivered"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a transfer ended on this side; ``reason`` says why it was not delivered."""
-
-    kind: Kind
-    reason: str = ""
-
-    @property
-    def delivered(self) -> bool:
-        return self.kind is Kind.DELIVERED
 
 
 Role = Literal["producer", "consumer"]
@@ -139,6 +123,7 @@ class LinkInfo:
     ``peer``: the other agent's epoch. ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose
     pattern rows are shorter than ``stage_below`` bytes on average goes staged (0: never). ``integrity``: how much of
     what moves is hashed on both sides. ``tally``: consumer, what the producer's is now, where it can be seen from here.
+    ``name``: what operators know the peer by.
     """
 
     mode: Mode
@@ -148,6 +133,7 @@ class LinkInfo:
     stage_below: int = 0
     integrity: Integrity = "off"
     tally: Callable[[], int] | None = None
+    name: str = ""
 
     @property
     def unattended(self) -> bool:
@@ -191,7 +177,7 @@ class Close(msgspec.Struct, frozen=True):
     any more; a producer's ``Close`` has the consumer dial anew, and is answered with ``link_down``."""
 
     link: LinkId
-    reason: str
+    why: Failure
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -243,7 +229,7 @@ class Moved(msgspec.Struct, frozen=True):
     on the way; else it has to be."""
 
     ref: PartRef
-    error: str | None
+    failure: Failure | None
     quiet: bool
     nbytes: int
     collateral: bool = False
@@ -256,7 +242,7 @@ class Hashed(msgspec.Struct, frozen=True):
 
     ref: PartRef
     value: int = 0
-    error: str | None = None
+    failure: Failure | None = None
 
 
 def link_name(link: LinkId) -> str:
