@@ -93,7 +93,7 @@ def test_memory_that_was_not_lent_is_out_of_reach(backend: str) -> None:
     require(backend)
     (a, _), (b, theirs) = side("a", backend), side("b", backend)
     mine, shown = a.endpoint(), b.endpoint_lending([1], False)
-    peer, back = a.connect(mine, shown), b.connect(own, mine)
+    peer, back = a.connect(mine, shown), b.connect(shown, mine)
     zero, size = np.zeros(1, np.int64), np.full(1, 100, np.int64)
 
     def move(verb: Verb, memory: int) -> Exception | None:

@@ -15,7 +15,7 @@ from kvxfer.backend import Base
 from kvxfer.errors import TransportError
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_zmq.bytestream import FRAME, ByteStream
-from kvxfer_zmq.connection import NOBLOCK, waiting
+from kvxfer_zmq.connection import NOBLOCK, receive, waiting
 from kvxfer_zmq.endpoint import Endpoint, new_token
 from kvxfer_zmq.link import Link, Post
 from kvxfer_zmq.options import Options
@@ -171,8 +171,7 @@ class ZmqTransport(Base[Endpoint, Link]):
 
     def _receive(self, until: float) -> None:
         """Hand what has arrived to its links. Strangers are told that nobody knows them, and forgotten."""
-        while time.monotonic() < until and waiting(self._inbox):
-            frames = self._inbox.recv_multipart(NOBLOCK, copy=False)
+        while time.monotonic() < until and (frames := receive(self._inbox)):
             tokens = split_routing_id(frames[0].bytes)
             if tokens is None:
                 continue  # a stranger
