@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
+from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.errors import TransportError
-from kvxfer.transport.endpoint import EndpointBase
 
 
 class Ours(EndpointBase, frozen=True):
