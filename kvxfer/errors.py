@@ -21,10 +21,10 @@ class TransferError(KvxferError):
     """One transfer ended without its bytes.
 
     Args:
-        transfer: the transfer's id, as both sides know it.
-        peer: the other side, as the operator would look for it (an address, if there is one).
-        what: what happened, in a clause.
-        advice: what the operator can do about it, in a sentence.
+        transfer: The transfer's id, as both sides know it.
+        peer: The other side, as the operator would look for it (an address, if there is one).
+        what: What happened, in a clause.
+        advice: What the operator can do about it, in a sentence.
     """
 
     def __init__(self, transfer: object, peer: object, what: str, advice: str) -> None:

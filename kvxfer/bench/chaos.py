@@ -143,16 +143,17 @@ class _Chaos:
 
 
 def measure(seconds: float, every: float, seed: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Run the engines under harm.
+    """Run the engines under faults.
 
     Args:
-        seconds: how long.
-        every: mean seconds between two kills or stops.
-        seed: of everything that is chosen.
-        config: settings of the engines, besides their times.
+        seconds: How long.
+        every: Mean seconds between two kills or stops.
+        seed: Of everything that is chosen.
+        config: Settings of the engines, besides their times.
 
     Returns:
-        Outcomes by kind, faults by kind, the latest outcome in seconds past its deadline, and complaints: none if all held.
+        Outcomes by kind, faults by kind, the latest outcome in seconds past its deadline, and complaints: none if all
+        promises held.
     """
     rng = random.Random(seed + 1)
     world = _Chaos(seed, {**config, **TIMES})

@@ -38,6 +38,7 @@ PAIRS = [
 
 
 def cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
+    """Describe a cache of ``blocks`` blocks in one region."""
     n, d, page = TOKENS, HEAD_BYTES, PAGE * heads // HEADS
     block, layer, v, head, token = {
         "LBNHC": (page, blocks * page, d, 2 * d, heads * 2 * d),
@@ -65,7 +66,7 @@ def cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
 
 
 class Timer:
-    """Medians of rounds in which all calls take turns, in seconds of work and of the calling thread."""
+    """Times calls that take turns, and returns medians in seconds: of work, and of the calling thread."""
 
     def __init__(self, device: str, repeat: int) -> None:
         self._device, self._repeat = device, repeat
@@ -99,6 +100,19 @@ class Timer:
 
 
 def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int) -> dict[str, Any]:
+    """Measure one pair of layouts.
+
+    Args:
+        device: ``cpu`` or ``cuda:N``.
+        mib: MiB of KV.
+        one: The producer's layout.
+        other: The consumer's.
+        heads: Heads that are moved.
+        repeat: Rounds.
+
+    Returns:
+        Figures with their unit in the key.
+    """
     count = (mib << 20) // (LAYERS * PAGE * heads // HEADS)
     blocks = count * 5 // 4 + 1
     rng = np.random.default_rng(0)
@@ -147,7 +161,7 @@ def _nothing(_: object) -> None:
 
 
 def rows(device: str, mib: list[int], repeat: int) -> Iterator[dict[str, Any]]:
-    """A row of figures for each size and each pair of layouts, as they are measured."""
+    """Yield a row of figures for each size and each pair of layouts, as they are measured."""
     for size in mib:
         for one, other, heads in PAIRS:
             yield measure(device, size, one, other, heads, repeat)

@@ -40,11 +40,12 @@ class Verdict:
     """What became of one load at the consumer.
 
     Attributes:
-        number: of the transfer.
-        kind: ``delivered``, ``failed``, ``cancelled``, or ``disagree`` where ranks were delivered different generations.
-        reason: why it was not delivered.
-        late_s: seconds past the deadline, less those in which this process did not run; at most 0 when in time.
-        wrong: what is wrong with the bytes, or empty.
+        number: Of the transfer.
+        kind: ``delivered``, ``failed``, ``cancelled``, or ``disagree`` where ranks were delivered different
+            generations.
+        reason: Why it was not delivered.
+        late_s: Seconds past the deadline, less those in which this process did not run; at most 0 when in time.
+        wrong: What is wrong with the bytes, or empty.
     """
 
     number: int
@@ -68,7 +69,7 @@ class _Use:
 
 
 class Stalls:
-    """How long this process did not run, as a thread sees it that only sleeps."""
+    """Records when this process did not run, as seen by a thread that only sleeps."""
 
     def __init__(self) -> None:
         self._gaps: list[tuple[float, float]] = []
@@ -109,17 +110,18 @@ class RankedEngine:
         self._complaints: list[str] = []
 
     def source(self) -> Source:
+        """Return where its directory is."""
         return self._directory.source
 
     def step(
         self, serve: list[tuple[int, int]], load: list[tuple[int, Source, bool]], seconds: float
     ) -> tuple[list[Verdict], list[str], int]:
-        """Begin these, then work for so long.
+        """Begin these transfers, then work for some seconds.
 
         Args:
-            serve: transfers to offer, each with the number of generations that it goes through.
-            load: transfers to fetch, from where, and whether to cancel it at some time.
-            seconds: how long to work.
+            serve: Transfers to offer, each with the number of generations that it goes through.
+            load: Transfers to fetch, from where, and whether to cancel each at some time.
+            seconds: How long to work.
 
         Returns:
             What has ended, what is wrong, and how many transfers hold blocks.
@@ -287,7 +289,7 @@ def _cache(words: np.ndarray[Any, Any], rank: int, tp: int) -> Cache:
 
 
 def _words(number: int, generation: int, tokens: int, rank: int, tp: int) -> np.ndarray[Any, Any]:
-    """What a rank's blocks hold of a transfer's first tokens: int64 ``[layer, block, token, head, word]``."""
+    """Return what a rank's blocks hold of a transfer's first tokens: int64 ``[layer, block, token, head, word]``."""
     heads = HEADS // tp
     layer, block, token, head, word = np.ogrid[
         :LAYERS, : tokens // BLOCK_TOKENS, :BLOCK_TOKENS, rank * heads : (rank + 1) * heads, :HEAD_WORDS

@@ -1,6 +1,6 @@
 """``kvxfer bench turns``: one back end with different options and its library by itself, in turns.
 
-What a change of options does, on a machine whose speed changes from minute to minute.
+It shows what a change of options does on a machine whose speed changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ __all__ = ["measure", "turns"]
 def measure(
     backend: str, options: list[dict[str, Any]], device: str, model: str, tokens: int, rounds: int, staging_bytes: int
 ) -> Iterator[dict[str, Any]]:
-    """Move the same scattered blocks once a round with each set of options, and once with the library by itself, a
-    message or descriptor a run. Yields a row for each: GB/s of the median round and of the one at the upper quartile, and
-    the ratios to the library (for the median, of the rounds' own ratios)."""
+    """Move the same scattered blocks once a round with each set of options, and once with the library by itself.
+
+    The library uses a message or descriptor for each run.
+
+    Yields:
+        A row for each: GB/s of the median round and of the one at the upper quartile, and the ratios to the library
+        (for the median, of the rounds' own ratios).
+    """
     shape = MODELS[model]
     request = Request(shape, tokens)
     src, dst, nbytes = request.src, request.dst, request.nbytes

@@ -26,7 +26,7 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
 from kvxfer.settings import advice
-from kvxfer.testing.network import ONE_SIDED, Fault, Network, Post, Side
+from kvxfer.testing.network import ONE_SIDED, Fault, LinkEnd, Network, Post
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Transport, Verb
 from kvxfer.transport.endpoint import EndpointBase
 from kvxfer.transport.memories import Memories
@@ -58,7 +58,12 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``network``: the ``id`` of one; ``token``: names this end of a link."""
+    """A fake's end of a future link.
+
+    Attributes:
+        network: ``id`` of the ``Network``.
+        token: Names this end of the link.
+    """
 
     backend = "fake"
     format = 1
@@ -68,12 +73,12 @@ class Endpoint(EndpointBase, frozen=True):
 
 
 class FakeTransport(Transport):
-    """Options, all optional:
+    """A back end within one process, which moves bytes and breaks on request.
 
-    ``network``: a ``Network``. ``verbs``: names (default: all). ``memory``: kinds. ``gathers``, ``factored``,
-    ``run_bytes``, ``abort``, ``quiet``: as in ``Capabilities``. ``delay_s``: added to every batch. ``lose``, ``corrupt``,
-    ``fail``: probability that a batch of this agent meets that fault, drawn from ``seed``. ``wakeup``: false takes
-    ``fileno`` away.
+    All options may be left out. ``verbs`` are names (default: all) and ``memory`` kinds of memory. ``gathers``,
+    ``factored``, ``run_bytes``, ``abort`` and ``quiet`` are as in ``Capabilities``. ``network`` is a ``Network``.
+    ``delay_s`` is added to every batch. ``lose``, ``corrupt`` and ``fail`` are the probabilities that a batch of this
+    agent meets that fault, drawn from ``seed``. ``wakeup: false`` takes ``fileno`` away.
     """
 
     name = "fake"
@@ -103,7 +108,7 @@ class FakeTransport(Transport):
             quiet=o["quiet"],
         )
         self.memories = Memories()
-        self.sides: dict[int, Side] = {}
+        self.sides: dict[int, LinkEnd] = {}
         self.dead = self.stopped = False
         self._net: Network = o["network"]
         self._random = random.Random(o["seed"])
@@ -159,7 +164,7 @@ class FakeTransport(Transport):
         self._tokens.remove(own.token)
         with self._net.lock:
             peer = self._number()
-            self.sides[peer] = side = Side(self, frozenset((own.token, their.token)), their.agent)
+            self.sides[peer] = side = LinkEnd(self, frozenset((own.token, their.token)), their.agent)
             self._net.link(side)
             self.wake()
             return peer
@@ -237,7 +242,7 @@ class FakeTransport(Transport):
             self._closed = True
             self._net.leave(self)
             if self._capabilities.quiet != "never":
-                self._net.exorcise(self)
+                self._net.drop_late(self)
             self.sides.clear()
             self._wakeup.close()
 
@@ -247,10 +252,12 @@ class FakeTransport(Transport):
     # For the network
 
     def finish(self, completion: Completion) -> None:
+        """Report a completion at the next ``poll``. Called by the network, which holds the lock."""
         self._completions.append(completion)
         self.wake()
 
     def wake(self) -> None:
+        """Wake the owner's thread. Called by the network, which holds the lock."""
         self._wakeup.set()
 
     def _abort(self, post: Post) -> None:
@@ -263,7 +270,7 @@ class FakeTransport(Transport):
             self._net.cut(side.other, f"{self.agent!r} aborted the link")
 
     def _runs(self, batch: Batch | PlanBatch) -> tuple[Ints, Ints | None, Ints]:
-        """(local offsets, remote offsets, lengths), out of the plan if there is one."""
+        """Return local offsets, remote offsets and lengths, out of the plan if there is one."""
         if isinstance(batch, Batch):
             remote = None if batch.remote_offsets is None else np.asarray(batch.remote_offsets, np.int64)
             return batch.local_offsets, remote, np.asarray(batch.lengths, np.int64)
@@ -274,7 +281,7 @@ class FakeTransport(Transport):
         return (runs.src, runs.dst, runs.length) if outwards else (runs.dst, runs.src, runs.length)
 
     def _next_look(self) -> float | None:
-        """When the next delay ends or a fence has to be asked again."""
+        """Return when the next delay ends or a fence has to be asked again, on the monotonic clock."""
         now = time.monotonic()
         posts = [p for side in self.sides.values() for p in side.posts if not p.withdrawn]
         times = [p.due for p in posts if p.due > now]
@@ -283,6 +290,7 @@ class FakeTransport(Transport):
         return min(times, default=None)
 
     def _fate(self, verb: Verb) -> Fault | None:
+        """Draw the fault that a batch meets, if any."""
         faults: tuple[Fault, ...] = ("lose", "corrupt", "fail")
         for fault in faults:
             chance = self._options[fault]
