@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.bench.ranked import RankedEngine, Verdict
+from kvxfer.bench.ranked import LoadResult, RankedEngine
 from kvxfer.bench.remote import Remote
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Source
@@ -93,10 +93,10 @@ class _Chaos:
                 self._asked.discard(name)
                 self._hear(name, *self._remotes[name].get())
 
-    def _hear(self, name: str, verdicts: list[Verdict], complaints: list[str], holding: int) -> None:
+    def _hear(self, name: str, results: list[LoadResult], complaints: list[str], holding: int) -> None:
         self.complaints += complaints
         self._holding[name] = holding
-        for v in verdicts:
+        for v in results:
             self.outcomes[v.kind] += 1
             self.worst_late_s = max(self.worst_late_s, v.late_s)
             if v.wrong:

@@ -35,7 +35,7 @@ BLOCK = 4096
 spawn = mp.get_context("spawn")
 
 
-def answer(pipe: Connection, config: Config) -> None:
+def answer_requests(pipe: Connection, config: Config) -> None:
     """Answer fetch requests until told to stop."""
     hub = wire.Hub(Security.of(config))
     pipe.send(hub.listen("127.0.0.1", 0, None))
@@ -52,7 +52,7 @@ def answer(pipe: Connection, config: Config) -> None:
 def messages(config: Config, seconds: float) -> float:
     """Return how many questions are answered in a second."""
     pipe, theirs = spawn.Pipe()
-    process = spawn.Process(target=answer, args=(theirs, config), daemon=True)
+    process = spawn.Process(target=answer_requests, args=(theirs, config), daemon=True)
     process.start()
     hub = wire.Hub(Security.of(config))
     connection = hub.dial(wire.address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)

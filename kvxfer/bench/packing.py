@@ -37,7 +37,7 @@ PAIRS = [
 ]
 
 
-def cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
+def describe_cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
     """Describe a cache of ``blocks`` blocks in one region."""
     n, d, page = TOKENS, HEAD_BYTES, PAGE * heads // HEADS
     block, layer, v, head, token = {
@@ -65,7 +65,7 @@ def cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
     return Cache((region,), (Group(n),), views)
 
 
-class Timer:
+class RoundTimer:
     """Times calls that take turns, and returns medians in seconds: of work, and of the calling thread."""
 
     def __init__(self, device: str, repeat: int) -> None:
@@ -119,7 +119,7 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
     sizes = [LAYERS * blocks * PAGE, LAYERS * blocks * PAGE * heads // HEADS]
     held = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=device) for n in sizes]
     src, dst = (
-        cache(layout, blocks, h, Region(t.data_ptr(), t.numel(), device))
+        describe_cache(layout, blocks, h, Region(t.data_ptr(), t.numel(), device))
         for layout, h, t in ((one, HEADS, held[0]), (other, heads, held[1]))
     )
     assignments = [ShardAssignment(i, i, v.layers, 0, heads) for i, v in enumerate(dst.views)]
@@ -137,7 +137,7 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
         pinned = memory.allocate(plan.nbytes, "cpu", pinned=True)
         calls["pack_to_host"] = lambda after: source.pack(plan, pinned, 0, after)
         calls["unpack_from_host"] = lambda after: sink.unpack(plan, pinned, 0, after)
-    took = Timer(device, repeat)(calls)
+    took = RoundTimer(device, repeat)(calls)
     sent, received = source.checksum(plan, "source").value, sink.checksum(plan, "destination").value
     out: dict[str, Any] = {
         "producer": one,

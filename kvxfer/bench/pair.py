@@ -14,7 +14,7 @@ from kvxfer.bench.shapes import Model
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["Pair", "devices", "pair"]
+__all__ = ["Pair", "cache_devices", "pair"]
 
 
 class Pair:
@@ -133,7 +133,7 @@ def pair(
         yield Pair(*made)
 
 
-def devices(device: str) -> tuple[str, str]:
+def cache_devices(device: str) -> tuple[str, str]:
     """Return where the two caches go: on GPUs of their own, if there are two.
 
     Raises:

@@ -24,7 +24,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.session import Agent, Directory, Ended
 from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["EACH", "RankedEngine", "Verdict"]
+__all__ = ["EACH", "RankedEngine", "LoadResult"]
 
 LAYERS, HEADS, BLOCK_TOKENS, HEAD_WORDS = 2, 4, 16, 8
 BLOCKS, EACH = 256, 6
@@ -37,7 +37,7 @@ LOOK_S = 0.002
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LoadResult:
     """What became of one load at the consumer.
 
     Attributes:
@@ -108,7 +108,7 @@ class RankedEngine:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._stalls = Stalls()
-        self._verdicts: list[Verdict] = []
+        self._results: list[LoadResult] = []
         self._complaints: list[str] = []
 
     def source(self) -> Source:
@@ -117,7 +117,7 @@ class RankedEngine:
 
     def step(
         self, serve: list[tuple[int, int]], load: list[tuple[int, Source, bool]], seconds: float
-    ) -> tuple[list[Verdict], list[str], int]:
+    ) -> tuple[list[LoadResult], list[str], int]:
         """Begin these transfers, then work for some seconds.
 
         Args:
@@ -141,9 +141,9 @@ class RankedEngine:
             if time.monotonic() >= until:
                 break
             time.sleep(LOOK_S)
-        verdicts, self._verdicts = self._verdicts, []
+        results, self._results = self._results, []
         complaints, self._complaints = self._complaints, []
-        return verdicts, complaints, len(self._uses)
+        return results, complaints, len(self._uses)
 
     def close(self) -> None:
         for agent in self._agents:
@@ -236,7 +236,7 @@ class RankedEngine:
         kind, reason = ("delivered", "") if bad is None else (str(bad.kind), bad.reason)
         if bad is None and len({e.generation for e in use.ended.values()}) > 1:
             kind = "disagree"
-        self._verdicts.append(Verdict(number, kind, reason, use.late_s, use.wrong))
+        self._results.append(LoadResult(number, kind, reason, use.late_s, use.wrong))
 
     # --- blocks ----------------------------------------------------------------------------------------------------
 

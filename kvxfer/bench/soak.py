@@ -147,7 +147,7 @@ class DrivenEngine:
         return blocks
 
 
-class Load:
+class LoadDriver:
     """Drives the engines.
 
     Attributes:
@@ -291,7 +291,7 @@ def measure(
 
 
 @contextmanager
-def _load(backend: str, options: dict[str, Any]) -> Iterator[Load]:
+def _load(backend: str, options: dict[str, Any]) -> Iterator[LoadDriver]:
     with ExitStack() as stack:
         made: dict[str, Remote] = {}
 
@@ -304,10 +304,10 @@ def _load(backend: str, options: dict[str, Any]) -> Iterator[Load]:
                 remote.close()
 
         stack.callback(close)
-        yield Load(make)
+        yield LoadDriver(make)
 
 
-def left(load: Load) -> list[str]:
+def left(load: LoadDriver) -> list[str]:
     """Return complaints about blocks that have not come back."""
     return [
         f"{name}: the blocks of {len(side.lent)} transfers did not come back"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast, get_args
 import numpy as np
 import typer
 
-from kvxfer.bench.pair import Pair, devices, pair
+from kvxfer.bench.pair import Pair, cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
@@ -38,7 +38,7 @@ def measure(
     """
     shape = MODELS[model]
     request = Request(shape, tokens)
-    where = devices(device)
+    where = cache_devices(device)
     out: dict[str, Any] = {
         "backend": backend,
         "device": device,

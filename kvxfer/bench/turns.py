@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.bench.pair import devices, pair
+from kvxfer.bench.pair import cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Request
 from kvxfer.errors import ConfigError
 
@@ -35,7 +35,7 @@ def measure(
     request = Request(shape, tokens)
     src, dst, nbytes = request.src, request.dst, request.nbytes
     with ExitStack() as stack:
-        where = devices(device)
+        where = cache_devices(device)
         made = (pair(backend, o, shape, request.blocks, where, staging_bytes) for o in options)
         pairs = [stack.enter_context(each) for each in made]
         for both in pairs:

@@ -26,7 +26,7 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
 from kvxfer.settings import advice
-from kvxfer.testing.network import ONE_SIDED, Fault, LinkEnd, Network, Post
+from kvxfer.testing.network import ONE_SIDED, Fault, LinkEnd, Network, PendingBatch
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Transport, Verb
 from kvxfer.transport.endpoint import EndpointBase
 from kvxfer.transport.memories import Memories
@@ -203,7 +203,9 @@ class FakeTransport(Transport):
                     raise TransportError(f"stream numbers must rise: {batch.verb} {batch.stream} on link {batch.peer}")
                 side.last_stream[batch.verb] = batch.stream
             due = time.monotonic() + self._options["delay_s"] + self._net.delay_s
-            post = Post(self._number(), batch, side, addresses, remote, lengths, after, due, self._fate(batch.verb))
+            post = PendingBatch(
+                self._number(), batch, side, addresses, remote, lengths, after, due, self._fate(batch.verb)
+            )
             side.posts.append(post)
             if side.broken is not None:
                 self._net.fail(post, side.broken)
@@ -260,7 +262,7 @@ class FakeTransport(Transport):
         """Wake the owner's thread. Called by the network, which holds the lock."""
         self._wakeup.set()
 
-    def _abort(self, post: Post) -> None:
+    def _abort(self, post: PendingBatch) -> None:
         side = post.side
         if self._capabilities.abort == "batch":
             self._net.withdraw(post, "aborted here")

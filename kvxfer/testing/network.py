@@ -20,7 +20,7 @@ Fault = Literal["lose", "corrupt", "fail"]
 ONE_SIDED = (Verb.READ, Verb.WRITE)
 
 
-class Member(Protocol):
+class NetworkMember(Protocol):
     """A fake transport, as its network sees it."""
 
     agent: str
@@ -36,7 +36,7 @@ class Member(Protocol):
 
 
 @dataclass(eq=False)
-class Post:
+class PendingBatch:
     """A submitted batch that has not ended.
 
     Attributes:
@@ -88,15 +88,15 @@ class LinkEnd:
         last_stream: By verb, the stream number submitted last.
     """
 
-    owner: Member
+    owner: NetworkMember
     tokens: frozenset[str]
     peer_agent: str
     other: LinkEnd | None = None
     broken: str | None = None
-    posts: list[Post] = field(default_factory=list)
+    posts: list[PendingBatch] = field(default_factory=list)
     last_stream: dict[Verb, int] = field(default_factory=dict)
 
-    def of(self, verb: Verb) -> list[Post]:
+    def of(self, verb: Verb) -> list[PendingBatch]:
         """Return the posts of one verb."""
         return [p for p in self.posts if p.batch.verb is verb]
 
@@ -124,8 +124,8 @@ class Network:
         self.delay_s = 0.0
         self.moved_bytes = 0
         self.lock = threading.RLock()
-        self._members: list[Member] = []
-        self._owners: dict[str, Member] = {}
+        self._members: list[NetworkMember] = []
+        self._owners: dict[str, NetworkMember] = {}
         self._faults: list[tuple[Fault, str | None, Verb | None]] = []
         self._late: list[LateBytes] = []
 
@@ -167,11 +167,11 @@ class Network:
 
     # For the fakes, which hold the lock
 
-    def join(self, member: Member) -> None:
+    def join(self, member: NetworkMember) -> None:
         """Add a fake."""
         self._members.append(member)
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: NetworkMember) -> None:
         """Remove a fake, and let its peers notice."""
         if member not in self._members:
             return
@@ -179,7 +179,7 @@ class Network:
         tokens = {t for t, owner in self._owners.items() if owner is member}
         self._orphan(tokens, f"{member.agent!r} is gone (its process ended, or it closed)")
 
-    def own(self, token: str, member: Member) -> None:
+    def own(self, token: str, member: NetworkMember) -> None:
         """Note whose end of a link a token stands for."""
         self._owners[token] = member
 
@@ -216,7 +216,7 @@ class Network:
         if side.other is not None:
             self.cut(side.other, f"{side.owner.agent!r} closed the link")
 
-    def drop_late(self, member: Member) -> None:
+    def drop_late(self, member: NetworkMember) -> None:
         """Forget the late bytes of everything that this member has submitted."""
         self._late = [late for late in self._late if late.side.owner is not member]
 
@@ -249,7 +249,7 @@ class Network:
         for post in list(side.posts):
             self.fail(post, why)
 
-    def withdraw(self, post: Post, why: str) -> None:
+    def withdraw(self, post: PendingBatch, why: str) -> None:
         """End one batch early."""
         self.fail(post, why)
         if post.side.other is not None and post.batch.verb not in ONE_SIDED:
@@ -257,7 +257,7 @@ class Network:
             post.side.posts.append(post)
             post.side.other.owner.wake()
 
-    def fail(self, post: Post, why: str, closing: bool = False) -> None:
+    def fail(self, post: PendingBatch, why: str, closing: bool = False) -> None:
         """End a post in an error."""
         if post.withdrawn:
             post.side.posts.remove(post)
@@ -269,7 +269,7 @@ class Network:
         what = f"{post.batch.verb} of {post.batch.nbytes} bytes with {post.side.peer_agent!r} failed"
         self._finish(post, Completion(post.number, PeerError(f"{what}: {why}"), quiet))
 
-    def _finish(self, post: Post, completion: Completion) -> None:
+    def _finish(self, post: PendingBatch, completion: Completion) -> None:
         post.side.posts.remove(post)
         post.side.owner.finish(completion)
 
@@ -294,7 +294,7 @@ class Network:
             else:
                 self._move(send, send.addresses, recv.addresses, recv)
 
-    def _move(self, post: Post, src: Ints, dst: Ints, other_half: Post | None = None) -> None:
+    def _move(self, post: PendingBatch, src: Ints, dst: Ints, other_half: PendingBatch | None = None) -> None:
         halves = [post] if other_half is None else [post, other_half]
         if post.fate == "fail":
             for half in halves:
@@ -309,7 +309,7 @@ class Network:
         for half in halves:
             self._finish(half, Completion(half.number))
 
-    def _keep_late(self, post: Post) -> None:
+    def _keep_late(self, post: PendingBatch) -> None:
         """Remember what ``post`` would have moved, for ``release_late``."""
         side, other = post.side, post.side.other
         if other is None:
@@ -328,7 +328,7 @@ class Network:
                 member.wake()
 
 
-def _ends(post: Post, other: LinkEnd) -> tuple[Ints, Ints]:
+def _ends(post: PendingBatch, other: LinkEnd) -> tuple[Ints, Ints]:
     """Return the addresses that a post moves from and to.
 
     Raises:

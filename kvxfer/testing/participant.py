@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry.cache import Region, flat_starts
+from kvxfer.geometry import Region, Runs
+from kvxfer.geometry.cache import flat_starts
 from kvxfer.transport.contract import Batch, Fence, Transport, Verb
 
 __all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
 
 Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,6 @@ class Result:
 
     error: str | None
     quiet: bool
-
-
-@dataclass(frozen=True)
-class Runs:
-    """What to move: int64 arrays of one length, in bytes.
-
-    Attributes:
-        src: Flat offset of each run at the source.
-        dst: Flat offset of each run at the destination.
-        lengths: Length of each run.
-    """
-
-    src: Ints
-    dst: Ints
-    lengths: Ints
-
-    @classmethod
-    def of(cls, src: Sequence[int] | Ints, dst: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> Runs:
-        """Return runs from any sequences of numbers."""
-        return cls(np.asarray(src, np.int64), np.asarray(dst, np.int64), np.asarray(lengths, np.int64))
 
 
 class Buffer:

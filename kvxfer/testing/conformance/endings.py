@@ -111,7 +111,7 @@ class Endings(Suite):
         """
         a, b, link = world.pair()
         mine, t = a.endpoint(), a.transport
-        batch = Batch(Verb.SEND, link.peers[a.name], 0, LARGE.lengths, LARGE.src)
+        batch = Batch(Verb.SEND, link.peers[a.name], 0, LARGE.length, LARGE.src)
         a.close()
         a.close()
         calls: list[Callable[[], Any]] = [

@@ -96,15 +96,15 @@ class Link:
         """Return the batches that move ``runs`` from source to target, with who submits each."""
         here, there = self.peers[source.name], self.peers[target.name]
         if way is Way.READ:
-            batch = Batch(Verb.READ, there, target_memory, runs.lengths, runs.dst, memory, runs.src)
+            batch = Batch(Verb.READ, there, target_memory, runs.length, runs.dst, memory, runs.src)
             return [(target, batch)]
         if way is Way.WRITE:
-            return [(source, Batch(Verb.WRITE, here, memory, runs.lengths, runs.src, target_memory, runs.dst))]
+            return [(source, Batch(Verb.WRITE, here, memory, runs.length, runs.src, target_memory, runs.dst))]
         stream = self.streams.get(source.name, 0)
         self.streams[source.name] = stream + 1
         return [
-            (source, Batch(Verb.SEND, here, memory, runs.lengths, runs.src, stream=stream)),
-            (target, Batch(Verb.RECV, there, target_memory, runs.lengths, runs.dst, stream=stream)),
+            (source, Batch(Verb.SEND, here, memory, runs.length, runs.src, stream=stream)),
+            (target, Batch(Verb.RECV, there, target_memory, runs.length, runs.dst, stream=stream)),
         ]
 
     def start(
@@ -369,7 +369,7 @@ class Suite:
 def overlay(target: Bytes, source: Bytes, runs: Runs) -> Bytes:
     """Return what the target holds after the runs have been moved."""
     result = target.copy()
-    for src, dst, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.lengths.tolist(), strict=True):
+    for src, dst, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
         result[dst : dst + n] = source[src : src + n]
     return result
 
