@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import Address, IdentityError, allowed
 
 __all__ = ["OPEN", "Complaints", "Security", "make_key"]
@@ -152,7 +153,8 @@ class Security:
             PeerError: It is not.
         """
         if self.peers is not None and not allowed(target, self.peers):
-            raise PeerError("it is not in the list of allowed peers; see the setting 'peers'")
+            why = "it is not in the list of allowed peers; see the setting 'peers'"
+            raise PeerError(why, kind=FailureKind.REFUSED)
 
     def admits(self, host: str) -> bool:
         """Return whether a peer from this address may connect, and log if not."""

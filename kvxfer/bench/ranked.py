@@ -42,8 +42,7 @@ class LoadResult:
 
     Attributes:
         number: Of the transfer.
-        kind: ``delivered``, ``failed``, ``cancelled``, or ``disagree`` where ranks were delivered different
-            generations.
+        kind: ``delivered``, a kind of failure, or ``disagree`` where ranks were delivered different generations.
         reason: Why it was not delivered.
         late_s: Seconds past the deadline, less those in which this process did not run; at most 0 when in time.
         wrong: What is wrong with the bytes, or empty.
@@ -233,7 +232,7 @@ class RankedEngine:
             return
         kinds = [e.outcome for e in use.ended.values()]
         bad = next((o for o in kinds if not o.delivered), None)
-        kind, reason = ("delivered", "") if bad is None else (str(bad.kind), bad.reason)
+        kind, reason = ("delivered", "") if bad is None else (str(bad.kind), str(bad))
         if bad is None and len({e.generation for e in use.ended.values()}) > 1:
             kind = "disagree"
         self._results.append(LoadResult(number, kind, reason, use.late_s, use.wrong))
