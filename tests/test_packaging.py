@@ -27,6 +27,7 @@ LEVELS = [
     {"config"},
     {"memory", "transport", "schedule", "security"},
     {"session"},
+    {"engine"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},
     {"cli"},

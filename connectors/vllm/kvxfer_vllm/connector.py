@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvxfer_vllm import compat, logs
-from kvxfer_vllm.metadata import Report, Step
+from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
 from kvxfer_vllm.scheduler import SchedulerHalf
 from kvxfer_vllm.settings import groups_of, hits_may_differ, settings_of
 from kvxfer_vllm.stats import KVXferPromMetrics, KVXferStats
@@ -97,7 +97,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._sched.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        return self._sched.holding
+        return self._sched.waiting
 
     def reset_cache(self) -> bool:
         """Called when vLLM drops its caches with ``reset_connector``, as it does around a change of weights."""
@@ -119,9 +119,9 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
     @property
-    def _step(self) -> Step:
+    def _step(self) -> StepMetadata:
         step = self._get_connector_metadata()
-        assert isinstance(step, Step)
+        assert isinstance(step, StepMetadata)
         return step
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -132,7 +132,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._work.handshake() if compat.stands_alone(self) else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, Step)
+        assert isinstance(kv_connector_metadata, StepMetadata)
         self._work.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = self._work.failed_blocks()
         return set() if compat.REPORTS_BY_REQUEST else blocks
 
-    def build_connector_worker_meta(self) -> Report | None:
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
         return self._work.report()
 
     def get_kv_connector_stats(self) -> KVXferStats | None:
