@@ -10,6 +10,7 @@ import heapq
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,21 +72,22 @@ class Stalls:
     """How long this process did not run, as a thread sees it that only sleeps."""
 
     def __init__(self) -> None:
-        self._gaps: list[tuple[float, float]] = []
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=2000)
+        self._before = time.monotonic()
         threading.Thread(target=self._watch, name="stalls", daemon=True).start()
 
     def _watch(self) -> None:
-        before = time.monotonic()
         while True:
             time.sleep(0.01)
             now = time.monotonic()
-            if now - before > 0.03:
-                self._gaps.append((before, now))
-            before = now
+            if now - self._before > 0.03:
+                self._gaps.append((self._before, now))
+            self._before = now
 
     def since(self, begin: float) -> float:
-        """Return the seconds lost since a time."""
-        return sum(b - max(a, begin) for a, b in self._gaps[-1000:] if b > begin)
+        """Return the seconds lost since a time, the present moment included."""
+        gaps = [*self._gaps, (self._before, time.monotonic())]
+        return sum(b - max(a, begin) for a, b in gaps if b > begin)
 
 
 class RankedEngine:

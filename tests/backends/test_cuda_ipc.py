@@ -94,8 +94,8 @@ def test_a_plan_moves_what_its_runs_say(world: World, pair: str, verb: Verb) -> 
 def test_a_plan_that_leaves_the_memory_is_refused(world: World, side: str, shift: int) -> None:
     src, dst = PAIRS["layout"]
     a, b = world.local(), world.local()
-    for party, of in ((a, src), (b, dst)):
-        party.allocate([r.nbytes for r in of.regions], 1)
+    for participant, of in ((a, src), (b, dst)):
+        participant.allocate([r.nbytes for r in of.regions], 1)
     link = world.link(a, b)
     plan = planner(src, dst).plan([np.arange(8)], [np.arange(8)], 0, 32)
     strided = plan.copies[0]

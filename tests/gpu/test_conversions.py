@@ -13,8 +13,8 @@ from kvxfer.session import Agent, Directory, Ended
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.conftest import require
 from tests.geometry.engines import Case
+from tests.geometry.layouts import KINDS, Spec
 from tests.geometry.test_pairs import engine
-from tests.geometry.zoo import KINDS, Spec
 
 torch = pytest.importorskip("torch")
 

@@ -35,7 +35,7 @@ from kvxfer.session.values import Move, Moved, PartRef
 from kvxfer.transport import Verb, load
 from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["Party", "Setup"]
+__all__ = ["BenchEngine", "Setup"]
 
 T = TransferId("bench", 0)
 
@@ -51,7 +51,7 @@ class Setup:
     staging_bytes: int
 
 
-class Party:
+class BenchEngine:
     """Its methods are called in turn, on one thread."""
 
     def __init__(self, setup: Setup) -> None:
