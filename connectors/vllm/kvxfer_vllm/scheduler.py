@@ -1,4 +1,4 @@
-"""The scheduler half: vLLM's scheduler hooks turned into calls of ``kvxfer.engine.SchedulerSide``.
+"""In the scheduler process: vLLM's scheduler hooks turned into calls of ``kvxfer.engine.SchedulerSide``.
 
 All methods run on the engine-core thread; none blocks.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["SchedulerHalf"]
+__all__ = ["SchedulerHooks"]
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -41,7 +41,7 @@ NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
 
-class SchedulerHalf:
+class SchedulerHooks:
     """One engine's requests, as vLLM tells of them."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -1,4 +1,4 @@
-"""The worker half: vLLM's worker hooks turned into calls of ``kvxfer.engine.WorkerSide``, and what vLLM is told by workers."""
+"""In a worker: vLLM's worker hooks turned into calls of ``kvxfer.engine.WorkerSide``, and what vLLM is told by workers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["WorkerHalf"]
+__all__ = ["WorkerHooks"]
 
 log = logging.getLogger("kvxfer.vllm")
 
 
-class WorkerHalf:
+class WorkerHooks:
     """One rank. All methods run on the worker's main thread."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -114,7 +114,7 @@ class WorkerHalf:
         return out
 
     def report(self) -> ReportMetadata | None:
-        """Return what the scheduler half must know; None if that is nothing."""
+        """Return what the scheduler side must know; None if that is nothing."""
         out, self._report = self._report, Report()
         return ReportMetadata(out) if out else None
 
