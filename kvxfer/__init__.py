@@ -5,9 +5,10 @@ Importing this loads no engine, no CUDA and no back end.
 """
 
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError, KvxferError, PeerError, TransferError, TransportError
+from kvxfer.errors import ConfigError, KvxferError, PeerError, TransportError
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Kind, Outcome, Released
+from kvxfer.session import Agent, Directory, Ended, Event, Released
 from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
 
 __version__ = "0.1.0"
@@ -20,9 +21,10 @@ __all__ = [
     "Directory",
     "Ended",
     "Event",
+    "Failure",
+    "FailureKind",
     "Fetch",
     "Group",
-    "Kind",
     "KvxferError",
     "Offer",
     "Outcome",
@@ -30,7 +32,6 @@ __all__ = [
     "Rank",
     "Released",
     "Source",
-    "TransferError",
     "TransferId",
     "TransportError",
 ]

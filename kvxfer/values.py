@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Generation, Source, TransferId
 
-__all__ = ["NULL", "BlockTable", "Fetch", "Group", "Ints", "Offer", "Rank"]
+__all__ = ["NULL", "BlockTable", "Failure", "FailureKind", "Fetch", "Group", "Ints", "Offer", "Outcome", "Rank"]
 
 Ints = npt.NDArray[np.int64]
 

@@ -20,6 +20,7 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [
+    {"failures"},
     {"errors"},
     {"settings", "identity", "fence"},
     {"facts", "values"},

@@ -139,9 +139,9 @@ class BenchEngine:
                 self._mover.slot(ref, *words)
             for at, result in self._heard():
                 match result:
-                    case Moved(error=None, seconds=seconds):
+                    case Moved(failure=None, seconds=seconds):
                         return at - seconds, at
-                    case Moved(error=str(why)):
+                    case Moved(failure=why):
                         raise RuntimeError(f"the part ended with: {why}")
                     case results.SlotReady():
                         peer.tell(result.piece, result.offset, result.nbytes)
@@ -248,7 +248,7 @@ class BenchEngine:
                 released |= isinstance(event, Released)
                 if isinstance(event, Ended):
                     if not event.outcome.delivered:
-                        raise RuntimeError(event.outcome.reason)
+                        raise RuntimeError(str(event.outcome))
                     out = {
                         "fetch_s": event.seconds,
                         "session_s": event.seconds - event.waited,

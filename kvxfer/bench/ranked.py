@@ -42,7 +42,7 @@ class Verdict:
 
     Attributes:
         number: of the transfer.
-        kind: ``delivered``, ``failed``, ``cancelled``, or ``disagree`` where ranks were delivered different generations.
+        kind: ``delivered``, a kind of failure, or ``disagree`` where ranks were delivered different generations.
         reason: why it was not delivered.
         late_s: seconds past the deadline, less those in which this process did not run; at most 0 when in time.
         wrong: what is wrong with the bytes, or empty.
@@ -231,7 +231,7 @@ class RankedEngine:
             return
         kinds = [e.outcome for e in use.ended.values()]
         bad = next((o for o in kinds if not o.delivered), None)
-        kind, reason = ("delivered", "") if bad is None else (str(bad.kind), bad.reason)
+        kind, reason = ("delivered", "") if bad is None else (str(bad.kind), str(bad))
         if bad is None and len({e.generation for e in use.ended.values()}) > 1:
             kind = "disagree"
         self._verdicts.append(Verdict(number, kind, reason, use.late_s, use.wrong))

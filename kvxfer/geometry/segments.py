@@ -68,6 +68,14 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
         needed: First token that must have a source.
         most: Tokens of a segment at most; blocks that are larger are cut at multiples of it.
     """
+    if (
+        start < tokens
+        and start // bs == (tokens - 1) // bs
+        and start // bd == (tokens - 1) // bd
+        and tokens - start <= most
+    ):
+        one = np.array([[start], [tokens - start], [start // bs], [start // bd], [start % bs], [start % bd]])
+        return Cut(one[0], one[1], one[2], one[3], one[4], one[5], needed)
     steps = {bs, bd, most} if most < min(bs, bd) else {bs, bd}
     edges = [
         np.arange(start // b, -(-tokens // b) + 1 if start < tokens else 0, dtype=np.int64) * b

@@ -1,9 +1,10 @@
 """Who moves a transfer and how it ends: agents, directories, messages, and the state machines between them."""
 
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.session.agent import Agent
 from kvxfer.session.directory import Directory
 from kvxfer.session.messages import Card, Decline, Member, Named, Renew
-from kvxfer.session.values import Ended, Event, Kind, Outcome, Released, Stats
+from kvxfer.session.values import Ended, Event, Released, Stats
 
 __all__ = [
     "Agent",
@@ -12,7 +13,8 @@ __all__ = [
     "Directory",
     "Ended",
     "Event",
-    "Kind",
+    "Failure",
+    "FailureKind",
     "Member",
     "Named",
     "Outcome",

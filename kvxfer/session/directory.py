@@ -16,6 +16,7 @@ import msgspec
 
 from kvxfer import facts as f
 from kvxfer.errors import PeerError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import Source
 from kvxfer.security import OPEN, Complaints, Security
 from kvxfer.session import messages as m
@@ -185,7 +186,9 @@ class Directory:
         try:
             msg = m.decode(frame)
         except PeerError as e:
-            connection.send(m.Refused(f"not understood by kvxfer protocol {m.PROTOCOL}", False))
+            connection.send(
+                m.Refused(FailureKind.INCOMPATIBLE, f"not understood by kvxfer protocol {m.PROTOCOL}", False)
+            )
             self._hub.finish(connection)
             self._complain("directory: ignored a message from %s: %s", connection.host, e)
             return

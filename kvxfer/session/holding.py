@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.session.life import SERVE, ServeEvent, ServeState
 from kvxfer.session.parts import piece_bytes, plan_part, to_hash
 from kvxfer.session.shares import Keep
-from kvxfer.session.values import Abort, Action, Hash, LinkId, LinkInfo, Move, Outcome, PartRef, Send, in_order
+from kvxfer.session.values import Abort, Action, Hash, LinkId, LinkInfo, Move, PartRef, Send, in_order
 from kvxfer.transport import Verb
 from kvxfer.values import Offer
 
@@ -25,8 +26,8 @@ __all__ = [
     "delivered_bytes",
     "follows",
     "plan_for",
+    "told",
     "unfit",
-    "words",
 ]
 
 Key = tuple[LinkId, int]
@@ -58,14 +59,13 @@ class Serve:
     final: bool = False
     generation: int = -1
     tally: int = -1  # when its first part was announced; -1: not vouched for
-    again: bool = False  # what Gone will say
-    reason: str = ""
+    again: bool = False  # the same
+    why: Failure | None = None  # what Gone will say
     unsent: dict[PartRef, m.Have] = field(default_factory=dict)  # write: told when the bytes are there
     flight: set[PartRef] = field(default_factory=set)  # own parts that may still touch memory
     hashing: set[PartRef] = field(default_factory=set)  # parts that are still being hashed
     checksum: int = 0  # of those that have been; checksums add up
     check: m.Check | None = None  # waits for the last of them
-    corrupt: bool = False  # what Gone will say
 
     def on(self, stimulus: ServeEvent) -> bool:
         """Take a transition; false when the stimulus means nothing in this state."""
@@ -207,14 +207,17 @@ def follows(new: Offer, old: Offer) -> bool:
     return not old.final and (new.final or new.tokens > old.tokens)
 
 
-def unfit(offer: Offer, want: m.Want, info: LinkInfo) -> str | None:
+def unfit(offer: Offer, want: m.Want, info: LinkInfo) -> Failure | None:
     """Why this offer can never be what the consumer wants, if so."""
     if offer.digest != want.digest:
-        return "the digests differ: it is not the KV of the consumer's prompt"
+        why = "the digests differ: it is not the KV of the consumer's prompt"
+        return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
     if offer.final and offer.tokens < want.tokens:
-        return f"the producer holds {offer.tokens} tokens, the consumer wants {want.tokens}"
+        why = f"the producer holds {offer.tokens} tokens, the consumer wants {want.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     if offer.final and offer.tokens != want.tokens and any(g.kind == "state" for g in info.planner.src.groups):
-        return f"its state is that after token {offer.tokens}, the consumer wants {want.tokens}"
+        why = f"its state is that after token {offer.tokens}, the consumer wants {want.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     return None
 
 
@@ -275,5 +278,10 @@ def announce(serve: Serve, link: Link, offer: Offer, plan: CopyPlan | None, hi: 
     return [Send(serve.link, have), Move(ref, verb, plan, have.stream, have.piece_bytes), *out]
 
 
-def words(outcome: Outcome) -> str:
-    return outcome.reason or "all its readers have fetched it"
+def told(outcome: Outcome) -> Failure:
+    """What whoever still wants a transfer is told of its end."""
+    if outcome.failure is None:
+        return Failure(FailureKind.WITHDRAWN, "all its readers have fetched it")
+    kept = (FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)
+    kind = outcome.failure.kind
+    return Failure(kind if kind in kept else FailureKind.WITHDRAWN, outcome.failure.detail)

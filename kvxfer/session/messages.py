@@ -15,6 +15,7 @@ from msgspec import Meta
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
 from kvxfer.facts import Facts
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Rank, ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.values import BlockTable
@@ -46,10 +47,11 @@ __all__ = [
     "Welcome",
     "decode",
     "encode",
+    "failure",
     "pack_checksum",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
@@ -106,6 +108,7 @@ class Refused(_Base, frozen=True, tag="refused"):
     """Producer: there is no link (any more). ``again``: dialling anew may help; else what was on it has failed.
     ``backend``: it could not be made with this back end; another may do. The reason is logged on both sides."""
 
+    kind: FailureKind
     reason: str
     again: bool
     backend: bool = False
@@ -231,6 +234,7 @@ class Drop(_Base, frozen=True, tag="drop"):
     transfer: TransferId
     attempt: Number
     digest: Digest
+    kind: FailureKind
     reason: str
     again: bool = False
 
@@ -241,15 +245,14 @@ class Drop(_Base, frozen=True, tag="drop"):
 class Gone(_Base, frozen=True, tag="gone"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
-    ``again``: a later generation may come; wait with a new attempt rather than fail. ``corrupt``: the bytes that
-    arrived are not those that were sent.
+    ``again``: a later generation may come; wait with a new attempt rather than fail.
     """
 
     transfer: TransferId
     attempt: Number
+    kind: FailureKind
     reason: str
     again: bool
-    corrupt: bool = False
 
     def __post_init__(self) -> None:
         _shorten(self)
@@ -348,6 +351,11 @@ Message = (
 )
 
 
+def failure(message: Refused | Drop | Gone, peer: str, before: str = "") -> Failure:
+    """Return what a peer has said of a failure as ours; ``before``: what we say of that."""
+    return Failure(message.kind, before + message.reason, peer)
+
+
 def _shorten(message: Refused | Drop | Gone | Decline) -> None:
     """Words for people are cut where they get too long to be read."""
     if len(message.reason) > MAX_WORDS:
@@ -362,18 +370,20 @@ def encode(message: Message) -> bytes:
     """One frame. Raises ``PeerError`` when it would exceed ``MAX_BYTES``."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_BYTES:
-        raise PeerError(f"a {type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_BYTES}")
+        too_long = f"a {type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
+        raise PeerError(too_long, kind=FailureKind.MISUSE)
     return frame
 
 
 def decode(frame: bytes | memoryview) -> Message:
     """The message in a frame from a peer. Raises ``PeerError`` for whatever is not one."""
     if len(frame) > MAX_BYTES:
-        raise PeerError(f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}")
+        too_long = f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
+        raise PeerError(too_long, kind=FailureKind.MISUSE)
     try:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, OverflowError, UnicodeDecodeError) as e:
-        raise PeerError(f"not a kvxfer message: {e}") from None
+        raise PeerError(f"not a kvxfer message: {e}", kind=FailureKind.MISUSE) from None
 
 
 def pack_checksum(value: int) -> bytes:

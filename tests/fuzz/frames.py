@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, ShardAssignment, View
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
@@ -26,7 +27,7 @@ CLAIMS = (ShardAssignment(0, 0, ("layer.0", "layer.1"), 0, 4), ShardAssignment(1
 MESSAGES: list[m.Message] = [
     m.Hello(m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096, "off", {"weights": "a3f1"}),
     m.Welcome(7, b"endpoint", 4096),
-    m.Refused("no", True, True),
+    m.Refused(FailureKind.INCOMPATIBLE, "no", True, True),
     m.Want(T, 1, b"digest", 0, 12, BlockTable.of([ROW] * 3), 1, 30.0),
     m.Have(T, 1, 1, 0, 0, 12, True, BlockTable.of([ROW] * 3), 0, 0),
     m.Have(T, 1, 1, 1, 4, 8, False, BlockTable.of([ROW]), 3, 4096),
@@ -35,8 +36,8 @@ MESSAGES: list[m.Message] = [
     m.Sum(T, 1, b"checksum"),
     m.Check(T, 1, 1),
     m.Verdict(T, 1),
-    m.Drop(T, 1, b"digest", "client left"),
-    m.Gone(T, 1, "preempted", True),
+    m.Drop(T, 1, b"digest", FailureKind.CANCELLED, "client left"),
+    m.Gone(T, 1, FailureKind.REVOKED, "preempted", True),
     m.Ping(1),
     m.Pong(1),
     m.Lookup(m.PROTOCOL),

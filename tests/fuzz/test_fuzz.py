@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import PeerError
+from kvxfer.failures import FailureKind
 from kvxfer.session import messages as m
 from kvxfer.values import BlockTable
 from tests.conftest import require
@@ -63,7 +64,7 @@ def test_mutated_messages(frame: bytes, seed: int) -> None:
     "message",
     [
         m.Want(MESSAGES[3].transfer, 1 << 62, b"", 1 << 47, 1 << 48, BlockTable(), 1, 1e6),  # type: ignore[union-attr]
-        m.Refused("x" * 10_000_000, True),
+        m.Refused(FailureKind.REFUSED, "x" * 10_000_000, True),
     ],
 )
 def test_what_is_large_but_allowed_stays_within_bounds(message: m.Message) -> None:

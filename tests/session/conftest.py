@@ -13,7 +13,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Kind, Released
+from kvxfer.session import Agent, Directory, Ended, Event, FailureKind, Released
 from kvxfer.values import BlockTable, Fetch, Offer
 
 LAYERS = tuple(f"layer.{i}" for i in range(3))
@@ -143,4 +143,4 @@ def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-__all__ = ["Ended", "Engine", "Kind", "Released", "fetch", "make_cache", "offered", "until"]
+__all__ = ["Ended", "Engine", "FailureKind", "Released", "fetch", "make_cache", "offered", "until"]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner, Rank, ShardAssignment
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import RankAgreement
@@ -82,7 +83,11 @@ class Ranks:
                 case Abort(ref=ref):
                     for move in [x for x in self.moves if x[0] == who and x[1].ref == ref]:
                         self.moves.remove(move)
-                        self.soon.append(lambda ref=ref: self.moved(who, Moved(ref, "aborted", True, 0)))
+                        self.soon.append(
+                            lambda ref=ref: self.moved(
+                                who, Moved(ref, Failure(FailureKind.CANCELLED, "aborted"), True, 0)
+                            )
+                        )
                 case Report(event=Ended() as end) if side == "c":
                     assert i not in self.ended
                     self.ended[i] = end
@@ -104,8 +109,8 @@ class Ranks:
         """A link breaks, and can be had again."""
         for key in [k for k in self.queues if k[1:3] == (c, r)]:
             del self.queues[key]
-        self.act(("p", r), self.producers[r].link_down(self.names[c, r], "cut", 0.0))
-        self.act(("c", c), self.consumers[c].link_reset(r, "cut", 0.0))
+        self.act(("p", r), self.producers[r].link_down(self.names[c, r], Failure(FailureKind.PEER_LOST, "cut"), 0.0))
+        self.act(("c", c), self.consumers[c].link_reset(r, Failure(FailureKind.PEER_LOST, "cut"), 0.0))
 
     def moved(self, who: tuple[str, int], moved: Moved) -> None:
         machine = self.consumers[who[1]] if who[0] == "c" else self.producers[who[1]]
@@ -128,7 +133,7 @@ class Ranks:
         declared = tally.declare(T)
 
         def revoke() -> list[Action]:
-            out = producer.revoke(T, g, "preempted", False, 0.0)
+            out = producer.revoke(T, g, Failure(FailureKind.REVOKED, "preempted"), False, 0.0)
             if declared:
                 tally.take_in()
             return out

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source
 from kvxfer.session import parts
 from kvxfer.session.consumer import Consumer
@@ -172,6 +173,9 @@ def test_a_deadline_tells_why_the_link_had_to_be_made_anew() -> None:
     machine.fetch(Fetch("req", TRANSFERS[0][0], b"d", source, BlockTable.of([[0]]), 0, 4), 0.0)
     machine.resolved(source, Resolved((Lane("link", 1),)), 0.0)
     machine.link_up("link", LinkInfo("read", planner=None), 0.1)  # type: ignore[arg-type]
-    machine.link_reset("link", "the cable was cut", 1.0)
+    machine.link_reset("link", Failure(FailureKind.PEER_LOST, "the cable was cut"), 1.0)
     [end] = [a.event for a in machine.tick(5.0) if isinstance(a, Report) and isinstance(a.event, Ended)]
-    assert end.outcome.reason == "no outcome within 5 s (still linking, since its link broke: the cable was cut)"
+    assert end.outcome.kind is FailureKind.PEER_LOST
+    assert (
+        end.outcome.failure.detail == "no outcome within 5 s (still linking, since its link broke: the cable was cut)"
+    )

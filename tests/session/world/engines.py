@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import RankAgreement
 from kvxfer.session.values import Action, Ended, Released
@@ -114,7 +115,8 @@ class ProducerEngine:
         transfer, generation = life.transfer, life.generation
 
         def call() -> list[Action]:
-            actions = agent.machine.revoke(transfer, generation, reason, gone, self.world.now)
+            why = Failure(FailureKind.WITHDRAWN if gone else FailureKind.REVOKED, reason)
+            actions = agent.machine.revoke(transfer, generation, why, gone, self.world.now)
             if declared:
                 agent.tally.take_in()
             return actions
@@ -220,7 +222,7 @@ class ConsumerEngine:
             check(wish.ended is None, f"second outcome {event} after {wish.ended}")
             check(self.world.now <= wish.due + 1.0, f"{event} came after its deadline, which was {wish.due}")
             wish.ended = event
-            self.outcomes[event.outcome.kind] += 1
+            self.outcomes[event.outcome.kind or "delivered"] += 1
             self._count(event)
         else:
             check(wish.ended is not None, f"{event} before its outcome")
