@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvxfer.failures import Failure
 from kvxfer.identity import Generation, TransferId
 from kvxfer.schedule import StepCommands
 from kvxfer.session import Member
@@ -42,7 +43,7 @@ class Report:
         released: for each transfer that was offered, the ranks that are done with it, and up to which generation.
         delivered: requests whose load has been delivered to some ranks, and the generations that these were delivered.
         over: requests whose load has ended, and the ranks on which it has.
-        failed: those whose load has failed, and the scheduler's blocks that it was to fill.
+        failed: those whose load has failed, and why.
         writing: those that are reported as failed though their blocks may still be written to, and on which ranks.
         quiet: those of them that no longer are.
     """
@@ -51,7 +52,7 @@ class Report:
     released: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
     delivered: dict[str, set[Generation]] = field(default_factory=dict)
     over: dict[str, set[Rank]] = field(default_factory=dict)
-    failed: dict[str, set[int]] = field(default_factory=dict)
+    failed: dict[str, Failure] = field(default_factory=dict)
     writing: dict[str, set[Rank]] = field(default_factory=dict)
     quiet: dict[str, set[Rank]] = field(default_factory=dict)
 
@@ -63,7 +64,7 @@ class Report:
             {k: self.released.get(k, {}) | later.released.get(k, {}) for k in released},
             _union(self.delivered, later.delivered),
             _union(self.over, later.over),
-            _union(self.failed, later.failed),
+            later.failed | self.failed,
             _union(self.writing, later.writing),
             _union(self.quiet, later.quiet),
         )

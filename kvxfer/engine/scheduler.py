@@ -14,7 +14,8 @@ from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loading import LoadingBlocks
 from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
-from kvxfer.identity import Generation, Source, TransferId, new_epoch
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
 from kvxfer.security import Security
 from kvxfer.session import Decline, Directory, Member, Named, Renew
@@ -46,15 +47,16 @@ class Update:
     Attributes:
         free: finished requests whose blocks are now to be freed.
         loaded: requests whose load has come on all ranks: their tokens are there.
-        failed: requests whose load is over without that, and the blocks that it was to fill. The engine computes the
-            tokens, or fails the request, by its policy. If it holds the request no more, it may free the blocks.
-        disagreed: those of the failed of which every rank by itself was delivered what it wanted.
+        failed: requests whose load is over without that, and why. The engine computes the tokens, or fails the request, by
+            its policy. If it holds the request no more, it may free the blocks.
+        disagreed: those of the failed of which every rank by itself was delivered what it wanted, and the blocks of their
+            loads.
     """
 
     free: frozenset[str] = frozenset()
     loaded: frozenset[str] = frozenset()
-    failed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    disagreed: frozenset[str] = frozenset()
+    failed: Mapping[str, Failure] = field(default_factory=dict)
+    disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -103,7 +105,7 @@ class SchedulerSide:
         self._agreement = RankAgreement()
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
-        self._failed: set[str] = set()  # loads that have, on some rank
+        self._failed: dict[str, Failure] = {}  # loads that have, on some rank
         self._members: dict[Rank, Member] = {}
         self._renewed = 0.0
 
@@ -239,7 +241,9 @@ class SchedulerSide:
             self._loading.writing(request, ranks)
         for request, ranks in report.quiet.items():
             self._loading.quiet(request, ranks)
-        self._failed.update(request for request in report.failed if request in self._loading)
+        for request, failure in report.failed.items():
+            if request in self._loading:
+                self._failed.setdefault(request, failure)
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
         over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
         return self._ended(over, frozenset(request for request in free if request is not None))
@@ -250,27 +254,21 @@ class SchedulerSide:
 
     def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
         """Loads that all ranks have reported."""
-        loaded, failed, disagreed = set(), {}, set()
+        loaded, failed, disagreed = set(), {}, {}
         for request in requests:
-            generations, blocks = self._agreement.over(request), self._loading.blocks(request)
-            if request in self._failed:
-                self._failed.discard(request)
-                failed[request] = blocks
-            elif len(generations) > 1:
-                failed[request] = blocks
-                disagreed.add(request)
-                self._say(request, generations)
-            else:
+            generations, failure = self._agreement.over(request), self._failed.pop(request, None)
+            if failure is None and len(generations) > 1:
+                named = " and ".join(map(str, generations))
+                detail = f"the producer computed it anew meanwhile, and our ranks hold generations {named}"
+                failure = Failure(FailureKind.REVOKED, detail)
+                disagreed[request] = self._loading.blocks(request)
+                log.warning("request %s cannot use what was loaded: %s", request, failure)
+            if failure is None:
                 loaded.add(request)
+            else:
+                failed[request] = failure
             self._loading.over(request)
-        return Update(free, frozenset(loaded), failed, frozenset(disagreed))
-
-    def _say(self, request: str, generations: Sequence[Generation]) -> None:
-        log.warning(
-            "request %s cannot use what was loaded: the producer computed it anew meanwhile, and our ranks hold generations %s",
-            request,
-            " and ".join(map(str, generations)),
-        )
+        return Update(free, frozenset(loaded), failed, disagreed)
 
     def _notices(self) -> tuple[TransferId, ...]:
         """What consumers' scheduler sides have told our directory."""

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from kvxfer import memory
 from kvxfer.engine.exchange import Report, Step
+from kvxfer.failures import Failure
 from kvxfer.identity import TransferId
 from kvxfer.session import Agent, Ended
 from kvxfer.values import BlockTable
@@ -42,8 +43,8 @@ class WorkerSide:
         self._rank, self._device = agent.cache.rank, agent.cache.regions[0].device
         self._quarantine = quarantine
         self._report = Report(members={self._rank: agent.member})
-        self._blocks: dict[str, set[int]] = {}  # request -> the scheduler's blocks that its load fills
-        self._failing: set[str] = set()  # loads that ended badly and are not quiet yet
+        self._blocks: dict[str, int] = {}  # request -> how many of the scheduler's blocks its load fills
+        self._failing: dict[str, Failure] = {}  # loads that ended badly and are not quiet yet
         self._early: set[str] = set()  # those of them that are reported
 
     def begin(self, step: Step) -> None:
@@ -58,7 +59,7 @@ class WorkerSide:
     def load(self, step: Step) -> None:
         """Begin this step's loads, and end those that are no longer wanted."""
         for fetch in step.commands.fetches:
-            self._blocks[fetch.handle] = set(fetch.blocks.ids())
+            self._blocks[fetch.handle] = len(fetch.blocks.ids())
             blocks = self._own(fetch.blocks)
             if self._before_load is not None:
                 self._before_load(blocks, fetch.start, fetch.tokens)
@@ -83,13 +84,13 @@ class WorkerSide:
             elif isinstance(event, Ended):
                 if self._on_ended is not None:
                     self._on_ended(event)
-                if event.outcome.delivered:
+                if event.outcome.failure is None:
                     report.delivered.setdefault(event.handle, set()).add(event.generation)
                 else:
-                    self._failing.add(event.handle)
+                    self._failing[event.handle] = event.outcome.failure
             else:
                 self._quiet(report, event.handle)
-        for request in self._failing - self._early:
+        for request in self._failing.keys() - self._early:
             self._give_up(report, request)
         return report
 
@@ -106,22 +107,22 @@ class WorkerSide:
         blocks = self._blocks.pop(request)
         if request in self._early:
             self._early.discard(request)
-            self._quarantine += len(blocks)
+            self._quarantine += blocks
             report.quiet.setdefault(request, set()).add(self._rank)
         else:
             report.over.setdefault(request, set()).add(self._rank)
             if request in self._failing:
-                report.failed.setdefault(request, set()).update(blocks)
-        self._failing.discard(request)
+                report.failed[request] = self._failing[request]
+        self._failing.pop(request, None)
 
     def _give_up(self, report: Report, request: str) -> None:
         """A load has failed, and may be long in getting quiet: its request need not wait for that if its blocks are pinned."""
         blocks = self._blocks[request]
-        if len(blocks) <= self._quarantine:
-            self._quarantine -= len(blocks)
+        if blocks <= self._quarantine:
+            self._quarantine -= blocks
             self._early.add(request)
             report.over.setdefault(request, set()).add(self._rank)
-            report.failed.setdefault(request, set()).update(blocks)
+            report.failed[request] = self._failing[request]
             report.writing.setdefault(request, set()).add(self._rank)
 
     def close(self) -> bool:

@@ -16,7 +16,7 @@ from kvxfer.config import Config
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Ticket, WorkerSide
 from kvxfer.geometry import Cache, Region
 from kvxfer.identity import TransferId, new_epoch
-from kvxfer.session import Ended, Event, Kind, Member, Outcome, Released
+from kvxfer.session import Ended, Event, Failure, FailureKind, Member, Outcome, Released
 from kvxfer.values import NULL, BlockTable, Fetch, Group, Offer, Rank
 
 FACTS = {"model": "small"}
@@ -95,7 +95,7 @@ class Agent:
         if offer is not None and offer.generation <= generation:
             del self.offers[transfer]
         if gone and generation > self.over.get(transfer, -1):
-            self.end(transfer, generation, Outcome(Kind.CANCELLED, reason))
+            self.end(transfer, generation, Outcome(Failure(FailureKind.WITHDRAWN, reason)))
 
     def renew(self, transfer: TransferId) -> None:
         self.renewed.append(transfer)
@@ -174,16 +174,16 @@ class Wire:
             return
         load.ended = True
         fetch = load.fetch
-        delivered = Ended("consumer", fetch.transfer, fetch.handle, Outcome(Kind.DELIVERED), 1, 0.0, offer.generation)
+        delivered = Ended("consumer", fetch.transfer, fetch.handle, Outcome(), 1, 0.0, offer.generation)
         load.consumer.out.append(delivered)
         self.quiet(load)
-        producer.end(offer.transfer, offer.generation, Outcome(Kind.DELIVERED))
+        producer.end(offer.transfer, offer.generation, Outcome())
 
     def fail(self, load: Load, reason: str, quiet: bool = True) -> None:
         """The load fails; unless `quiet`, its blocks may be written to until `quiet` is called."""
         if not load.ended:
             load.ended = True
-            outcome, fetch = Outcome(Kind.FAILED, reason), load.fetch
+            outcome, fetch = Outcome(Failure(FailureKind.PEER_LOST, reason)), load.fetch
             load.consumer.out.append(Ended("consumer", fetch.transfer, fetch.handle, outcome, 0, 0.0))
         if quiet:
             self.quiet(load)
@@ -235,6 +235,7 @@ class Engine:
         self.loading: dict[str, Request] = {}
         self.tickets: list[tuple[Ticket, tuple[int, ...]]] = []
         self.done: list[str] = []
+        self.failures: dict[str, Failure] = {}
         self.names = itertools.count()
 
     # Requests
@@ -353,6 +354,7 @@ class Engine:
         update = self.side.report(report)
         for name in update.free:
             self.drop(self.held.pop(name))
+        self.failures |= update.failed
         assert not update.loaded & update.failed.keys()
         for name in [*update.loaded, *update.failed]:
             request = self.loading.pop(name)

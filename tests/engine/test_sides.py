@@ -13,11 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import ScheduleError
-from kvxfer.session import Kind, Outcome
+from kvxfer.session import Failure, FailureKind, Outcome
 from kvxfer.values import BlockTable, Group, Rank
 from tests.engine.small import FACTS, JUNK, Engine, Pool, Request, Wire
 
 FULL, HYBRID = [Group(4)], [Group(4), Group(2, "window", 5)]
+LOST, CUT = Failure(FailureKind.PEER_LOST, "first"), Failure(FailureKind.CORRUPT, "then")
 PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 
@@ -89,7 +90,7 @@ class Machine(RuleBasedStateMachine):
     def lease_ends(self) -> None:
         for agent in self.p.agents:
             for transfer, offer in list(agent.offers.items()):
-                agent.end(transfer, offer.generation, Outcome(Kind.FAILED, "it was not fetched within the lease"))
+                agent.end(transfer, offer.generation, Outcome(Failure(FailureKind.TIMED_OUT, "nobody fetched it")))
 
     @invariant()
     def blocks_have_owners(self) -> None:
@@ -181,6 +182,7 @@ def test_what_may_still_be_written_is_not_reused(pair: Any) -> None:
         wire.fail(load, "the network broke", quiet=False)
     d.step(1)
     assert not request.loading and d.side.waiting
+    assert d.failures[request.name].kind is FailureKind.PEER_LOST
     written = {b for load in loads for b in load.fetch.blocks.ids()}
     assert written and all(d.pool.refs[b] for b in written), "they may be handed out while they are written to"
     d.step(4)
@@ -200,7 +202,8 @@ def test_ranks_that_were_delivered_different_generations_have_not_loaded(pair: A
     ranks = [Rank(0, 0), Rank(0, 1)]
     assert not d.side.report(Report(delivered={name: {1}}, over={name: {ranks[0]}})).failed
     update = d.side.report(Report(delivered={name: {2}}, over={name: {ranks[1]}}))
-    assert update.disagreed == {name} == set(update.failed) and not update.loaded
+    assert update.disagreed.keys() == {name} and not update.loaded
+    assert update.failed[name].kind is FailureKind.REVOKED
 
 
 def test_a_load_without_blocks_is_refused_by_the_call_that_asks_for_it(pair: Any) -> None:
@@ -250,10 +253,10 @@ def test_an_engine_may_pass_on_all_that_it_hears() -> None:
 
 def test_reports_merge_rank_by_rank() -> None:
     t, a, b = TransferId("own/1", 0), Rank(0, 0), Rank(0, 1)
-    one = Report(released={t: {a: 1}}, over={"r": {a}}, failed={"r": {1}}, delivered={"s": {3}})
-    two = Report(released={t: {b: 2}}, over={"r": {b}}, failed={"r": {2}}, writing={"r": {b}})
+    one = Report(released={t: {a: 1}}, over={"r": {a}}, failed={"r": LOST}, delivered={"s": {3}})
+    two = Report(released={t: {b: 2}}, over={"r": {b}}, failed={"r": CUT}, writing={"r": {b}})
     both = one.merge(two)
-    assert both.released == {t: {a: 1, b: 2}} and both.over == {"r": {a, b}} and both.failed == {"r": {1, 2}}
+    assert both.released == {t: {a: 1, b: 2}} and both.over == {"r": {a, b}} and both.failed == {"r": LOST}
     assert both and not Report() and Report().merge(one) == one
 
 

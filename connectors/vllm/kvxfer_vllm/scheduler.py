@@ -202,9 +202,9 @@ class SchedulerHooks:
         if isinstance(found, ReportMetadata):
             update = self.side.report(found.report)
             self._freed += update.free
-            for name in update.disagreed & self._seen:
+            for name in update.disagreed.keys() & self._seen:
                 # vLLM hears of the failure with the next step, from our workers.
-                self._doomed[name] = update.failed[name]
+                self._doomed[name] = update.disagreed[name]
                 compat.hold_back(output, name)
         for name in over:
             self.side.load_over(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from kvxfer.config import Config
@@ -38,6 +39,7 @@ class WorkerHooks:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._blocks: dict[str, set[int]] = {}  # of loads under way, for vLLM that takes failed ones by block
         self._stats = KVXferStats()
         self._noted: Stats | None = None
 
@@ -85,6 +87,8 @@ class WorkerHooks:
         self._received.update(metadata.doomed)
         self._failed.update(metadata.doomed)
         self._failed_blocks.update(*metadata.doomed.values())
+        for fetch in metadata.step.commands.fetches:
+            self._blocks[fetch.handle] = set(fetch.blocks.ids())
         self._on.load(metadata.step)
 
     def after_forward(self, metadata: StepMetadata) -> None:
@@ -96,7 +100,10 @@ class WorkerHooks:
         report = self._on.collect()
         self._received.update(report.over)
         self._failed.update(report.failed)
-        self._failed_blocks.update(*report.failed.values())
+        for name in report.over:
+            blocks = self._blocks.pop(name)
+            if name in report.failed:
+                self._failed_blocks |= blocks
         self._report = self._report.merge(report)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
@@ -136,7 +143,7 @@ class WorkerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        kept = self._sent, self._received, self._failed
+        kept: tuple[Sized, ...] = self._sent, self._received, self._failed, self._blocks
         return sum(map(len, kept)) + bool(self._report) + (0 if self._side is None else len(self._side))
 
 
