@@ -156,7 +156,7 @@ class Faults(Suite):
 
     def _begin(self, victim: LocalParticipant, peer: Impostor) -> Started:
         """Bring the victim into NCCL's init, from which it does not come back by itself."""
-        batch = Batch(peer.verb, peer.peer, 0, LARGE.lengths, LARGE.src)
+        batch = Batch(peer.verb, peer.peer, 0, LARGE.length, LARGE.src)
         started = Started([(victim, victim.submit(batch))])
         if peer.verb is Verb.SEND:
             peer.channel.say(Ready(0))
@@ -297,7 +297,7 @@ class Faults(Suite):
     ) -> None:
         a, b, link = world.pair()
         peer = impostor(a, sends=False)
-        started = Started([(a, a.submit(Batch(Verb.SEND, peer.peer, 0, LARGE.lengths, LARGE.src)))])
+        started = Started([(a, a.submit(Batch(Verb.SEND, peer.peer, 0, LARGE.length, LARGE.src)))])
         peer.channel.say(word)
         [result] = world.finish(started)
         assert result.error is not None and "impostor" in result.error
@@ -307,7 +307,7 @@ class Faults(Suite):
         a = world.local()
         world.allocate(a)
         peer = impostor(a, sends=True)
-        started = Started([(a, a.submit(Batch(Verb.RECV, peer.peer, 0, LARGE.lengths, LARGE.src)))])
+        started = Started([(a, a.submit(Batch(Verb.RECV, peer.peer, 0, LARGE.length, LARGE.src)))])
         peer.expect(Ready)
         for stream in range(5000):
             peer.channel.say(Sent(stream, 1))

@@ -1,4 +1,4 @@
-"""Links: how they begin, what is no endpoint, how they end in good order."""
+"""Links: how they begin, what is no endpoint, and how they end in good order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ LARGE = Runs.of([0], [0], [3_000_000])
 
 
 class Links(Suite):
+    """Clauses about links between two transports."""
+
     def test_endpoints_are_fresh_and_small(self, world: World) -> None:
-        """Each call of ``endpoint`` describes one link to be; it is sent inside a hello, so it is at most 1 MiB."""
+        """Each call of ``endpoint`` describes one future link.
+
+        It is sent inside a hello, so it has at most 1 MiB.
+        """
         participant = world.local()
         world.allocate(participant)
         endpoints = [participant.endpoint() for _ in range(5)]
@@ -25,8 +30,10 @@ class Links(Suite):
         assert all(isinstance(e, bytes) and 0 < len(e) <= 1 << 20 for e in endpoints)
 
     def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: Way) -> None:
-        """Nothing is kept of it: who dials peers that never answer makes endpoints for ever. One that was connected, or withdrawn
-        before, is ignored."""
+        """Nothing is kept of a withdrawn endpoint: whoever dials peers that never answer makes endpoints for ever.
+
+        ``withdraw`` ignores an endpoint that was connected, or withdrawn before.
+        """
         a, b = world.local(), world.other()
         world.allocate(a, b)
         mine, theirs = a.endpoint(), b.endpoint()
@@ -46,8 +53,10 @@ class Links(Suite):
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
     def test_malformed_endpoints_are_refused(self, world: World, way: Way) -> None:
-        """What is no endpoint raises ``TransportError``; what was altered is refused or fails its batches. Neither
-        hurts the transport. An endpoint comes from the network: never unpickle it."""
+        """What is no endpoint raises ``TransportError``; an altered endpoint is refused, or its batches fail.
+
+        Neither harms the transport. An endpoint comes from the network: never unpickle it.
+        """
         a, b, link = world.pair()
         good = b.endpoint()
         for bad in (b"", b"\0" * 64, b"\xff" * 64, b"hello", good[: len(good) // 2], good[:-1]):
@@ -115,9 +124,11 @@ class Links(Suite):
 
     @pytest.mark.parametrize("closer", ["near", "far"])
     def test_disconnecting_in_flight(self, world: World, part: Part, closer: str) -> None:
-        """Closing a link ends what is in flight on it, on both sides, never silently: at once on the side that
-        closes, on the other as soon as it hears of it. A one-sided batch may have been quicker; then its bytes are
-        right."""
+        """Closing a link ends what is in flight on it, on both sides, never silently.
+
+        It ends at once on the side that closes, and on the other as soon as that hears of it. A one-sided batch may
+        have been quicker; then its bytes are right.
+        """
         a, b, link = world.pair()
         source, target = part.sides(a, b)
         expected = source.content(0)[:3_000_000]
