@@ -99,7 +99,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from kvxfer.transport.endpoint import EndpointBase
+from kvxfer.backend.endpoint import EndpointBase
 
 sys.setswitchinterval(1e-6)
 for i in range(300):
