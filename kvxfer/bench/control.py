@@ -1,8 +1,8 @@
 """``kvxfer bench control``: what the control plane can do, and what authentication costs it.
 
-Messages: one process asks, another answers over a control socket, with so many questions under way that neither waits.
-Transfers: one agent fetches single blocks from another, many at a time, over the back end ``zmq``; nearly all of what that
-takes is control. Either is measured with and without a key, in turns, and the median of the rounds is compared.
+Messages: one process asks, another answers over a control socket, with enough questions under way that neither waits.
+Transfers: one agent fetches single blocks from another, many at a time, over the back end ``zmq``; nearly all of the
+time goes to control. Both are measured with and without a key, in turns, and the medians of the rounds are compared.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Region, View
 from kvxfer.identity import Source, TransferId
 from kvxfer.security import Security, make_key
-from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, wire
+from kvxfer.session import Agent, Directory, Ended, Released, wire
 from kvxfer.session import messages as m
+from kvxfer.values import BlockTable, Fetch, Offer
 
 UNDER_WAY = 200
-TABLE = np.arange(256)  # the blocks of a prompt of 4,096 tokens
+TABLE = BlockTable.of([range(256)])  # the blocks of a prompt of 4,096 tokens
 BLOCK = 4096
 
 spawn = mp.get_context("spawn")
 
 
-def answer(pipe: Connection, config: Config) -> None:
-    """Answer wants with haves until told to stop."""
+def answer_requests(pipe: Connection, config: Config) -> None:
+    """Answer fetch requests until told to stop."""
     hub = wire.Hub(Security.of(config))
     pipe.send(hub.listen("127.0.0.1", 0, None))
-    have = m.Have(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, (m.pack_blocks(TABLE),), 0, 0)
+    have = m.Have(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, TABLE, 0, 0)
     while not pipe.poll():
         hub.poll(0.5)
         for connection in hub.ready():
@@ -49,13 +50,13 @@ def answer(pipe: Connection, config: Config) -> None:
 
 
 def messages(config: Config, seconds: float) -> float:
-    """Questions and answers a second."""
+    """Return how many questions are answered in a second."""
     pipe, theirs = spawn.Pipe()
-    process = spawn.Process(target=answer, args=(theirs, config), daemon=True)
+    process = spawn.Process(target=answer_requests, args=(theirs, config), daemon=True)
     process.start()
     hub = wire.Hub(Security.of(config))
     connection = hub.dial(wire.address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)
-    want = m.Want(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, (m.pack_blocks(TABLE),), 1, 30.0)
+    want = m.Want(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, TABLE, 1, 30.0)
     for _ in range(UNDER_WAY):
         connection.send(want)
     hub.flush()
@@ -78,6 +79,7 @@ def messages(config: Config, seconds: float) -> float:
 
 
 def engine(config: Config) -> tuple[Agent, Directory]:
+    """Make an engine of one rank with a cache of single-layer blocks."""
     memory = np.zeros(BLOCK * UNDER_WAY, np.uint8)
     view = View("kv", 0, ("layer",), (0,), UNDER_WAY, BLOCK, BLOCK, "bench")
     cache = Cache((Region(memory.ctypes.data, memory.nbytes),), (Group(16),), (view,))
@@ -89,19 +91,20 @@ def engine(config: Config) -> tuple[Agent, Directory]:
 
 
 def produce(pipe: Connection, config: Config) -> None:
+    """Offer a batch of transfers whenever told to, until told to stop."""
     agent, directory = engine(config)
     pipe.send(directory.source)
     while (first := pipe.recv()) is not None:
         for i in range(first, first + UNDER_WAY):
-            table = (np.array([i % UNDER_WAY], np.int64),)
-            agent.offer(Offered(TransferId("own/1/x", i), b"d", 1, 16, table, True))
+            table = BlockTable.of([[i % UNDER_WAY]])
+            agent.offer(Offer(TransferId("own/1/x", i), b"d", 1, 16, table, True))
         agent.events()
     agent.close()
     directory.close()
 
 
 def transfers(config: Config, seconds: float) -> float:
-    """Transfers a second."""
+    """Return how many transfers of a single block are delivered in a second."""
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=produce, args=(theirs, config), daemon=True)
     process.start()
@@ -111,7 +114,7 @@ def transfers(config: Config, seconds: float) -> float:
     while not begin or time.perf_counter() - begin < seconds:
         pipe.send(first)
         for i in range(first, first + UNDER_WAY):
-            table = (np.array([i % UNDER_WAY], np.int64),)
+            table = BlockTable.of([[i % UNDER_WAY]])
             agent.fetch(Fetch(str(i), TransferId("own/1/x", i), b"d", source, table, 0, 16))
         released = 0
         while released < UNDER_WAY:
@@ -134,7 +137,15 @@ def transfers(config: Config, seconds: float) -> float:
 
 
 def measure(seconds: float, rounds: int) -> dict[str, Any]:
-    """Medians and extremes of ``rounds`` rounds, with a key and without one in turns, by what was counted."""
+    """Measure with a key and without one, in turns.
+
+    Args:
+        seconds: Length of each measurement.
+        rounds: Measurements of each kind.
+
+    Returns:
+        Medians and extremes of the rounds, by what was counted.
+    """
     out: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
     with tempfile.TemporaryDirectory() as folder:
         make_key(Path(folder) / "key")

@@ -1,4 +1,6 @@
-"""The suite that proves a back end. A back end's whole test file is one subclass::
+"""The suite that proves a back end.
+
+A back end's whole test file is one subclass::
 
     from kvxfer.testing import ConformanceSuite
 

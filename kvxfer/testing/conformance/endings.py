@@ -10,25 +10,29 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance.harness import Part, Started, Suite, Way, World, assert_equal
-from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport.contract import Batch, Verb
 
 LARGE = Runs.of([0], [0], [3_000_000])
 
 
 class Endings(Suite):
+    """Clauses about batches and transports that end early."""
+
     def test_aborted_batches_end_and_stay_ended(self, world: World, way: Way) -> None:
-        """An aborted batch ends once, soon, with an error (or it was quicker, and succeeded). After it ended quiet,
-        or after what ``capabilities.quiet`` names was done, memory is neither read nor written any more for it:
-        bytes that come late must not land. If your library cannot promise that, say so in ``quiet``."""
+        """An aborted batch ends once, soon, with an error (or it was quicker, and succeeded).
+
+        After it ended quiet, or after what ``capabilities.quiet`` names was done, memory is neither read nor written
+        for it any more: bytes that come late must not land. If your library cannot promise that, say so in ``quiet``.
+        """
         a, b, link = world.pair()
         source, target = (b, a) if way is Way.READ else (a, b)
         started = [link.start(way, source, target, LARGE) for _ in range(8)]
         for s in started:
-            for party, number in s.halves:
-                party.abort(number)
+            for participant, number in s.halves:
+                participant.abort(number)
         results = world.finish(*started)
-        quiet = [world.make_quiet(party, link, results) for party, _ in started[0].halves]
+        quiet = [world.make_quiet(participant, link, results) for participant, _ in started[0].halves]
         if all(quiet):
             after = target.content(0)
             source.fill(0, seed=4242)
@@ -36,21 +40,23 @@ class Endings(Suite):
             assert_equal(target.content(0), after, "the target's memory after the end")
 
     def test_a_half_without_its_other_half_can_be_aborted(self, world: World, part: Part) -> None:
-        """When the peer never takes part, abort ends the batch all the same. What it ended (``capabilities.abort``: one
-        batch, or everything with the peer) does not stop what comes after: on the same link, which ``lost`` must not call
-        lost then, or on a new one."""
+        """When the peer never takes part, ``abort`` ends the batch all the same.
+
+        ``capabilities.abort`` says what it ends: one batch, or everything with the peer. That does not stop what comes
+        after: it works on the same link, which ``lost`` must not call lost then, or on a new one.
+        """
         a, b = world.local(), world.other()
         world.allocate(a, b)
         link = world.link(a, b)
         halves = link.halves(part.way, *part.sides(a, b), LARGE)
-        for party, batch in sorted(halves, key=lambda half: half[0] is not a):
+        for participant, batch in sorted(halves, key=lambda half: half[0] is not a):
             # The second half, if there is one, comes when the first is over: it cannot succeed either.
-            started = Started([(party, party.submit(batch))])
+            started = Started([(participant, participant.submit(batch))])
             world.run(0.05)
-            party.abort(started.halves[0][1])
+            participant.abort(started.halves[0][1])
             [result] = world.finish(started)
             if part.way is Way.SEND:
-                other = b if party is a else a
+                other = b if participant is a else a
                 assert result.error is not None and other.name in result.error, "the error does not name the peer"
         if self.capabilities().abort == "peer" or not result.quiet:
             a.disconnect(link.peers[a.name])
@@ -64,15 +70,18 @@ class Endings(Suite):
         a, b, link = world.pair()
         started = link.start(way, a, b, Runs.of([0], [0], [1000]))
         world.succeed(started)
-        for party, number in started.halves:
-            party.abort(number)
+        for participant, number in started.halves:
+            participant.abort(number)
         a.abort(987_654)
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
     @pytest.mark.parametrize("closer", ["near", "far"])
     def test_closing_in_flight(self, world: World, part: Part, closer: str) -> None:
-        """``close`` ends everything at once. Afterwards this side's memory is quiet (unless ``quiet`` is ``never``) and
-        may be freed; the peer's batches, and those that it submits later, end with an error that names this side."""
+        """``close`` ends everything at once, on both sides.
+
+        Afterwards this side's memory is quiet (unless ``quiet`` is ``never``) and may be freed. The peer's batches, and
+        those that it submits later, end with an error that names this side.
+        """
         a, b, link = world.pair()
         started = [link.start(part.way, *part.sides(a, b), LARGE) for _ in range(8)]
         if part.way is Way.SEND:
@@ -96,11 +105,13 @@ class Endings(Suite):
         assert all(closing.name in e for e in errors), f"errors must name the peer {closing.name!r}: {errors}"
 
     def test_after_close_everything_is_refused(self, world: World) -> None:
-        """``close`` can be called twice; any other method then raises ``TransportError``. (``capabilities`` still
-        answers.)"""
+        """``close`` can be called twice; any other method then raises ``TransportError``.
+
+        ``capabilities`` still answers.
+        """
         a, b, link = world.pair()
         mine, t = a.endpoint(), a.transport
-        batch = Batch(Verb.SEND, link.peers[a.name], 0, LARGE.lengths, LARGE.src)
+        batch = Batch(Verb.SEND, link.peers[a.name], 0, LARGE.length, LARGE.src)
         a.close()
         a.close()
         calls: list[Callable[[], Any]] = [
@@ -138,10 +149,10 @@ class Endings(Suite):
 
     def test_close_after_the_owner_thread_ended(self, world: World) -> None:
         """When the thread that made a transport has ended, another one may close it."""
-        made: list[LocalParty] = []
+        made: list[LocalParticipant] = []
         thread = threading.Thread(target=lambda: made.append(world.local()))
         thread.start()
         thread.join(self.patience_s)
-        [party] = made
-        party.close()
-        assert party.closed
+        [participant] = made
+        participant.close()
+        assert participant.closed

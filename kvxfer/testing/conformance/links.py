@@ -1,4 +1,4 @@
-"""Links: how they begin, what is no endpoint, how they end in good order."""
+"""Links: how they begin, what is no endpoint, and how they end in good order."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance.harness import Link, Part, Started, Suite, Way, World, assert_equal, overlay
-from kvxfer.testing.party import Runs
+from kvxfer.testing.participant import Runs
 
 LARGE = Runs.of([0], [0], [3_000_000])
 
 
 class Links(Suite):
+    """Clauses about links between two transports."""
+
     def test_endpoints_are_fresh_and_small(self, world: World) -> None:
-        """Each call of ``endpoint`` describes one link to be; it is sent inside a hello, so it is at most 1 MiB."""
-        party = world.local()
-        world.allocate(party)
-        endpoints = [party.endpoint() for _ in range(5)]
+        """Each call of ``endpoint`` describes one future link.
+
+        It is sent inside a hello, so it has at most 1 MiB.
+        """
+        participant = world.local()
+        world.allocate(participant)
+        endpoints = [participant.endpoint() for _ in range(5)]
         assert len(set(endpoints)) == 5
         assert all(isinstance(e, bytes) and 0 < len(e) <= 1 << 20 for e in endpoints)
 
     def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: Way) -> None:
-        """Nothing is kept of it: who dials peers that never answer makes endpoints for ever. One that was connected, or withdrawn
-        before, is ignored."""
+        """Nothing is kept of a withdrawn endpoint: whoever dials peers that never answer makes endpoints for ever.
+
+        ``withdraw`` ignores an endpoint that was connected, or withdrawn before.
+        """
         a, b = world.local(), world.other()
         world.allocate(a, b)
         mine, theirs = a.endpoint(), b.endpoint()
@@ -46,8 +53,10 @@ class Links(Suite):
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
     def test_malformed_endpoints_are_refused(self, world: World, way: Way) -> None:
-        """What is no endpoint raises ``TransportError``; what was altered is refused or fails its batches. Neither
-        hurts the transport. An endpoint comes from the network: never unpickle it."""
+        """What is no endpoint raises ``TransportError``; an altered endpoint is refused, or its batches fail.
+
+        Neither harms the transport. An endpoint comes from the network: never unpickle it.
+        """
         a, b, link = world.pair()
         good = b.endpoint()
         for bad in (b"", b"\0" * 64, b"\xff" * 64, b"hello", good[: len(good) // 2], good[:-1]):
@@ -78,8 +87,8 @@ class Links(Suite):
         world.run(0.2)
         assert not started.over()
         link = Link({a.name: link.peers[a.name], b.name: b.connect(theirs, mine)})
-        for party, batch in link.halves(part.way, *part.sides(a, b), LARGE):
-            if party is b:
+        for participant, batch in link.halves(part.way, *part.sides(a, b), LARGE):
+            if participant is b:
                 started.halves.append((b, b.submit(batch)))
         world.succeed(started)
         assert_equal(part.sides(a, b)[1].content(0), overlay(before, source, LARGE), "the target's memory")
@@ -99,8 +108,8 @@ class Links(Suite):
         a, b, link = world.pair()
         for who in ((a,), (b,), (a, b)):
             world.move(link, way, a, b, Runs.of([0], [0], [5000]))
-            for party in who:
-                party.disconnect(link.peers[party.name])
+            for participant in who:
+                participant.disconnect(link.peers[participant.name])
             world.run(0.05)
             link = world.link(a, b)
             world.move(link, way, b, a, Runs.of([0], [0], [5000]))
@@ -115,9 +124,11 @@ class Links(Suite):
 
     @pytest.mark.parametrize("closer", ["near", "far"])
     def test_disconnecting_in_flight(self, world: World, part: Part, closer: str) -> None:
-        """Closing a link ends what is in flight on it, on both sides, never silently: at once on the side that
-        closes, on the other as soon as it hears of it. A one-sided batch may have been quicker; then its bytes are
-        right."""
+        """Closing a link ends what is in flight on it, on both sides, never silently.
+
+        It ends at once on the side that closes, and on the other as soon as that hears of it. A one-sided batch may
+        have been quicker; then its bytes are right.
+        """
         a, b, link = world.pair()
         source, target = part.sides(a, b)
         expected = source.content(0)[:3_000_000]

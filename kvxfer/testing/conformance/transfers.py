@@ -7,7 +7,7 @@ import pytest
 
 from kvxfer.geometry.cache import GAP
 from kvxfer.testing.conformance.harness import SIZES, HostFence, Part, Started, Suite, Way, World, assert_equal, overlay
-from kvxfer.testing.party import Runs
+from kvxfer.testing.participant import Runs
 
 SECOND = -(-SIZES[0] // GAP) * GAP + GAP
 """Flat offset of the second region."""
@@ -44,11 +44,15 @@ LAYOUTS = {
 
 
 class Transfers(Suite):
+    """Clauses about moving bytes."""
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_exactly_these_bytes(self, world: World, way: Way, layout: str) -> None:
-        """Every byte of every run arrives at its place, and no other byte of either side's memory changes: for none,
-        one and thousands of runs, of any length (zero included) and alignment, in any order, over several regions.
-        Offsets are flat: map them with ``Memories.addresses``."""
+        """Every byte of every run arrives at its place, and no other byte of either side's memory changes.
+
+        That holds for none, one and thousands of runs, of any length (zero included) and alignment, in any order, over
+        several regions. Offsets are flat: map them with ``Memories.addresses``.
+        """
         a, b, link = world.pair()
         world.move(link, way, a, b, LAYOUTS[layout])
 
@@ -101,16 +105,19 @@ class Transfers(Suite):
     def test_several_memories(self, world: World, way: Way) -> None:
         """Batches may use any pair of registered memories (the cache and a staging area, say)."""
         a, b = world.local(), world.other()
-        for party in (a, b):
+        for participant in (a, b):
             for seed in range(3):
-                party.allocate(SIZES, seed)
+                participant.allocate(SIZES, seed)
         link = world.link(a, b)
         for here, there in ((0, 2), (2, 1), (1, 1)):
             world.move(link, way, a, b, Runs.of([10, SECOND], [SECOND, 10], [1000, 1001]), here, there)
 
     @pytest.mark.parametrize("first", ["source", "target"])
     def test_the_halves_may_come_in_either_order(self, world: World, way: Way, first: str) -> None:
-        """The other half may be submitted a while later. (For one-sided verbs: the peer does nothing at all.)"""
+        """The other half may be submitted a while later.
+
+        With one-sided verbs the peer does nothing at all.
+        """
         a, b, link = world.pair()
         before, source = b.content(0), a.content(0)
         runs = Runs.of([0], [5], [2_000_000])
@@ -118,15 +125,18 @@ class Transfers(Suite):
         if first == "target":
             halves.reverse()
         started = Started()
-        for party, batch in halves:
-            started.halves.append((party, party.submit(batch)))
+        for participant, batch in halves:
+            started.halves.append((participant, participant.submit(batch)))
             world.run(0.1)
         world.succeed(started)
         assert_equal(b.content(0), overlay(before, source, runs), "the target's memory")
 
     def test_complete_means_visible(self, world: World, way: Way) -> None:
-        """When any half completes, the bytes are in the target's memory: whoever is told so, over any channel, may use
-        them. A SEND that completes when the bytes have left is not enough, nor is a WRITE that is still in a cache."""
+        """When any half completes, the bytes are in the target's memory.
+
+        Whoever is told so, over any channel, may use them. A SEND that completes when the bytes have left is not
+        enough, nor is a WRITE that is still in a cache.
+        """
         a, b, link = world.pair()
         for i in range(20):
             a.fill(0, seed=1000 + i)
@@ -138,8 +148,10 @@ class Transfers(Suite):
             world.succeed(started)
 
     def test_after_completion_the_source_is_free(self, world: World, way: Way) -> None:
-        """Once the source's half (of a one-sided batch: the batch) is complete, its memory may be overwritten at
-        once."""
+        """Once the source's half is complete, its memory may be overwritten at once.
+
+        The source's half of a one-sided batch is the batch.
+        """
         a, b, link = world.pair()
         runs = Runs.of([0], [0], [2_000_000])
         for i in range(5):
@@ -152,14 +164,16 @@ class Transfers(Suite):
             assert_equal(b.content(0), expected, "the target's memory")
 
     def test_nothing_is_touched_before_the_fence(self, world: World, way: Way) -> None:
-        """A half submitted with ``after`` neither reads nor writes its memory before the fence has passed, and goes on
-        by itself soon after: the back end wakes its thread to ask (see ``Wakeup.at``)."""
+        """A half submitted with ``after`` neither reads nor writes its memory before the fence has passed.
+
+        It goes on by itself soon after: the back end wakes its thread to ask (see ``Wakeup.at``).
+        """
         a, b, link = world.pair()
         source, target = (b, a) if way is Way.READ else (a, b)
         fenced = [a, b] if way is Way.SEND and self.in_process else [a]
-        for party in fenced:
+        for participant in fenced:
             before, runs, fence = target.content(0), Runs.of([0], [7], [100_000]), HostFence()
-            started = link.start(way, source, target, runs, fences={party.name: fence})
+            started = link.start(way, source, target, runs, fences={participant.name: fence})
             world.run(0.2)
             assert not started.over()
             assert_equal(target.content(0), before, "the target's memory before the fence")
@@ -170,8 +184,10 @@ class Transfers(Suite):
             assert_equal(target.content(0), expected, "the target's memory after the fence")
 
     def test_a_fence_does_no_harm_to_what_follows(self, world: World, part: Part) -> None:
-        """Batches submitted behind one that waits for its fence may wait with it (channels are ordered) or overtake it;
-        all of them end well, and the first is not forgotten."""
+        """Batches submitted behind one that waits for its fence may wait with it or overtake it.
+
+        They may have to wait because channels are ordered. All of them end well, and the first is not forgotten.
+        """
         a, b, link = world.pair()
         source, target = part.sides(a, b)
         pieces = [Runs.of([i * 10_000], [i * 10_000 + 7], [10_000]) for i in range(4)]
