@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.testing.conformance.harness import Part, Started, Suite, Way, World, assert_equal
+from kvxfer.testing.conformance.harness import Part, Started, Suite, TransferMode, World, assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport.contract import Batch, Verb
 
@@ -19,14 +19,14 @@ LARGE = Runs.of([0], [0], [3_000_000])
 class Endings(Suite):
     """Clauses about batches and transports that end early."""
 
-    def test_aborted_batches_end_and_stay_ended(self, world: World, way: Way) -> None:
+    def test_aborted_batches_end_and_stay_ended(self, world: World, way: TransferMode) -> None:
         """An aborted batch ends once, soon, with an error (or it was quicker, and succeeded).
 
         After it ended quiet, or after what ``capabilities.quiet`` names was done, memory is neither read nor written
         for it any more: bytes that come late must not land. If your library cannot promise that, say so in ``quiet``.
         """
         a, b, link = world.pair()
-        source, target = (b, a) if way is Way.READ else (a, b)
+        source, target = (b, a) if way is TransferMode.READ else (a, b)
         started = [link.start(way, source, target, LARGE) for _ in range(8)]
         for s in started:
             for participant, number in s.halves:
@@ -55,7 +55,7 @@ class Endings(Suite):
             world.run(0.05)
             participant.abort(started.halves[0][1])
             [result] = world.finish(started)
-            if part.way is Way.SEND:
+            if part.way is TransferMode.SEND:
                 other = b if participant is a else a
                 assert result.error is not None and other.name in result.error, "the error does not name the peer"
         if self.capabilities().abort == "peer" or not result.quiet:
@@ -65,7 +65,7 @@ class Endings(Suite):
         assert a.transport.lost(link.peers[a.name]) is None, "a link that works is called lost"
         world.move(link, part.way, *part.sides(a, b), Runs.of([0], [5], [100_000]))
 
-    def test_aborting_what_is_over_does_nothing(self, world: World, way: Way) -> None:
+    def test_aborting_what_is_over_does_nothing(self, world: World, way: TransferMode) -> None:
         """Unknown and finished numbers are ignored: an abort often crosses the completion."""
         a, b, link = world.pair()
         started = link.start(way, a, b, Runs.of([0], [0], [1000]))
@@ -84,7 +84,7 @@ class Endings(Suite):
         """
         a, b, link = world.pair()
         started = [link.start(part.way, *part.sides(a, b), LARGE) for _ in range(8)]
-        if part.way is Way.SEND:
+        if part.way is TransferMode.SEND:
             # One that cannot have ended yet, since its other half is missing.
             started.append(Started([(a, a.submit(link.half(part, a, b, LARGE)))]))
         world.turn()
@@ -98,7 +98,7 @@ class Endings(Suite):
         results = world.finish(*(Started([(p, n) for p, n in s.halves if p is staying]) for s in started))
         if staying is a:
             late = world.submit(a, link.half(part, a, b, LARGE))
-            last = results[-1:] if part.way is Way.SEND else []
+            last = results[-1:] if part.way is TransferMode.SEND else []
             assert all(r.error is not None for r in [*last, *world.finish(late)]), "nobody was there to take part"
             results += world.finish(late)
         errors = [r.error for r in results if r.error is not None]
@@ -126,7 +126,7 @@ class Endings(Suite):
             with pytest.raises(TransportError):
                 call()
 
-    def test_the_wrong_thread_is_refused_or_safe(self, world: World, way: Way) -> None:
+    def test_the_wrong_thread_is_refused_or_safe(self, world: World, way: TransferMode) -> None:
         """Another thread gets ``TransportError`` or is served as well; nothing breaks for the owner either way."""
         a, b, link = world.pair()
         seen: list[BaseException] = []

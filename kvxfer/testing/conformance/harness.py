@@ -17,13 +17,13 @@ from kvxfer.testing.ready import ready
 from kvxfer.testing.remote_participant import RemoteParticipant
 from kvxfer.transport.contract import Batch, Capabilities, Fence, Transport, Verb
 
-__all__ = ["SIZES", "HostFence", "Link", "Part", "Started", "Suite", "Way", "World"]
+__all__ = ["SIZES", "HostFence", "ParticipantLink", "Part", "Started", "Suite", "TransferMode", "World"]
 
 SIZES = (3 << 20 | 1, 70_003)
 """Regions of a participant's memory unless a clause says otherwise: odd, and more than one."""
 
 
-class Way(enum.Enum):
+class TransferMode(enum.Enum):
     """How bytes get from a source to a target: the target reads, the source writes, or both take part."""
 
     READ = "read"
@@ -34,7 +34,7 @@ class Way(enum.Enum):
 class Part(NamedTuple):
     """What the participant under test does: it submits a transfer, or half of one, whose ``role`` it is."""
 
-    way: Way
+    way: TransferMode
     role: Literal["source", "target"]
 
     def sides(self, me: Participant, other: Participant) -> tuple[Participant, Participant]:
@@ -42,7 +42,12 @@ class Part(NamedTuple):
         return (me, other) if self.role == "source" else (other, me)
 
 
-PARTS = (Part(Way.READ, "target"), Part(Way.WRITE, "source"), Part(Way.SEND, "source"), Part(Way.SEND, "target"))
+PARTS = (
+    Part(TransferMode.READ, "target"),
+    Part(TransferMode.WRITE, "source"),
+    Part(TransferMode.SEND, "source"),
+    Part(TransferMode.SEND, "target"),
+)
 
 
 class HostFence:
@@ -79,7 +84,7 @@ class Started:
 
 
 @dataclass
-class Link:
+class ParticipantLink:
     """A link between two participants.
 
     Attributes:
@@ -91,14 +96,20 @@ class Link:
     streams: dict[str, int] = field(default_factory=dict)
 
     def halves(
-        self, way: Way, source: Participant, target: Participant, runs: Runs, memory: int = 0, target_memory: int = 0
+        self,
+        way: TransferMode,
+        source: Participant,
+        target: Participant,
+        runs: Runs,
+        memory: int = 0,
+        target_memory: int = 0,
     ) -> list[tuple[Participant, Batch]]:
         """Return the batches that move ``runs`` from source to target, with who submits each."""
         here, there = self.peers[source.name], self.peers[target.name]
-        if way is Way.READ:
+        if way is TransferMode.READ:
             batch = Batch(Verb.READ, there, target_memory, runs.length, runs.dst, memory, runs.src)
             return [(target, batch)]
-        if way is Way.WRITE:
+        if way is TransferMode.WRITE:
             return [(source, Batch(Verb.WRITE, here, memory, runs.length, runs.src, target_memory, runs.dst))]
         stream = self.streams.get(source.name, 0)
         self.streams[source.name] = stream + 1
@@ -109,7 +120,7 @@ class Link:
 
     def start(
         self,
-        way: Way,
+        way: TransferMode,
         source: Participant,
         target: Participant,
         runs: Runs,
@@ -169,7 +180,7 @@ class World:
         """Make a second participant, in this process if the back end can have two there."""
         return self.local() if self._suite.in_process else self.process(self._name("process"))
 
-    def pair(self) -> tuple[LocalParticipant, Participant, Link]:
+    def pair(self) -> tuple[LocalParticipant, Participant, ParticipantLink]:
         """Make two connected participants with a memory of ``SIZES`` each."""
         a, b = self.local(), self.other()
         self.allocate(a, b)
@@ -180,14 +191,14 @@ class World:
         for i, participant in enumerate(participants):
             participant.allocate(SIZES, seed=100 + i)
 
-    def link(self, a: Participant, b: Participant) -> Link:
+    def link(self, a: Participant, b: Participant) -> ParticipantLink:
         """Connect both participants."""
         mine, theirs = a.endpoint(), b.endpoint()
-        return Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+        return ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
 
-    def half_link(self, a: Participant, b: Participant) -> Link:
+    def half_link(self, a: Participant, b: Participant) -> ParticipantLink:
         """Connect ``a`` to ``b``, but not ``b`` to ``a``."""
-        return Link({a.name: a.connect(a.endpoint(), b.endpoint()), b.name: -1})
+        return ParticipantLink({a.name: a.connect(a.endpoint(), b.endpoint()), b.name: -1})
 
     def turn(self, wait: float = 0.01) -> None:
         """Wait for something to do, ``wait`` seconds at most, then let each local participant poll if it should."""
@@ -232,8 +243,8 @@ class World:
 
     def move(
         self,
-        link: Link,
-        way: Way,
+        link: ParticipantLink,
+        way: TransferMode,
         source: Participant,
         target: Participant,
         runs: Runs,
@@ -246,7 +257,7 @@ class World:
         assert_equal(target.content(target_memory), overlay(before, wanted, runs), "the target's memory")
         assert_equal(source.content(memory), wanted, "the source's memory")
 
-    def make_quiet(self, participant: Participant, link: Link, results: list[Result]) -> bool:
+    def make_quiet(self, participant: Participant, link: ParticipantLink, results: list[Result]) -> bool:
         """Do what the back end says makes memory quiet after these results; return false if nothing does."""
         if all(r.quiet for r in results):
             return True
@@ -320,9 +331,9 @@ class Suite:
             transport.close()
 
     @classmethod
-    def ways(cls) -> list[Way]:
+    def ways(cls) -> list[TransferMode]:
         """Return the ways of moving that the back end offers."""
-        return [way for way in Way if Verb(way.value) in cls.capabilities().verbs]
+        return [way for way in TransferMode if Verb(way.value) in cls.capabilities().verbs]
 
     def device(self, participant: int) -> str:
         """Return where the memory of a test's first, second ... participant is.
@@ -346,14 +357,18 @@ class Suite:
         ``way`` is each way of moving, ``one_sided`` each of those that only one side submits, and ``part`` each part
         that one participant can have in them.
         """
-        choices: dict[str, tuple[Any, ...]] = {"way": tuple(Way), "one_sided": (Way.READ, Way.WRITE), "part": PARTS}
+        choices: dict[str, tuple[Any, ...]] = {
+            "way": tuple(TransferMode),
+            "one_sided": (TransferMode.READ, TransferMode.WRITE),
+            "part": PARTS,
+        }
         for name in choices.keys() & metafunc.fixturenames:
             try:
                 ways = self.ways()
             except Exception:
                 # The library is missing or cannot start. The clauses then fail one by one when they make a
                 # transport, unless a mark (such as gpu) keeps them from running here at all.
-                ways = list(Way)
+                ways = list(TransferMode)
             values = [v for v in choices[name] if (v.way if isinstance(v, Part) else v) in ways]
             ids = [f"{v.way.value}-{v.role}" if isinstance(v, Part) else v.value for v in values]
             metafunc.parametrize(name, values, ids=ids)

@@ -9,7 +9,16 @@ import sys
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.testing.conformance.harness import Link, Part, Started, Suite, Way, World, assert_equal, overlay
+from kvxfer.testing.conformance.harness import (
+    Part,
+    ParticipantLink,
+    Started,
+    Suite,
+    TransferMode,
+    World,
+    assert_equal,
+    overlay,
+)
 from kvxfer.testing.participant import Runs
 
 LARGE = Runs.of([0], [0], [3_000_000])
@@ -29,7 +38,7 @@ class Links(Suite):
         assert len(set(endpoints)) == 5
         assert all(isinstance(e, bytes) and 0 < len(e) <= 1 << 20 for e in endpoints)
 
-    def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: Way) -> None:
+    def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: TransferMode) -> None:
         """Nothing is kept of a withdrawn endpoint: whoever dials peers that never answer makes endpoints for ever.
 
         ``withdraw`` ignores an endpoint that was connected, or withdrawn before.
@@ -37,7 +46,7 @@ class Links(Suite):
         a, b = world.local(), world.other()
         world.allocate(a, b)
         mine, theirs = a.endpoint(), b.endpoint()
-        link = Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+        link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
 
         def blocks_after(count: int) -> int:
             for _ in range(count):
@@ -52,7 +61,7 @@ class Links(Suite):
         assert kept < 1000, f"{kept} blocks of Python's memory are kept of 1000 endpoints"
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
-    def test_malformed_endpoints_are_refused(self, world: World, way: Way) -> None:
+    def test_malformed_endpoints_are_refused(self, world: World, way: TransferMode) -> None:
         """What is no endpoint raises ``TransportError``; an altered endpoint is refused, or its batches fail.
 
         Neither harms the transport. An endpoint comes from the network: never unpickle it.
@@ -81,19 +90,19 @@ class Links(Suite):
         a, b = world.local(), world.other()
         world.allocate(a, b)
         mine, theirs = a.endpoint(), b.endpoint()
-        link = Link({a.name: a.connect(mine, theirs), b.name: -1})
+        link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: -1})
         before, source = part.sides(a, b)[1].content(0), part.sides(a, b)[0].content(0)
         started = Started([(a, a.submit(link.half(part, a, b, LARGE)))])
         world.run(0.2)
         assert not started.over()
-        link = Link({a.name: link.peers[a.name], b.name: b.connect(theirs, mine)})
+        link = ParticipantLink({a.name: link.peers[a.name], b.name: b.connect(theirs, mine)})
         for participant, batch in link.halves(part.way, *part.sides(a, b), LARGE):
             if participant is b:
                 started.halves.append((b, b.submit(batch)))
         world.succeed(started)
         assert_equal(part.sides(a, b)[1].content(0), overlay(before, source, LARGE), "the target's memory")
 
-    def test_two_links_are_independent(self, world: World, way: Way) -> None:
+    def test_two_links_are_independent(self, world: World, way: TransferMode) -> None:
         """Two agents may have several links (one for each direction of dialling); closing one leaves the other."""
         a, b, one = world.pair()
         two = world.link(a, b)
@@ -103,7 +112,7 @@ class Links(Suite):
         world.run(0.05)
         world.move(two, way, a, b, Runs.of([0], [7], [2000]))
 
-    def test_reconnecting(self, world: World, way: Way) -> None:
+    def test_reconnecting(self, world: World, way: TransferMode) -> None:
         """After a link was closed by either side or both, the same two agents can make a new one with new endpoints."""
         a, b, link = world.pair()
         for who in ((a,), (b,), (a, b)):
@@ -120,7 +129,7 @@ class Links(Suite):
         a.disconnect(link.peers[a.name])
         for peer in (link.peers[a.name], 12_345, -1):
             with pytest.raises(TransportError):
-                a.submit(Link({a.name: peer, b.name: 0}).half(part, a, b, LARGE))
+                a.submit(ParticipantLink({a.name: peer, b.name: 0}).half(part, a, b, LARGE))
 
     @pytest.mark.parametrize("closer", ["near", "far"])
     def test_disconnecting_in_flight(self, world: World, part: Part, closer: str) -> None:
@@ -137,7 +146,7 @@ class Links(Suite):
         closing.disconnect(link.peers[closing.name])
         results = world.finish(*started)
         errors = [r.error for r in results if r.error is not None]
-        assert part.way is not Way.SEND or len(errors) == len(results), "a SEND or RECV alone cannot succeed"
+        assert part.way is not TransferMode.SEND or len(errors) == len(results), "a SEND or RECV alone cannot succeed"
         assert all(b.name in error for error in errors), f"errors must name the peer {b.name!r}: {errors}"
         if len(errors) < len(results):
             assert_equal(target.content(0)[:3_000_000], expected, "what was moved")

@@ -6,7 +6,7 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
-from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, Way, World, assert_equal
+from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, TransferMode, World, assert_equal
 from kvxfer.testing.participant import Buffer, Runs
 
 
@@ -53,7 +53,7 @@ class Memory(Suite):
         participant.close()
         buffer.free()
 
-    def test_unknown_memory_is_refused(self, world: World, way: Way) -> None:
+    def test_unknown_memory_is_refused(self, world: World, way: TransferMode) -> None:
         """A batch that names a local memory which was never registered raises ``TransportError`` from ``submit``."""
         a, b, link = world.pair()
         runs = Runs.of([0], [0], [10])
@@ -61,7 +61,7 @@ class Memory(Suite):
             with pytest.raises(TransportError):
                 participant.submit(batch)
 
-    def test_offsets_outside_are_refused(self, world: World, way: Way) -> None:
+    def test_offsets_outside_are_refused(self, world: World, way: TransferMode) -> None:
         """Local runs must lie inside one region of the registered memory.
 
         Those before it, behind it, in the gap between two regions, across the gap, or of negative or absurd length
@@ -84,7 +84,7 @@ class Memory(Suite):
                     participant.submit(batch)
         world.move(link, way, a, b, Runs.of([0], [0], [100]))
 
-    def test_remote_offsets_outside_fail(self, world: World, one_sided: Way) -> None:
+    def test_remote_offsets_outside_fail(self, world: World, one_sided: TransferMode) -> None:
         """Batches whose remote runs leave the peer's memory end with an error, and move nothing.
 
         The error comes from ``submit`` or as their completion.
@@ -92,7 +92,7 @@ class Memory(Suite):
         a, b, link = world.pair()
         before = a.content(0), b.content(0)
         for memory, offset in ((9, 0), (0, 1 << 40), (0, SIZES[0] - 5), (0, -1)):
-            if one_sided is Way.READ:
+            if one_sided is TransferMode.READ:
                 halves = link.halves(one_sided, a, b, Runs.of([offset], [0], [10]), memory=memory)
             else:
                 halves = link.halves(one_sided, a, b, Runs.of([0], [offset], [10]), target_memory=memory)
@@ -106,7 +106,7 @@ class Memory(Suite):
         assert_equal(a.content(0), before[0], "the source's memory")
         assert_equal(b.content(0), before[1], "the target's memory")
 
-    def test_deregistered_memory_is_forgotten(self, world: World, way: Way) -> None:
+    def test_deregistered_memory_is_forgotten(self, world: World, way: TransferMode) -> None:
         """After ``deregister`` the number is refused, the memory may be freed, and the others still work.
 
         NIXL, for one, would take a stale registration and fault: check the number yourself.
