@@ -125,8 +125,10 @@ class Lane:
         return self._due(now)
 
     def give_up(self) -> tuple[list[Post], list[Post], Task[None] | None]:
-        """End everything. Returns batches that have not touched memory, those that may until the abort is over, and the
-        abort."""
+        """End everything.
+
+        Returns batches that have not touched memory, those that may until the abort is over, and the abort.
+        """
         untouched, touched = list(self.waiting), list(self.enqueued)
         self.waiting.clear()
         self.enqueued.clear()
@@ -179,7 +181,7 @@ class Lane:
             self._tell(post)
 
     def _tell(self, post: Post) -> None:
-        """A batch was enqueued."""
+        """Note that a batch was enqueued."""
 
     def _harvest(self, now: float) -> None:
         raise NotImplementedError
@@ -213,6 +215,8 @@ class Lane:
 
 
 class Sender(Lane):
+    """The direction in which this side sends."""
+
     verb = Verb.SEND
 
     def __init__(self, tools: Tools) -> None:
@@ -275,6 +279,8 @@ class Sender(Lane):
 
 
 class Receiver(Lane):
+    """The direction in which this side receives."""
+
     verb = Verb.RECV
 
     def __init__(self, tools: Tools) -> None:

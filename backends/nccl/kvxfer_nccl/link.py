@@ -250,5 +250,5 @@ class Link:
 
 
 def _printable(text: str) -> str:
-    """A reason from the peer, fit for a message and a log."""
+    """Return a reason from the peer, fit for a message and a log."""
     return "".join(c if c.isprintable() else "?" for c in text[:300]) or "the peer gave no reason"

@@ -83,6 +83,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
+    """Return a message as it travels."""
     body = _encoder.encode(message)
     return len(body).to_bytes(4) + body
 
