@@ -283,7 +283,7 @@ class Link:
 
     def _error(self, half: Half) -> KvxferError:
         assert self.broken is not None
-        return type(self.broken)(f"{self._what(half)} failed: {self.broken}")
+        return type(self.broken)(f"{self._what(half)} failed: {self.broken}", kind=self.broken.kind)
 
     @staticmethod
     def _tag(receiver: Endpoint, kind: int, stream: int) -> int:
