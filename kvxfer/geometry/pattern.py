@@ -36,6 +36,10 @@ class CopyPattern:
     unit: int
 
     def __len__(self) -> int:
+        return self._length
+
+    @cached_property
+    def _length(self) -> int:
         return len(self.src_cells) * prod(n for n, _, _ in self.axes)
 
     @cached_property

@@ -94,6 +94,10 @@ class Planner:
         self._view_groups: dict[tuple[int, int, bool], list[ViewGroup]] = defaultdict(list)
         for b in view_groups(src, dst, assignments):
             self._view_groups[b.src_group, b.dst_group, b.opaque].append(b)
+        self._limits = {
+            key: (min(b.src_blocks for b in of), min(b.dst_blocks for b in of), min(b.most_tokens for b in of))
+            for key, of in self._view_groups.items()
+        }
         self._seen = np.empty(max((v.blocks for v in dst.views), default=0), np.int32)
 
     def plan(self, src_blocks: Rows, dst_blocks: Rows, start: int, tokens: int) -> CopyPlan:
@@ -112,15 +116,14 @@ class Planner:
             src, dst = np.asarray(src_blocks[sg], np.int64), np.asarray(dst_blocks[dg], np.int64)
             if not len(dst) or np.maximum.reduce(dst) < 0:
                 continue
-            found = join(src, dst, self._cut(sg, dg, opaque, members, len(dst), start, tokens), dg)
+            *limits, most = self._limits[sg, dg, opaque]
+            found = join(src, dst, self._cut(sg, dg, opaque, most, len(dst), start, tokens), dg)
             if len(found.count):
-                self._check_blocks(found, members)
+                self._check_blocks(found, *limits)
                 logical += [b.at(found) for b in members]
         return CopyPlan(tuple(s for p in logical for s in p.copies()), tuple(logical))
 
-    def _cut(
-        self, sg: int, dg: int, opaque: bool, members: Sequence[ViewGroup], table: int, start: int, tokens: int
-    ) -> Cut:
+    def _cut(self, sg: int, dg: int, opaque: bool, most: int, table: int, start: int, tokens: int) -> Cut:
         """Where the tokens fall in both sides' blocks."""
         group, bs, bd = self.dst.groups[dg], self.src.groups[sg].block_tokens, self.dst.groups[dg].block_tokens
         if not 0 <= start <= tokens:
@@ -132,17 +135,19 @@ class Planner:
         if opaque and start % bd and start < tokens:
             raise PlanError(f"group {dg}: start {start} cuts a block of {bd} tokens whose tokens are opaque")
         needed = tokens - group.window + 1 if group.kind == "window" else start
-        return cut_tokens(start, tokens, bs, bd, needed, min(b.most_tokens for b in members))
+        return cut_tokens(start, tokens, bs, bd, needed, most)
 
-    def _check_blocks(self, found: Segments, members: Sequence[ViewGroup]) -> None:
+    def _check_blocks(self, found: Segments, src_blocks: int, dst_blocks: int) -> None:
         """Refuse blocks outside either cache, and a destination block at two positions of its table."""
         for side, block, limit in (
-            ("source", found.src_block, min(b.src_blocks for b in members)),
-            ("destination", found.dst_block, min(b.dst_blocks for b in members)),
+            ("source", found.src_block, src_blocks),
+            ("destination", found.dst_block, dst_blocks),
         ):
             worst = int(np.maximum.reduce(block))
             if worst >= limit:
                 raise PlanError(f"{side} block {worst} is outside the cache's {limit} blocks")
+        if len(found.dst_block) == 1:
+            return
         self._seen[found.dst_block] = found.dst_pos
         twice = self._seen[found.dst_block] != found.dst_pos
         if np.logical_or.reduce(twice):

@@ -52,6 +52,14 @@ class Segments:
 
 def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int) -> Cut:
     """Cut ``[start, tokens)`` at multiples of both block sizes, and of ``most`` where blocks are larger than that."""
+    if (
+        start < tokens
+        and start // bs == (tokens - 1) // bs
+        and start // bd == (tokens - 1) // bd
+        and tokens - start <= most
+    ):
+        one = np.array([[start], [tokens - start], [start // bs], [start // bd], [start % bs], [start % bd]])
+        return Cut(one[0], one[1], one[2], one[3], one[4], one[5], needed)
     steps = {bs, bd, most} if most < min(bs, bd) else {bs, bd}
     edges = [
         np.arange(start // b, -(-tokens // b) + 1 if start < tokens else 0, dtype=np.int64) * b

@@ -127,7 +127,11 @@ def materialise(copies: Sequence[StridedCopy]) -> Runs:
     Order: by strided, stretch of joined segments, row. Where few are left they are ordered by destination and joined
     across rows and copies too.
     """
-    few = sum(map(len, copies)) <= _FEW  # then what continues its neighbour is joined at the end, all at once
+    rows = sum(map(len, copies))
+    few = rows <= _FEW  # then what continues its neighbour is joined at the end, all at once
+    if rows == 1:
+        only = next(s for s in copies if len(s))
+        return Runs(only.src_at + only.src_rows, only.dst_at + only.dst_rows, only.row_bytes)
     stretches = [(s.src_at, s.dst_at, s.row_bytes) if few else _stretches(s) for s in copies]
     total = sum(len(s.pattern) * len(at[0]) for s, at in zip(copies, stretches, strict=True))
     src, dst, length = (np.empty(total, np.int64) for _ in range(3))

@@ -107,7 +107,14 @@ class LogicalCopy:
             yield from (StridedCopy(t, self.src_at, self.dst_at, self.count) for t in b._merged)
             return
         least, most = int(np.minimum.reduce(self.count)), int(np.maximum.reduce(self.count))
-        counts = [most] if least == most else np.flatnonzero(np.bincount(self.count)).tolist()
+        if least == most:
+            for i, tile in enumerate(b._merged):
+                for t in b._with_tokens(i, most):
+                    yield StridedCopy(
+                        t, self.src_at, self.dst_at, self.count if t is tile else np.ones(len(self.count), np.int64)
+                    )
+            return
+        counts = np.flatnonzero(np.bincount(self.count)).tolist()
         for i, tile in enumerate(b._merged):
             plain = [n for n in counts if b._with_tokens(i, n)[0] is tile]
             groups = ([plain] if plain else []) + [[n] for n in counts if n not in plain]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+
+import msgspec
 
 from kvxfer import memory
 from kvxfer.geometry import Region
@@ -61,7 +62,7 @@ class Checks:
             try:
                 if not checksum.fence.passed():
                     continue
-                moved = replace(moved, checksum=checksum.value)
+                moved = msgspec.structs.replace(moved, checksum=checksum.value)
             except BaseException:
                 log.exception("a checksum failed")
             self._reading.remove(reading)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvxfer.failures import Failure, FailureKind, Outcome
@@ -94,8 +95,8 @@ class Load:
     round: int = 0  # how often all lanes had arrived
 
     @property
-    def ways(self) -> list[Way]:
-        return list((self.lanes or {}).values())
+    def ways(self) -> Collection[Way]:
+        return self.lanes.values() if self.lanes else ()
 
     def want(self, lane: Way, now: float) -> m.Want:
         """What a lane asks for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -55,8 +55,7 @@ Role = Literal["producer", "consumer"]
 Mode = Literal["read", "write", "sendrecv"]
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``.
 
     ``nbytes``: that have come; of a producer, that its consumers have confirmed. ``seconds``: from the call that began it.
@@ -76,8 +75,7 @@ class Ended:
     waited: float = 0.0
 
 
-@dataclass(frozen=True)
-class Released:
+class Released(msgspec.Struct, frozen=True):
     """Nothing reads or writes the transfer's blocks any more; comes once, after ``Ended``."""
 
     role: Role
@@ -103,8 +101,7 @@ class Stats(msgspec.Struct, frozen=True):
     staged: int
 
 
-@dataclass(frozen=True)
-class PartRef:
+class PartRef(NamedTuple):
     """Names one part of one attempt, on the side that moves it."""
 
     role: Role
@@ -147,8 +144,7 @@ class LinkInfo:
 # --- actions: what a machine asks its shell to do ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Resolve:
+class Resolve(msgspec.Struct, frozen=True):
     """Find the route to this source; answer with ``Consumer.resolved``. ``own``: see ``Fetch``."""
 
     source: Source
@@ -169,16 +165,14 @@ class Resolved:
     lanes: tuple[Lane, ...]
 
 
-@dataclass(frozen=True)
-class Dial:
+class Dial(msgspec.Struct, frozen=True):
     """Make this link; if there is one, close that first. Answer with ``link_up`` or ``link_down``, and for one that was
     closed with ``link_closed`` before that."""
 
     link: LinkId
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """Forget this link and its back-end connection. Answer the consumer with ``link_closed`` once nothing comes over it
     any more; a producer's ``Close`` has the consumer dial anew, and is answered with ``link_down``."""
 
@@ -186,14 +180,12 @@ class Close:
     why: Failure
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     link: LinkId
     message: Message
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(msgspec.Struct, frozen=True):
     """Give a part to the data thread; answer with ``moved``. ``stream`` numbers two-sided parts of a link. ``check``: what
     is to be hashed of it on this side once it has arrived."""
 
@@ -205,20 +197,17 @@ class Move:
     check: CopyPlan | None = None
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True):
     ref: PartRef
 
 
-@dataclass(frozen=True)
-class Acquit:
+class Acquit(msgspec.Struct, frozen=True):
     """The producer has ended its half of this part for good: nothing of it comes into what was lent to it any more."""
 
     ref: PartRef
 
 
-@dataclass(frozen=True)
-class Hash:
+class Hash(msgspec.Struct, frozen=True):
     """Checksum what this plan moves, on our side of it; answer with ``hashed``. An ``Abort`` may end it early."""
 
     ref: PartRef
@@ -226,16 +215,14 @@ class Hash:
     side: Side
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     event: Event
 
 
 Action = Resolve | Dial | Close | Send | Move | Abort | Acquit | Hash | Report
 
 
-@dataclass(frozen=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True):
     """The end of a part on this side; comes again, quiet, when it was not quiet the first time. ``quiet``: the back end
     no longer touches its memory here. ``collateral``: it ended only because its link broke under something else.
     ``seconds``: from when the data thread took it up. ``checksum``: of what ``Move.check`` names, where memory has been read
@@ -250,8 +237,7 @@ class Moved:
     checksum: int | None = None
 
 
-@dataclass(frozen=True)
-class Hashed:
+class Hashed(msgspec.Struct, frozen=True):
     """The checksum of a part's content on this side, or why there is none."""
 
     ref: PartRef

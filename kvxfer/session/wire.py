@@ -178,6 +178,7 @@ class Hub:
     def wake(self) -> None:
         """Let ``poll`` return. Any thread; does nothing after ``close``."""
         if self._asleep:
+            self._asleep = False  # one word is enough
             with self._flag_lock:
                 if self._flag >= 0:
                     os.eventfd_write(self._flag, 1)
