@@ -27,7 +27,9 @@ LEVELS = [
     {"geometry"},
     {"config"},
     {"memory", "transport", "schedule", "security"},
-    {"session"},
+    {"protocol"},
+    {"data"},
+    {"control"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},
     {"cli"},

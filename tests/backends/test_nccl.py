@@ -23,8 +23,8 @@ from kvxfer_nccl.tasks import Task
 from kvxfer_nccl.twin import TwinBinding, TwinPipe, TwinTransport
 from kvxfer_nccl.wire import Endpoint
 from tests.backends.nccl_faults import LARGE, SMALL, Faults
-from tests.session import conftest as agents
-from tests.session.conftest import Ended, FailureKind, Released, fetch, offered
+from tests.control import conftest as agents
+from tests.control.conftest import Ended, FailureKind, Released, fetch, offered
 
 engine = agents.engine  # the fixture
 

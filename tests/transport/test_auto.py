@@ -12,7 +12,7 @@ from kvxfer.identity import TransferId
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import auto
 from kvxfer.transport.auto import ORDER, choose, lineup, options_of
-from tests.session.conftest import Ended, engine, fetch, offered
+from tests.control.conftest import Ended, engine, fetch, offered
 
 __all__ = ["engine"]
 T = TransferId("own/1/x", 0)

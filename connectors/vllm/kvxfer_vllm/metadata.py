@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvxfer.geometry import Rank
 from kvxfer.identity import Generation, TransferId
+from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import StepCommands
-from kvxfer.session import Member
 
 __all__ = ["Handshake", "Report", "Step"]
 
@@ -38,7 +38,7 @@ class Step(KVConnectorMetadata):
 class Handshake(KVConnectorHandshakeMetadata):
     """Worker to scheduler, once: where the worker's agent listens, and its cache."""
 
-    member: Member
+    member: RankDescriptor
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Report(KVConnectorWorkerMetadata):
     moving: dict[str, set[Rank]] = field(default_factory=dict)
     still: dict[str, set[Rank]] = field(default_factory=dict)
     delivered: dict[str, set[Generation]] = field(default_factory=dict)
-    members: dict[Rank, Member] = field(default_factory=dict)
+    members: dict[Rank, RankDescriptor] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Report)

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
+from kvxfer.control.directory import Directory
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.identity import Address, Source, TransferId, digest, external_id, new_epoch
+from kvxfer.protocol.messages import Decline, Named, RankDescriptor, Renew
 from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
 from kvxfer.security import Security
-from kvxfer.session import Decline, Directory, Member, Named, Renew
 from kvxfer.values import BlockTable, Rank
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
@@ -82,7 +83,7 @@ class SchedulerHalf:
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads that failed before they began, and their blocks
         self._computed: dict[str, int] = {}  # request -> local tokens at its last match
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
-        self._members: dict[Rank, Member] = {}
+        self._members: dict[Rank, RankDescriptor] = {}
         self._renewed = 0.0
 
     # --- requests --------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from kvxfer import memory
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
 from kvxfer.geometry import Rank
-from kvxfer.session import Agent, Ended, Stats
+from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm import compat
 from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.layout import Layout
