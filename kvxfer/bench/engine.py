@@ -26,9 +26,9 @@ from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config, Integrity
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.control.policy import LinkPolicy, stager
 from kvxfer.data import results
 from kvxfer.data.mover import Mover
+from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId

@@ -22,7 +22,6 @@ from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.control.fences import Fences
 from kvxfer.control.links import Inbound, Lost, Outbound
-from kvxfer.control.policy import LinkPolicy, admit, stager
 from kvxfer.control.resolver import Path, Resolver
 from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.control.worker import Worker
@@ -30,6 +29,7 @@ from kvxfer.data import results
 from kvxfer.data.hasher import Hasher
 from kvxfer.data.mover import Mover
 from kvxfer.data.plane import DataPlane
+from kvxfer.data.policy import LinkPolicy, admit, stager
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner

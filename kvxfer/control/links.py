@@ -15,10 +15,10 @@ from itertools import count
 from typing import NoReturn
 
 from kvxfer.config import Integrity
-from kvxfer.control.policy import check_facts
 from kvxfer.control.revocations import RevocationView
 from kvxfer.control.sockets import Connection, ControlSockets
 from kvxfer.data.plane import DataPlane
+from kvxfer.data.policy import check_facts
 from kvxfer.data.results import Broken, Connected, Endpoint
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind

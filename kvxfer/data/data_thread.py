@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvxfer.control.policy import lent
 from kvxfer.data.checks import Checks
 from kvxfer.data.command_queue import CommandQueue
 from kvxfer.data.jobs import Job, Wire, make_job
+from kvxfer.data.policy import lent
 from kvxfer.data.results import Broken, Connected, Died, Disconnected, Endpoint, PieceReady, PieceTaken, Reset, Result
 from kvxfer.data.staging import Staging
 from kvxfer.errors import TransportError

@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvxfer.control.policy import LinkPolicy
 from kvxfer.data.mover import Mover
+from kvxfer.data.policy import LinkPolicy
 from kvxfer.data.staging import Staging
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.values import LinkId, Move, PartRef, Role

@@ -20,7 +20,7 @@ Fault = Literal["lose", "corrupt", "fail"]
 ONE_SIDED = (Verb.READ, Verb.WRITE)
 
 
-class RankDescriptor(Protocol):
+class Member(Protocol):
     """A fake transport, as its network sees it."""
 
     agent: str
@@ -63,7 +63,7 @@ class Post:
 class Side:
     """One end of a link. ``tokens``: of both ends. ``broken``: why nothing can pass any more."""
 
-    owner: RankDescriptor
+    owner: Member
     tokens: frozenset[str]
     peer_agent: str
     other: Side | None = None
@@ -93,8 +93,8 @@ class Network:
         self.delay_s = 0.0
         self.moved_bytes = 0
         self.lock = threading.RLock()
-        self._members: list[RankDescriptor] = []
-        self._owners: dict[str, RankDescriptor] = {}
+        self._members: list[Member] = []
+        self._owners: dict[str, Member] = {}
         self._faults: list[tuple[Fault, str | None, Verb | None]] = []
         self._ghosts: list[Ghost] = []
 
@@ -130,10 +130,10 @@ class Network:
 
     # For the fakes, which hold the lock
 
-    def join(self, member: RankDescriptor) -> None:
+    def join(self, member: Member) -> None:
         self._members.append(member)
 
-    def leave(self, member: RankDescriptor) -> None:
+    def leave(self, member: Member) -> None:
         """The member is gone; its peers notice."""
         if member not in self._members:
             return
@@ -141,7 +141,7 @@ class Network:
         tokens = {t for t, owner in self._owners.items() if owner is member}
         self._orphan(tokens, f"{member.agent!r} is gone (its process ended, or it closed)")
 
-    def own(self, token: str, member: RankDescriptor) -> None:
+    def own(self, token: str, member: Member) -> None:
         """Note whose end of a link a token stands for."""
         self._owners[token] = member
 
@@ -178,7 +178,7 @@ class Network:
         if side.other is not None:
             self.cut(side.other, f"{side.owner.agent!r} closed the link")
 
-    def exorcise(self, member: RankDescriptor) -> None:
+    def exorcise(self, member: Member) -> None:
         """Nothing moves any more for what this member has submitted."""
         self._ghosts = [g for g in self._ghosts if g.side.owner is not member]
 

@@ -44,7 +44,7 @@ def revocations() -> Any:
 def test_it_is_seen_from_another_process(revocations: SharedRevocationCounter) -> None:
     for _ in range(3):
         revocations.count()
-    code = "import sys; from kvxfer.control.revocations import Sight; print(Sight(sys.argv[1])())"
+    code = "import sys; from kvxfer.control.revocations import RevocationView; print(RevocationView(sys.argv[1])())"
     assert subprocess.check_output([sys.executable, "-c", code, revocations.place], text=True).split() == ["3"]
 
 
@@ -104,7 +104,7 @@ def test_only_a_tally_is_taken_for_one(revocations: SharedRevocationCounter, tmp
 
 CUT = """
 import mmap, os, secrets, sys
-from kvxfer.control.revocations import Sight, SharedTally
+from kvxfer.control.revocations import RevocationView, SharedTally
 if sys.argv[1] == "ours":
     tally = SharedTally()
     fd, place = tally._fd, tally.place
@@ -114,7 +114,7 @@ else:
     token = secrets.token_bytes(16)
     mmap.mmap(fd, 4096)[8:24] = token
     place = f"{os.getpid()}/{fd}/{token.hex()}"
-sight = Sight.of(place)
+sight = RevocationView.of(place)
 for size in (4095, 0):
     try:
         os.ftruncate(fd, size)

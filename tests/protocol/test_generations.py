@@ -303,7 +303,7 @@ def _any_round(self: Any, f: Any, rank: Any, msg: m.CommitAck, now: float) -> li
 
 
 def _held_is_held(self: Any, f: Any) -> None:
-    for rank in f.ways:
+    for rank in f.rank_fetches:
         if rank.state is RankFetchState.CHECKING:
             rank.on(RankFetchEvent.ANOTHER)
 
@@ -312,11 +312,11 @@ def _complete_with_held(self: Any, f: Any, rank: Any, now: float) -> list[Action
     if not rank.complete(f.spec.start, f.spec.tokens):
         return []
     rank.on(RankFetchEvent.COMPLETE)
-    if any(x.state not in (RankFetchState.ARRIVED, RankFetchState.HELD) for x in f.ways):
+    if any(x.state not in (RankFetchState.ARRIVED, RankFetchState.HELD) for x in f.rank_fetches):
         return []
     f.round += 1
     out: list[Action] = []
-    for x in f.ways:
+    for x in f.rank_fetches:
         if x.state is RankFetchState.ARRIVED:
             x.on(RankFetchEvent.ASK)
             out += self._ask(f, x, now)
