@@ -27,6 +27,7 @@ LEVELS = [
     {"geometry"},
     {"config"},
     {"memory", "transport", "schedule", "security"},
+    {"backend"},
     {"protocol"},
     {"data"},
     {"control"},

@@ -104,9 +104,9 @@ def test_only_a_tally_is_taken_for_one(revocations: SharedRevocationCounter, tmp
 
 CUT = """
 import mmap, os, secrets, sys
-from kvxfer.control.revocations import RevocationView, SharedTally
+from kvxfer.control.revocations import RevocationView, SharedRevocationCounter
 if sys.argv[1] == "ours":
-    tally = SharedTally()
+    tally = SharedRevocationCounter()
     fd, place = tally._fd, tally.place
 else:
     fd = os.memfd_create("kvxfer-tally", os.MFD_ALLOW_SEALING if sys.argv[1] == "unsealed" else 0)
