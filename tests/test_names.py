@@ -58,16 +58,7 @@ LEFT: set[str] = {
 }
 """Names that are still defined more than once. The list is exact: whoever renames one takes it out."""
 
-GIVEN_UP: set[str] = {
-    "Giving",
-    "Holds",
-    "Lane",
-    "SchedulerHalf",
-    "Taking",
-    "Way",
-    "WorkerHalf",
-    "lineup",
-}
+GIVEN_UP: set[str] = {"Giving", "Holds", "Lane", "SchedulerHalf", "Taking", "Way", "WorkerHalf", "lineup"}
 """Words from the glossary's column *not called* that are still public names. Exact as well."""
 
 TO_COME: set[str] = {"BlockPins", "LoadingBlocks", "OfferedBlocks", "SchedulerSide", "WorkerSide", "candidates"}
