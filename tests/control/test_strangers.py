@@ -91,23 +91,23 @@ class Tracked(FakeTransport):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
-        self.unused: list[bytes] = []
+        self.idle: list[bytes] = []
         self.given = 0
         self.made.append(self)
 
     def endpoint(self) -> bytes:
-        self.unused.append(super().endpoint())
+        self.idle.append(super().endpoint())
         self.given += 1
-        return self.unused[-1]
+        return self.idle[-1]
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         peer = super().connect(mine, theirs)
-        self.unused.remove(mine)
+        self.idle.remove(mine)
         return peer
 
     def withdraw(self, endpoint: bytes) -> None:
         super().withdraw(endpoint)
-        self.unused.remove(endpoint)
+        self.idle.remove(endpoint)
 
 
 def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
     with socket.create_server(("127.0.0.1", int(p.agents[0].member.address.rpartition(":")[2]))):
         assert late(3) is FailureKind.PEER_UNREACHABLE
     assert of_d.given >= 2
-    until(lambda: not of_p.unused and not of_d.unused)
+    until(lambda: not of_p.idle and not of_d.idle)
 
 
 def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engine, Engine]) -> None:
