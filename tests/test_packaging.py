@@ -31,6 +31,7 @@ LEVELS = [
     {"protocol"},
     {"data"},
     {"control"},
+    {"engine"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},
     {"cli"},

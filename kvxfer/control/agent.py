@@ -57,9 +57,8 @@ from kvxfer.protocol.values import (
     Stats,
 )
 from kvxfer.security import Complaints, Security
-from kvxfer.transport import Fence, Transport, load
-from kvxfer.transport.auto import lineup, options_for
-from kvxfer.transport.guard import guard
+from kvxfer.transport import Fence, Transport
+from kvxfer.transport.auto import candidates, options_for
 from kvxfer.values import Fetch, Offer
 
 __all__ = ["Agent"]
@@ -105,7 +104,7 @@ class Agent:
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         self._owner = ProcessGuard("this agent")
         self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
-        backends = lineup(config.backend, (r.device for r in cache.regions), guard(config))
+        self._backends = candidates(config, (r.device for r in cache.regions))
         self._inbox: deque[Step] = deque()
         self._taken = 0  # of what has been in the inbox
         self._revocations = SharedRevocationCounter()
@@ -115,7 +114,7 @@ class Agent:
             self._revocations.close()
             raise
         self._data = DataPlane(
-            backends,
+            tuple(self._backends),
             self._mover,
             lambda name, caps, staging: LinkPolicy.of(name, caps, staging, cache, config.integrity),
         )
@@ -138,7 +137,7 @@ class Agent:
             self._sockets.close()
             raise
         address = sockets.address(config.advertise or config.listen, port)
-        self.member = m.RankDescriptor(address, self.epoch, cache, self._data.lineup)
+        self.member = m.RankDescriptor(address, self.epoch, cache, self._data.candidates)
         self._consumer = ConsumerMachine(config.transfer_timeout)
         self._producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), self._revocations)
         self._fences = Fences()
@@ -179,8 +178,9 @@ class Agent:
         )
 
     def _transport(self, name: str) -> Transport:
-        """Load a back end and make it, on its data thread: that may take seconds."""
-        return load(name)(self._name, options_for(name, self.config))
+        """Make a back end, on its data thread: that may take seconds."""
+        backend = self._backends[name]
+        return backend(self._name, options_for(backend, self.config))
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
@@ -539,7 +539,7 @@ class Agent:
         return self._consumer.message(link, item, now)
 
     def _examine_hello(self, link: LinkId, hello: m.Hello, nbytes: int) -> bool:
-        job = partial(admit, hello, self._data.lineup, self.cache, self.epoch, self._facts)
+        job = partial(admit, hello, self._data.candidates, self.cache, self.epoch, self._facts)
         return self._examine(nbytes, job, partial(self._examined, link))
 
     def _examined(self, link: LinkId, found: Planner | Failure, now: float) -> list[Action]:

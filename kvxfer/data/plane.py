@@ -23,29 +23,29 @@ log = logging.getLogger("kvxfer.movers")
 
 
 class DataPlane:
-    """``lineup``: names of the back ends, by preference. ``make``: builds the mover of one. ``terms``: of one that has
+    """``candidates``: names of the back ends, by preference. ``make``: builds the mover of one. ``terms``: of one that has
     been started, how it is used."""
 
     def __init__(
         self,
-        lineup: tuple[str, ...],
+        candidates: tuple[str, ...],
         make: Callable[[str], Mover],
         terms: Callable[[str, Capabilities, Staging], LinkPolicy],
     ) -> None:
-        self.lineup = lineup
+        self.candidates = candidates
         self._make, self._terms_of = make, terms
-        self._first = make(lineup[0])
-        self._data = {lineup[0]: self._first}
+        self._first = make(candidates[0])
+        self._data = {candidates[0]: self._first}
         self._terms: dict[str, LinkPolicy] = {}
         self._of: dict[LinkId, Mover] = {}
         self._closing: dict[LinkId, int] = {}  # answers to ``disconnect`` that are still to come
         self._held: dict[LinkId, tuple[int, str, Role]] = {}  # asked for while the link was being closed
 
     def start(self, timeout: float) -> None:
-        """Start the first back end that can be; those before it drop out of the lineup. Any thread. Raises ``ConfigError``
+        """Start the first back end that can be; those before it drop out of the candidates. Any thread. Raises ``ConfigError``
         (options that do not fit), or what kept the last from starting; then ``close``."""
         while True:
-            first, *others = self.lineup
+            first, *others = self.candidates
             try:
                 self._first.start(timeout)
                 return
@@ -56,7 +56,7 @@ class DataPlane:
                     raise
                 log.warning("back end %s cannot be started, %s takes its place: %s", first, others[0], e)
                 self._data.pop(first).close(1.0)
-                self.lineup = tuple(others)
+                self.candidates = tuple(others)
                 self._first = self._data[others[0]] = self._make(others[0])
 
     def terms(self, backend: str) -> LinkPolicy:

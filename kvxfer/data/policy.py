@@ -103,8 +103,10 @@ class LinkPolicy:
             )
 
 
-def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int, facts: Mapping[str, str] | None) -> Planner:
-    """Check all of a consumer's hello that does not depend on what a back end can do. ``lineup``, ``cache``, ``epoch``, ``facts``:
+def admit(
+    hello: m.Hello, candidates: Sequence[str], cache: Cache, epoch: int, facts: Mapping[str, str] | None
+) -> Planner:
+    """Check all of a consumer's hello that does not depend on what a back end can do. ``candidates``, ``cache``, ``epoch``, ``facts``:
     ours. Raises ``PeerError`` with the reason for a refusal."""
     if hello.protocol != m.PROTOCOL:
         raise _misfit(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
@@ -112,9 +114,9 @@ def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int, facts
         why = f"{hello.engine!r} looks for an agent that lived here before; this one started later"
         raise PeerError(why, kind=FailureKind.PEER_LOST)
     check_facts(hello, facts)
-    if hello.backend not in lineup:
+    if hello.backend not in candidates:
         raise _misfit(
-            f"{hello.engine!r} uses back end {hello.backend!r}, this engine {' or '.join(map(repr, lineup))}; configure the "
+            f"{hello.engine!r} uses back end {hello.backend!r}, this engine {' or '.join(map(repr, candidates))}; configure the "
             "same on both"
         )
     try:

@@ -55,6 +55,7 @@ _STATE = ("recurrent state", "MambaSpec")
 _RING = ("rows not yet compressed", "CircularBufferSpec")
 
 _E2E_PAIR, _E2E_GROUPS = "tests/e2e/test_pair.py", "tests/e2e/test_groups.py"
+_E2E_STATES = "tests/e2e/test_states.py"
 _SCHEDULER, _PAGES = "tests/vllm/test_multi.py", "tests/vllm/test_pages.py"
 _STATES = "tests/vllm/test_states.py"
 _HEADS = "KV heads differ by layer"
@@ -145,7 +146,22 @@ FAMILIES = (
         _PAGES,
         _WHOLE,
     ),
-    Family("LFM 2", ("Lfm2ForCausalLM",), (_FULL, _STATE), "end to end", "tests/e2e/test_groups.py", _NO_CUT),
+    Family(
+        "LFM 2",
+        ("Lfm2ForCausalLM",),
+        (_FULL, _STATE),
+        "end to end",
+        _E2E_STATES,
+        "on CPUs, with other tensor parallel sizes, see [below](#recurrent-states)",
+    ),
+    Family("Nemotron H and Nano 2", ("NemotronHForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES),
+    Family(
+        "Granite 4, Falcon H1, Zamba 2",
+        ("GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "Zamba2ForCausalLM"),
+        (_FULL, _STATE),
+        "scheduler",
+        _STATES,
+    ),
     Family(
         "Qwen 3 Next, Qwen 3.5",
         ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
@@ -154,20 +170,7 @@ FAMILIES = (
         _STATES,
         _NO_CUT,
     ),
-    Family(
-        "Nemotron H and Nano 2, Granite 4, Falcon H1, Jamba, Zamba 2",
-        (
-            "NemotronHForCausalLM",
-            "GraniteMoeHybridForCausalLM",
-            "FalconH1ForCausalLM",
-            "JambaForCausalLM",
-            "Zamba2ForCausalLM",
-        ),
-        (_FULL, _STATE),
-        "scheduler",
-        _STATES,
-        _NO_CUT,
-    ),
+    Family("Jamba", ("JambaForCausalLM",), (_FULL, _STATE), "scheduler", _STATES, _NO_CUT),
     Family("Kimi Linear", ("KimiLinearForCausalLM",), (_LATENT, _STATE), "planner", _PAGES, _NO_CUT),
     Family(
         "Whisper",
