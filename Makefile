@@ -5,6 +5,7 @@
 #   make docs        the documentation as a site in build/site
 #   make test-matrix the connector's tests on vLLM 0.29 to 0.31
 #   make fuzz        noise at the decoder and at a live agent, and the machines in a world that noise drives
+#   make mutants     back ends broken on purpose, and what of the conformance suite finds each
 #   make dist        sdists and wheels for a release    make clean       remove all that was built
 PYTHON  ?= python3
 VENV    := .venv
@@ -27,7 +28,7 @@ test-matrix:
 test-vllm: $(READY)
 	$(BIN)/python -m pytest tests/vllm tests/e2e/test_pair.py tests/e2e/test_faults.py $(ARGS)
 
-.PHONY: demo test test-matrix test-vllm test-fast lint docs bench fuzz dist clean
+.PHONY: demo test test-matrix test-vllm test-fast lint docs bench fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -60,6 +61,10 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.guided decoder -runs=10000000 -verbosity=0
 	$(BIN)/python -m tests.fuzz.guided agent -runs=1000000 -verbosity=0
 	$(BIN)/python -m tests.fuzz.guided machines -max_total_time=300 -verbosity=0
+
+# The suite for back ends against back ends that are broken on purpose: what finds each.
+mutants: $(READY)
+	$(BIN)/python -m tests.testing.mutants
 
 dist: $(READY)
 	rm -rf dist

@@ -55,6 +55,15 @@ class RemoteParty:
     def allocate(self, sizes: Sequence[int], seed: int) -> int:
         return int(self._ask("allocate", list(sizes), seed))
 
+    def allocate_untouched(self, sizes: Sequence[int]) -> int:
+        return int(self._ask("allocate_untouched", list(sizes)))
+
+    def read(self, memory: int, offset: int, nbytes: int) -> Bytes:
+        return np.frombuffer(base64.b64decode(self._ask("read", memory, offset, nbytes)), np.uint8)
+
+    def write(self, memory: int, offset: int, data: Bytes) -> None:
+        self._ask("write", memory, offset, base64.b64encode(data.tobytes()).decode())
+
     def content(self, memory: int) -> Bytes:
         return np.frombuffer(base64.b64decode(self._ask("content", memory)), np.uint8)
 
@@ -184,14 +193,17 @@ def _obey(party: LocalParty, command: str, arguments: list[Any]) -> Any:
             return base64.b64encode(party.endpoint()).decode()
         case "connect":
             return party.connect(*(base64.b64decode(a) for a in arguments))
-        case "content":
-            return base64.b64encode(party.content(*arguments).tobytes()).decode()
+        case "content" | "read":
+            return base64.b64encode(getattr(party, command)(*arguments).tobytes()).decode()
+        case "write":
+            memory, offset, data = arguments
+            return party.write(memory, offset, np.frombuffer(base64.b64decode(data), np.uint8))
         case "submit":
             return party.submit(batch_from_wire(arguments[0]))
         case "result":
             result = party.result(*arguments)
             return None if result is None else [result.error, result.quiet]
-        case "allocate" | "fill" | "deregister" | "disconnect" | "abort" | "close":
+        case "allocate" | "allocate_untouched" | "fill" | "deregister" | "disconnect" | "abort" | "close":
             return getattr(party, command)(*arguments)
     raise ValueError(f"unknown command {command!r}")
 

@@ -31,6 +31,7 @@ engine = agents.engine  # the fixture
 
 class TestTwin(ConformanceSuite):
     backend = TwinTransport
+    gigabytes = False
 
 
 def test_threads_are_used_again() -> None:

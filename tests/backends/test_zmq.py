@@ -30,6 +30,7 @@ class TestTcp(ConformanceSuite):
 
 class TestIpc(ConformanceSuite):
     backend = ZmqTransport
+    gigabytes = False
     options: ClassVar[dict[str, Any]] = {"protocol": "ipc"}
     rounds = 1000
 

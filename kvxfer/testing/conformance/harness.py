@@ -257,7 +257,8 @@ class Suite:
     ``in_process``: false for a back end that cannot have two instances in one process (or not in one thread).
     ``patience_s``: how long anything may take. ``notice_s``: how long the death of a peer may go unnoticed.
     ``rounds``: of connecting, moving and closing, after which nothing may have leaked. ``closing_s``: how long the library
-    goes on closing a link after ``disconnect`` has returned; what is being closed is no leak.
+    goes on closing a link after ``disconnect`` has returned; what is being closed is no leak. ``gigabytes``: whether batches
+    of gigabytes are tried, which take seconds and as much memory; once for a back end is enough.
     """
 
     __test__ = False
@@ -270,6 +271,7 @@ class Suite:
     notice_s: ClassVar[float] = 15.0
     rounds: ClassVar[int] = 200
     closing_s: ClassVar[float] = 0.0
+    gigabytes: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
