@@ -21,27 +21,32 @@ import time
 from kvxfer.transport.contract import Probe, Transport
 
 class Good(Transport):
+    contract = 1
     @classmethod
     def probe(cls):
         return Probe(usable=True, reason="works", memory=frozenset({"cpu"}), facts={"library": "1.2 [x]"})
 
 class Idle(Transport):
+    contract = 1
     @classmethod
     def probe(cls):
         return Probe(usable=False, reason="no such card")
 
 class Crashes(Transport):
+    contract = 1
     @classmethod
     def probe(cls):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 class Prints(Transport):
+    contract = 1
     @classmethod
     def probe(cls):
         os.write(1, b"a library says hello")
         return Probe(usable=True, reason="works, loudly")
 
 class Hangs(Transport):
+    contract = 1
     @classmethod
     def probe(cls):
         time.sleep(3600)

@@ -21,8 +21,11 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 
 
 def in_parallel(nbytes: int, share: Callable[[int, int], T]) -> list[T]:
-    """``[share(i, n) for i in range(n)]``, the first on the calling thread; ``n`` follows from ``nbytes`` and the cores
-    that this process may use. Raises what a share raised, after all have ended."""
+    """Return ``[share(i, n) for i in range(n)]``, computed by ``n`` threads, the calling one among them.
+
+    ``n`` follows from ``nbytes`` and the cores that this process may use. What a share raises is raised after all have
+    ended.
+    """
     n = max(1, min(_MOST, len(os.sched_getaffinity(0)), nbytes // _WORTH))
     others = [_pool().submit(share, i, n) for i in range(1, n)]
     try:
@@ -36,7 +39,7 @@ def in_parallel(nbytes: int, share: Callable[[int, int], T]) -> list[T]:
 
 
 def _pool() -> ThreadPoolExecutor:
-    """This process's threads; those of a parent did not survive the fork."""
+    """Return this process's threads; those of a parent did not survive the fork."""
     pool = _pools.get(os.getpid())
     if pool is None:
         _pools.clear()

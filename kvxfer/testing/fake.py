@@ -27,7 +27,7 @@ from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
 from kvxfer.settings import advice
 from kvxfer.testing.network import ONE_SIDED, Fault, Network, Post, Side
-from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Transport, Verb
 from kvxfer.transport.endpoint import EndpointBase
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
@@ -77,6 +77,7 @@ class FakeTransport(Transport):
     """
 
     name = "fake"
+    contract = 1
     guarded = "always"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -178,7 +179,7 @@ class FakeTransport(Transport):
             if side is not None:
                 self._net.unlink(side)
 
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+    def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         self._check()
         if batch.verb not in self._capabilities.verbs:
             raise TransportError(f"this fake does not offer {batch.verb}")
@@ -261,9 +262,9 @@ class FakeTransport(Transport):
         if side.other is not None:
             self._net.cut(side.other, f"{self.agent!r} aborted the link")
 
-    def _runs(self, batch: Batch) -> tuple[Ints, Ints | None, Ints]:
+    def _runs(self, batch: Batch | PlanBatch) -> tuple[Ints, Ints | None, Ints]:
         """(local offsets, remote offsets, lengths), out of the plan if there is one."""
-        if batch.plan is None:
+        if isinstance(batch, Batch):
             remote = None if batch.remote_offsets is None else np.asarray(batch.remote_offsets, np.int64)
             return batch.local_offsets, remote, np.asarray(batch.lengths, np.int64)
         if not self._capabilities.factored:

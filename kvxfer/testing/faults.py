@@ -22,7 +22,7 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.settings import read
 from kvxfer.transport import registry
-from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Transport, Verb
 from kvxfer.transport.memories import Memories
 
 __all__ = ["Faulty", "Options", "Zeroing"]
@@ -76,6 +76,7 @@ class Faulty(Transport):
     """A back end that misbehaves as ``Options`` says, and is its inner back end in all else."""
 
     name = "faulty"
+    contract = 1
     guarded = "always"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -126,7 +127,9 @@ class Faulty(Transport):
     def disconnect(self, peer: int) -> None:
         self._inner.disconnect(peer)
 
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+    def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
+        if isinstance(batch, PlanBatch):
+            raise TransportError("this back end, which finds what arrives by its runs, takes no plans")
         lost, failed = (self._random.random() < chance for chance in (self._options.lose, self._options.fail))
         if lost or failed:
             after = _Gate(after, None)

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry.plan import Ints
-from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Verb
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Verb
 from kvxfer.transport.memories import Memories
 
 __all__ = ["Fault", "Network"]
@@ -41,7 +41,7 @@ class Post:
     ended for its owner, but holds its place in the stream so that the other half meets it and fails."""
 
     number: int
-    batch: Batch
+    batch: Batch | PlanBatch
     side: Side
     addresses: Ints
     remote: Ints | None

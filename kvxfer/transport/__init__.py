@@ -1,6 +1,16 @@
 """The contract between kvxfer and whatever moves the bytes, and the registry of back ends."""
 
-from kvxfer.transport.contract import CONTRACT_VERSION, Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
+from kvxfer.transport.contract import (
+    CONTRACT_VERSION,
+    Batch,
+    Capabilities,
+    Completion,
+    Fence,
+    PlanBatch,
+    Probe,
+    Transport,
+    Verb,
+)
 from kvxfer.transport.registry import available, load
 
 __all__ = [
@@ -9,6 +19,7 @@ __all__ = [
     "Capabilities",
     "Completion",
     "Fence",
+    "PlanBatch",
     "Probe",
     "Transport",
     "Verb",

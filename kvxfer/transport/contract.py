@@ -31,14 +31,25 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from kvxfer.fence import Fence
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import CopyPlan, Ints
 
-__all__ = ["CONTRACT_VERSION", "Batch", "Capabilities", "Completion", "Fence", "Probe", "Transport", "Verb"]
+__all__ = [
+    "CONTRACT_VERSION",
+    "Batch",
+    "Capabilities",
+    "Completion",
+    "Fence",
+    "PlanBatch",
+    "Probe",
+    "Transport",
+    "Verb",
+]
 
 CONTRACT_VERSION = 1
 """Compared with ``Transport.contract`` at load. Raised when a back end written for the old one could misbehave."""
@@ -51,28 +62,20 @@ class Verb(enum.StrEnum):
     RECV = "recv"
 
 
-@runtime_checkable
-class Fence(Protocol):
-    """Work that must have happened before a batch may touch its memory (for CUDA: an event recorded by the engine).
-
-    ``passed`` never blocks. ``event`` is the device event for stream-ordered back ends, ``None`` if there is none. It stands
-    for the same work as long as somebody has the fence; afterwards it may be recorded anew.
-    """
-
-    def passed(self) -> bool: ...
-
-    @property
-    def event(self) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Batch:
-    """Bytes to move on one link.
+    """Runs of bytes to move on one link.
 
-    ``local``, ``remote`` are memory numbers. ``local_offsets``, ``remote_offsets``, ``lengths`` are int64 arrays of one
-    length, flat offsets in bytes. For ``SEND`` and ``RECV`` the remote side is the peer's business (``remote`` is
-    ignored, ``remote_offsets`` is ``None``). ``plan`` may be set for back ends whose ``Capabilities.factored`` is true, in
-    place of the three arrays: then the source side is local for ``WRITE``/``SEND`` and remote for ``READ``.
+    Attributes:
+        verb: how they are moved.
+        peer: number of the link.
+        local: number of the memory on this side.
+        lengths: bytes of each run, int64 ``[n]``.
+        local_offsets: flat offset of each run in ``local``, int64 ``[n]``.
+        remote: number of the memory at the peer, for ``READ`` and ``WRITE``.
+        remote_offsets: flat offset of each run in ``remote``, int64 ``[n]``; ``None`` for ``SEND`` and ``RECV``, where the
+            other place is the peer's business.
+        stream: number of the stream, for ``SEND`` and ``RECV``.
     """
 
     verb: Verb
@@ -83,11 +86,33 @@ class Batch:
     remote: int = 0
     remote_offsets: Ints | None = None
     stream: int = 0
-    plan: CopyPlan | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.plan.nbytes if self.plan is not None else int(np.sum(self.lengths))
+        """Bytes of all runs together."""
+        return int(np.sum(self.lengths))
+
+
+@dataclass(frozen=True)
+class PlanBatch:
+    """A copy plan to carry out on one link, for back ends whose ``Capabilities.factored`` is true.
+
+    Attributes:
+        verb, peer, local, remote, stream: as in ``Batch``.
+        plan: what to move. Its source is local for ``WRITE`` and ``SEND``, and remote for ``READ`` and ``RECV``.
+    """
+
+    verb: Verb
+    peer: int
+    local: int
+    plan: CopyPlan
+    remote: int = 0
+    stream: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole plan."""
+        return self.plan.nbytes
 
 
 @dataclass(frozen=True)
@@ -108,7 +133,7 @@ class Capabilities:
     ``same_host``: works only between processes of one host.
     ``run_bytes``: below this average run length packing into one long run is cheaper than submitting the runs.
     ``gathers``: takes many runs a batch at small cost (false: the session gives it single long runs, staged).
-    ``factored``: takes ``Batch.plan``.
+    ``factored``: takes a ``PlanBatch`` as well as a ``Batch``.
     ``may_block_s``: longest time, in seconds, that one call is expected to block the data thread.
     ``abort``: what ``abort`` ends: one ``batch``, or everything with that ``peer``.
     ``quiet``: what makes this side's memory quiet after a failure: the failed ``batch``'s completion, closing the peer
@@ -145,7 +170,7 @@ class Transport(ABC):
     library is missing or cannot start (naming the pip line that installs it)."""
 
     name: ClassVar[str]
-    contract: ClassVar[int] = CONTRACT_VERSION
+    contract: ClassVar[int]
     inherits: ClassVar[frozenset[str]] = frozenset()
     """Options that an agent fills in from its own settings where the user set none of them: of ``listen`` (address to
     bind to) and ``advertise`` (host name or address for peers), those that this back end has."""
@@ -197,7 +222,7 @@ class Transport(ABC):
         """Close a link at once. Batches in flight complete with an error (from ``poll``), never silently."""
 
     @abstractmethod
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+    def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         """Start a batch and return its number, unique in this object. With ``after``, nothing is touched before the
         fence has passed. Raises ``TransportError`` for an unknown peer, offsets outside registered memory, or a verb or
         memory kind that ``capabilities`` lacks; then nothing was started."""

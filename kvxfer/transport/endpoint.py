@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
@@ -12,6 +13,8 @@ from kvxfer.errors import TransportError
 __all__ = ["EndpointBase"]
 
 _CHECK_BYTES = 4
+
+T = TypeVar("T", bound="EndpointBase")
 
 
 class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,9 +59,25 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
                 f"{cls.format}; install the same release of {package} on both"
             )
         try:
-            return msgspec.msgpack.decode(packed, type=cls)
+            return _decoder(cls).decode(packed)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise TransportError(f"these bytes are no endpoint of back end {cls.backend!r}: {e}") from None
+
+
+_building = threading.Lock()
+_decoders: dict[type[EndpointBase], msgspec.msgpack.Decoder[Any]] = {}
+
+
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder of a class, made once.
+
+    msgspec works a class out when it is first decoded, and another thread that decodes it meanwhile crashes the process
+    (0.22.0, in ``mpack_decode``): a process with several agents has several data threads.
+    """
+    with _building:
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        return _decoders[kind]
 
 
 def _check(said: bytes) -> bytes:

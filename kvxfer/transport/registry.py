@@ -37,9 +37,15 @@ def load(name: str) -> type[Transport]:
         raise ConfigError(f"back end {name!r} ({target}) cannot be loaded: {e}") from e
     if not (isinstance(cls, type) and issubclass(cls, Transport)):
         raise ConfigError(f"back end {name!r} ({target}) is not a kvxfer.transport.Transport class")
-    if cls.contract != CONTRACT_VERSION:
+    contract = getattr(cls, "contract", None)
+    if contract is None:
         raise ConfigError(
-            f"back end {name!r} was written for transport contract {cls.contract}, this kvxfer speaks "
-            f"{CONTRACT_VERSION}; install a release of it that matches"
+            f"back end {name!r} ({target}) does not say for which transport contract it was written: its class needs "
+            f"`contract = N`, and this kvxfer speaks {CONTRACT_VERSION}"
+        )
+    if contract != CONTRACT_VERSION:
+        raise ConfigError(
+            f"back end {name!r} was written for transport contract {contract}, this kvxfer speaks {CONTRACT_VERSION}; "
+            "install a release of it that matches"
         )
     return cls

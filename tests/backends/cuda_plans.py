@@ -9,8 +9,8 @@ from kvxfer.geometry import Planner, Rank, Region, route
 from kvxfer.geometry.cache import Cache, Group, Heads, View, flat_starts
 from kvxfer.testing.conformance import World
 from kvxfer.testing.conformance.harness import Started, assert_equal
-from kvxfer.testing.party import LocalParty, Party
-from kvxfer.transport import Batch, Verb
+from kvxfer.testing.participant import LocalParticipant, Participant
+from kvxfer.transport import PlanBatch, Verb
 
 __all__ = ["PAIRS", "move_plans", "planner"]
 
@@ -63,14 +63,14 @@ def planner(src: Cache, dst: Cache) -> Planner:
     return Planner(src, dst, route([src, other], [dst])[Rank()].assignments[Rank()])
 
 
-def move_plans(world: World, me: LocalParty, other: Party, pair: str, verb: Verb) -> None:
-    """Move requests of several lengths between the caches of two parties, and check every byte of the target."""
+def move_plans(world: World, me: LocalParticipant, other: Participant, pair: str, verb: Verb) -> None:
+    """Move requests of several lengths between the caches of two participants, and check every byte of the target."""
     src, dst = PAIRS[pair]
     sender, receiver = (other, me) if verb is Verb.READ else (me, other)
     memory = sender.allocate([r.nbytes for r in src.regions], 1), receiver.allocate([r.nbytes for r in dst.regions], 2)
     local, remote = memory[::-1] if verb is Verb.READ else memory
     link = world.link(sender, receiver)
-    planned, random, none = planner(src, dst), np.random.default_rng(3), np.empty(0, np.int64)
+    planned, random = planner(src, dst), np.random.default_rng(3)
     for start, tokens in ((0, 32), (0, 31), (5, 17), (8, 9), (0, 32)):
         src_blocks = random.permutation(src.views[0].blocks)[: -(-32 // src.groups[0].block_tokens)]
         dst_blocks = random.permutation(dst.views[0].blocks)[: -(-32 // dst.groups[0].block_tokens)]
@@ -78,6 +78,6 @@ def move_plans(world: World, me: LocalParty, other: Party, pair: str, verb: Verb
         expected, content, runs = receiver.content(memory[1]).copy(), sender.content(memory[0]), plan.runs()
         for a, b, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
             expected[b : b + n] = content[a : a + n]
-        batch = Batch(verb, link.peers[me.name], local, none, none, remote, none, 0, plan)
+        batch = PlanBatch(verb, link.peers[me.name], local, plan, remote)
         world.succeed(Started([(me, me.submit(batch))]))
         assert_equal(receiver.content(memory[1]), expected, "the target's memory")

@@ -22,7 +22,7 @@ from kvxfer.geometry.strided_copy import StridedCopy
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.conformance.harness import Started, assert_equal
-from kvxfer.transport import Batch, Verb
+from kvxfer.transport import Batch, PlanBatch, Verb
 from kvxfer_cuda_ipc.driver import CudaError
 from kvxfer_cuda_ipc.endpoint import Endpoint
 from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, describe
@@ -95,18 +95,17 @@ def test_a_plan_moves_what_its_runs_say(world: World, pair: str, verb: Verb) -> 
 def test_a_plan_that_leaves_the_memory_is_refused(world: World, side: str, shift: int) -> None:
     src, dst = PAIRS["layout"]
     a, b = world.local(), world.local()
-    for party, of in ((a, src), (b, dst)):
-        party.allocate([r.nbytes for r in of.regions], 1)
+    for participant, of in ((a, src), (b, dst)):
+        participant.allocate([r.nbytes for r in of.regions], 1)
     link = world.link(a, b)
     plan = planner(src, dst).plan([np.arange(8)], [np.arange(8)], 0, 32)
     strided = plan.copies[0]
     places = {"src_at": strided.src_at, "dst_at": strided.dst_at}
     places[side] = places[side] + np.where(np.arange(len(strided.counts)) == 2, shift, 0)
     moved = type(plan)((StridedCopy(strided.pattern, places["src_at"], places["dst_at"], strided.counts),))
-    none = np.empty(0, np.int64)
     before = b.content(0)
     with pytest.raises(TransportError, match="outside"):
-        b.submit(Batch(Verb.READ, link.peers[b.name], 0, none, none, 0, none, 0, moved))
+        b.submit(PlanBatch(Verb.READ, link.peers[b.name], 0, moved))
     world.run(0.05)
     assert_equal(b.content(0), before, "the target's memory")
 

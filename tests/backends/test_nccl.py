@@ -24,7 +24,7 @@ from kvxfer_nccl.twin import TwinBinding, TwinPipe, TwinTransport
 from kvxfer_nccl.wire import Endpoint
 from tests.backends.nccl_faults import LARGE, SMALL, Faults
 from tests.session import conftest as agents
-from tests.session.conftest import Ended, Kind, Released, fetch, offered
+from tests.session.conftest import Ended, FailureKind, Released, fetch, offered
 
 engine = agents.engine  # the fixture
 
@@ -230,7 +230,7 @@ def test_one_of_eight_transfers_is_aborted_and_seven_complete(engine: Any, gate:
     d.wait(Ended)
     gate.event.set()
     ends = {e.handle: e.outcome for e in d.wait(Ended, count=8)}
-    assert ends.pop(str(victim)).kind is Kind.CANCELLED
+    assert ends.pop(str(victim)).kind is FailureKind.CANCELLED
     assert all(outcome.delivered for outcome in ends.values()), ends
     d.wait(Released, count=8)
     for i in set(range(8)) - {victim}:
@@ -248,7 +248,8 @@ def test_after_a_communicator_in_error_the_next_transfer_works(
     monkeypatch.setattr(TwinPipe, "error", lambda pipe: "unhandled cuda error")
     ends = d.wait(Ended, count=8)
     assert all(not e.outcome.delivered for e in ends)
-    assert "unhandled cuda error" in ends[0].outcome.reason
+    assert ends[0].outcome.kind is FailureKind.BACKEND_FAILED
+    assert "unhandled cuda error" in ends[0].outcome.failure.detail
     d.wait(Released, count=8)
     gate.event.set()
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Started, Suite, Way, World
 from kvxfer.testing.conformance.harness import assert_equal
-from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport
 from kvxfer_zmq.wire import Endpoint, Header, Kind, new_token, password, routing_id
@@ -81,7 +81,7 @@ def test_a_skipped_stream_fails(world: World) -> None:
 class Impostor:
     """Speaks raw ZeroMQ to a transport, as a peer that holds a valid endpoint: everything else is up to the test."""
 
-    def __init__(self, world: World, victim: LocalParty) -> None:
+    def __init__(self, world: World, victim: LocalParticipant) -> None:
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.PLAIN_SERVER, 1)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.session.mover import Mover
 from kvxfer.session.movers import Movers
@@ -168,7 +169,8 @@ def test_when_none_can_make_the_link_all_reasons_are_told(make: Make, monkeypatc
     p, d = make(), make()
     outcome = deliver(p, d, "x")
     assert not outcome.delivered
-    assert "no way to that GPU" in outcome.reason and "libfar.so: no such file" in outcome.reason
+    detail = outcome.failure.detail
+    assert "no way to that GPU" in detail and "libfar.so: no such file" in detail
     Near.lame = set()
     assert deliver(p, d, "y").delivered, "whoever comes later finds out anew"
 
@@ -181,8 +183,8 @@ def test_an_engine_that_names_one_meets_one_that_names_none(make: Make, engine: 
 
 def test_engines_with_none_in_common_are_told_both(make: Make, engine: Make) -> None:  # noqa: F811
     outcome = deliver(engine({"backend": "zmq"}, seed=9), make(), "x")
-    assert not outcome.delivered
-    assert all(repr(name) in outcome.reason for name in ("zmq", NEAR, FAR)), outcome
+    assert outcome.kind is FailureKind.INCOMPATIBLE
+    assert all(repr(name) in outcome.failure.detail for name in ("zmq", NEAR, FAR)), outcome
 
 
 class Told:

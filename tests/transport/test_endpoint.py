@@ -1,5 +1,7 @@
 """What one side tells the other arrives as it was, or is refused in words that help."""
 
+import subprocess
+import sys
 import zlib
 from typing import Annotated
 
@@ -89,3 +91,42 @@ def test_it_has_a_most() -> None:
     with pytest.raises(TransportError, match="more than 100"):
         Short("a", bytes(100), 1).encode()
     Short.decode(Short("a", bytes(50), 1).encode())
+
+
+FRESH = """
+from __future__ import annotations
+
+import sys
+import threading
+
+from kvxfer.transport.endpoint import EndpointBase
+
+sys.setswitchinterval(1e-6)
+for i in range(300):
+    class Part(EndpointBase, frozen=True):
+        backend, format = "part", 1
+        number: int
+
+    body = "class Fresh(EndpointBase, frozen=True):\\n    backend, format = 'fresh', 1\\n" + "".join(
+        f"    f{j}: {'int' if j % 2 else 'tuple[Part, ...]'}\\n" for j in range(20)
+    )
+    globals()["Part"] = Part
+    exec(compile("from __future__ import annotations\\n" + body, "fresh", "exec"), globals())
+    data = Fresh("a", *(1 if j % 2 else (Part("b", 2),) for j in range(20))).encode()
+    all_here = threading.Barrier(4)
+
+    def decode() -> None:
+        all_here.wait()
+        Fresh.decode(data)
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_decode_a_class_that_none_has_decoded() -> None:
+    """The data threads of two agents in one process, at their first links. It must not crash the process."""
+    subprocess.run([sys.executable, "-c", FRESH], check=True, timeout=120)

@@ -216,7 +216,7 @@ class CmaTransport(Transport):
         link = self._links.get(batch.peer)
         if link is None:
             raise TransportError(f"there is no link {batch.peer}: it was closed, or never made")
-        if batch.verb not in CAPABILITIES.verbs or batch.plan is not None or batch.remote_offsets is None:
+        if batch.verb not in CAPABILITIES.verbs or not isinstance(batch, Batch) or batch.remote_offsets is None:
             raise TransportError(f"the cma back end reads and writes plain runs only, this is a {batch.verb}")
         lengths, write = batch.lengths, batch.verb is Verb.WRITE
         local = self._memories.addresses(batch.local, batch.local_offsets, lengths)

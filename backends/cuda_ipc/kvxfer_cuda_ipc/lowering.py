@@ -8,7 +8,7 @@ from kvxfer.errors import TransportError
 from kvxfer.geometry import StridedCopy
 from kvxfer.geometry.plan import Ints
 from kvxfer.geometry.strided_copy import materialise
-from kvxfer.transport import Batch, Verb
+from kvxfer.transport import Batch, PlanBatch, Verb
 from kvxfer.transport.memories import Memories
 from kvxfer_cuda_ipc.tables import Launch, Placement, of_runs, of_strided_copy
 
@@ -27,18 +27,18 @@ class Lowering:
         self._local, self._remote, self._peer = local, remote, peer
         self._placements: dict[tuple[object, ...], Placement] = {}
 
-    def launches(self, batch: Batch) -> Iterator[Launch]:
+    def launches(self, batch: Batch | PlanBatch) -> Iterator[Launch]:
         """What is to be launched for a batch. Raises ``TransportError`` for what lies outside the memories."""
-        if batch.plan is not None:
+        if isinstance(batch, PlanBatch):
             for strided in batch.plan.copies:
                 if len(strided.counts):
-                    yield from self._of_sheet(batch, strided)
+                    yield from self._of_strided_copy(batch, strided)
             return
         if batch.remote_offsets is None:
             raise TransportError("a read or write needs offsets in the peer's memory, or a plan")
         yield from self._of_runs(batch, batch.local_offsets, batch.remote_offsets, batch.lengths)
 
-    def _of_runs(self, batch: Batch, local: Ints, remote: Ints, lengths: Ints) -> Iterator[Launch]:
+    def _of_runs(self, batch: Batch | PlanBatch, local: Ints, remote: Ints, lengths: Ints) -> Iterator[Launch]:
         here = self._local.addresses(batch.local, local, lengths)
         try:
             there = self._remote.addresses(batch.remote, remote, lengths)
@@ -46,7 +46,7 @@ class Lowering:
             raise TransportError(f"at {self._peer}: {e}") from None
         yield from of_runs(there, here, lengths) if batch.verb is Verb.READ else of_runs(here, there, lengths)
 
-    def _of_sheet(self, batch: Batch, strided: StridedCopy) -> Iterator[Launch]:
+    def _of_strided_copy(self, batch: PlanBatch, strided: StridedCopy) -> Iterator[Launch]:
         pattern, incoming = strided.pattern, batch.verb is Verb.READ
         cells = pattern.src_cells.tobytes(), pattern.dst_cells.tobytes()
         key = batch.local, batch.remote, incoming, pattern.unit, pattern.axes, *cells
@@ -64,7 +64,7 @@ class Lowering:
             self._placements[key] = placement
         yield from of_strided_copy(strided, placement)
 
-    def _place(self, batch: Batch, strided: StridedCopy) -> Placement | None:
+    def _place(self, batch: PlanBatch, strided: StridedCopy) -> Placement | None:
         here = self._local.regions(batch.local)
         there = self._remote.regions(batch.remote) if batch.remote in self._remote else ()
         src, dst = (there, here) if batch.verb is Verb.READ else (here, there)

@@ -23,7 +23,7 @@ import torch
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Rank, Region, View, route
 from kvxfer.geometry.cache import flat_starts
-from kvxfer.transport import Batch, Verb
+from kvxfer.transport import PlanBatch, Verb
 from kvxfer_cuda_ipc import CudaIpcTransport
 
 LAYERS, TOKENS, HEADS, HEAD_BYTES = 32, 16, 8, 256
@@ -135,11 +135,10 @@ class Consumer:
         pipe.send_bytes(mine)
         self.peer = self.transport.connect(mine, pipe.recv_bytes())
 
-    def batch(self, plan: CopyPlan, verb: Verb = Verb.READ) -> Batch:
-        none = np.empty(0, np.int64)
-        return Batch(verb, self.peer, 0, none, none, 0, none, 0, plan)
+    def batch(self, plan: CopyPlan, verb: Verb = Verb.READ) -> PlanBatch:
+        return PlanBatch(verb, self.peer, 0, plan)
 
-    def move(self, batch: Batch, wait: bool = False) -> tuple[float, float]:
+    def move(self, batch: PlanBatch, wait: bool = False) -> tuple[float, float]:
         """Seconds of ``submit`` and of the whole. ``wait``: sleep on ``fileno`` as a session does."""
         begun = time.perf_counter()
         number = self.transport.submit(batch)
@@ -154,7 +153,7 @@ class Consumer:
             if time.perf_counter() > begun + 20:
                 raise RuntimeError("a batch has not ended within 20 s")
 
-    def pipelined(self, batches: list[Batch]) -> float:
+    def pipelined(self, batches: list[PlanBatch]) -> float:
         """Seconds for all, submitted one after the other."""
         begun, left = time.perf_counter(), len(batches)
         for batch in batches:

@@ -39,6 +39,7 @@ class NcclTransport(Transport):
     """
 
     name = "nccl"
+    contract = 1
     inherits = frozenset({"listen", "advertise"})
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -189,7 +190,7 @@ class NcclTransport(Transport):
         link = self._links.get(batch.peer)
         if link is None:
             raise TransportError(f"there is no link {batch.peer}; it was never made or is closed")
-        if batch.verb not in (Verb.SEND, Verb.RECV) or batch.plan is not None:
+        if batch.verb not in (Verb.SEND, Verb.RECV) or not isinstance(batch, Batch):
             raise TransportError("back end 'nccl' takes SEND and RECV of runs, nothing else")
         if not link.lane(batch.verb).takes(batch.stream):
             raise TransportError(f"stream {batch.stream} comes too late on link {batch.peer}: their numbers must rise")

@@ -61,6 +61,7 @@ class UcxTransport(Transport):
     """
 
     name = "ucx"
+    contract = 1
     inherits = frozenset({"listen"})
     guarded = "loopback"
 

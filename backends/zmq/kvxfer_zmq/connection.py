@@ -12,10 +12,14 @@ from kvxfer.transport.wakeup import Wakeup
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import Endpoint, Header, password, routing_id
 
-__all__ = ["NOBLOCK", "Connection", "readable"]
+__all__ = ["NOBLOCK", "Connection", "readable", "receive"]
 
 QUEUED_MESSAGES = 8
 """Messages that ZeroMQ holds for a link on this side; so many can be cut off only together with the link."""
+
+COPIED = 16 << 10
+"""Bytes up to which a copy costs less than to be told that ZeroMQ needs the memory no more."""
+_LET_GO = zmq.MessageTracker()
 
 # Plain numbers: arithmetic on zmq's flag types costs microseconds.
 NOBLOCK, SNDMORE, POLLIN, POLLOUT = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -33,6 +37,17 @@ _EVENTS = (
 def readable(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message waits. Asking is what makes the socket's descriptor tell of the next one."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """The frames of a message, or none where none waits."""
+    frames: list[zmq.Frame] = []
+    try:
+        while not frames or frames[-1].more:  # asking the socket for that costs three times as much
+            frames.append(socket.recv(NOBLOCK, copy=False))
+    except zmq.Again:
+        pass
+    return frames
 
 
 class Connection:
@@ -119,14 +134,18 @@ class Connection:
     def say(self, header: Header, payload: bytes = b"") -> None:
         """Send a short message."""
         try:
-            self._dealer.send_multipart([header.encode(), payload], NOBLOCK)
+            self._dealer.send(header.encode(), NOBLOCK | SNDMORE)
+            self._dealer.send(payload, NOBLOCK)
         except zmq.Again:
             pass  # there was room, so the connection has just been lost; ``watch`` will see it
 
     def lend(self, header: Header, payload: memoryview) -> zmq.MessageTracker | None:
-        """Send memory without a copy; the tracker is done when ZeroMQ has let go of it. ``None``: not sent."""
+        """Send memory, without a copy unless it is little; the tracker is done when ZeroMQ has let go of it. ``None``: not sent."""
         try:
             self._dealer.send(header.encode(), NOBLOCK | SNDMORE)
+            if payload.nbytes <= COPIED:
+                self._dealer.send(payload, NOBLOCK)
+                return _LET_GO
             return self._dealer.send(payload, NOBLOCK, copy=False, track=True)
         except zmq.Again:
             return None  # as in ``say``

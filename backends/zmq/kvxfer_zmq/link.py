@@ -295,7 +295,8 @@ class Link:
 
     def _send_frame(self) -> bool:
         """Send one frame of the first stream that may; returns whether there was one."""
-        for stream, post in list(self._sendable.items()):
+        while self._sendable:
+            stream, post = next(iter(self._sendable.items()))
             nbytes = post.data.nbytes
             end = post.data.frame_end(post.passed) if post.passed < nbytes else nbytes
             # Grants move in steps larger than a frame, so one that is short of a whole frame will be moved.

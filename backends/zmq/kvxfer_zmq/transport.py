@@ -17,7 +17,7 @@ from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Pr
 from kvxfer.transport.memories import Memories
 from kvxfer.transport.wakeup import Wakeup
 from kvxfer_zmq.bytestream import FRAME, ByteStream
-from kvxfer_zmq.connection import NOBLOCK, readable
+from kvxfer_zmq.connection import NOBLOCK, readable, receive
 from kvxfer_zmq.link import Link, Post
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import Endpoint, Header, Kind, new_token, routing_id, split_routing_id
@@ -36,12 +36,20 @@ class ZmqTransport(Transport):
     use it."""
 
     name = "zmq"
+    contract = 1
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
         self._options = Options.parse(options)
+        self._capabilities = Capabilities(
+            verbs=frozenset({Verb.SEND, Verb.RECV}),
+            memory=frozenset({"cpu"}),
+            same_host=self._options.protocol == "ipc",
+            run_bytes=512,
+            may_block_s=3 * TURN_S,
+        )
         self._thread = threading.current_thread()
         self._memories = Memories()
         self._in_use: dict[int, int] = {}
@@ -75,13 +83,7 @@ class ZmqTransport(Transport):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            verbs=frozenset({Verb.SEND, Verb.RECV}),
-            memory=frozenset({"cpu"}),
-            same_host=self._options.protocol == "ipc",
-            run_bytes=512,
-            may_block_s=3 * TURN_S,
-        )
+        return self._capabilities
 
     def register(self, regions: Sequence[Region]) -> int:
         self._check()
@@ -139,7 +141,7 @@ class ZmqTransport(Transport):
         link = self._links.get(batch.peer)
         if link is None or link.mine.token not in self._by_token:
             raise TransportError(f"there is no link {batch.peer}")
-        if batch.verb not in (Verb.SEND, Verb.RECV) or batch.plan is not None:
+        if batch.verb not in (Verb.SEND, Verb.RECV) or not isinstance(batch, Batch):
             raise TransportError("back end 'zmq' takes SEND and RECV of runs, nothing else")
         if link.uses(batch.verb, batch.stream):
             raise TransportError(f"stream {batch.stream} comes too late on link {batch.peer}: their numbers must rise")
@@ -240,8 +242,7 @@ class ZmqTransport(Transport):
 
     def _receive(self, until: float) -> None:
         """Hand what has arrived to its links. Strangers are told that nobody knows them, and forgotten."""
-        while time.monotonic() < until and readable(self._inbox):
-            frames = self._inbox.recv_multipart(NOBLOCK, copy=False)
+        while time.monotonic() < until and (frames := receive(self._inbox)):
             tokens = split_routing_id(frames[0].bytes)
             if tokens is None or tokens[0] in self._pending:
                 continue  # a stranger, or a peer whose HELLO our own will answer once connect is called
@@ -274,8 +275,9 @@ class ZmqTransport(Transport):
         return self._numbers
 
     def _heat(self, number: int) -> None:
+        if not self._hot:  # else it was set for another, and not cleared since
+            self._wakeup.set()
         self._hot.add(number)
-        self._wakeup.set()
 
     def _complete(self, completion: Completion) -> None:
         self._in_use.pop(completion.batch, None)

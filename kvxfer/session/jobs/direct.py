@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvxfer.session.jobs.job import CACHE, PIECES, Job, Wire
 from kvxfer.session.values import Move
-from kvxfer.transport import Batch, Verb
+from kvxfer.transport import Batch, PlanBatch, Verb
 
 __all__ = ["Direct"]
 
@@ -36,8 +34,7 @@ class Direct(Job):
         incoming = verb in (Verb.READ, Verb.RECV)
         stream = self.action.stream * PIECES
         if self.wire.transport.capabilities.factored:
-            none = np.empty(0, dtype=np.int64)
-            self._submit(Batch(verb, self.wire.peer, CACHE, none, none, CACHE, none, stream, plan))
+            self._submit(PlanBatch(verb, self.wire.peer, CACHE, plan, CACHE, stream))
             return
         runs = plan.runs()
         local, remote = (runs.dst, runs.src) if incoming else (runs.src, runs.dst)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvxfer.testing.conformance.harness import PARTS, SIZES, HostFence, Suite, World
-from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport.contract import Transport
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5
@@ -195,9 +195,9 @@ class Resources(Suite):
         def batches(count: int) -> None:
             for i in range(0, count, 8):
                 world.succeed(*(link.start(way, a, b, Runs.of([j], [2 * j], [3000])) for j in range(i, i + 8)))
-                for party in (a, b):
-                    if isinstance(party, LocalParty):
-                        party.forget()
+                for participant in (a, b):
+                    if isinstance(participant, LocalParticipant):
+                        participant.forget()
 
         batches(400)
         lost = min(_grown(batches, 800) for _ in range(3))
@@ -290,7 +290,7 @@ class Resources(Suite):
         way = self.ways()[0]
         world.move(link, way, a, b, Runs.of([0], [0], [100_000]))
         world.run(0.3)
-        used, turns, here = 1.0, float("inf"), sum(isinstance(party, LocalParty) for party in (a, b))
+        used, turns, here = 1.0, float("inf"), sum(isinstance(participant, LocalParticipant) for participant in (a, b))
         for _ in range(IDLE_STRETCHES):
             stretch = _idle(world, here)
             used, turns = min(used, stretch[0]), min(turns, stretch[1])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvxfer.testing.conformance.harness import Link, Suite, Way, World, assert_equal, overlay
-from kvxfer.testing.party import Party, Runs
+from kvxfer.testing.participant import Participant, Runs
 
 MIB = 1 << 20
 ROUND = (64 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -29,8 +29,8 @@ class Volume(Suite):
         """Sizes that are powers of two, and their neighbours, arrive whole. A limit, a slot or a length field that is
         one too small or too large shows here: look at what your back end does with a batch that fills it exactly."""
         a, b = world.local(), world.other()
-        for party in (a, b):
-            party.allocate([ROUND[-1] + MIB], 3)
+        for participant in (a, b):
+            participant.allocate([ROUND[-1] + MIB], 3)
         link = world.link(a, b)
         a.fill(0, seed=8)
         for size in ROUND:
@@ -46,8 +46,8 @@ class Volume(Suite):
         Cut it where your library has a limit."""
         a, b = world.local(), world.other()
         size, gap = 24, 32
-        for party in (a, b):
-            party.allocate([MANY_RUNS * gap], 5)
+        for participant in (a, b):
+            participant.allocate([MANY_RUNS * gap], 5)
         link = world.link(a, b)
         order = np.random.default_rng(0)
         src, dst = (order.permutation(MANY_RUNS) * gap for _ in range(2))
@@ -105,7 +105,7 @@ class Volume(Suite):
             assert not b.read(0, LONG + 64, 4096).any(), "more arrived than was sent"
             world.close()  # gives the memory back before another process takes its turn
 
-    def _untouched(self, world: World, nbytes: int, needs: int) -> tuple[Party, Party, Link]:
+    def _untouched(self, world: World, nbytes: int, needs: int) -> tuple[Participant, Participant, Link]:
         """Make a pair with memory that takes room only where it is touched, where that can be had."""
         if self.memory != "cpu" or not self.gigabytes:
             pytest.skip("gigabytes are tried on the host, and once for a back end")
@@ -114,8 +114,8 @@ class Volume(Suite):
         if free < needs + (2 << 30):
             pytest.skip(f"only {free >> 20} MiB of memory are free here")
         a, b = world.local(), world.other()
-        for party in (a, b):
-            party.allocate_untouched([nbytes])
+        for participant in (a, b):
+            participant.allocate_untouched([nbytes])
         return a, b, world.link(a, b)
 
 

@@ -1,4 +1,4 @@
-"""The demo's requests and its verdict: each goes to a plain server, then through prefill and decode."""
+"""The demo's prompts and its verdict: each goes to a plain server, then through prefill and decode."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from kvxfer.identity import Generation
 
-__all__ = ["Quorum"]
+__all__ = ["RankAgreement"]
 
 
-class Quorum:
+class RankAgreement:
     """What the ranks of one engine were delivered of each load.
 
     Every rank knows that all it has is of one generation. The ranks do not know of each other, and a producer that

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvxfer.geometry.cache import Region, flat_starts
 from kvxfer.transport.contract import Batch, Fence, Transport, Verb
 
-__all__ = ["Buffer", "LocalParty", "Party", "Result", "Runs"]
+__all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -101,7 +101,7 @@ class Buffer:
         self._map = self._tensor = None
 
 
-class Party(Protocol):
+class Participant(Protocol):
     """What a clause may do with one side, wherever it runs. Methods raise what the transport's own raise; a memory is
     seen as one array over its flat offset space (gaps between regions are zero)."""
 
@@ -126,8 +126,8 @@ class Party(Protocol):
     def resume(self) -> None: ...
 
 
-class LocalParty:
-    """A party in this process. ``turn`` has to be called for anything to happen, by whoever waits."""
+class LocalParticipant:
+    """A participant in this process. ``turn`` has to be called for anything to happen, by whoever waits."""
 
     def __init__(self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str) -> None:
         self.name = name
@@ -256,17 +256,17 @@ class LocalParty:
             self._results[done.batch] = Result(error, done.quiet)
 
     def kill(self) -> None:
-        raise NotImplementedError("a party in this process cannot be killed")
+        raise NotImplementedError("a participant in this process cannot be killed")
 
     def stop(self) -> None:
-        raise NotImplementedError("a party in this process cannot be stopped")
+        raise NotImplementedError("a participant in this process cannot be stopped")
 
     def resume(self) -> None:
-        raise NotImplementedError("a party in this process cannot be resumed")
+        raise NotImplementedError("a participant in this process cannot be resumed")
 
 
 def batch_to_wire(batch: Batch) -> dict[str, Any]:
-    """A batch as JSON for a party in another process."""
+    """A batch as JSON for a participant in another process."""
     wire: dict[str, Any] = {
         "verb": batch.verb.value,
         "peer": batch.peer,

@@ -27,14 +27,15 @@ from kvxfer.config import Config, Integrity
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, results
+from kvxfer.session import Agent, Directory, Ended, Released, results
 from kvxfer.session.mover import Mover
 from kvxfer.session.parts import piece_bytes
 from kvxfer.session.terms import Terms, stager
 from kvxfer.session.values import Move, Moved, PartRef
 from kvxfer.transport import Verb, load
+from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["Party", "Setup"]
+__all__ = ["BenchEngine", "Setup"]
 
 T = TransferId("bench", 0)
 
@@ -50,7 +51,7 @@ class Setup:
     staging_bytes: int
 
 
-class Party:
+class BenchEngine:
     """Its methods are called in turn, on one thread."""
 
     def __init__(self, setup: Setup) -> None:
@@ -138,9 +139,9 @@ class Party:
                 self._mover.slot(ref, *words)
             for at, result in self._heard():
                 match result:
-                    case Moved(error=None, seconds=seconds):
+                    case Moved(failure=None, seconds=seconds):
                         return at - seconds, at
-                    case Moved(error=str(why)):
+                    case Moved(failure=why):
                         raise RuntimeError(f"the part ended with: {why}")
                     case results.SlotReady():
                         peer.tell(result.piece, result.offset, result.nbytes)
@@ -223,7 +224,7 @@ class Party:
         tokens = len(src) * self._pool.cache.groups[0].block_tokens
         for number in numbers:
             for agent, _ in self._agents.values():
-                agent.offer(Offered(TransferId("bench", number), b"d", 1, tokens, (src,), True))
+                agent.offer(Offer(TransferId("bench", number), b"d", 1, tokens, BlockTable.of([src]), True))
 
     def fetch(
         self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source], pause: float
@@ -235,7 +236,7 @@ class Party:
     def _fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source, pause: float) -> dict[str, float]:
         agent, _ = self._agents[integrity]
         tokens = len(dst) * self._pool.cache.groups[0].block_tokens
-        spec = Fetch(str(number), TransferId("bench", number), b"d", source, (dst,), 0, tokens)
+        spec = Fetch(str(number), TransferId("bench", number), b"d", source, BlockTable.of([dst]), 0, tokens)
         time.sleep(pause)
         begun = time.perf_counter()
         agent.fetch(spec)
@@ -247,7 +248,7 @@ class Party:
                 released |= isinstance(event, Released)
                 if isinstance(event, Ended):
                     if not event.outcome.delivered:
-                        raise RuntimeError(event.outcome.reason)
+                        raise RuntimeError(str(event.outcome))
                     out = {
                         "fetch_s": event.seconds,
                         "session_s": event.seconds - event.waited,

@@ -1,7 +1,7 @@
-"""A party in a process of its own, to be killed and stopped for real.
+"""A participant in a process of its own, to be killed and stopped for real.
 
-``python -m kvxfer.testing.peer`` reads commands from stdin and answers on stdout, one JSON line each; the first
-says which back end to make (``module:Class``, so it must be importable in the child). ``RemoteParty`` is the other
+``python -m kvxfer.testing.remote_participant`` reads commands from stdin and answers on stdout, one JSON line each; the first
+says which back end to make (``module:Class``, so it must be importable in the child). ``RemoteParticipant`` is the other
 end.
 """
 
@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 
 from kvxfer import errors
-from kvxfer.testing.party import Bytes, LocalParty, Result, batch_from_wire, batch_to_wire
+from kvxfer.testing.participant import Bytes, LocalParticipant, Result, batch_from_wire, batch_to_wire
 from kvxfer.testing.ready import ready
 from kvxfer.transport.contract import Batch, Fence, Transport
 
-__all__ = ["RemoteParty"]
+__all__ = ["RemoteParticipant"]
 
 REPLY_S = 60.0
 """A child that does not answer for so long is taken for hung. Loading a GPU library takes seconds."""
 
 
-class RemoteParty:
-    """A ``Party`` in a child process. ``idle``: called again and again while a reply is awaited."""
+class RemoteParticipant:
+    """A ``Participant`` in a child process. ``idle``: called again and again while a reply is awaited."""
 
     def __init__(
         self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str, idle: Callable[[], None]
@@ -42,7 +42,7 @@ class RemoteParty:
         self._received = b""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "kvxfer.testing.peer"],
+            [sys.executable, "-m", "kvxfer.testing.remote_participant"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -151,7 +151,7 @@ def main() -> None:
     os.dup2(2, 1)
     commands = sys.stdin.buffer
     first = json.loads(commands.readline())
-    party: LocalParty | None = None
+    participant: LocalParticipant | None = None
 
     def answer(act: Callable[[], Any]) -> None:
         try:
@@ -161,19 +161,19 @@ def main() -> None:
         replies.write(json.dumps(reply).encode() + b"\n")
 
     def make() -> None:
-        nonlocal party
+        nonlocal participant
         module, _, name = first["backend"].partition(":")
         backend = getattr(importlib.import_module(module), name)
-        party = LocalParty(backend, first["options"], first["name"], first["device"])
+        participant = LocalParticipant(backend, first["options"], first["name"], first["device"])
 
     answer(make)
     os.set_blocking(commands.fileno(), False)
     received = b""
     while True:
-        fd, timeout = (None, 1.0) if party is None or party.closed else party.wait()
+        fd, timeout = (None, 1.0) if participant is None or participant.closed else participant.wait()
         readable = ready([commands.fileno(), *([] if fd is None else [fd])], timeout)
-        if party is not None and not party.closed:
-            party.turn(fd in readable)
+        if participant is not None and not participant.closed:
+            participant.turn(fd in readable)
         if commands.fileno() not in readable:
             continue
         more = os.read(commands.fileno(), 1 << 20)
@@ -182,29 +182,29 @@ def main() -> None:
         received += more
         *lines, received = received.split(b"\n")
         for line in lines:
-            assert party is not None
+            assert participant is not None
             command, *arguments = json.loads(line)
-            answer(lambda c=command, a=arguments, p=party: _obey(p, c, a))  # type: ignore[misc]
+            answer(lambda c=command, a=arguments, p=participant: _obey(p, c, a))  # type: ignore[misc]
 
 
-def _obey(party: LocalParty, command: str, arguments: list[Any]) -> Any:
+def _obey(participant: LocalParticipant, command: str, arguments: list[Any]) -> Any:
     match command:
         case "endpoint":
-            return base64.b64encode(party.endpoint()).decode()
+            return base64.b64encode(participant.endpoint()).decode()
         case "connect":
-            return party.connect(*(base64.b64decode(a) for a in arguments))
+            return participant.connect(*(base64.b64decode(a) for a in arguments))
         case "content" | "read":
-            return base64.b64encode(getattr(party, command)(*arguments).tobytes()).decode()
+            return base64.b64encode(getattr(participant, command)(*arguments).tobytes()).decode()
         case "write":
             memory, offset, data = arguments
-            return party.write(memory, offset, np.frombuffer(base64.b64decode(data), np.uint8))
+            return participant.write(memory, offset, np.frombuffer(base64.b64decode(data), np.uint8))
         case "submit":
-            return party.submit(batch_from_wire(arguments[0]))
+            return participant.submit(batch_from_wire(arguments[0]))
         case "result":
-            result = party.result(*arguments)
+            result = participant.result(*arguments)
             return None if result is None else [result.error, result.quiet]
         case "allocate" | "allocate_untouched" | "fill" | "deregister" | "disconnect" | "abort" | "close":
-            return getattr(party, command)(*arguments)
+            return getattr(participant, command)(*arguments)
     raise ValueError(f"unknown command {command!r}")
 
 
