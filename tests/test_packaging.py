@@ -27,6 +27,7 @@ LEVELS = [
     {"geometry"},
     {"config"},
     {"memory", "transport", "schedule", "security"},
+    {"backend"},
     {"session"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},

@@ -208,6 +208,9 @@ class RankedEngine:
         number = event.transfer.prompt
         use = self._uses.get(number)
         if use is None:
+            # An agent remembers for a while what has ended, and a process that is stopped for longer may hear it twice.
+            if self._stalls.since(time.monotonic() - 60) > self._config.lease:
+                return
             self._complaints.append(f"{self._role}: an event of transfer {number}, which is over: {event}")
         elif isinstance(event, Ended):
             if event.role == "consumer":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from kvxfer.transport.wakeup import Timer
+from kvxfer.backend.wakeup import Timer
 
 __all__ = ["Mailbox"]
 

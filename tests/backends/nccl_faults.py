@@ -1,4 +1,4 @@
-"""What NCCL leaves to the back end: faults that the conformance suite cannot know, for the twin and for NCCL itself."""
+"""What NCCL leaves to the back end: faults that the conformance suite cannot know, for the fake and for NCCL itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_nccl.channel import Channel
-from kvxfer_nccl.wire import Bye, Done, Endpoint, Hello, Id, Message, Ready, Retire, Sent, new_token
+from kvxfer_nccl.endpoint import Endpoint, new_token
+from kvxfer_nccl.wire import Bye, Done, Hello, Id, Message, Ready, Retire, Sent
 
 SMALL = Runs.of([0], [0], [1000])
 LARGE = Runs.of([0], [0], [3_000_000])
@@ -352,5 +353,5 @@ class Faults(Suite):
 
 def open_pipes(participant: LocalParticipant) -> int:
     """How many communicators a participant has."""
-    links = participant.transport._links.values()  # type: ignore[attr-defined]
+    links = participant.transport.links.values()  # type: ignore[attr-defined]
     return sum(lane.pipe is not None for link in links for lane in (link.lane(Verb.SEND), link.lane(Verb.RECV)))

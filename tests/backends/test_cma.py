@@ -71,7 +71,7 @@ class Crewed(Suite):
 @pytest.fixture(params=[Direct, Crewed, Shared], ids=["vm", "crew", "shm"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if request.param is Crewed:
-        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.memory.pool.SHARE_BYTES", 1)
         monkeypatch.setattr("kvxfer_cma.copy.PIECE_BYTES", 4096)
     world = World(request.param())
     yield world

@@ -23,9 +23,9 @@ from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.conformance.harness import Started, assert_equal
 from kvxfer.transport import Batch, PlanBatch, Verb
-from kvxfer_cuda_ipc.driver import CudaError
 from kvxfer_cuda_ipc.endpoint import Endpoint
 from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, describe
+from kvxfer_cuda_ipc.library import CudaError
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_strided_copy
 from tests.backends.altered import altered_as
@@ -123,8 +123,8 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
-pattern <typename T> T __ldcs(const T* p) { return *p; }
-pattern <typename T> void __stcs(T* p, T v) { *p = v; }
+template <typename T> T __ldcs(const T* p) { return *p; }
+template <typename T> void __stcs(T* p, T v) { *p = v; }
 #include "%s"
 #define CASE(WORD, STEPS) if (word == WORD && steps == STEPS) copy##WORD##x##STEPS(*work);
 #define CASES(WORD) CASE(WORD, 1) CASE(WORD, 2) CASE(WORD, 4) CASE(WORD, 8)

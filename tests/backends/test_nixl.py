@@ -73,7 +73,7 @@ class TestCrew(Endings, Deaths):
 
     @pytest.fixture(autouse=True)
     def shares(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.memory.pool.SHARE_BYTES", 1)
 
 
 class Cma(Suite):
@@ -101,7 +101,7 @@ class Crewed(Suite):
 @pytest.fixture(params=[Cma, Tcp, Crewed], ids=["cma", "tcp", "crew"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if request.param is Crewed:
-        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.memory.pool.SHARE_BYTES", 1)
     world = World(request.param())
     yield world
     world.close()
@@ -248,7 +248,7 @@ def test_what_a_stopped_peer_still_owes_comes_before_close_and_not_after(tcp: Wo
     [result] = tcp.finish(started)
     assert result.error is not None and not result.quiet
     assert a.transport.capabilities.quiet == "backend_reset"
-    with pytest.raises(TransportError, match="in use"):
+    with pytest.raises(TransportError, match="used by a batch"):
         a.transport.deregister(0)
     assert_equal(a.content(0), before, "the memory while the peer is stopped")
     a.close()
@@ -499,7 +499,7 @@ def test_an_endpoint_is_good_for_one_link(world: World) -> None:
     a, b = world.local(), world.local()
     mine, theirs = a.endpoint(), b.endpoint()
     a.connect(mine, theirs)
-    with pytest.raises(TransportError, match="in use"):
+    with pytest.raises(TransportError, match="no unused endpoint"):
         a.connect(mine, b.endpoint())
     with pytest.raises(TransportError, match="in use"):
         a.connect(a.endpoint(), theirs)

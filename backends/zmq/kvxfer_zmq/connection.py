@@ -8,11 +8,12 @@ from collections.abc import Hashable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvxfer.transport.wakeup import Wakeup
+from kvxfer.backend.wakeup import Wakeup
+from kvxfer_zmq.endpoint import Endpoint
 from kvxfer_zmq.options import Options
-from kvxfer_zmq.wire import Endpoint, Header, password, routing_id
+from kvxfer_zmq.wire import Header, password, routing_id
 
-__all__ = ["NOBLOCK", "Connection", "readable", "receive"]
+__all__ = ["NOBLOCK", "Connection", "receive", "waiting"]
 
 QUEUED_MESSAGES = 8
 """Messages that ZeroMQ holds for a link on this side; so many can be cut off only together with the link."""
@@ -34,7 +35,7 @@ _EVENTS = (
 )
 
 
-def readable(socket: zmq.Socket[bytes]) -> bool:
+def waiting(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message waits. Asking is what makes the socket's descriptor tell of the next one."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
 
@@ -106,7 +107,7 @@ class Connection:
 
     def watch(self, now: float) -> None:
         """See what became of the connection; may set ``lost``."""
-        while readable(self._monitor):
+        while waiting(self._monitor):
             event = recv_monitor_message(self._monitor, NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._reached = True

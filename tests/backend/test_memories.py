@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
 from kvxfer.geometry.cache import flat_starts
-from kvxfer.transport.memories import Memories
 
 REGIONS = (Region(1 << 20, 5000), Region(1 << 16, 4096), Region(1 << 30, 1))
 

@@ -14,31 +14,43 @@ __all__ = ["Memories"]
 
 
 class Memories:
-    """The memories of one side, numbered 0, 1, 2 ... Numbers are never used twice. Any one thread at a time."""
+    """The memories of one side, numbered 0, 1, 2 ... Numbers are never used twice. One thread at a time.
+
+    Attributes:
+        next: the number of the memory that is added next.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[tuple[Region, ...], Ints, Ints, Ints]] = {}
         self._spans: dict[int, list[tuple[int, int, int]]] = {}
-        self._next = 0
+        self.next = 0
 
-    def add(self, regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> int:
-        """Number a list of regions (it may be empty). Raises ``TransportError`` for an impossible region, two that
-        overlap, or a device kind that is not in ``devices``."""
-        kept = tuple(regions)
-        for r in kept:
+    @staticmethod
+    def check(regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> None:
+        """Check a list of regions, which may be empty.
+
+        Raises:
+            TransportError: a region is impossible, two overlap, or a kind of device is not in ``devices``.
+        """
+        for r in regions:
             if r.address <= 0 or r.nbytes <= 0:
                 raise TransportError(f"{r} is not a piece of memory: address and size must be positive")
             if r.device.partition(":")[0] not in devices:
                 raise TransportError(f"{r} lies on {r.device!r}; this back end moves {', '.join(sorted(devices))}")
-        by_address = sorted(kept, key=lambda r: (r.device, r.address))
+        by_address = sorted(regions, key=lambda r: (r.device, r.address))
         for a, b in zip(by_address, by_address[1:], strict=False):
             if a.device == b.device and a.address + a.nbytes > b.address:
                 raise TransportError(f"{a} and {b} overlap")
+
+    def add(self, regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> int:
+        """Number a list of regions, once ``check`` has nothing against it."""
+        self.check(regions, devices)
+        kept = tuple(regions)
         starts = np.array(flat_starts(kept), np.int64)
         sizes = np.array([r.nbytes for r in kept], np.int64)
         # Addresses are below 2**63 on every platform we know, and the difference may be negative.
         shift = np.array([r.address for r in kept], np.int64) - starts
-        number, self._next = self._next, self._next + 1
+        number, self.next = self.next, self.next + 1
         self._known[number] = (kept, starts, starts + sizes, shift)
         self._spans[number] = [(s, s + r.nbytes, r.address) for s, r in zip(starts.tolist(), kept, strict=True)]
         return number

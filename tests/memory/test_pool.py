@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from kvxfer.transport.crew import Crew
+from kvxfer.memory.pool import CopyPool
 
 
-def test_a_crew_works_at_the_same_time_and_ends_together() -> None:
-    crew, meeting, ended = Crew(3, "crew"), threading.Barrier(3), []
+def test_a_pool_works_at_the_same_time_and_ends_together() -> None:
+    pool, meeting, ended = CopyPool(3, "pool"), threading.Barrier(3), []
 
     def work(fails: bool) -> None:
         meeting.wait(5)
@@ -21,15 +21,15 @@ def test_a_crew_works_at_the_same_time_and_ends_together() -> None:
         ended.append(True)
 
     with pytest.raises(OSError, match="one of them"):
-        crew.do([lambda: work(False), lambda: work(True), lambda: work(False)])
+        pool.do([lambda: work(False), lambda: work(True), lambda: work(False)])
     assert len(ended) == 2
-    crew.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("crew")]
+    pool.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("pool")]
 
 
-def test_without_threads_a_crew_fails_once_and_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_a_pool_fails_once_and_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of what failed happens later, when its memory is somebody else's."""
-    crew, done = Crew(3, "crew"), []
+    pool, done = CopyPool(3, "pool"), []
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -37,8 +37,8 @@ def test_without_threads_a_crew_fails_once_and_goes_on_alone(monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            crew.do([lambda: done.append(0)] * 3)
+            pool.do([lambda: done.append(0)] * 3)
     time.sleep(0.05)
-    assert not done and crew.size == 1
-    crew.do([lambda: done.append(0), lambda: done.append(1)])
+    assert not done and pool.size == 1
+    pool.do([lambda: done.append(0), lambda: done.append(1)])
     assert done == [0, 1]

@@ -1,8 +1,8 @@
-"""Lines: how the two ends of a link between processes of one host know that the other is there.
+"""How the two ends of a link between processes of one host know that the other is there.
 
 Memory that another process shares stays readable after that process has closed the link or died, so something else must
 tell. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it means; it then
-stays silent. A line is up once both ends have done so, and down as soon as either socket closes, which the kernel sees to
+stays silent. An end is up once both ends have done so, and down as soon as either socket closes, which the kernel sees to
 when a process dies.
 """
 
@@ -12,9 +12,9 @@ import os
 import socket
 from collections.abc import Iterable
 
-from kvxfer.transport.wakeup import Wakeup
+from kvxfer.backend.wakeup import Wakeup
 
-__all__ = ["LINK_BYTES", "Line", "Lines"]
+__all__ = ["LINK_BYTES", "Liveness", "LivenessLinks"]
 
 LINK_BYTES = 16
 """Length of the name of a link's end: random, and known to nobody but the peer."""
@@ -23,7 +23,7 @@ MOST_STRANGERS = 64
 """Sockets that have not said yet what they are for; of more, the oldest is closed."""
 
 
-class Line:
+class Liveness:
     """One end of a link. ``up``: the peer has connected too. ``down``: why it cannot be used any more, or ``None``."""
 
     def __init__(self, mine: bytes, theirs: bytes, peer: str) -> None:
@@ -38,13 +38,18 @@ class Line:
             self.down = f"{self.peer} is gone, or has closed this link; connect again"
 
 
-class Lines:
-    """All lines of a transport; ``name`` is where peers announce themselves. ``wakeup`` wakes when ``handle`` has something to do."""
+class LivenessLinks:
+    """The ends of all links of a transport.
+
+    Attributes:
+        name: where peers announce themselves.
+    """
 
     def __init__(self, backend: str, wakeup: Wakeup) -> None:
+        """Listen; ``wakeup`` wakes from then on when ``handle`` has something to do."""
         self.name = f"kvxfer-{backend}-{os.urandom(16).hex()}"
         self._wakeup = wakeup
-        self._offered: dict[bytes, Line | None] = {}
+        self._offered: dict[bytes, Liveness | None] = {}
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._early: dict[bytes, tuple[bytes, socket.socket]] = {}  # by our link: who was there before we connected
         # The abstract namespace belongs to the network namespace, and leaves no file behind.
@@ -67,30 +72,30 @@ class Lines:
             if link in self._early:
                 self._early.pop(link)[1].close()
 
-    def connect(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Line:
-        """Announce ourselves to the peer, whose end and place (its ``name``) these are. A peer that cannot be reached gives a line that
+    def connect(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Liveness:
+        """Announce ourselves to the peer, whose end and place (its ``name``) these are. A peer that cannot be reached gives one that
         is down."""
-        line = self._offered[mine] = Line(mine, theirs, peer)
+        end = self._offered[mine] = Liveness(mine, theirs, peer)
         dialled = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             dialled.connect(f"\0{name}")
             dialled.send(theirs + mine)
         except OSError as e:
             dialled.close()
-            line.down = (
+            end.down = (
                 f"cannot reach {peer} ({e}): it has ended, or the two run in containers that share no network namespace"
             )
-            return line
-        self._attach(line, dialled)
+            return end
+        self._attach(end, dialled)
         if mine in self._early:
-            self._announced(line, *self._early.pop(mine))
-        return line
+            self._announced(end, *self._early.pop(mine))
+        return end
 
-    def hang_up(self, line: Line) -> None:
+    def hang_up(self, end: Liveness) -> None:
         """Tell the peer that the link is closed. Idempotent."""
-        self._offered.pop(line.mine, None)
-        line.down = line.down or f"the link to {line.peer} was closed on this side"
-        self._detach(line)
+        self._offered.pop(end.mine, None)
+        end.down = end.down or f"the link to {end.peer} was closed on this side"
+        self._detach(end)
 
     def handle(self, readable: Iterable[object]) -> None:
         """Take what ``wakeup`` named: announcements, and sockets that were closed."""
@@ -99,15 +104,15 @@ class Lines:
                 self._accept()
             elif isinstance(source, socket.socket) and source in self._strangers:
                 self._hear(source)
-            elif isinstance(source, Line):
+            elif isinstance(source, Liveness):
                 source.check()
                 if source.down is not None:
                     self._detach(source)
 
     def close(self) -> None:
-        for line in list(self._offered.values()):
-            if line is not None:
-                self.hang_up(line)
+        for end in list(self._offered.values()):
+            if end is not None:
+                self.hang_up(end)
         for stranger in list(self._strangers):
             self._turn_out(stranger)
         for _, early in self._early.values():
@@ -142,28 +147,28 @@ class Lines:
         if len(said) != 2 * LINK_BYTES or mine not in self._offered or mine in self._early:
             stranger.close()  # not one of ours; it sees the socket close, and that is its answer
             return
-        line = self._offered[mine]
-        if line is None:
+        end = self._offered[mine]
+        if end is None:
             self._early[mine] = theirs, stranger
         else:
-            self._announced(line, theirs, stranger)
+            self._announced(end, theirs, stranger)
 
-    def _announced(self, line: Line, theirs: bytes, heard: socket.socket) -> None:
-        if theirs != line.theirs or line.up or line.down is not None:
+    def _announced(self, end: Liveness, theirs: bytes, heard: socket.socket) -> None:
+        if theirs != end.theirs or end.up or end.down is not None:
             heard.close()
             return
-        self._attach(line, heard)
-        line.up = True
+        self._attach(end, heard)
+        end.up = True
 
-    def _attach(self, line: Line, held: socket.socket) -> None:
-        line._sockets.append(held)
-        self._wakeup.add(held.fileno(), line)
+    def _attach(self, end: Liveness, held: socket.socket) -> None:
+        end._sockets.append(held)
+        self._wakeup.add(held.fileno(), end)
 
-    def _detach(self, line: Line) -> None:
-        for held in line._sockets:
+    def _detach(self, end: Liveness) -> None:
+        for held in end._sockets:
             self._wakeup.remove(held.fileno())
             held.close()
-        line._sockets.clear()
+        end._sockets.clear()
 
 
 def _closed(held: socket.socket) -> bool:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.errors import ConfigError
-from kvxfer.settings import WILDCARDS
+from kvxfer.settings import unmapped
 
-__all__ = ["Port", "device_of", "everywhere", "listening", "loopback"]
+__all__ = ["Port", "device_of", "listening"]
 
 _LISTEN = "0A"
 _IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -32,20 +32,6 @@ class Port:
         if not self.port:
             return self.address
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
-
-
-def everywhere(address: str) -> bool:
-    """Whether it stands for all addresses of this host."""
-    return address.strip("[]") in WILDCARDS
-
-
-def loopback(address: str) -> bool:
-    """Whether nobody outside this host reaches it. Names other than ``localhost`` count as reachable."""
-    plain = address.strip("[]").lower()
-    try:
-        return _plain(ipaddress.ip_address(plain.partition("%")[0])).is_loopback
-    except ValueError:
-        return plain == "localhost"
 
 
 def device_of(address: str) -> str:
@@ -96,12 +82,7 @@ def _all_listening() -> Iterator[tuple[str, Port]]:
 def _address(raw: str) -> str:
     """As the kernel prints it: words of 32 bits in this host's byte order."""
     packed = b"".join(struct.pack("=I", int(raw[i : i + 8], 16)) for i in range(0, len(raw), 8))
-    return str(_plain(ipaddress.ip_address(packed)))
-
-
-def _plain(address: _IpAddress) -> _IpAddress:
-    """An IPv4 address that is written as one of IPv6."""
-    return getattr(address, "ipv4_mapped", None) or address
+    return str(unmapped(ipaddress.ip_address(packed)))
 
 
 class _SockAddr(ctypes.Structure):

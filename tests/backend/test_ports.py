@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.backend import ucx
+from kvxfer.backend.liveness import MOST_STRANGERS, LivenessLinks
+from kvxfer.backend.ports import Port, device_of, listening
+from kvxfer.backend.ucx import confined
+from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import ConfigError
-from kvxfer.transport import ucx
-from kvxfer.transport.lines import MOST_STRANGERS, Lines
-from kvxfer.transport.ports import Port, device_of, everywhere, listening, loopback
-from kvxfer.transport.ucx import confined
-from kvxfer.transport.wakeup import Wakeup
+from kvxfer.settings import everywhere, loopback
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_the_environment_is_respected_and_told_of(
 
 def test_strangers_at_a_line_take_a_bounded_number_of_descriptors() -> None:
     wakeup = Wakeup()
-    lines = Lines("test", wakeup)
+    lines = LivenessLinks("test", wakeup)
     strangers = []
     for _ in range(MOST_STRANGERS + 20):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.transport.wakeup import Wakeup
+from kvxfer.backend.wakeup import Wakeup
 
 
 @pytest.fixture

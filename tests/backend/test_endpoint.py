@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
+from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.errors import TransportError
-from kvxfer.transport.endpoint import EndpointBase
 
 
 class Ours(EndpointBase, frozen=True):
@@ -99,7 +99,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from kvxfer.transport.endpoint import EndpointBase
+from kvxfer.backend.endpoint import EndpointBase
 
 sys.setswitchinterval(1e-6)
 for i in range(300):

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
-from kvxfer.transport.ports import device_of, everywhere, loopback
+from kvxfer.backend.ports import device_of
+from kvxfer.settings import everywhere, loopback
 
 __all__ = ["confined"]
 

@@ -25,7 +25,7 @@ from kvxfer.transport.contract import Fence
 from kvxfer_nccl.binding import ID_BYTES, Binding, Pipe, Way
 from kvxfer_nccl.transport import NcclTransport
 
-__all__ = ["TwinBinding", "TwinPipe", "TwinTransport"]
+__all__ = ["FakeBinding", "FakePipe", "FakeNcclTransport"]
 
 TICK_MS = 20
 """How often a thread looks whether it was aborted."""
@@ -34,7 +34,7 @@ _listeners: dict[bytes, socket.socket] = {}
 """Of unique ids made in this process, until their sender opens."""
 
 
-class TwinMark:
+class FakeMark:
     def __init__(self) -> None:
         self._reached = threading.Event()
 
@@ -45,7 +45,7 @@ class TwinMark:
         return self._reached.is_set()
 
 
-class TwinPipe:
+class FakePipe:
     """Fulfils ``Pipe``. The stream is a thread, the link a Unix socket."""
 
     def __init__(self, way: Way) -> None:
@@ -54,7 +54,7 @@ class TwinPipe:
         self._aborted = threading.Event()
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self._stream = threading.Thread(target=self._run, name="twin-stream", daemon=True)
+        self._stream = threading.Thread(target=self._run, name="fake-nccl-stream", daemon=True)
 
     def open(self) -> None:
         try:
@@ -89,9 +89,9 @@ class TwinPipe:
     def wait(self, fence: Fence) -> None:
         self._work.put((self._wait, fence.event))
 
-    def mark(self) -> TwinMark:
-        mark = TwinMark()
-        self._work.put((TwinMark.reach, mark))
+    def mark(self) -> FakeMark:
+        mark = FakeMark()
+        self._work.put((FakeMark.reach, mark))
         return mark
 
     def error(self) -> str | None:
@@ -163,11 +163,11 @@ class TwinPipe:
             pass
 
 
-class TwinBinding:
+class FakeBinding:
     """Fulfils ``Binding``. Each transport counts as a GPU of its own."""
 
     memory = frozenset({"cpu"})
-    release = "twin"
+    release = "fake"
 
     def __init__(self) -> None:
         self.versions = {"nccl": "a stand-in for CPU memory"}
@@ -189,22 +189,22 @@ class TwinBinding:
         return name
 
     def pipe(self, way: Way) -> Pipe:
-        return TwinPipe(way)
+        return FakePipe(way)
 
 
-class TwinTransport(NcclTransport):
-    """The back end over the fake: ``"backend": "kvxfer_nccl.twin:TwinTransport"``. For tests."""
+class FakeNcclTransport(NcclTransport):
+    """The back end over the fake: ``"backend": "tests.backends.fake_nccl:FakeNcclTransport"``. For tests."""
 
-    name = "nccl-twin"
+    name = "nccl-fake"
 
     @classmethod
     def load(cls) -> Binding:
-        return TwinBinding()
+        return FakeBinding()
 
 
 def _place(unique_id: bytes) -> bytes:
     """A name in the abstract namespace of Unix sockets, which dies with its process."""
-    return b"\0kvxfer-twin-" + unique_id.rstrip(b"\0")
+    return b"\0kvxfer-fake-nccl-" + unique_id.rstrip(b"\0")
 
 
 def _ready(sock: socket.socket, events: int) -> bool:
