@@ -74,7 +74,10 @@ def _settings(config: str) -> Config:
 
 
 def _ports(found: Mapping[str, Found], config: Config) -> list[dict[str, str]]:
-    """Every port of an engine: where it is, who opens it, and who may speak to it. A port that is any free one is 0."""
+    """Return every port of an engine: where it is, who opens it, and who may speak to it.
+
+    Port 0 stands for any free one.
+    """
     anybody = "whoever has the key" if config.key_file else "anybody who reaches it"
     if config.peers is not None:
         anybody += " from the addresses in 'peers'"
@@ -104,7 +107,7 @@ def _auto(memory: str, probes: Mapping[str, Probe], config: Config) -> str:
 
 
 def _version(names: list[str]) -> str | None:
-    """Version of the first of these distributions that is installed. Imports none of them."""
+    """Return the version of the first of these distributions that is installed. Imports none of them."""
     for name in names:
         try:
             return f"{name} {importlib.metadata.version(name)}"

@@ -21,7 +21,7 @@ import pytest
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Suite, Way, World
+from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.conformance.harness import Started, assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
@@ -144,7 +144,7 @@ def test_what_a_peer_has_taken_back_is_not_touched(world: World, batch: Any) -> 
     error = error_of(world, a, batch(link.peers[a.name]))
     assert b.name in error
     assert_equal(memory[0].get(), before, "memory that was taken back")
-    world.move(link, Way.READ, b, a, Runs.of([0], [0], [N]), memory=1)
+    world.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [N]), memory=1)
 
 
 @pytest.mark.parametrize("batch", [read, write])
@@ -218,7 +218,7 @@ def test_death_in_the_middle_of_a_copy(world: World) -> None:
         participant.allocate([96 << 20], 1)
     link = world.link(a, b)
     runs = Runs.of([0], [0], [96 << 20])
-    started = [link.start(Way.READ, b, a, runs) for _ in range(4)]
+    started = [link.start(TransferMode.READ, b, a, runs) for _ in range(4)]
     world.turn()
     assert not started[0].over()
     b.kill()
@@ -226,13 +226,13 @@ def test_death_in_the_middle_of_a_copy(world: World) -> None:
     assert all(e is not None and b.name in e for e in errors), errors
 
 
-@pytest.mark.parametrize("way", [Way.READ, Way.WRITE])
-def test_many_pieces_arrive_whichever_thread_copies_them(world: World, way: Way) -> None:
+@pytest.mark.parametrize("way", [TransferMode.READ, TransferMode.WRITE])
+def test_many_pieces_arrive_whichever_thread_copies_them(world: World, way: TransferMode) -> None:
     a, b = world.local(), world.other()
     for participant in (a, b):
         participant.allocate([3 << 20], 1)
     at = np.random.default_rng(0).permutation(2000) * 1536
-    source, target = (b, a) if way is Way.READ else (a, b)
+    source, target = (b, a) if way is TransferMode.READ else (a, b)
     world.move(world.link(a, b), way, source, target, Runs.of(at, np.sort(at), np.full(2000, 1531)))
 
 
@@ -242,7 +242,7 @@ def test_a_poll_stays_short(world: World) -> None:
     for participant in (a, b):
         participant.allocate([96 << 20], 1)
     link = world.link(a, b)
-    started = link.start(Way.READ, b, a, Runs.of([0], [0], [96 << 20]))
+    started = link.start(TransferMode.READ, b, a, Runs.of([0], [0], [96 << 20]))
     turns = 0
     while not started.over():
         world.turn()

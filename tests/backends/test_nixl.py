@@ -17,7 +17,7 @@ import pytest
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Link, Started, Suite, Way, World
+from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.deaths import Deaths
 from kvxfer.testing.conformance.endings import Endings
 from kvxfer.testing.conformance.harness import assert_equal, overlay
@@ -139,11 +139,11 @@ def test_batches_in_pieces_move_the_same_bytes(world: World, runs: Runs, monkeyp
     monkeypatch.setattr(flight, "PIECE_BYTES", 10_007)
     monkeypatch.setattr(flight, "PIECE_RUNS", 64)
     a, b, link = world.pair()
-    for way in (Way.READ, Way.WRITE):
+    for way in (TransferMode.READ, TransferMode.WRITE):
         world.move(link, way, a, b, runs)
 
 
-def large(world: World) -> tuple[LocalParticipant, Participant, Link]:
+def large(world: World) -> tuple[LocalParticipant, Participant, ParticipantLink]:
     a, b = world.local(), world.other()
     for participant in (a, b):
         participant.allocate([8 * MIB], 1)
@@ -157,12 +157,12 @@ def test_a_large_batch_is_posted_by_several_threads(cma: World, monkeypatch: pyt
     )
     a, b, link = large(cma)
     runs = Runs.of(np.arange(512) * 16384, np.arange(512)[::-1] * 16384, np.full(512, 16384))
-    for way in (Way.READ, Way.WRITE):
+    for way in (TransferMode.READ, TransferMode.WRITE):
         posted.clear()
         cma.move(link, way, a, b, runs)
         assert sorted(name.startswith("kvxfer-nixl") for name in posted) == [False, True], posted
     posted.clear()
-    cma.move(link, Way.READ, a, b, Runs.of([0], [0], [8 * MIB - 1]))
+    cma.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [8 * MIB - 1]))
     assert len(posted) == 1, "a thread was woken for little"
 
 
@@ -174,7 +174,7 @@ def test_without_threads_a_batch_is_posted_by_one(cma: World, monkeypatch: pytes
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for _ in range(2):
-        cma.move(link, Way.READ, a, b, Runs.of([0], [0], [8 * MIB]))
+        cma.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [8 * MIB]))
 
 
 def test_a_failed_piece_vouches_for_no_other(cma: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_a_failed_piece_vouches_for_no_other(cma: World, monkeypatch: pytest.Mon
     monkeypatch.setattr(Agent, "post", lambda self, handle: post(self, handle) and False)
     monkeypatch.setattr(Agent, "done", done)
     started = link.start(
-        Way.READ, a, b, Runs.of(np.arange(512) * 16384, np.arange(512)[::-1] * 16384, np.full(512, 16384))
+        TransferMode.READ, a, b, Runs.of(np.arange(512) * 16384, np.arange(512)[::-1] * 16384, np.full(512, 16384))
     )
     cma.run(5 * flight.SETTLE_S)
     assert not started.over(), "the batch has ended while a piece of it is under way"
@@ -205,7 +205,7 @@ def test_an_aborted_batch_posts_no_more_pieces(tcp: World, monkeypatch: pytest.M
     monkeypatch.setattr(flight, "PIECE_BYTES", 1_000)
     a, b, link = tcp.pair()
     before, source = b.content(0), a.content(0)
-    started = link.start(Way.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
+    started = link.start(TransferMode.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
     a.abort(started.halves[0][1])
     [result] = tcp.finish(started)
     assert result.error is not None and "aborted" in result.error and b.name in result.error and result.quiet
@@ -214,7 +214,7 @@ def test_an_aborted_batch_posts_no_more_pieces(tcp: World, monkeypatch: pytest.M
     # Of 3,146 pieces some were posted before the abort, as many as a call has time for; most were not.
     assert not len(moved) or moved[-1] < 2 * MIB
     assert_equal(after[moved], source[moved], "what was moved")
-    tcp.move(link, Way.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
+    tcp.move(link, TransferMode.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
 
 
 # --- completion, quiet, death -----------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_a_written_byte_is_there_when_we_say_so(world: World) -> None:
         a.fill(0, seed=i)
         runs = Runs.of([0, 2 * MIB], [MIB, i], [2 * MIB, 400_000])
         expected = overlay(b.content(0), a.content(0), runs)
-        world.succeed(link.start(Way.WRITE, a, b, runs))
+        world.succeed(link.start(TransferMode.WRITE, a, b, runs))
         assert_equal(b.content(0), expected, "the target's memory")
 
 
@@ -239,10 +239,10 @@ def test_what_a_stopped_peer_still_owes_comes_before_close_and_not_after(tcp: Wo
     a, b = tcp.local(), tcp.process("stopped")
     tcp.allocate(a, b)
     link = tcp.link(a, b)
-    tcp.move(link, Way.READ, b, a, Runs.of([0], [0], [10]))
+    tcp.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [10]))
     before = a.content(0)
     b.stop()
-    started = link.start(Way.READ, b, a, Runs.of([0], [0], [3 * MIB]))
+    started = link.start(TransferMode.READ, b, a, Runs.of([0], [0], [3 * MIB]))
     tcp.run(0.05)
     a.abort(started.halves[0][1])
     [result] = tcp.finish(started)
@@ -262,10 +262,10 @@ def test_what_a_stopped_peer_still_owes_does_land_without_close(tcp: World) -> N
     a, b = tcp.local(), tcp.process("stopped")
     tcp.allocate(a, b)
     link = tcp.link(a, b)
-    tcp.move(link, Way.READ, b, a, Runs.of([0], [0], [10]))
+    tcp.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [10]))
     expected = a.content(0)
     b.stop()
-    started = link.start(Way.READ, b, a, Runs.of([0], [0], [3 * MIB]))
+    started = link.start(TransferMode.READ, b, a, Runs.of([0], [0], [3 * MIB]))
     a.abort(started.halves[0][1])
     [result] = tcp.finish(started)
     assert not result.quiet
@@ -289,8 +289,8 @@ def test_a_killed_peer_leaves_quiet_memory(tcp: World) -> None:
     a, b = tcp.local(), tcp.process("killed")
     tcp.allocate(a, b)
     link = tcp.link(a, b)
-    tcp.move(link, Way.READ, b, a, Runs.of([0], [0], [10]))
-    started = [link.start(Way.READ, b, a, Runs.of([0], [0], [3 * MIB])) for _ in range(20)]
+    tcp.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [10]))
+    started = [link.start(TransferMode.READ, b, a, Runs.of([0], [0], [3 * MIB])) for _ in range(20)]
     b.kill()
     results = tcp.finish(*started)
     assert results[-1].error is not None and b.name in results[-1].error and "died" in results[-1].error
@@ -307,12 +307,12 @@ def test_a_peer_killed_while_two_threads_read_it(cma: World) -> None:
     for participant in (a, b):
         participant.allocate([64 * MIB], 1)
     link = cma.link(a, b)
-    assert all(r.error is None for r in cma.finish(link.start(Way.READ, b, a, Runs.of([0], [0], [10]))))
+    assert all(r.error is None for r in cma.finish(link.start(TransferMode.READ, b, a, Runs.of([0], [0], [10]))))
     threading.Timer(0.05, b.kill).start()
     until, result = time.monotonic() + 20, None
     while result is None or result.error is None:
         assert time.monotonic() < until, "reads of a dead peer succeed"
-        [result] = cma.finish(link.start(Way.READ, b, a, Runs.of([0], [0], [64 * MIB])))
+        [result] = cma.finish(link.start(TransferMode.READ, b, a, Runs.of([0], [0], [64 * MIB])))
     assert b.name in result.error and result.quiet
     a.fill(0, seed=77)
     before = a.content(0)
@@ -328,9 +328,9 @@ def test_a_peer_that_closes_with_reads_in_flight_lives_and_so_do_we(tcp: World) 
     tcp.allocate(c)
     link, other = tcp.link(a, b), tcp.link(c, b)
     for _ in range(20):
-        link.start(Way.READ, b, a, Runs.of([0], [0], [3 * MIB]))
+        link.start(TransferMode.READ, b, a, Runs.of([0], [0], [3 * MIB]))
     a.close()
-    tcp.move(other, Way.READ, b, c, Runs.of([0], [0], [MIB]))
+    tcp.move(other, TransferMode.READ, b, c, Runs.of([0], [0], [MIB]))
 
 
 def test_a_reader_is_the_danger_not_a_writer(tcp: World) -> None:
@@ -338,10 +338,10 @@ def test_a_reader_is_the_danger_not_a_writer(tcp: World) -> None:
     a, b = tcp.process("writer"), tcp.process("stopped")
     tcp.allocate(a, b)
     link = tcp.link(a, b)
-    tcp.move(link, Way.WRITE, a, b, Runs.of([0], [0], [10]))
+    tcp.move(link, TransferMode.WRITE, a, b, Runs.of([0], [0], [10]))
     b.stop()
     for _ in range(5):
-        link.start(Way.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
+        link.start(TransferMode.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
     a.kill()
     b.resume()
     tcp.run(0.3)
@@ -438,7 +438,7 @@ def test_links_share_a_connection(world: World) -> None:
     for i in range(2):
         for _ in range(links):
             link = world.link(a, b)
-            world.move(link, Way.READ, a, b, Runs.of([0], [0], [100]))
+            world.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [100]))
             a.disconnect(link.peers[a.name])
             b.disconnect(link.peers[b.name])
         found = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)]
@@ -490,9 +490,9 @@ def test_a_wrong_endpoint_is_refused(world: World, changes: dict[str, Any], said
         a.connect(mine, altered(b.endpoint(), **changes))
     # Neither our endpoint nor the link that exists has suffered.
     theirs = b.endpoint()
-    again = Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+    again = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
     for one in (link, again):
-        world.move(one, Way.READ, b, a, Runs.of([0], [0], [1000]))
+        world.move(one, TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
 
 
 def test_an_endpoint_is_good_for_one_link(world: World) -> None:

@@ -42,7 +42,7 @@ def test_the_configuration_page_has_each_setting_and_its_default() -> None:
         assert shown == value, key
 
 
-ROOMS_TO_COME: set[str] = {"control", "data", "engine", "protocol"}
+ROOMS_TO_COME: set[str] = {"control", "data", "protocol"}
 """Rooms of the map that are not built yet; `session` holds what belongs to them. Exact."""
 
 

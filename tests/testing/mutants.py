@@ -22,7 +22,7 @@ import pytest
 from kvxfer.errors import PeerError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite, FakeTransport
-from kvxfer.testing.conformance import Part, Way, World
+from kvxfer.testing.conformance import Part, TransferMode, World
 from kvxfer.testing.fake import Endpoint
 from kvxfer.transport import Batch, Completion, Fence, Verb
 
@@ -325,8 +325,8 @@ def clean_up() -> None:
         child.wait()
 
 
-WAYS = {"way": Way.READ}
-PART = {"part": Part(Way.READ, "target")}
+WAYS = {"way": TransferMode.READ}
+PART = {"part": Part(TransferMode.READ, "target")}
 
 MUTANTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (TellsEarly, "test_complete_means_visible", WAYS),
@@ -337,9 +337,9 @@ MUTANTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (BelievesAnyOffset, "test_offsets_outside_are_refused", WAYS),
     (IgnoresFences, "test_nothing_is_touched_before_the_fence", WAYS),
     (ForgetsToAskTheFence, "test_nothing_is_touched_before_the_fence", WAYS),
-    (IgnoresAborts, "test_a_half_without_its_other_half_can_be_aborted", {"part": Part(Way.SEND, "target")}),
+    (IgnoresAborts, "test_a_half_without_its_other_half_can_be_aborted", {"part": Part(TransferMode.SEND, "target")}),
     (SaysQuietTooSoon, "test_aborted_batches_end_and_stay_ended", WAYS),
-    (NamesNobody, "test_disconnecting_in_flight", {"part": Part(Way.SEND, "source"), "closer": "far"}),
+    (NamesNobody, "test_disconnecting_in_flight", {"part": Part(TransferMode.SEND, "source"), "closer": "far"}),
     (Spins, "test_idle_costs_nothing", {}),
     (LeaksMemory, "test_nothing_leaks", {}),
     (LeaksMemory, "test_links_do_not_leak", {}),
@@ -348,17 +348,17 @@ MUTANTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (RepeatsItsEndpoint, "test_endpoints_are_fresh_and_small", {}),
     (TakesAnyOption, "test_an_unknown_option_is_named", {}),
     (TakesUsedMemoryBack, "test_memory_in_use_cannot_be_deregistered", PART),
-    (ClosesQuietly, "test_closing_in_flight", {"part": Part(Way.SEND, "target"), "closer": "far"}),
+    (ClosesQuietly, "test_closing_in_flight", {"part": Part(TransferMode.SEND, "target"), "closer": "far"}),
     (FailsAtRoundSizes, "test_round_sizes", WAYS),
     (TakesTheFirst65536Runs, "test_a_hundred_thousand_runs", WAYS),
     (CountsIn32Bits, "test_offsets_beyond_four_gigabytes", {}),
     (CountsIn32Bits, "test_a_run_longer_than_two_gigabytes", {}),
-    (MixesUpEqualBatches, "test_hundreds_of_equal_batches_at_once", {"way": Way.SEND}),
+    (MixesUpEqualBatches, "test_hundreds_of_equal_batches_at_once", {"way": TransferMode.SEND}),
     (HasEightLinks, "test_dozens_of_links_at_once", WAYS),
     (AbortsTheOldest, "test_an_abort_ends_its_batch_and_no_other", PART),
     (AbortsAllOfALink, "test_an_abort_ends_its_batch_and_no_other", PART),
     (SwapsResults, "test_each_result_is_of_its_batch", PART),
-    (SaysItInWords, "test_disconnecting_in_flight", {"part": Part(Way.SEND, "source"), "closer": "near"}),
+    (SaysItInWords, "test_disconnecting_in_flight", {"part": Part(TransferMode.SEND, "source"), "closer": "near"}),
     (TakesAnyMemory, "test_kinds_that_are_not_declared_are_refused", {}),
     (SleepsInPoll, "test_no_call_blocks", {}),
     (SleepsInConnect, "test_no_call_blocks", {}),

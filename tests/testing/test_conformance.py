@@ -38,7 +38,7 @@ def test_layouts_are_what_they_say() -> None:
     """Runs that overlapped at the destination would make the right answer depend on order."""
     for name, runs in LAYOUTS.items():
         order = np.argsort(runs.dst)
-        ends = (runs.dst + runs.lengths)[order]
-        starts, lengths = runs.dst[order], runs.lengths[order]
+        ends = (runs.dst + runs.length)[order]
+        starts, lengths = runs.dst[order], runs.length[order]
         full = lengths > 0
         assert (ends[full][:-1] <= starts[full][1:]).all(), name

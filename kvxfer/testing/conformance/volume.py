@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvxfer.testing.conformance.harness import Link, Suite, Way, World, assert_equal, overlay
+from kvxfer.testing.conformance.harness import ParticipantLink, Suite, TransferMode, World, assert_equal, overlay
 from kvxfer.testing.participant import Participant, Runs
 
 MIB = 1 << 20
@@ -27,9 +27,14 @@ LONG_S = 120.0
 
 
 class Volume(Suite):
-    def test_round_sizes(self, world: World, way: Way) -> None:
-        """Sizes that are powers of two, and their neighbours, arrive whole. A limit, a slot or a length field that is
-        one too small or too large shows here: look at what your back end does with a batch that fills it exactly."""
+    """Clauses about sizes and numbers."""
+
+    def test_round_sizes(self, world: World, way: TransferMode) -> None:
+        """Sizes that are powers of two, and their neighbours, arrive whole.
+
+        A limit, a slot or a length field that is
+        one too small or too large shows here: look at what your back end does with a batch that fills it exactly.
+        """
         a, b = world.local(), world.other()
         for participant in (a, b):
             participant.allocate([ROUND[-1] + MIB], 3)
@@ -43,9 +48,12 @@ class Volume(Suite):
                 assert_equal(found[50 : 50 + nbytes], wanted, f"a run of {nbytes} bytes")
                 assert not found[:50].any() and not found[50 + nbytes :].any(), f"{nbytes} bytes, and some beside them"
 
-    def test_a_hundred_thousand_runs(self, world: World, way: Way) -> None:
-        """One batch of so many runs arrives whole: a prompt of 100,000 tokens has as many in a cache of single tokens.
-        Cut it where your library has a limit."""
+    def test_a_hundred_thousand_runs(self, world: World, way: TransferMode) -> None:
+        """One batch of so many runs arrives whole.
+
+        A prompt of 100,000 tokens has as many in a cache of single tokens.
+        Cut it where your library has a limit.
+        """
         a, b = world.local(), world.other()
         size, gap = 24, 32
         for participant in (a, b):
@@ -55,9 +63,11 @@ class Volume(Suite):
         src, dst = (order.permutation(MANY_RUNS) * gap for _ in range(2))
         world.move(link, way, a, b, Runs.of(src, dst, np.full(MANY_RUNS, size)))
 
-    def test_hundreds_of_equal_batches_at_once(self, world: World, way: Way) -> None:
-        """Batches of one length that are all in flight at once are not mixed up: nothing but their order tells them
-        apart."""
+    def test_hundreds_of_equal_batches_at_once(self, world: World, way: TransferMode) -> None:
+        """Batches of one length that are all in flight at once are not mixed up.
+
+        Nothing but their order tells them apart.
+        """
         a, b, link = world.pair()
         expected, source = b.content(0), a.content(0)
         piece = 7000
@@ -69,11 +79,11 @@ class Volume(Suite):
             expected = overlay(expected, source, runs)
         assert_equal(b.content(0), expected, "the target's memory")
 
-    def test_dozens_of_links_at_once(self, world: World, way: Way) -> None:
+    def test_dozens_of_links_at_once(self, world: World, way: TransferMode) -> None:
         """One transport has a link to each rank of each engine that it serves: none of them is the last one."""
         a, b = world.local(), world.other()
         world.allocate(a, b)
-        links: list[Link] = [world.link(a, b) for _ in range(MANY_LINKS)]
+        links: list[ParticipantLink] = [world.link(a, b) for _ in range(MANY_LINKS)]
         expected, source = b.content(0), a.content(0)
         pieces = [Runs.of([i * 1000], [(MANY_LINKS - i) * 2000], [1000 + i]) for i in range(MANY_LINKS)]
         world.succeed(*(link.start(way, a, b, runs) for link, runs in zip(links, pieces, strict=True)))
@@ -108,7 +118,7 @@ class Volume(Suite):
             assert not b.read(0, LONG + 64, 4096).any(), "more arrived than was sent"
             world.close()  # gives the memory back before another process takes its turn
 
-    def _untouched(self, world: World, nbytes: int, needs: int) -> tuple[Participant, Participant, Link]:
+    def _untouched(self, world: World, nbytes: int, needs: int) -> tuple[Participant, Participant, ParticipantLink]:
         """Make a pair with memory that takes room only where it is touched, where that can be had."""
         if self.memory != "cpu" or not self.gigabytes:
             pytest.skip("gigabytes are tried on the host, and once for a back end")
