@@ -34,9 +34,9 @@ class TellsEarly(FakeTransport):
 
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         number = super().submit(batch, after)
-        for side in self.sides.values():
+        for side in self.links.values():
             side.posts[-1].due += 0.2
-        self._completions.append(Completion(number))
+        self.completions.append(Completion(number))
         return number
 
     def finish(self, completion: Completion) -> None:
@@ -46,7 +46,7 @@ class TellsEarly(FakeTransport):
 class TellsTwice(FakeTransport):
     def finish(self, completion: Completion) -> None:
         super().finish(completion)
-        super().finish(completion)
+        self.completions.append(completion)
 
 
 class NeverTells(FakeTransport):
@@ -98,11 +98,11 @@ class SaysQuietTooSoon(FakeTransport):
     """Bytes of an aborted batch come late, although it was said to be quiet."""
 
     def abort(self, batch: int) -> None:
-        for side in self.sides.values():
+        for side in self.links.values():
             for post in side.posts:
                 if post.number == batch:
                     post.due += 0.1
-                    self._completions.append(Completion(batch, PeerError(f"aborted, with {side.peer_agent}")))
+                    self.completions.append(Completion(batch, PeerError(f"aborted, with {side.peer_agent}")))
                     self.wake()
 
     def finish(self, completion: Completion) -> None:
@@ -134,7 +134,7 @@ class LeaksMemory(FakeTransport):
 
 class LeaksDescriptors(FakeTransport):
     def close(self) -> None:
-        if not self._closed:
+        if not self.closed:
             os.dup(0)
         super().close()
 
@@ -165,7 +165,7 @@ class ClosesQuietly(FakeTransport):
     """Tells its peers nothing when it closes."""
 
     def close(self) -> None:
-        for side in self.sides.values():
+        for side in self.links.values():
             side.other = None
             side.tokens = frozenset()
         for token in [t for t, owner in self._net._owners.items() if owner is self]:
@@ -179,7 +179,7 @@ class FailsAtRoundSizes(FakeTransport):
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         number = super().submit(batch, after)
         if batch.nbytes and batch.nbytes % (1 << 20) == 0:
-            for side in self.sides.values():
+            for side in self.links.values():
                 for post in [p for p in side.posts if p.number == number]:
                     self._net.fail(post, "larger than a slot")
         return number
@@ -209,7 +209,7 @@ class MixesUpEqualBatches(FakeTransport):
 
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         number = super().submit(batch, after)
-        posts = [p for s in self.sides.values() for p in s.posts if p.batch.verb is Verb.RECV]
+        posts = [p for s in self.links.values() for p in s.posts if p.batch.verb is Verb.RECV]
         if batch.verb is Verb.RECV and len(posts) > 16 and posts[-1].lengths.tolist() == posts[-2].lengths.tolist():
             posts[-1].addresses, posts[-2].addresses = posts[-2].addresses, posts[-1].addresses
         return number
@@ -218,14 +218,14 @@ class MixesUpEqualBatches(FakeTransport):
 class HasEightLinks(FakeTransport):
     def connect(self, mine: bytes, theirs: bytes) -> int:
         peer = super().connect(mine, theirs)
-        if len(self.sides) > 8:
-            self._net.cut(self.sides[peer], f"{self.sides[peer].peer_agent!r}: too many links")
+        if len(self.links) > 8:
+            self._net.cut(self.links[peer], f"{self.links[peer].peer_agent!r}: too many links")
         return peer
 
 
 class AbortsTheOldest(FakeTransport):
     def abort(self, batch: int) -> None:
-        posts = [p.number for side in self.sides.values() for p in side.posts if not p.withdrawn]
+        posts = [p.number for side in self.links.values() for p in side.posts if not p.withdrawn]
         super().abort(min(posts) if batch in posts else batch)
 
 
@@ -233,7 +233,7 @@ class AbortsAllOfALink(FakeTransport):
     """What it declares is that an abort ends one batch."""
 
     def abort(self, batch: int) -> None:
-        for side in self.sides.values():
+        for side in self.links.values():
             if any(p.number == batch for p in side.posts):
                 for post in [p for p in side.posts if not p.withdrawn]:
                     super().abort(post.number)
@@ -303,7 +303,7 @@ class LeavesAChild(FakeTransport):
 
 class SpinsAtFences(FakeTransport):
     def _next_look(self) -> float | None:
-        fenced = any(p.fenced for side in self.sides.values() for p in side.posts)
+        fenced = any(p.fenced for side in self.links.values() for p in side.posts)
         return time.monotonic() if fenced else super()._next_look()
 
 

@@ -79,8 +79,9 @@ class Endings(Suite):
     def test_an_abort_ends_its_batch_and_no_other(self, world: World, part: Part) -> None:
         """An abort ends one batch, and batches before and after it go on and succeed.
 
-        So it is where ``capabilities.abort`` is ``batch``, on the same link too. (Where it is ``peer``, those of other links do.) In a direction of SENDs the aborted one keeps its place: the
-        peer's half of it fails, and the halves around it meet as if nothing had been.
+        So it is where ``capabilities.abort`` is ``batch``, on the same link too. (Where it is ``peer``, those of other links
+        do.) In a direction of SENDs the aborted one keeps its place: the peer's half of it fails, and the halves around it
+        meet as if nothing had been.
         """
         a, b = world.local(), world.other()
         world.allocate(a, b)
