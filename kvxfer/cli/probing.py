@@ -82,11 +82,12 @@ def _probe(name: str, config: Config, answer: Connection) -> None:
 
 
 def _ports(name: str, config: Config) -> tuple[Port, ...] | str:
-    if config.backend not in (AUTO, name):
+    backend = registry.load(name)
+    if config.backend != AUTO and not registry.called(backend, config.backend):
         config = msgspec.structs.replace(config, backend_options={})  # they are another's
     before = listening()
     try:
-        transport = registry.load(name)("doctor", options_for(name, config))
+        transport = backend("doctor", options_for(backend, config))
         try:
             transport.endpoint()  # some open a port for each link
             return tuple(sorted(listening() - before))
