@@ -24,8 +24,8 @@ loaded host leaves us too little of a processor to use ``IDLE_CPU`` of it."""
 RSS_SLACK, RSS_STRETCHES = 16 << 20, 3
 """Bytes by which memory may grow over all rounds, seen in that many stretches of them."""
 
-FENCE_CPU = 0.3
-"""Share of a core that waiting for a fence may take."""
+FENCE_CPU, FENCE_TURNS = 0.3, 4000
+"""Share of a core that waiting for a fence may take, and polls a second."""
 
 BLOCKING_ROUNDS = 6
 
@@ -235,10 +235,12 @@ class Resources(Suite):
         part, fence = next(p for p in PARTS if p.way in self.ways()), HostFence()
         started = link.start(part.way, *part.sides(a, b), Runs.of([0], [0], [1000]), fences={a.name: fence})
         world.run(0.2)
-        used = min(_idle(world, 1)[0] for _ in range(3))
+        stretches = [_idle(world, 1) for _ in range(3)]
+        used, turns = (min(column) for column in zip(*stretches, strict=True))
         fence.open = True
         world.succeed(started)
         assert used < FENCE_CPU, f"waiting for a fence uses {used:.0%} of a core"
+        assert turns < FENCE_TURNS, f"waiting for a fence takes {turns:.0f} polls a second"
 
     def test_no_call_blocks(self, world: World) -> None:
         """No method takes longer than ``capabilities.may_block_s``: one thread serves all links.
