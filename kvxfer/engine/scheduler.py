@@ -160,6 +160,7 @@ class SchedulerSide:
         its blocks must not be freed. Without any, an untouched transfer is given up.
 
         Args:
+            request: the engine's id of it.
             table: the whole block table. Blocks of local tokens are not touched.
             external: what ``loadable`` said last, or less if no group is a ``state``.
 
@@ -183,6 +184,7 @@ class SchedulerSide:
         """Take in that the request runs in this step.
 
         Args:
+            request: the engine's id of it.
             computed: tokens computed before this step, prefix-cache hits and loads included.
             scheduled: tokens that this step computes.
             table: the whole block table as this step uses it; never an increment.
@@ -199,6 +201,7 @@ class SchedulerSide:
         """Take in that the request is over, at whatever point.
 
         Args:
+            request: the engine's id of it.
             table: the whole block table at its end.
             complete: it ended normally and its KV is good; False for an abort or an error.
 
@@ -253,7 +256,7 @@ class SchedulerSide:
         self._ended([request], frozenset())
 
     def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
-        """Loads that all ranks have reported."""
+        """Return what has become of loads that all ranks have reported."""
         loaded, failed, disagreed = set(), {}, {}
         for request in requests:
             generations, failure = self._agreement.over(request), self._failed.pop(request, None)
@@ -271,7 +274,7 @@ class SchedulerSide:
         return Update(free, frozenset(loaded), failed, disagreed)
 
     def _notices(self) -> tuple[TransferId, ...]:
-        """What consumers' scheduler sides have told our directory."""
+        """Take in what consumers' scheduler sides have told our directory; return the transfers to renew."""
         renewals: list[TransferId] = []
         for notice in self.directory.notices():
             for named in notice.transfers:

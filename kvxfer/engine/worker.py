@@ -116,7 +116,7 @@ class WorkerSide:
         self._failing.pop(request, None)
 
     def _give_up(self, report: Report, request: str) -> None:
-        """A load has failed, and may be long in getting quiet: its request need not wait for that if its blocks are pinned."""
+        """Report a failed load early if its blocks are pinned: it may take long to get quiet, and nobody need wait."""
         blocks = self._blocks[request]
         if blocks <= self._quarantine:
             self._quarantine -= blocks
