@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxfer.config import Config
+from kvxfer.control.directory import Directory
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loading import LoadingBlocks
 from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
+from kvxfer.protocol.messages import Decline, Named, RankDescriptor, Renew
 from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
 from kvxfer.security import Security
-from kvxfer.session import Decline, Directory, Member, Named, Renew
 from kvxfer.values import BlockTable, Group, Rank
 
 __all__ = ["SchedulerSide", "Ticket", "Update"]
@@ -106,7 +107,7 @@ class SchedulerSide:
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
         self._failed: dict[str, Failure] = {}  # loads that have, on some rank
-        self._members: dict[Rank, Member] = {}
+        self._members: dict[Rank, RankDescriptor] = {}
         self._renewed = 0.0
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ class SchedulerSide:
 
     # --- life ------------------------------------------------------------------------------------------------------
 
-    def announce(self, members: Iterable[Member]) -> None:
+    def announce(self, members: Iterable[RankDescriptor]) -> None:
         """Take in where workers' agents listen; once all have been said, other engines find this one.
 
         Their first reports say it, too.

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from kvxfer import memory
+from kvxfer.control.agent import Agent
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.failures import Failure
 from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Ended
+from kvxfer.protocol.values import Ended
 from kvxfer.values import BlockTable
 
 __all__ = ["WorkerSide"]
