@@ -55,8 +55,10 @@ REASONS = {
 
 
 class Slots:
-    """The shared memory as one side sees it: in each slot a table of runs (int64 ``[runs, 2]``: flat offset and
-    length in the server's memory) and room for their bytes."""
+    """The shared memory as one side sees it: in each slot a table of runs (int64 ``[runs, 2]``.
+
+    Flat offset and length in the server's memory) and room for their bytes.
+    """
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, SLOTS * SLOT_BYTES)
@@ -226,15 +228,18 @@ class Server:
         self._lent, self._writable = frozenset[int](), False
 
     def lend(self, memories: frozenset[int], writable: bool) -> None:
-        """What the asker may read, or read and write: nothing before this is called."""
+        """Let the asker read these memories, or read and write; before this is called it may do neither."""
         self._lent, self._writable = memories, writable
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def open(self) -> bytes:
-        """Take the first message, which brings the shared memory; returns the link that it names. Raises
-        ``OSError`` when the asker is gone or broke the protocol, as does ``serve``."""
+        """Take the first message, which brings the shared memory; returns the link that it names.
+
+        Raises:
+            OSError: the asker is gone or broke the protocol, as does ``serve``.
+        """
         link, fds, _, _ = socket.recv_fds(self._socket, LINK_BYTES, 1)
         try:
             if len(fds) != 1:
