@@ -39,7 +39,7 @@ class Endpoint(EndpointBase, frozen=True):
     """
 
     backend = "cma"
-    format = 2
+    format = 3
 
     host: str
     pid_namespace: int
