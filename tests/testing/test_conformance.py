@@ -22,9 +22,9 @@ class TellsEarly(FakeTransport):
 
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         number = super().submit(batch, after)
-        for side in self.sides.values():
+        for side in self.links.values():
             side.posts[-1].due += 0.2
-        self._completions.append(Completion(number))
+        self.completions.append(Completion(number))
         return number
 
     def finish(self, completion: Completion) -> None:
@@ -34,7 +34,7 @@ class TellsEarly(FakeTransport):
 class TellsTwice(FakeTransport):
     def finish(self, completion: Completion) -> None:
         super().finish(completion)
-        super().finish(completion)
+        self.completions.append(completion)
 
 
 class NeverTells(FakeTransport):
@@ -86,11 +86,11 @@ class SaysQuietTooSoon(FakeTransport):
     """Bytes of an aborted batch come late, although it was said to be quiet."""
 
     def abort(self, batch: int) -> None:
-        for side in self.sides.values():
+        for side in self.links.values():
             for post in side.posts:
                 if post.number == batch:
                     post.due += 0.1
-                    self._completions.append(Completion(batch, PeerError(f"aborted, with {side.peer_agent}")))
+                    self.completions.append(Completion(batch, PeerError(f"aborted, with {side.peer_agent}")))
                     self.wake()
 
     def finish(self, completion: Completion) -> None:
@@ -122,7 +122,7 @@ class LeaksMemory(FakeTransport):
 
 class LeaksDescriptors(FakeTransport):
     def close(self) -> None:
-        if not self._closed:
+        if not self.closed:
             os.dup(0)
         super().close()
 
@@ -153,7 +153,7 @@ class ClosesQuietly(FakeTransport):
     """Tells its peers nothing when it closes."""
 
     def close(self) -> None:
-        for side in self.sides.values():
+        for side in self.links.values():
             side.other = None
             side.tokens = frozenset()
         for token in [t for t, owner in self._net._owners.items() if owner is self]:
