@@ -94,7 +94,10 @@ class Layout:
         return cls(Cache(regions.found, tuple(groups), views, rank), tuple(ratios))
 
     def table(self, logical: BlockTable) -> BlockTable:
-        """The block table of the kernels' blocks: logical block b is kernel block b * ratio and the ratio - 1 that follow."""
+        """Return the block table of the kernels' blocks.
+
+        Logical block b is kernel block b * ratio and the ratio - 1 that follow.
+        """
         if set(self.ratios) <= {1}:
             return logical
         return BlockTable.of(_expand(row, ratio) for row, ratio in zip(logical, self.ratios, strict=True))
@@ -128,8 +131,11 @@ Plane = tuple[tuple[Any, ...], int]
 
 
 class _Pages:
-    """One layer's pages as planes of a view. ``by_rank``: whether each rank's go to the same rank of an equal engine only,
-    though more than that is known of what they hold."""
+    """One layer's pages as planes of a view.
+
+    ``by_rank``: whether each rank's go to the same rank of an equal engine only, though more than that is known of
+    what they hold.
+    """
 
     def __init__(
         self, name: str, t: torch.Tensor, spec: Any, group: int, tokens: int, config: VllmConfig, rank: Rank
@@ -189,8 +195,11 @@ class _Pages:
         return [self._plane("k", k, form, heads, self._token), self._plane("v", v, form, heads, self._token, k)]
 
     def _whole(self) -> list[Plane]:
-        """Pages of which nothing is known. They are moved in as few pieces as they have in memory, to the same rank of an
-        engine of the same size unless all ranks hold the same."""
+        """Pages of which nothing is known.
+
+        They are moved in as few pieces as they have in memory, to the same rank of an engine of the same size unless
+        all ranks hold the same.
+        """
         _, slots, states, content = self._t.shape
         cell = content * self._t.element_size()
         if self._token == cell and (slots == 1 or self._head == states * cell):
@@ -223,8 +232,10 @@ class _Pages:
         return [self._described(p.plane, p.unit, p.encoding + of, p.heads, None, p.offset) for p in found]
 
     def _heads(self) -> Heads:
-        """The range of the layer's KV heads that this rank holds; ranks beyond their number hold replicas. Where their total
-        is not known, a rank's heads go to the same rank of an engine of the same size."""
+        """Return the range of the layer's KV heads that this rank holds; ranks beyond their number hold replicas.
+
+        Where their total is not known, a rank's heads go to the same rank of an engine of the same size.
+        """
         own, total = self._spec.num_kv_heads, total_heads(self._name, self._layer, self._spec, self._config)
         if total is None:
             self.by_rank = True

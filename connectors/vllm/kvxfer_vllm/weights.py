@@ -71,7 +71,7 @@ def fingerprint(checkpoint: Path) -> str:
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    """The files of weights: those that an index names, if there is one, else safetensors, else others."""
+    """Return the files of weights: those that an index names, if there is one, else safetensors, else others."""
     if checkpoint.is_file():
         return [checkpoint]
     named: set[str] = set()

@@ -35,7 +35,7 @@ def group_pages(kv_cache_config: KVCacheConfig) -> tuple[GroupPages, ...]:
 
 
 def layer_specs(spec: Any) -> tuple[Any, ...]:
-    """The specs of a group's layers; a uniform group holds one for all."""
+    """Return the specs of a group's layers; a uniform group holds one for all."""
     per_layer = getattr(spec, "kv_cache_specs", None)
     return tuple(per_layer.values()) if per_layer is not None else (spec,)
 
@@ -66,7 +66,7 @@ def _classify(i: int, group: KVCacheGroupSpec) -> GroupPages:
 
 
 def _window(spec: Any, kept: str) -> int:
-    """A token attends to no more tokens than this, itself included; 0 for all.
+    """Return the number of tokens that a token attends to at most, itself included; 0 for all.
 
     A full group may hold layers with a window, where vLLM runs without its hybrid manager: it keeps all their blocks, so
     they are full here. A chunk reaches from its first token to the one that attends, so that its length is the most.

@@ -44,7 +44,7 @@ def _sees_window(layer: Any, spec: Any) -> bool:
 
 
 def _of_layer(name: str, config: VllmConfig) -> set[int]:
-    """What a configuration with one part for each layer says of this one."""
+    """Return what a configuration with one part for each layer says of this one."""
     text, index = config.model_config.hf_text_config, re.findall(r"\.(\d+)\.", name)
     if len(index) != 1:
         return set()
