@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["KVXferConnector"]
 
 
-class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = compat.HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

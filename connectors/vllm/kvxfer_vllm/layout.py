@@ -55,9 +55,10 @@ class Layout:
         by_rank: list[str] = []
         ratios: list[int] = []
         shapes: dict[tuple[Any, ...], list[tuple[str, int]]] = defaultdict(list)
-        for g, (group, kind) in enumerate(zip(kv.kv_cache_groups, group_pages(kv), strict=True)):
-            if kind.kind == "local":  # its place in the tables stays, its pages are nobody else's
-                groups.append(Group(kind.block))
+        for g, (group, pages_of) in enumerate(zip(kv.kv_cache_groups, group_pages(kv), strict=True)):
+            known = pages_of.group
+            if known.kind == "local":  # its place in the tables stays, its pages are nobody else's
+                groups.append(Group(known.block_tokens))
                 ratios.append(1)
                 continue
             per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
@@ -66,8 +67,8 @@ class Layout:
             if len(ratio) > 1:
                 raise ConfigError(f"layers of KV-cache group {g} split their blocks differently: {sorted(ratio)}")
             ratios.append(ratio.pop())
-            kernel_tokens = group.kv_cache_spec.block_size // ratios[-1]
-            groups.append(Group(kernel_tokens, kind.kind, kind.window))
+            kernel_tokens = known.block_tokens // ratios[-1]
+            groups.append(Group(kernel_tokens, known.kind, known.window))
             seen: set[int] = set()
             for name in present:
                 spec = group.kv_cache_spec if per_layer is None else per_layer.get(name)
@@ -76,7 +77,7 @@ class Layout:
                     continue  # it reads the cache of another layer and has none of its own
                 seen.add(offset)
                 pages = _Pages(name, tensors[name], spec, g, kernel_tokens, config, rank)
-                for shape, within in pages.state() if kind.kind == "state" else pages.planes():
+                for shape, within in pages.state() if known.kind == "state" else pages.planes():
                     shapes[shape].append((name, offset + within))
                 if pages.by_rank:
                     by_rank.append(name)
@@ -119,7 +120,7 @@ class _Regions:
         if region not in self.found:
             self.found += (region,)
         start = Cache(self.found, (), ()).starts[self.found.index(region)]
-        return start + tensor.data_ptr() - region.address
+        return start + int(tensor.data_ptr()) - region.address
 
 
 Plane = tuple[tuple[Any, ...], int]

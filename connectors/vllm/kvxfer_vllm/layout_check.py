@@ -72,7 +72,7 @@ def _write(layer: Any, model: dict[str, Any], dtype: torch.dtype) -> Write:
         return _of_indexer(layer, dtype)
     update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
     backend = layer.get_attn_backend() if update is not None else None
-    if backend is None or getattr(layer, "hisparse_cache", None) is not None:
+    if update is None or backend is None or getattr(layer, "hisparse_cache", None) is not None:
         raise Unproven("it has no write that can be called by itself")
     if backend.is_mla():
         inputs = {"kv_c": (layer.kv_lora_rank,), "k_pe": (1, layer.qk_rope_head_dim)}

@@ -48,9 +48,9 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
     """The engine's KV-cache groups as the schedule knows them. Raises ``ConfigError`` for unsupported kinds."""
     pages = group_pages(kv_cache_config)
     for i, group in enumerate(pages):
-        if group.kind == "state":
+        if group.group.kind == "state":
             recurrent.check_spec(i, group.specs[0])
-    return tuple(Group(group.block, group.kind, group.window) for group in pages)
+    return tuple(group.group for group in pages)
 
 
 def counts_media(vllm_config: VllmConfig) -> bool:
@@ -65,5 +65,5 @@ def hits_may_differ(kv_cache_config: KVCacheConfig) -> bool:
     """Whether vLLM may count as cached what its full attention has, though the state there is gone, if the rest comes from
     outside: we bring the state with any load. Not beside a window, of which we bring what lies behind the hit only."""
     pages = group_pages(kv_cache_config)
-    full = {group.specs for group in pages if group.kind == "full"}
-    return {group.kind for group in pages} == {"full", "state"} and len(full) == 1
+    full = {group.specs for group in pages if group.group.kind == "full"}
+    return {group.group.kind for group in pages} == {"full", "state"} and len(full) == 1

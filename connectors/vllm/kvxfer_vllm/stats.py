@@ -24,6 +24,8 @@ class KVXferStats(KVConnectorStats):
     ``delivered`` or the kind of its failure. ``data["counts"]``: by
     how much the agents' counts have grown. ``data["quarantined"]``: bytes, of the ranks where they have changed."""
 
+    data: dict[str, Any]
+
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or {})
         if not data:

@@ -54,6 +54,7 @@ def fingerprint(checkpoint: Path) -> str:
     if not files:
         raise ValueError(f"{checkpoint} holds no file of weights")
     with ThreadPoolExecutor(READERS) as pool:
+        found: list[tuple[tuple[object, ...], tuple[str, int, int]]]
         if all(file.suffix == ".safetensors" for file in files):
             found = sorted(entry for entries in pool.map(_header, files) for entry in entries)
         else:

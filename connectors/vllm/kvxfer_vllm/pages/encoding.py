@@ -43,7 +43,7 @@ def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor,
     _, heads, states, content = tensor.shape
     if form == "packed":
         return f"vllm/attention/packed/{cached}/{_isa()}/{states}x{content}"
-    kernel = getattr(getattr(layer, "kv_cache", None), "shape", ())
+    kernel: tuple[int, ...] = getattr(getattr(layer, "kv_cache", None), "shape", ())
     rows = kernel[-2] if len(kernel) > 2 else states
     return (
         f"vllm/whole/{type(spec).__name__}/{writer or 'unknown'}/{cached}/{getattr(spec, 'tokens_per_state', 1)}/"
@@ -85,7 +85,7 @@ def _isa() -> str:
         return "amx"
     if getattr(cpu, "_is_avx512_bf16_supported", lambda: False)():
         return "avx512bf16"
-    return torch.backends.cpu.get_cpu_capability().lower()
+    return str(torch.backends.cpu.get_cpu_capability()).lower()
 
 
 def _device(tensor: torch.Tensor) -> str:

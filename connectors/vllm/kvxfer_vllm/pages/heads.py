@@ -28,7 +28,7 @@ _FULL = re.compile(r"global|full")
 
 def total_heads(name: str, layer: Any, spec: Any, config: VllmConfig) -> int | None:
     """KV heads of a layer, replicas counted once; ``None`` if that is not certain."""
-    ranks, own = config.parallel_config.tensor_parallel_size, int(spec.num_kv_heads)
+    ranks, own = int(config.parallel_config.tensor_parallel_size), int(spec.num_kv_heads)
     shards = getattr(spec, "max_tp_shards", None)
     if shards is not None:
         return own * min(ranks, int(shards))

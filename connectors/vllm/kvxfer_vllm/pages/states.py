@@ -91,7 +91,7 @@ def _sections(layer: Any, spec: Any, rank: int, size: int) -> list[_Section] | N
     if not kind.__module__.startswith("vllm.") or getattr(spec, "tp_replicated", False) or len(shapes[0]) != 2:
         return None
     channels = shapes[0][0 if _channels_outside() else 1]
-    matrix = shapes[1] if len(shapes) == 2 else ()
+    matrix: tuple[int, ...] = shapes[1] if len(shapes) == 2 else ()
     if kind.__name__ == "ShortConv" and len(shapes) == 1:
         cut = [channels]
     elif kind.__name__ == "MambaMixer" and len(matrix) == 2 and matrix[0] == channels:
