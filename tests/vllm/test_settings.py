@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from kvxfer.cli import doctor
+from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer_vllm.migration import ConnectorConfig
 from kvxfer_vllm.settings import groups_of, settings_of
 
 
@@ -54,3 +58,20 @@ def test_states_of_which_nobody_knows_where_they_are() -> None:
     group = SimpleNamespace(kv_cache_spec=state, enable_kv_transfer=True, host_resident=False)
     with pytest.raises(ConfigError, match="mamba_cache_mode 'all'; set --mamba-cache-mode align"):
         groups_of(SimpleNamespace(kv_cache_groups=[group]))
+
+
+def test_the_connector_s_own_setting_is_checked_as_the_others_are() -> None:
+    assert ConnectorConfig.from_mapping({"legacy_hosts": ["10.0.0.0/8"]}).legacy_hosts == ("10.0.0.0/8",)
+    with pytest.raises(ConfigError, match="'legacy_host'.*did you mean 'legacy_hosts'"):
+        ConnectorConfig.from_mapping({"legacy_host": []})
+    with pytest.raises(ConfigError, match="unknown kvxfer setting 'legacy_hosts'"):
+        Config.from_mapping({"legacy_hosts": []})
+
+
+def test_doctor_reads_the_settings_of_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [SimpleNamespace(load=lambda: ConnectorConfig)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == "kvxfer.settings" else [])
+    read = doctor._settings('{"legacy_hosts": ["10.0.0.0/8"], "port": 7}')
+    assert isinstance(read, ConnectorConfig) and read.port == 7
+    with pytest.raises(ConfigError, match="did you mean 'port'"):
+        doctor._settings('{"ports": 7}')
