@@ -35,7 +35,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     listen: NonEmpty = "127.0.0.1"
     advertise: NonEmpty | None = None
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)] = 2
+    connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)] = 1
     connect_timeout_s: Seconds = 5.0
     heartbeat_s: Seconds = 2.0
 

@@ -34,9 +34,13 @@ ASK_BYTES = 1 << 30
 OPEN_ASKS = 32
 """Requests of a link that wait at the peer, at most."""
 
-LEAST_CHUNK, MOST_CHUNK = 128 << 10, 2 << 20
-"""Bytes of a chunk. Larger ones cost fewer calls; smaller ones share a batch more evenly among connections, and end sooner
-when it is aborted."""
+LEAST_CHUNK, SHARED_CHUNK, MOST_CHUNK = 128 << 10, 2 << 20, 8 << 20
+"""Bytes of a chunk: at least, at most where several connections share a batch, and at most. So many bytes may still come on
+a connection for a batch that was aborted. Where a chunk ends a reader may have to wait once more, so they are long."""
+
+WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
+"""A reader sleeps until so much of a chunk has come, on the only connection or on each of several. Without that it would
+wake for the first packet, and on a busy host wait for its turn on a processor each time."""
 
 
 @dataclass(eq=False)
@@ -103,11 +107,13 @@ class Reader:
         self._waiting: deque[Read] = deque()
         self._open: dict[int, _Ask] = {}
         self._asked = 0
+        self.wake_bytes = WAKE_BYTES
         self._connections: list[_Incoming] = []
 
     def dial(self, addresses: list[Address]) -> None:
         """Make the connections, to the first of these addresses that answers."""
         count = min(self._options.connections, self._theirs.connections)
+        self.wake_bytes = WAKE_BYTES if count == 1 else SHARED_WAKE
         for i in range(count):
             kind = Kind.MORE if i else Kind.FIRST
             hello = greeting(self._theirs.token) + Header(kind).encode()
@@ -168,8 +174,10 @@ class Reader:
             lo, hi = read.asks.popleft()
             if not read.asks:
                 self._waiting.popleft()
-            share = -(-min(read.nbytes, ASK_BYTES) // (4 * len(self._connections)))
-            chunk = min(max(-(-share // LEAST_CHUNK) * LEAST_CHUNK, LEAST_CHUNK), MOST_CHUNK)
+            chunk = MOST_CHUNK
+            if len(self._connections) > 1:
+                share = -(-read.nbytes // (8 * len(self._connections) * LEAST_CHUNK)) * LEAST_CHUNK
+                chunk = min(share, SHARED_CHUNK)
             ask = self._open[self._asked] = _Ask(self._asked, read, lo, hi, chunk)
             self._asked += 1
             runs = np.concatenate((read.remote[lo:hi], read.lengths[lo:hi])).astype("<i8", copy=False)
@@ -241,6 +249,7 @@ class _Incoming(Connection):
         self._ask: _Ask | None = None
         self._refused: tuple[int, int] | None = None
         self._skip = 0
+        self._wake = 1
         self._expect_head()
         super().__init__(loop, self._open())
         self.out += hello
@@ -312,13 +321,13 @@ class _Incoming(Connection):
         if self._skip:
             count = self.pipe.discard(self._skip)
             if count < 0:
-                self.readable = False
+                self._sleep(self._skip)
             else:
                 self._skip -= count
             return
         count = self.pipe.receive(self._table, self._lo, self._hi)
         if count < 0:
-            self.readable = False
+            self._sleep(self._left - FRAME_BYTES if self._ask is not None else 1)
             return
         self._left -= count
         if self._left:
@@ -333,6 +342,15 @@ class _Incoming(Connection):
                 self._expect_head()
             else:
                 self._take(self._head.read(FRAME_BYTES))
+
+    def _sleep(self, coming: int) -> None:
+        """Be told once there is more; ``coming``: bytes that surely come."""
+        self.readable = False
+        wake = min(coming, self._reader.wake_bytes)
+        if wake != self._wake:
+            self._wake = wake
+            # If so much is there by now, this tells at once.
+            self.pipe.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake)
 
     def _take(self, raw: bytes) -> None:
         """Act on a header."""

@@ -17,7 +17,7 @@ from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind
 
 __all__ = ["Server"]
 
-READ_BYTES = 256 << 10
+READ_BYTES = 64 << 10
 """At most these bytes of requests are taken in at once."""
 
 _HEADERS = np.dtype([("kind", "<u4"), ("count", "<u4"), ("memory", "<u4"), ("chunk", "<u4"), ("request", "<u8")])

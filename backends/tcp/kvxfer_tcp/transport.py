@@ -129,7 +129,7 @@ class TcpTransport(Base[Endpoint, Link]):
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
         if "door" in readable or (self._door.retry is not None and self._door.retry <= now):
-            self._door.accept()
+            self._accept()
         if "names" in readable:
             for link, addresses in self._names.found():
                 link.dial(addresses)
@@ -189,15 +189,23 @@ class TcpTransport(Base[Endpoint, Link]):
             for connection in list(hot):
                 if connection not in hot:
                     continue  # closed since
+                del hot[connection]
                 try:
-                    more = connection.step()
+                    if connection.step():
+                        hot[connection] = None  # behind all others
                 except (OSError, Violation) as e:
-                    more = False
                     connection.lost(e)
-                if not more:
-                    hot.pop(connection, None)
-            if time.monotonic() >= until:
-                return
+                if time.monotonic() >= until:
+                    return
+
+    def _accept(self) -> None:
+        """Let the door accept; while it cannot, its listener must not keep us awake."""
+        before, fd = self._door.retry, self._door.listener.fileno()
+        self._door.accept()
+        if before is None and self._door.retry is not None:
+            self.wakeup.remove(fd)
+        elif before is not None and self._door.retry is None:
+            self.wakeup.add(fd, "door")
 
     def _admit(self, token: bytes, opened: socket.socket, first: bool) -> None:
         """Take a connection that has shown a token."""
