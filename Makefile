@@ -3,7 +3,8 @@
 #   make test        lint, types and all tests          make test-fast   without the tests that start engines
 #   make bench       benchmarks                         make lint        ruff, mypy and the documentation's links
 #   make docs        the documentation as a site in build/site
-#   make test-matrix the connector's tests on vLLM 0.29 to 0.31
+#   make test-matrix the connector's tests on vLLM 0.29 to 0.31, and all but the servers on Python 3.11 to 3.13
+#   make coverage    which lines the tests reach: a report, no gate
 #   make fuzz        noise at the decoder and at a live agent, and the machines in a world that noise drives
 #   make dist        sdists and wheels for a release    make clean       remove all that was built
 PYTHON  ?= python3
@@ -20,14 +21,39 @@ SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
 export KVXFER_REQUIRE ?= nixl,ucx,vllm,cma,atheris
 
-# The connector's tests on the other vLLM releases that have a build for CPUs, each in an environment of its own.
-test-matrix:
-	for release in 0.29.0 0.30.0 0.31.0; do $(MAKE) test-vllm VENV=.venv-$$release VLLM=$$release || exit 1; done
+# The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each
+# Python that is here; each in an environment of its own. Interpreters are found by name. Those that are absent are named
+# at the end, or are a failure: make test-matrix REQUIRE_PYTHONS="3.12 3.13"
+RELEASES := 0.29.0 0.30.0 0.31.0
+PYTHONS := 3.11 3.12 3.13
+REQUIRE_PYTHONS ?=
+
+test-matrix: pythons
+	for release in $(RELEASES); do $(MAKE) test-vllm VENV=.venv-$$release VLLM=$$release || exit 1; done
+	for version in $(PYTHONS); do python$$version -c '' 2> /dev/null || continue; \
+	    $(MAKE) test-python VENV=.venv-py$$version PYTHON=python$$version || exit 1; done
+	@$(MAKE) --no-print-directory pythons
+
+pythons:
+	@for version in $(PYTHONS); do python$$version -c '' 2> /dev/null && continue; case " $(REQUIRE_PYTHONS) " in \
+	    *" $$version "*) echo "python$$version is required, and is not here" >&2; exit 1;; \
+	    *) echo "python$$version is not here: nothing is tested with it";; esac; done
 
 test-vllm: $(READY)
 	$(BIN)/python -m pytest tests/vllm tests/e2e/test_pair.py tests/e2e/test_faults.py $(ARGS)
 
-.PHONY: demo test test-matrix test-vllm test-fast lint docs bench fuzz dist clean
+test-python: $(READY)
+	$(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
+	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e" $(ARGS)
+
+# The suite without the servers, its child processes included. Tests that fail do not keep the report back.
+coverage: $(READY)
+	rm -f .coverage .coverage.*
+	-$(BIN)/python -m pytest -n 4 --cov --cov-report= tests/backends/test_ucx.py
+	-$(BIN)/python -m pytest -n 4 --cov --cov-append --cov-report= --ignore=tests/backends/test_ucx.py -m "not e2e" $(ARGS)
+	$(BIN)/python -m coverage report
+
+.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fuzz dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -68,7 +94,7 @@ dist: $(READY)
 	done
 
 clean:
-	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* .coverage* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes alone and first, so that nothing else decides which build of it is taken; everything after it is held
@@ -94,6 +120,6 @@ $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
 	$(INSTALL) '.[cli]' $(patsubst ./connectors/vllm,'./connectors/vllm[demo]',$(patsubst %/pyproject.toml,./%,$(SIBLINGS)))
 	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
 	@echo "== 6/6 test tools"
-	$(INSTALL) pytest pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
+	$(INSTALL) pytest pytest-cov pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
 	    mkdocs-material mkdocstrings-python
 	@touch $@

@@ -5,28 +5,33 @@ Importing this loads no engine, no CUDA and no back end.
 """
 
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError, KvxferError, PeerError, TransferError, TransportError
+from kvxfer.errors import ConfigError, KvxferError, PeerError, TransportError
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Outcome, Released
+from kvxfer.session import Agent, Directory, Ended, Event, Released
+from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Agent",
+    "BlockTable",
     "Config",
     "ConfigError",
     "Directory",
     "Ended",
     "Event",
+    "Failure",
+    "FailureKind",
     "Fetch",
-    "Kind",
+    "Group",
     "KvxferError",
-    "Offered",
+    "Offer",
     "Outcome",
     "PeerError",
+    "Rank",
     "Released",
     "Source",
-    "TransferError",
     "TransferId",
     "TransportError",
 ]

@@ -1,35 +1,40 @@
-"""What kvxfer raises. A message says what happened, to which transfer and peer, and what to do."""
+"""What kvxfer raises. A message says what happened, to whom, and what to do; a kind says what a program may act upon."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvxfer.failures import FailureKind
 
 
 class KvxferError(Exception):
-    """Base of all errors that kvxfer raises on purpose."""
+    """Base of all errors that kvxfer raises on purpose.
+
+    Args:
+        message: what happened.
+        kind: what a transfer that ends by it has failed with; by default that of the class.
+    """
+
+    default: ClassVar[FailureKind] = FailureKind.MISUSE
+
+    def __init__(self, message: object = "", *, kind: FailureKind | None = None) -> None:
+        super().__init__(message)
+        self.kind = self.default if kind is None else kind
 
 
 class ConfigError(KvxferError):
     """The configuration is wrong; raised before anything has started."""
 
+    default = FailureKind.INCOMPATIBLE
+
 
 class TransportError(KvxferError):
     """A back end could not do what was asked of it."""
+
+    default = FailureKind.BACKEND_FAILED
 
 
 class PeerError(KvxferError):
     """A peer refused, disappeared or broke the protocol."""
 
-
-class TransferError(KvxferError):
-    """One transfer ended without its bytes.
-
-    Args:
-        transfer: the transfer's id, as both sides know it.
-        peer: the other side, as the operator would look for it (an address, if there is one).
-        what: what happened, in a clause.
-        advice: what the operator can do about it, in a sentence.
-    """
-
-    def __init__(self, transfer: object, peer: object, what: str, advice: str) -> None:
-        super().__init__(f"transfer {transfer} with {peer}: {what}. {advice}")
-        self.transfer = transfer
-        self.peer = peer
-        self.what = what
-        self.advice = advice
+    default = FailureKind.PEER_LOST

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import Address, IdentityError, allowed
 
 __all__ = ["OPEN", "Complaints", "Security", "make_key"]
@@ -131,7 +132,8 @@ class Security:
     def check_target(self, target: Address) -> None:
         """Raises ``PeerError`` when it must not be dialled."""
         if self.peers is not None and not allowed(target, self.peers):
-            raise PeerError("it is not in the list of allowed peers; see the setting 'peers'")
+            why = "it is not in the list of allowed peers; see the setting 'peers'"
+            raise PeerError(why, kind=FailureKind.REFUSED)
 
     def admits(self, host: str) -> bool:
         """Whether somebody from this address may connect."""

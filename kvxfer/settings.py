@@ -6,6 +6,7 @@ back end, too: ``read(Options, options, "option {!r} of back end 'mine'")``.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -14,10 +15,11 @@ import msgspec
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["WILDCARDS", "advice", "check_dialable", "near", "read"]
+__all__ = ["WILDCARDS", "advice", "check_dialable", "everywhere", "loopback", "near", "read", "unmapped"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 WILDCARDS = frozenset({"0.0.0.0", "::", "*"})
 
 
@@ -52,6 +54,25 @@ def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
             f"{naming.format('listen')} is {listen!r}, which is no address that a peer could dial; "
             "set 'advertise' to this host's name or address"
         )
+
+
+def everywhere(address: str) -> bool:
+    """Return whether an address stands for all addresses of this host."""
+    return address.strip("[]") in WILDCARDS
+
+
+def loopback(address: str) -> bool:
+    """Return whether nobody outside this host reaches an address. Names other than ``localhost`` count as reachable."""
+    plain = address.strip("[]").lower()
+    try:
+        return unmapped(ipaddress.ip_address(plain.partition("%")[0])).is_loopback
+    except ValueError:
+        return plain == "localhost"
+
+
+def unmapped(address: IpAddress) -> IpAddress:
+    """Return an address, as one of IPv4 if it is that, written as one of IPv6."""
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def advice(key: object, known: Iterable[str]) -> str:

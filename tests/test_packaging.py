@@ -20,11 +20,14 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [
+    {"failures"},
     {"errors"},
     {"settings", "identity", "fence"},
-    {"facts", "geometry"},
+    {"facts", "values"},
+    {"geometry"},
     {"config"},
     {"memory", "transport", "schedule", "security"},
+    {"backend"},
     {"session"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},

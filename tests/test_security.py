@@ -20,8 +20,9 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Source, TransferId
 from kvxfer.security import Security, make_key
-from kvxfer.session import Agent, Directory, Ended, Fetch, Kind, Named, Offered, Renew
+from kvxfer.session import Agent, Directory, Ended, FailureKind, Named, Renew
 from kvxfer.session import messages as m
+from kvxfer.values import BlockTable, Fetch, Offer
 from tests.session.conftest import make_cache
 from tests.session.stranger import Stranger
 
@@ -69,8 +70,8 @@ def engine() -> Iterator[Callable[..., Engine]]:
 
 
 def outcome(p: Engine, d: Engine, source: Source | None = None) -> Ended:
-    table = (np.array([3], np.int64),)
-    p.agent.offer(Offered(T, b"d", 1, 4, table, True))
+    table = BlockTable.of([[3]])
+    p.agent.offer(Offer(T, b"d", 1, 4, table, True))
     d.agent.fetch(Fetch("r", T, b"d", source or p.directory.source, table, 0, 4))
     end = time.monotonic() + 10
     while not (found := [e for e in d.agent.events() if isinstance(e, Ended)]):
@@ -136,7 +137,7 @@ def test_listening_beyond_this_host_without_a_key_is_remarked_on(caplog: pytest.
 
 def test_engines_with_the_same_key_work_together(engine: Callable[..., Engine], key: str) -> None:
     end = outcome(engine(key_file=key), engine(key_file=key))
-    assert end.outcome.kind is Kind.DELIVERED, end
+    assert end.outcome.delivered, end
 
 
 def test_engines_without_the_same_key_do_not(engine: Callable[..., Engine], key: str, tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_engines_without_the_same_key_do_not(engine: Callable[..., Engine], key:
         for theirs in settings:
             if mine != theirs:
                 end = outcome(engine(**mine), engine(transfer_timeout=1.0, **theirs))
-                assert end.outcome.kind is Kind.FAILED, (mine, theirs, end)
+                assert end.outcome.kind is FailureKind.PEER_UNREACHABLE, (mine, theirs, end)
 
 
 def ask(port: int, context: ssl.SSLContext | None) -> m.Message | None:
@@ -207,7 +208,7 @@ def test_who_dials_takes_nobody_without_the_key_for_a_producer(
     d = engine(key_file=key, transfer_timeout=1.0)
     end = outcome(d, d, Source("127.0.0.1", listener.getsockname()[1], 7))
     listener.close()
-    assert end.outcome.kind is Kind.FAILED and not any(heard)
+    assert end.outcome.kind is FailureKind.PEER_UNREACHABLE and not any(heard)
 
 
 def test_what_was_overheard_cannot_be_said_again(engine: Callable[..., Engine], key: str) -> None:
@@ -257,19 +258,19 @@ def test_who_is_not_in_the_list_is_turned_away(
 ) -> None:
     for settings in ({}, {"key_file": key}):
         end = outcome(engine(peers=["10.0.0.0/8"], **settings), engine(transfer_timeout=1.0, **settings))
-        assert end.outcome.kind is Kind.FAILED, end
+        assert end.outcome.kind is FailureKind.PEER_UNREACHABLE, end
     assert "not in the list" in caplog.text
 
 
 def test_who_is_not_in_the_list_is_not_dialled(engine: Callable[..., Engine]) -> None:
     end = outcome(engine(), engine(peers=["10.0.0.0/8", "gpu-7"]))
-    assert end.outcome.kind is Kind.FAILED and "allowed peers" in end.outcome.reason
+    assert end.outcome.kind is FailureKind.REFUSED
 
 
 def test_who_is_in_the_list_is_welcome(engine: Callable[..., Engine], key: str) -> None:
     for settings in ({}, {"key_file": key}):
         end = outcome(engine(peers=["127.0.0.1:1"], **settings), engine(peers=["127.0.0.0/8"], **settings))
-        assert end.outcome.kind is Kind.DELIVERED, end
+        assert end.outcome.delivered, end
 
 
 def test_an_entry_that_is_none_is_named_before_anything_starts(engine: Callable[..., Engine]) -> None:

@@ -24,11 +24,12 @@ from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Region, View
 from kvxfer.identity import Source, TransferId
 from kvxfer.security import Security, make_key
-from kvxfer.session import Agent, Directory, Ended, Fetch, Offered, Released, wire
+from kvxfer.session import Agent, Directory, Ended, Released, wire
 from kvxfer.session import messages as m
+from kvxfer.values import BlockTable, Fetch, Offer
 
 UNDER_WAY = 200
-TABLE = np.arange(256)  # the blocks of a prompt of 4,096 tokens
+TABLE = BlockTable.of([range(256)])  # the blocks of a prompt of 4,096 tokens
 BLOCK = 4096
 
 spawn = mp.get_context("spawn")
@@ -38,7 +39,7 @@ def answer(pipe: Connection, config: Config) -> None:
     """Answer wants with haves until told to stop."""
     hub = wire.Hub(Security.of(config))
     pipe.send(hub.listen("127.0.0.1", 0, None))
-    have = m.Have(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, (m.pack_blocks(TABLE),), 0, 0)
+    have = m.Have(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, TABLE, 0, 0)
     while not pipe.poll():
         hub.poll(0.5)
         for connection in hub.ready():
@@ -55,7 +56,7 @@ def messages(config: Config, seconds: float) -> float:
     process.start()
     hub = wire.Hub(Security.of(config))
     connection = hub.dial(wire.address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)
-    want = m.Want(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, (m.pack_blocks(TABLE),), 1, 30.0)
+    want = m.Want(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, TABLE, 1, 30.0)
     for _ in range(UNDER_WAY):
         connection.send(want)
     hub.flush()
@@ -93,8 +94,8 @@ def produce(pipe: Connection, config: Config) -> None:
     pipe.send(directory.source)
     while (first := pipe.recv()) is not None:
         for i in range(first, first + UNDER_WAY):
-            table = (np.array([i % UNDER_WAY], np.int64),)
-            agent.offer(Offered(TransferId("own/1/x", i), b"d", 1, 16, table, True))
+            table = BlockTable.of([[i % UNDER_WAY]])
+            agent.offer(Offer(TransferId("own/1/x", i), b"d", 1, 16, table, True))
         agent.events()
     agent.close()
     directory.close()
@@ -111,7 +112,7 @@ def transfers(config: Config, seconds: float) -> float:
     while not begin or time.perf_counter() - begin < seconds:
         pipe.send(first)
         for i in range(first, first + UNDER_WAY):
-            table = (np.array([i % UNDER_WAY], np.int64),)
+            table = BlockTable.of([[i % UNDER_WAY]])
             agent.fetch(Fetch(str(i), TransferId("own/1/x", i), b"d", source, table, 0, 16))
         released = 0
         while released < UNDER_WAY:

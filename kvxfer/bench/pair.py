@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvxfer.bench.party import Party, Setup
+from kvxfer.bench.engine import BenchEngine, Setup
 from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import Model
 from kvxfer.errors import ConfigError, KvxferError
@@ -18,7 +18,7 @@ __all__ = ["Pair", "devices", "pair"]
 
 
 class Pair:
-    """``producer`` and ``consumer``: see ``Party`` for what they can be asked. Times are in seconds, from when the later one
+    """``producer`` and ``consumer``: see ``BenchEngine`` for what they can be asked. Times are in seconds, from when the later one
     began to when the later one was done."""
 
     def __init__(self, producer: Remote, consumer: Remote) -> None:
@@ -98,7 +98,7 @@ def pair(
     with ExitStack() as stack:
         made = []
         for role, device in zip(("producer", "consumer"), where, strict=True):
-            made.append(Remote(role, Party, Setup(role, backend, options, model, blocks, device, staging_bytes)))
+            made.append(Remote(role, BenchEngine, Setup(role, backend, options, model, blocks, device, staging_bytes)))
             stack.callback(made[-1].close)
         yield Pair(*made)
 

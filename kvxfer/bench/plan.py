@@ -13,8 +13,8 @@ import numpy as np
 import typer
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Region, ShardAssignment, View
-from kvxfer.geometry.plan import Ints
 from kvxfer.geometry.strided_copy import materialise
+from kvxfer.values import BlockTable
 
 __all__ = ["measure", "plan"]
 
@@ -111,8 +111,8 @@ def _pair(one: Side, other: Side, tokens: int, repeat: int) -> dict[str, Any]:
     src, dst = one.cache(tokens), other.cache(tokens)
     rng = np.random.default_rng(0)
 
-    def table(c: Cache) -> list[Ints]:
-        return [rng.permutation(c.views[0].blocks)[: -(-tokens // c.groups[0].block_tokens)].astype(np.int64)]
+    def table(c: Cache) -> BlockTable:
+        return BlockTable.of([rng.permutation(c.views[0].blocks)[: c.groups[0].blocks(tokens)]])
 
     lo, hi = max(one.heads[0], other.heads[0]), min(one.heads[1], other.heads[1])
     assignments = [ShardAssignment(i, i, v.layers, lo, hi) for i, v in enumerate(dst.views)]
@@ -144,7 +144,7 @@ def _pair(one: Side, other: Side, tokens: int, repeat: int) -> dict[str, Any]:
 def _consecutive(layout: str, tokens: int) -> int:
     """Runs of a request whose blocks follow each other, between equal layouts."""
     cache = Side(layout).cache(tokens)
-    table = [np.arange(1, 1 + -(-tokens // 16), dtype=np.int64)]
+    table = BlockTable.of([range(1, 1 + -(-tokens // 16))])
     assignments = [ShardAssignment(i, i, v.layers, 0, HEADS) for i, v in enumerate(cache.views)]
     return len(Planner(cache, cache, assignments).plan(table, table, 0, tokens).runs())
 

@@ -10,6 +10,7 @@ import heapq
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,8 @@ import numpy as np
 from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Fetch, Offered
+from kvxfer.session import Agent, Directory, Ended
+from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["EACH", "RankedEngine", "Verdict"]
 
@@ -40,7 +42,7 @@ class Verdict:
 
     Attributes:
         number: of the transfer.
-        kind: ``delivered``, ``failed``, ``cancelled``, or ``disagree`` where ranks were delivered different generations.
+        kind: ``delivered``, a kind of failure, or ``disagree`` where ranks were delivered different generations.
         reason: why it was not delivered.
         late_s: seconds past the deadline, less those in which this process did not run; at most 0 when in time.
         wrong: what is wrong with the bytes, or empty.
@@ -70,21 +72,22 @@ class Stalls:
     """How long this process did not run, as a thread sees it that only sleeps."""
 
     def __init__(self) -> None:
-        self._gaps: list[tuple[float, float]] = []
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=2000)
+        self._before = time.monotonic()
         threading.Thread(target=self._watch, name="stalls", daemon=True).start()
 
     def _watch(self) -> None:
-        before = time.monotonic()
         while True:
             time.sleep(0.01)
             now = time.monotonic()
-            if now - before > 0.03:
-                self._gaps.append((before, now))
-            before = now
+            if now - self._before > 0.03:
+                self._gaps.append((self._before, now))
+            self._before = now
 
     def since(self, begin: float) -> float:
-        """Return the seconds lost since a time."""
-        return sum(b - max(a, begin) for a, b in self._gaps[-1000:] if b > begin)
+        """Return the seconds lost since a time, the present moment included."""
+        gaps = [*self._gaps, (self._before, time.monotonic())]
+        return sum(b - max(a, begin) for a, b in gaps if b > begin)
 
 
 class RankedEngine:
@@ -171,7 +174,7 @@ class RankedEngine:
         self._words[rank][:, blocks] = _words(number, generation, tokens, rank, self._tp)
         final = tokens == EACH * BLOCK_TOKENS
         self._agents[rank].offer(
-            Offered(_transfer(number), b"digest", generation, tokens, (np.array(blocks, np.int64),), final)
+            Offer(_transfer(number), b"digest", generation, tokens, BlockTable.of([blocks]), final)
         )
 
     def _take_back(self, rank: int, number: int, generation: int, gone: bool) -> None:
@@ -197,9 +200,9 @@ class RankedEngine:
         use = self._uses[number]
         use.deadline = time.monotonic() + self._config.transfer_timeout
         own = self._directory.source if self._tp > 1 else None
-        table = np.array(use.blocks, np.int64)
+        table = BlockTable.of([use.blocks])
         tokens = EACH * BLOCK_TOKENS
-        self._agents[rank].fetch(Fetch(str(number), _transfer(number), b"digest", source, (table,), 0, tokens, own))
+        self._agents[rank].fetch(Fetch(str(number), _transfer(number), b"digest", source, table, 0, tokens, own))
 
     def _take(self, rank: int, event: Any) -> None:
         number = event.transfer.prompt
@@ -228,7 +231,7 @@ class RankedEngine:
             return
         kinds = [e.outcome for e in use.ended.values()]
         bad = next((o for o in kinds if not o.delivered), None)
-        kind, reason = ("delivered", "") if bad is None else (str(bad.kind), bad.reason)
+        kind, reason = ("delivered", "") if bad is None else (str(bad.kind), str(bad))
         if bad is None and len({e.generation for e in use.ended.values()}) > 1:
             kind = "disagree"
         self._verdicts.append(Verdict(number, kind, reason, use.late_s, use.wrong))

@@ -27,8 +27,10 @@ from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Fetch, Kind, Offered, Released
+from kvxfer.session import Agent, Directory, Released
+from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["complaints", "measure", "soak"]
 
@@ -39,8 +41,9 @@ STEP_S, LOAD = 0.05, 4
 """Every so often, so many transfers begin between each two engines that exchange any."""
 TIMES = {"transfer_timeout": 5.0, "lease": 5.0, "peer_timeout": 2.0}
 FATES = {"good": 70, "cancelled": 6, "revoked": 6, "anew": 6, "never fetched": 6, "never offered": 6}
-LATE, MOST_LATE = ("no outcome within", "time for it is over", "within the lease", "silent"), 0.01
-"""Reasons that a busy machine brings about, and the share of transfers for which they are no complaint."""
+K = FailureKind
+LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE}, 0.01
+"""Failures that a busy machine brings about, and the share of transfers for which they are no complaint."""
 ROWS = 20
 WATCHED = ("producer", "consumer")
 FIGURES = ("rss_MiB", "descriptors", "threads", "fetches", "leases", "quarantined_bytes")
@@ -66,27 +69,22 @@ class Engine:
     def source(self) -> Source:
         return self._directory.source
 
-    def step(self, calls: list[tuple[Any, ...]]) -> list[tuple[TransferId, str, str]]:
-        """Do what the engine is asked for; returns what has ended: (transfer, kind of outcome or "released", reason)."""
+    def step(self, calls: list[tuple[Any, ...]]) -> list[tuple[TransferId, Outcome | None]]:
+        """Do what the engine is asked for; returns what has ended: (transfer, its outcome, or ``None`` for its release)."""
         for name, *args in calls:
             getattr(self, f"_{name}")(*args)
-        return [
-            (e.transfer, "released", "")
-            if isinstance(e, Released)
-            else (e.transfer, str(e.outcome.kind), e.outcome.reason)
-            for e in self._agent.events()
-        ]
+        return [(e.transfer, None if isinstance(e, Released) else e.outcome) for e in self._agent.events()]
 
     def _offer(self, transfer: TransferId, generation: int, blocks: list[int], final: bool) -> None:
-        table = np.array(blocks, np.int64)
-        self._agent.offer(Offered(transfer, b"d", generation, len(blocks) * MODEL.block_tokens, (table,), final))
+        table = BlockTable.of([blocks])
+        self._agent.offer(Offer(transfer, b"d", generation, len(blocks) * MODEL.block_tokens, table, final))
 
     def _revoke(self, transfer: TransferId, generation: int, gone: bool) -> None:
         self._agent.revoke(transfer, generation, "the engine took the blocks", gone)
 
     def _fetch(self, transfer: TransferId, source: Source, blocks: list[int]) -> None:
-        table, tokens = np.array(blocks, np.int64), len(blocks) * MODEL.block_tokens
-        self._agent.fetch(Fetch(str(transfer), transfer, b"d", source, (table,), 0, tokens))
+        table, tokens = BlockTable.of([blocks]), len(blocks) * MODEL.block_tokens
+        self._agent.fetch(Fetch(str(transfer), transfer, b"d", source, table, 0, tokens))
 
     def _cancel(self, transfer: TransferId) -> None:
         self._agent.cancel(str(transfer), "the client left")
@@ -192,22 +190,22 @@ class Load:
         for who, call in later:
             self.sides[who].calls.append(call)
         for name, side in self.sides.items():
-            for transfer, what, why in side.remote.get():
-                if what == "released":
+            for transfer, outcome in side.remote.get():
+                if outcome is None:
                     side.free += side.lent.pop(transfer, [])
                 elif name == "consumer":
-                    self._ended(side, transfer, what, why)
+                    self._ended(side, transfer, outcome)
 
-    def _ended(self, side: Side, transfer: TransferId, kind: str, why: str) -> None:
-        self.counts[kind] += 1
+    def _ended(self, side: Side, transfer: TransferId, outcome: Outcome) -> None:
+        self.counts[str(outcome.kind or "delivered")] += 1
         fate = self._fates.pop(transfer, "")
-        if fate in ("good", "anew") and kind != Kind.DELIVERED:
-            if any(sign in why for sign in LATE):
-                self.late.append(f"{transfer} is {kind}: {why}")
+        if fate in ("good", "anew") and not outcome.delivered:
+            if outcome.kind in LATE:
+                self.late.append(f"{transfer}: {outcome}")
             else:
-                self.wrong.append(f"{transfer} should have gone well and is {kind}: {why}")
+                self.wrong.append(f"{transfer} should have gone well: {outcome}")
         sent = self._sent.pop(transfer, None)
-        if kind == Kind.DELIVERED and (sent is None or not side.remote("matches", side.lent[transfer], sent)):
+        if outcome.delivered and (sent is None or not side.remote("matches", side.lent[transfer], sent)):
             self.wrong.append(f"{transfer} delivered wrong bytes")
 
     def vitals(self) -> dict[str, dict[str, float]]:

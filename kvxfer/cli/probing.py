@@ -14,11 +14,11 @@ from multiprocessing.process import BaseProcess
 
 import msgspec
 
+from kvxfer.backend.ports import Port, listening
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.transport import Probe, registry
 from kvxfer.transport.auto import AUTO, options_for
-from kvxfer.transport.ports import Port, listening
 
 __all__ = ["PATIENCE_S", "Found", "probe_all"]
 

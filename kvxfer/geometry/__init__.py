@@ -1,12 +1,13 @@
 """Which bytes: cache layouts, sharding and copy plans. Pure: no I/O, no torch, no clock."""
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment
-from kvxfer.geometry.cache import Cache, Group, Heads, Rank, Region, View
+from kvxfer.geometry.cache import Cache, Heads, Region, View
 from kvxfer.geometry.pattern import CopyPattern
 from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, StridedCopy
 from kvxfer.geometry.route import Route, route
 from kvxfer.geometry.uncovered import UncoveredBytes, uncovered
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup
+from kvxfer.values import Group, Rank
 
 __all__ = [
     "ViewGroup",

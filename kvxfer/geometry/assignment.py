@@ -20,12 +20,20 @@ class Incompatible(ValueError):
 
 
 MOST_ASSIGNMENTS, MOST_LAYERS = 1 << 10, 1 << 12
-"""Assignments on one rank, and the layers that they name together: a rank assignments each plane of a layer once, or a few times where
+"""Assignments on one rank, and layers that they name together. Each plane of a layer is assigned once, or a few times where
 heads come from replicas."""
 
 
 class ShardAssignment(msgspec.Struct, frozen=True):
-    """A rectangle of layers and global heads ``[head_lo, head_hi)`` to copy from one view into another."""
+    """A rectangle of layers and global heads to copy from one view into another.
+
+    Attributes:
+        src_view: Index of the producer's view in its ``Cache.views``.
+        dst_view: Index of the consumer's view in its ``Cache.views``.
+        layers: Names of the layers, which both views hold.
+        head_lo: First global head.
+        head_hi: The head after the last.
+    """
 
     src_view: int
     dst_view: int
@@ -35,9 +43,15 @@ class ShardAssignment(msgspec.Struct, frozen=True):
 
 
 def check_assignments(src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) -> None:
-    """Raise ``Incompatible`` unless ``assignments`` (from a peer) lie within both caches, join convertible views of one
-    plane, cut nothing opaque and assignment no cell twice. What it costs grows with what the assignments and caches are made of, and
-    that is bounded."""
+    """Refuse assignments that the two caches do not allow.
+
+    Call it for assignments that came from a peer: its cost grows with the number of assignments, layers and views, all
+    of which are bounded.
+
+    Raises:
+        Incompatible: An assignment lies outside a cache, joins views of different planes or views that cannot be
+            converted, cuts an opaque axis, or covers a (layer, plane, head) that another one covers already.
+    """
     if len(assignments) > MOST_ASSIGNMENTS or sum(len(c.layers) for c in assignments) > MOST_LAYERS:
         raise Incompatible(
             f"{len(assignments)} assignments are more than {MOST_ASSIGNMENTS}, or name more than {MOST_LAYERS} layers together"
@@ -76,17 +90,21 @@ def check_assignments(src: Cache, dst: Cache, assignments: Sequence[ShardAssignm
 
 
 def head_range(view: View) -> tuple[int, int]:
-    """Global heads ``[lo, hi)`` that a view holds; content without heads counts as one."""
+    """Return the global heads ``[lo, hi)`` that a view holds; content without heads counts as one."""
     return (0, 1) if view.heads is None else (view.heads.start, view.heads.start + view.heads.count)
 
 
 def name(cache: Cache) -> str:
-    """A rank as errors call it."""
+    """Return what error messages call a rank."""
     return f"rank pp{cache.rank.pp}/tp{cache.rank.tp}"
 
 
 def check_pair(src: Cache, s: View, dst: Cache, d: View) -> None:
-    """Refuse two views of one plane whose units are not the same logical content."""
+    """Refuse two views of one plane whose units are not the same logical content.
+
+    Raises:
+        Incompatible: The first axis or property in which they differ, with both values.
+    """
     sg, dg = src.groups[s.group], dst.groups[d.group]
     pairs: list[tuple[str, object, object]] = [
         ("encoding", s.encoding, d.encoding),

@@ -13,14 +13,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from itertools import accumulate
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kvxfer.geometry.overlap import Strided, first_overlap
+from kvxfer.values import Group, Rank
 
-__all__ = ["GAP", "Cache", "Group", "Heads", "Rank", "Region", "View", "flat_starts"]
+__all__ = ["GAP", "Cache", "Heads", "Region", "View", "flat_starts"]
 
 GAP = 4096
 """Bytes between two regions in the flat offset space, so that no run can span both."""
@@ -41,40 +42,27 @@ _Name = Annotated[str, Meta(max_length=1 << 12)]
 
 
 class Region(msgspec.Struct, frozen=True):
-    """One piece of registered memory. ``device`` is ``"cpu"`` or ``"cuda:N"`` (N as the owner counts)."""
+    """One piece of registered memory.
+
+    Attributes:
+        address: First byte, a virtual address of the owner's process.
+        nbytes: Size in bytes.
+        device: ``"cpu"`` or ``"cuda:N"``, with N as the owner counts.
+    """
 
     address: int
     nbytes: int
     device: str = "cpu"
 
 
-class Rank(msgspec.Struct, frozen=True, order=True):
-    """A worker's place in its engine: pipeline stage and tensor-parallel rank."""
-
-    pp: int = 0
-    tp: int = 0
-
-
-class Group(msgspec.Struct, frozen=True):
-    """Layers that share one block table.
-
-    ``full``: every token of the request has a place. ``window``: only the last ``window`` tokens must; blocks
-    before them may be null. ``state``: the block at position ``p`` holds the state after the last computed token of
-    ``[p * block_tokens, (p + 1) * block_tokens)``; where a table has one block for the whole request,
-    ``block_tokens`` is the greatest length a request can have.
-    ``block_tokens`` is the number of tokens a block of the *table given to the planner* holds: where kernels use
-    smaller blocks than the scheduler, both are kernel blocks.
-    """
-
-    block_tokens: int
-    kind: Literal["full", "window", "state"] = "full"
-    window: int = 0
-
-
 class Heads(msgspec.Struct, frozen=True):
-    """The head axis: this worker holds the global KV heads ``[start, start + count)`` of ``total``.
+    """The head axis of a view: this rank holds the global KV heads ``[start, start + count)`` of ``total``.
 
-    ``stride`` is in bytes; ``None`` says that the heads are inside the unit and must not be cut (opaque).
+    Attributes:
+        start: First global head.
+        count: Heads that this rank holds.
+        total: Heads of the model.
+        stride: Bytes from one head to the next; ``None`` if the heads lie inside the unit and must not be cut (opaque).
     """
 
     start: int
@@ -86,15 +74,24 @@ class Heads(msgspec.Struct, frozen=True):
 class View(msgspec.Struct, frozen=True):
     """One plane of all layers of a group that share shape and strides.
 
-    The byte of (layer l, block b, head h, token t) is at flat offset ``offsets[l] + b * block_stride +
-    (h - heads.start) * heads.stride + t * token_stride``, and ``unit`` bytes follow it.
+    The ``unit`` bytes of (layer l, block b, head h, token t) begin at flat offset ``offsets[l] + b * block_stride + (h
+    - heads.start) * heads.stride + t * token_stride``.
 
-    ``heads is None``: the content has no head axis (MLA), every tensor-parallel rank holds a replica.
-    ``token_stride is None``: the tokens of a block are inside the unit and must not be cut (opaque).
-    ``encoding`` names everything else the bytes depend on (dtype, quantisation, packing and its ISA, where
-    scales live); it is compared, never interpreted.
-    ``optional``: a consumer makes do without (the cache of a draft model: it loses guesses, no token is another): what no
-    producer has, or has of another kind, is not moved.
+    Attributes:
+        plane: ``k``, ``v``, ``latent``, ``state`` ...
+        group: Index of the block table's group in ``Cache.groups``.
+        layers: Names of the layers.
+        offsets: Flat offset of block 0 of each layer, in bytes.
+        blocks: Number of blocks.
+        block_stride: Bytes from one block to the next.
+        unit: Contiguous bytes of one head of one token, or of all that an opaque axis keeps together.
+        encoding: Whatever else the bytes depend on (dtype, quantisation, packing and its instruction set, where scales
+            live). It is compared, never interpreted.
+        heads: The head axis; ``None`` if the content has none (MLA) and each tensor-parallel rank holds a replica.
+        token_stride: Bytes from one token to the next; ``None`` if the tokens of a block lie inside the unit and must
+            not be cut (opaque).
+        optional: Whether a consumer can do without, as with the cache of a draft model: its guesses get worse, and the
+            output stays the same. What no producer has, or has in another kind, is then not moved.
     """
 
     plane: _Name
@@ -110,7 +107,7 @@ class View(msgspec.Struct, frozen=True):
     optional: bool = False
 
     def axes(self, block_tokens: int) -> list[tuple[int, int]]:
-        """The axes within a block that can be cut, as (length, stride in bytes): heads, then tokens."""
+        """Return the axes within a block that can be cut, as (length, stride in bytes): heads, then tokens."""
         out = []
         if self.heads is not None and self.heads.stride is not None:
             out.append((self.heads.count, self.heads.stride))
@@ -119,13 +116,20 @@ class View(msgspec.Struct, frozen=True):
         return out
 
     def extent(self, block_tokens: int) -> int:
-        """Bytes from a layer's offset to the end of its last block's content."""
+        """Return the bytes from a layer's offset to the end of its last block's content."""
         within = sum((n - 1) * stride for n, stride in self.axes(block_tokens))
         return (self.blocks - 1) * self.block_stride + within + self.unit
 
 
 class Cache(msgspec.Struct, frozen=True):
-    """All that a peer must know of a worker's cache to plan copies from it or into it."""
+    """All that a peer must know of a rank's cache to plan copies from it or into it.
+
+    Attributes:
+        regions: Registered memory, in the order of the flat offset space.
+        groups: Groups of layers that share a block table.
+        views: Planes of these groups.
+        rank: Pipeline stage and tensor-parallel rank.
+    """
 
     regions: Annotated[tuple[Region, ...], Meta(max_length=_MOST_REGIONS)]
     groups: Annotated[tuple[Group, ...], Meta(max_length=_MOST_GROUPS)]
@@ -138,11 +142,16 @@ class Cache(msgspec.Struct, frozen=True):
         return flat_starts(self.regions)
 
     def check(self) -> None:
-        """Raise ``ValueError`` when the description is malformed: impossible numbers, a view that leaves its region,
-        or two pieces of content of one group in the same bytes (groups may overlay each other: their block ids are
-        disjoint). Also when it is larger than any engine's is (the text says of what there is too much), or when its planes
-        interleave in a way that no engine's do and that would take long to check. Takes milliseconds for whatever it is given;
-        call it once for a cache that came from elsewhere, before planning with it."""
+        """Refuse a malformed description. Call it once for a cache that came from a peer, before planning with it.
+
+        It takes milliseconds for whatever it is given. Views of different groups may overlay each other: their block
+        ids are disjoint.
+
+        Raises:
+            ValueError: A number is impossible, a view leaves its region, two pieces of content of one group share
+                bytes, the description is larger than any engine's, or its planes interleave in a way that no engine
+                uses and that would take long to check.
+        """
         self._check_size()
         for i, r in enumerate(self.regions):
             if r.address < 0 or not 0 < r.nbytes <= _MOST_BYTES:
@@ -154,6 +163,8 @@ class Cache(msgspec.Struct, frozen=True):
         for g, group in enumerate(self.groups):
             if not 0 < group.block_tokens <= _MOST_BYTES:
                 raise ValueError(f"group {g}: block_tokens must be positive, not {group.block_tokens}")
+            if group.kind == "local":
+                raise ValueError(f"group {g}: a local group is moved by nobody, and peers have no use for it")
             if (group.window > 0) != (group.kind == "window") or group.window < 0:
                 raise ValueError(f"group {g} is of kind {group.kind!r} and has a window of {group.window} tokens")
         starts = self.starts
@@ -225,6 +236,9 @@ class Cache(msgspec.Struct, frozen=True):
 
 
 def flat_starts(regions: tuple[Region, ...]) -> tuple[int, ...]:
-    """Flat offset of each region: the running sum of sizes, rounded up to ``GAP``, plus one ``GAP`` between."""
+    """Return the flat offset of each region.
+
+    Each region takes its size, rounded up to ``GAP``, and one ``GAP`` after it.
+    """
     steps = [-(-r.nbytes // GAP) * GAP + GAP for r in regions]
     return tuple(accumulate([0, *steps[:-1]])) if steps else ()

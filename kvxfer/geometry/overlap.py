@@ -1,15 +1,15 @@
 """Whether strided views share bytes: the check that makes "every byte is written once" true of any plan.
 
-A description comes from a peer, and a few numbers in it stand for millions of pieces. So the pieces are not counted out.
-Content that repeats along an axis is *folded*: what lies side by side within one step of the innermost axis repeats as one, so
-that it can be taken for one longer piece, without that axis. Once the axes of all are folded, blocks included, each layer is a
-stretch of bytes, and stretches are apart or not. The layouts that engines use are seen to be sound that way, at a cost that
-grows with the layers alone.
+A description comes from a peer, and a few numbers in it may stand for millions of pieces, so pieces are not enumerated.
+Content that repeats along an axis is *folded* instead: what lies side by side within one step of the innermost axis is
+taken for one longer piece, without that axis. Once all axes are folded, blocks included, each layer is a stretch of
+bytes, and comparing stretches is easy. This proves the layouts that engines use to be sound, at a cost that grows with
+the number of layers alone.
 
-Folding takes the gaps between pieces for content. Where it finds no proof, few enough pieces are compared exactly: one at
-offset ``x`` within block 0 lies at ``x + b * stride`` for every block ``b``. Writing offsets as ``quotient * stride +
-remainder`` turns the piece into a rectangle, its remainders by ``blocks`` quotients, and pieces share bytes exactly when their
-rectangles do.
+Folding takes the gaps between pieces for content, so it may find no proof. Then the pieces are compared exactly, if
+they are few enough: a piece at offset ``x`` within block 0 lies at ``x + b * stride`` for every block ``b``. Writing
+offsets as ``quotient * stride + remainder`` turns the piece into a rectangle, its remainders by ``blocks`` quotients,
+and pieces share bytes exactly when their rectangles do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,16 @@ _Axes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Strided:
-    """``unit`` bytes at every sum of one of ``offsets``, one step of each axis (length, stride) and a block."""
+    """One view's bytes: ``unit`` of them at every sum of an offset, a step along each axis and a block.
+
+    Attributes:
+        offsets: Bytes, one for each layer.
+        axes: (length, stride in bytes) of each axis within a block.
+        unit: Contiguous bytes.
+        block_stride: Bytes from one block to the next.
+        blocks: Number of blocks.
+        extent: Bytes from an offset to the end of the last block's content.
+    """
 
     offsets: Sequence[int]
     axes: Sequence[tuple[int, int]]
@@ -49,12 +58,18 @@ class Strided:
 
 
 def first_overlap(families: Sequence[Sequence[Strided]]) -> tuple[int, int, int] | None:
-    """A family, and two of its views that share bytes (or one, twice, that overlaps itself); ``None`` if there are none. Views
-    of different families may. Raises ``ValueError`` when that is more than may be found out.
+    """Find two views of one family that share bytes. Views of different families may.
 
-    Two things that no engine does count as overlapping though they need not, unless folding shows better: views of different
-    block strides whose stretches interleave, and a single block longer than the stride that it shares with views of several
-    blocks.
+    Two things that no engine does count as overlaps even where they are none, unless folding proves otherwise: views of
+    different block strides whose stretches interleave, and a single block longer than the stride that it shares with
+    views of several blocks.
+
+    Returns:
+        The family's index and the indices of two of its views (twice the same for one that overlaps itself), or
+        ``None``.
+
+    Raises:
+        ValueError: Too many pieces would have to be compared exactly.
     """
     left = _MOST_PIECES
     for f, views in enumerate(families):
@@ -80,13 +95,13 @@ def first_overlap(families: Sequence[Sequence[Strided]]) -> tuple[int, int, int]
 
 
 def _tiles(v: Strided) -> list[CopyPattern]:
-    """What one block of a view holds, with everything contiguous merged."""
+    """Return what one block of a view holds, with everything contiguous merged."""
     at = np.array(v.offsets, np.int64)
     return merge(at, at, v.unit, [(n, s, s) for n, s in v.axes])
 
 
 def _apart(views: Sequence[Strided]) -> bool:
-    """Whether folding shows that no two pieces share bytes."""
+    """Return whether folding proves that no two pieces share bytes."""
     alike: dict[_Axes, list[_Piece]] = defaultdict(list)
     for v in views:
         longer = (axis for axis in (*v.axes, (v.blocks, v.block_stride)) if axis[0] > 1)
@@ -106,7 +121,11 @@ def _apart(views: Sequence[Strided]) -> bool:
 
 
 def _fold(pieces: Iterable[_Piece], n: int, stride: int) -> list[_Piece] | None:
-    """Pieces that repeat ``n`` times at this stride as pieces that do not; ``None`` if they may run into each other."""
+    """Fold an axis: turn pieces that repeat ``n`` times at this stride into longer ones that do not repeat.
+
+    Returns:
+        The folded pieces, or ``None`` if repetitions may run into each other.
+    """
     out: list[_Piece] = []
     first = end = -1
     for lo, hi in sorted(pieces):
@@ -126,7 +145,11 @@ def _fold(pieces: Iterable[_Piece], n: int, stride: int) -> list[_Piece] | None:
 def _same_stride(
     views: Sequence[Strided], tiles: Sequence[tuple[int, CopyPattern]], step: int
 ) -> tuple[int, int] | None:
-    """Compare exactly the ``tiles`` of views whose blocks have this stride, each with the view that it is of."""
+    """Compare exactly the ``tiles`` of views that have this block stride, each with the index of its view.
+
+    Returns:
+        The indices of two views that share bytes, or ``None``.
+    """
     if all(views[i].blocks == 1 for i, _ in tiles):
         step = 1 << 62  # no second block to run into
     parts = []

@@ -14,11 +14,11 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
+
+from kvxfer.values import Ints
 
 __all__ = ["Axis", "Ints", "CopyPattern", "merge"]
 
-Ints = NDArray[np.int64]
 Axis = tuple[int, int, int]
 """Length, stride in the source, stride in the destination (bytes)."""
 
@@ -27,7 +27,11 @@ Axis = tuple[int, int, int]
 class CopyPattern:
     """Cells times axes, ``unit`` contiguous bytes each. Offsets are in bytes, relative to a segment's place.
 
-    ``src_cells``, ``dst_cells``: int64 ``[cells]``. ``axes``: outermost first, each longer than one.
+    Attributes:
+        src_cells: Offset of each cell in the source, int64 ``[cells]``.
+        dst_cells: Offset of each cell in the destination, int64 ``[cells]``.
+        axes: Outermost first, each longer than one.
+        unit: Bytes of a row.
     """
 
     src_cells: Ints
@@ -36,6 +40,10 @@ class CopyPattern:
     unit: int
 
     def __len__(self) -> int:
+        return self._length
+
+    @cached_property
+    def _length(self) -> int:
         return len(self.src_cells) * prod(n for n, _, _ in self.axes)
 
     @cached_property
@@ -50,9 +58,11 @@ class CopyPattern:
 
 
 def merge(src: Ints, dst: Ints, unit: int, axes: Sequence[Axis]) -> list[CopyPattern]:
-    """The fewest-row patterns that cover ``src`` x ``dst`` cells (pairwise) times ``axes`` times ``unit`` bytes.
+    """Cover pairs of cells times ``axes`` times ``unit`` bytes with patterns of as few rows as possible.
 
-    More than one when cells merge unevenly (some layers adjacent, others not). Cells come out in the order of ``dst``.
+    Returns:
+        More than one pattern if cells merge unevenly (some layers adjacent, others not). Cells are in the order of
+        ``dst``.
     """
     order = np.argsort(dst, kind="stable")
     left = sorted((a for a in axes if a[0] > 1), key=lambda a: -a[2])

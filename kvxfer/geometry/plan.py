@@ -1,10 +1,10 @@
 """Copy plans: the intersection of two caches under a block mapping, kept factored.
 
-Assignments that share strides and block tables form a *view group*. A request is cut into *segments*, the tokens that one
-source block and one destination block have in common; a segment's place is the flat offset of its first token on
-either side. A view group times its segments is a *logical copy*, which knows the logical coordinates; its *copies*
-are the same with everything contiguous merged. What depends on the pair of caches alone is worked out once; a
-request costs only its segments.
+Assignments that share strides and block tables form a *view group*. A request is cut into *segments*, the tokens that
+one source block and one destination block have in common; a segment's place is the flat offset of its first token on
+either side. A view group times its segments is a *logical copy*, which knows the logical coordinates; its *copies* are
+the same with everything contiguous merged. What depends on the pair of caches alone is computed once; a request costs
+only its segments.
 
 Law (tests/geometry): copying along the plan equals indexing both caches by their logical coordinates; every
 destination byte is written once; nothing else is touched.
@@ -21,10 +21,10 @@ import numpy as np
 
 from kvxfer.geometry.assignment import ShardAssignment, check_assignments
 from kvxfer.geometry.cache import Cache
-from kvxfer.geometry.pattern import Ints
-from kvxfer.geometry.segments import Cut, PlanError, Segments, cut_states, cut_tokens, join
+from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, join
 from kvxfer.geometry.strided_copy import Runs, StridedCopy, materialise
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup, view_groups
+from kvxfer.values import Ints
 
 __all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
 
@@ -33,8 +33,10 @@ __all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
 class CopyPlan:
     """What to copy for one transfer between one producer rank and one consumer rank.
 
-    ``copies``: the copy itself. ``logical``: the same by logical coordinates, for checksums; empty in pieces and in plans
-    that came over the wire.
+    Attributes:
+        copies: The copy itself.
+        logical: The same by logical coordinates, for checksums. Empty in the pieces that ``split`` makes, and in plans
+            that came over the wire.
     """
 
     copies: tuple[StridedCopy, ...]
@@ -42,6 +44,7 @@ class CopyPlan:
 
     @cached_property
     def nbytes(self) -> int:
+        """Bytes to copy."""
         return sum(s.nbytes for s in self.copies)
 
     @property
@@ -50,8 +53,10 @@ class CopyPlan:
         return sum(len(s) for s in self.copies)
 
     def runs(self) -> Runs:
-        """Materialised, coalesced runs for a back end that wants them; the first call makes them. Both sides get the same
-        list."""
+        """Return the copy as coalesced byte runs, for a back end that wants them.
+
+        The first call makes them, the others return the same. Producer and consumer get equal lists.
+        """
         return self._runs
 
     @cached_property
@@ -59,9 +64,18 @@ class CopyPlan:
         return materialise(self.copies)
 
     def split(self, max_bytes: int, first: int = 0) -> Iterator[CopyPlan]:
-        """Pieces of at most ``max_bytes``, which staging slots and pipelines are filled with; the first one of at most
-        ``first``, if that is given and no segment is larger. Both sides cut a plan alike; each piece has a stream of its
-        own, and these together need not be the plan's."""
+        """Cut the plan into pieces, to fill staging slots and pipelines with.
+
+        Both sides cut equal plans alike. Each piece has a packed stream of its own; these streams, one after the other,
+        need not be the plan's stream.
+
+        Args:
+            max_bytes: Size that no piece exceeds.
+            first: Size that the first piece does not exceed, if given and if no segment is larger.
+
+        Raises:
+            ValueError: ``max_bytes`` is not positive.
+        """
         if max_bytes <= 0:
             raise ValueError(f"pieces of {max_bytes} bytes hold nothing")
         held: list[StridedCopy] = []
@@ -77,15 +91,18 @@ class CopyPlan:
             yield CopyPlan(tuple(held))
 
     def __add__(self, other: CopyPlan) -> CopyPlan:
-        """This plan, then the other."""
+        """Return a plan that copies what this one does, then what the other does."""
         return CopyPlan(self.copies + other.copies, self.logical + other.logical)
 
 
 class Planner:
     """Plans copies from ``src`` into ``dst`` for the assigned layers and heads.
 
-    Construction checks the assignments (``Incompatible``); both caches must have passed ``Cache.check``. ``plan`` may be
-    called from any one thread at a time; patterns are cached inside.
+    Both caches must have passed ``Cache.check``. ``plan`` may be called from any one thread at a time: patterns are
+    cached inside.
+
+    Raises:
+        Incompatible: The assignments do not fit the caches.
     """
 
     def __init__(self, src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) -> None:
@@ -94,22 +111,28 @@ class Planner:
         self._view_groups: dict[tuple[int, int, bool], list[ViewGroup]] = defaultdict(list)
         for b in view_groups(src, dst, assignments):
             self._view_groups[b.src_group, b.dst_group, b.opaque].append(b)
+        self._limits = {
+            key: (min(b.src_blocks for b in of), min(b.dst_blocks for b in of), min(b.most_tokens for b in of))
+            for key, of in self._view_groups.items()
+        }
         self._seen = np.empty(max((v.blocks for v in dst.views), default=0), np.int32)
 
-    def plan(
-        self,
-        src_blocks: Sequence[Sequence[int] | Ints],
-        dst_blocks: Sequence[Sequence[int] | Ints],
-        start: int,
-        tokens: int,
-    ) -> CopyPlan:
-        """Join two sets of block tables, one table per group of each side (position = index, -1 = null).
+    def plan(self, src_blocks: Rows, dst_blocks: Rows, start: int, tokens: int) -> CopyPlan:
+        """Plan one request: join the block tables of both sides.
 
-        Moves the tokens ``[start, tokens)`` into every destination block that is not null; of a state group the states
-        after those tokens. A window group must have its blocks only for what a consumer attends to that computes
-        token ``tokens`` next: ``[tokens - window + 1, tokens)``. Raises ``PlanError`` when a wanted token has no source
-        block, when a block id is outside the cache, when a destination block stands at two positions, or when ``start``
-        cuts an opaque block.
+        The tokens ``[start, tokens)`` go into every destination block that is not null; of a state group, the states
+        after those tokens do. A window group needs blocks only for what token ``tokens``, which the consumer computes
+        next, attends to: ``[tokens - window + 1, tokens)``.
+
+        Args:
+            src_blocks: The producer's block table, one row of block ids for each group.
+            dst_blocks: The consumer's; a negative id is a null block, which is not filled.
+            start: First token to move.
+            tokens: The token after the last.
+
+        Raises:
+            PlanError: A wanted token has no source block, a block id is outside the cache, a destination block stands
+                at two positions, or ``start`` cuts an opaque block.
         """
         logical: list[LogicalCopy] = []
         for (sg, dg, opaque), members in self._view_groups.items():
@@ -118,16 +141,15 @@ class Planner:
             src, dst = np.asarray(src_blocks[sg], np.int64), np.asarray(dst_blocks[dg], np.int64)
             if not len(dst) or np.maximum.reduce(dst) < 0:
                 continue
-            found = join(src, dst, self._cut(sg, dg, opaque, members, len(dst), start, tokens), dg)
+            *limits, most = self._limits[sg, dg, opaque]
+            found = join(src, dst, self._cut(sg, dg, opaque, most, len(dst), start, tokens), dg)
             if len(found.count):
-                self._check_blocks(found, members)
+                self._check_blocks(found, *limits)
                 logical += [b.at(found) for b in members]
         return CopyPlan(tuple(s for p in logical for s in p.copies()), tuple(logical))
 
-    def _cut(
-        self, sg: int, dg: int, opaque: bool, members: Sequence[ViewGroup], table: int, start: int, tokens: int
-    ) -> Cut:
-        """Where the tokens fall in both sides' blocks."""
+    def _cut(self, sg: int, dg: int, opaque: bool, most: int, table: int, start: int, tokens: int) -> Cut:
+        """Return where the tokens fall in both sides' blocks."""
         group, bs, bd = self.dst.groups[dg], self.src.groups[sg].block_tokens, self.dst.groups[dg].block_tokens
         if not 0 <= start <= tokens:
             raise PlanError(f"group {dg}: tokens [{start}, {tokens}) are not a span")
@@ -138,17 +160,19 @@ class Planner:
         if opaque and start % bd and start < tokens:
             raise PlanError(f"group {dg}: start {start} cuts a block of {bd} tokens whose tokens are opaque")
         needed = tokens - group.window + 1 if group.kind == "window" else start
-        return cut_tokens(start, tokens, bs, bd, needed, min(b.most_tokens for b in members))
+        return cut_tokens(start, tokens, bs, bd, needed, most)
 
-    def _check_blocks(self, found: Segments, members: Sequence[ViewGroup]) -> None:
+    def _check_blocks(self, found: Segments, src_blocks: int, dst_blocks: int) -> None:
         """Refuse blocks outside either cache, and a destination block at two positions of its table."""
         for side, block, limit in (
-            ("source", found.src_block, min(b.src_blocks for b in members)),
-            ("destination", found.dst_block, min(b.dst_blocks for b in members)),
+            ("source", found.src_block, src_blocks),
+            ("destination", found.dst_block, dst_blocks),
         ):
             worst = int(np.maximum.reduce(block))
             if worst >= limit:
                 raise PlanError(f"{side} block {worst} is outside the cache's {limit} blocks")
+        if len(found.dst_block) == 1:
+            return
         self._seen[found.dst_block] = found.dst_pos
         twice = self._seen[found.dst_block] != found.dst_pos
         if np.logical_or.reduce(twice):

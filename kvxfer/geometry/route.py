@@ -1,10 +1,9 @@
 """Who reads what from whom: layers and heads intersected between two engines of any TP and PP.
 
-Each consumer rank assignments, of every plane it holds, the (layer, head) cells from producer ranks so that each cell
-is assigned once. Where producers hold replicas (MLA, or more ranks than KV heads) a consumer stays with the ranks it
-reads from already, and otherwise takes the one that has been given the least to serve, so that readers spread. A
-producer that nobody would read from is still given one reader with an empty assignment: that reader's word is what lets
-the producer free its blocks.
+Each consumer rank is assigned, for every plane it holds, (layer, head) cells of producer ranks, so that each cell is
+read once. Where producers hold replicas (MLA, or more ranks than KV heads), a consumer prefers ranks that it reads from
+already, and among the others the one that serves least so far, so that readers spread. A producer that nobody would
+read from still gets one reader with an empty assignment: only a reader's word lets a producer free its blocks.
 """
 
 from __future__ import annotations
@@ -17,24 +16,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment, check_assignments, check_pair, head_range, name
-from kvxfer.geometry.cache import Cache, Rank, View
+from kvxfer.geometry.cache import Cache, View
+from kvxfer.values import Rank
 
 __all__ = ["ShardAssignment", "Incompatible", "Route", "check_assignments", "route"]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """For one consumer rank: its assignments on each producer rank it must contact, and each one's reader count."""
+    """What one consumer rank reads.
+
+    Attributes:
+        assignments: By producer rank, for each rank that it must contact. May be empty for a rank.
+        readers: By producer rank, how many consumer ranks read from it.
+    """
 
     assignments: dict[Rank, tuple[ShardAssignment, ...]]
     readers: dict[Rank, int]
 
 
 def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, Route]:
-    """Assign every consumer rank its assignments on the producer ranks.
+    """Decide what every consumer rank reads from which producer ranks.
 
-    Deterministic in its arguments (ranks are sorted), so that all ranks agree without talking.
-    Raises ``Incompatible`` when some cell of a consumer's cache that is not optional has no convertible source, or two
-    ranks of a side are the same.
+    The result depends on nothing but the arguments, and not on their order, so all ranks agree without talking.
+
+    Raises:
+        Incompatible: Some cell of a consumer's cache that is not optional has no convertible source, or two caches of a
+            side name the same rank.
     """
     sources = sorted(producers, key=lambda c: c.rank)
     sinks = sorted(consumers, key=lambda c: c.rank)
@@ -45,7 +52,7 @@ def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, 
     places = {c.rank: {(v.plane, layer): i for i, v in enumerate(c.views) for layer in v.layers} for c in sources}
     assignments: dict[Rank, dict[Rank, tuple[ShardAssignment, ...]]] = {}
     for sink in sinks:
-        assignments[sink.rank] = _claims_of(sink, sources, places, served)
+        assignments[sink.rank] = _assign(sink, sources, places, served)
     for source in sources if sinks else ():
         if not any(source.rank in of for of in assignments.values()):
             idlest = min(assignments, key=lambda r: (len(assignments[r]), r))
@@ -54,11 +61,17 @@ def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, 
     return {r: Route(assignments=of, readers={p: readers[p] for p in of}) for r, of in assignments.items()}
 
 
-def _claims_of(
+def _assign(
     sink: Cache, sources: Sequence[Cache], places: dict[Rank, dict[tuple[str, str], int]], served: Counter[Rank]
 ) -> dict[Rank, tuple[ShardAssignment, ...]]:
-    """One consumer rank's assignments. ``places``: the view of each source that holds a plane of a layer. Counts in ``served`` the
-    bytes a token that each source has to give."""
+    """Assign one consumer rank what it reads, and add to ``served`` the bytes a token that each source has to serve.
+
+    Args:
+        sink: The consumer rank's cache.
+        sources: The producer's caches.
+        places: By rank of the source, the index of the view that holds a (plane, layer).
+        served: By rank of the source, bytes a token that it serves to all consumers so far.
+    """
     found: dict[Rank, list[ShardAssignment]] = defaultdict(list)
     for d, view in enumerate(sink.views):
         lo, hi = head_range(view)
@@ -85,7 +98,11 @@ def _claims_of(
 
 
 def _convertible(source: Cache, other: View, sink: Cache, view: View) -> bool:
-    """Whether these views of one plane can be joined. Raises ``Incompatible`` if they cannot, but must be."""
+    """Return whether these views of one plane can be joined.
+
+    Raises:
+        Incompatible: They cannot be joined, and the consumer's view is not optional.
+    """
     try:
         check_pair(source, other, sink, view)
     except Incompatible:
@@ -96,8 +113,10 @@ def _convertible(source: Cache, other: View, sink: Cache, view: View) -> bool:
 
 
 def _rectangles(rows: Sequence[int], free: NDArray[np.bool_]) -> Iterator[tuple[list[int], int, int]]:
-    """Cover the free cells, layers x heads, with rectangles (layers, first head, last head): rows that are free alike
-    go together, one rectangle for each stretch of heads."""
+    """Cover the free cells, layers x heads, with rectangles (layers, first head, head after the last).
+
+    Layers that are free alike go together, one rectangle for each stretch of heads.
+    """
     alike: dict[bytes, list[int]] = defaultdict(list)
     for i in range(len(rows)):
         alike[free[i].tobytes()].append(i)
@@ -108,6 +127,7 @@ def _rectangles(rows: Sequence[int], free: NDArray[np.bool_]) -> Iterator[tuple[
 
 
 def _lacking(sink: Cache, view: View, open_cells: NDArray[np.bool_], sources: Sequence[Cache]) -> str:
+    """Say which cell has no source, and what the producer has in its place."""
     r, h = (int(x) for x in np.argwhere(open_cells)[0])
     layer = view.layers[r]
     holds = [v for c in sources for v in c.views if layer in v.layers]

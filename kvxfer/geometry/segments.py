@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.geometry.pattern import Ints
+from kvxfer.values import BlockTable, Ints
 
-__all__ = ["Cut", "PlanError", "Segments", "cut_states", "cut_tokens", "join"]
+__all__ = ["Cut", "PlanError", "Rows", "Segments", "cut_states", "cut_tokens", "join"]
+
+Rows = BlockTable | Sequence[Sequence[int] | Ints]
+"""A block table, or its rows as any sequences of ids."""
 
 
 class PlanError(ValueError):
@@ -17,11 +21,18 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Segments by position: int64 ``[segments]`` each.
+    """Segments by position, before blocks are looked up: int64 ``[segments]`` each.
 
-    ``token`` is the first token of a segment (of a state: the token after which it stands, counted from 1), ``count``
-    its tokens, ``src_pos`` and ``dst_pos`` where its blocks stand in the tables (-1: nowhere), ``src_token`` and
-    ``dst_token`` its first token within these. Segments that end at or before ``needed`` may lack a source.
+    Segments that end at or before ``needed`` may lack a source.
+
+    Attributes:
+        token: First token of each segment (of a state: the token after which it stands, counted from 1).
+        count: Tokens of each.
+        src_pos: Position of its block in the producer's table; -1 if it has none.
+        dst_pos: Position of its block in the consumer's table.
+        src_token: Its first token within the producer's block.
+        dst_token: Its first token within the consumer's block.
+        needed: First token that must have a source.
     """
 
     token: Ints
@@ -47,7 +58,24 @@ class Segments:
 
 
 def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int) -> Cut:
-    """Cut ``[start, tokens)`` at multiples of both block sizes, and of ``most`` where blocks are larger than that."""
+    """Cut the tokens ``[start, tokens)`` at the block borders of both sides.
+
+    Args:
+        start: First token.
+        tokens: The token after the last.
+        bs: Tokens of a source block.
+        bd: Tokens of a destination block.
+        needed: First token that must have a source.
+        most: Tokens of a segment at most; blocks that are larger are cut at multiples of it.
+    """
+    if (
+        start < tokens
+        and start // bs == (tokens - 1) // bs
+        and start // bd == (tokens - 1) // bd
+        and tokens - start <= most
+    ):
+        one = np.array([[start], [tokens - start], [start // bs], [start // bd], [start % bs], [start % bd]])
+        return Cut(one[0], one[1], one[2], one[3], one[4], one[5], needed)
     steps = {bs, bd, most} if most < min(bs, bd) else {bs, bd}
     edges = [
         np.arange(start // b, -(-tokens // b) + 1 if start < tokens else 0, dtype=np.int64) * b
@@ -69,7 +97,7 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
 
 
 def cut_states(start: int, tokens: int, bs: int, bd: int) -> Cut:
-    """One segment for every state after a token in ``(start, tokens]`` that the destination's table has a place for."""
+    """Make one segment for each state after a token in ``(start, tokens]`` that the destination has a place for."""
     dst_pos = np.arange(start // bd, -(-tokens // bd) if start < tokens else 0, dtype=np.int64)
     after = np.minimum((dst_pos + 1) * bd, tokens)
     src_pos = (after - 1) // bs
@@ -79,19 +107,29 @@ def cut_states(start: int, tokens: int, bs: int, bd: int) -> Cut:
 
 
 def join(src: Ints, dst: Ints, cut: Cut, group: int) -> Segments:
-    """Look the blocks up. Raises ``PlanError`` when a segment that is wanted and needed has no source."""
-    to = dst[cut.dst_pos]
-    wanted = to >= 0
+    """Look the blocks of both tables up.
+
+    Args:
+        src: Block ids of the producer's table, int64.
+        dst: Block ids of the consumer's table, int64; negative for a null block, which is left out.
+        cut: The segments.
+        group: Index of the consumer's group, for errors.
+
+    Raises:
+        PlanError: A segment that is wanted and needed has no source, or a wanted block would be filled in part.
+    """
+    dst_block = dst[cut.dst_pos]
+    wanted = dst_block >= 0
     if np.minimum.reduce(cut.src_pos, initial=0) >= 0 and np.maximum.reduce(cut.src_pos, initial=-1) < len(src):
-        of = src[cut.src_pos]
+        src_block = src[cut.src_pos]
     else:
-        of = np.full(len(to), -1, np.int64)
+        src_block = np.full(len(dst_block), -1, np.int64)
         inside = (cut.src_pos >= 0) & (cut.src_pos < len(src))
-        of[inside] = src[cut.src_pos[inside]]
-    keep = wanted & (of >= 0)
+        src_block[inside] = src[cut.src_pos[inside]]
+    keep = wanted & (src_block >= 0)
     if np.logical_and.reduce(keep):
-        return Segments(of, to, cut.dst_pos, cut.src_token, cut.dst_token, cut.token, cut.count)
-    lost = wanted & (of < 0) & (cut.token + cut.count > cut.needed)
+        return Segments(src_block, dst_block, cut.dst_pos, cut.src_token, cut.dst_token, cut.token, cut.count)
+    lost = wanted & (src_block < 0) & (cut.token + cut.count > cut.needed)
     if lost.any():
         at = int(np.argmax(lost))
         raise PlanError(
@@ -99,7 +137,7 @@ def join(src: Ints, dst: Ints, cut: Cut, group: int) -> Segments:
             f"{int(cut.src_pos[at])} of a table of {len(src)}), which the consumer wants at position "
             f"{int(cut.dst_pos[at])}"
         )
-    half = np.isin(to, to[wanted & (of < 0)]) & keep
+    half = np.isin(dst_block, dst_block[wanted & (src_block < 0)]) & keep
     if half.any():
         # Its consumer would take it for whole, and hand it to a request that attends to more of it than this one.
         at = int(np.argmax(half))
@@ -108,5 +146,5 @@ def join(src: Ints, dst: Ints, cut: Cut, group: int) -> Segments:
             f"position {int(cut.dst_pos[at])}, and has given up those before, which are out of the window; choose a block size "
             "for the consumer that is not larger than the producer's"
         )
-    columns = of, to, cut.dst_pos, cut.src_token, cut.dst_token, cut.token, cut.count
+    columns = src_block, dst_block, cut.dst_pos, cut.src_token, cut.dst_token, cut.token, cut.count
     return Segments(*(c[keep] for c in columns))

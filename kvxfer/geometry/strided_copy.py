@@ -29,17 +29,23 @@ class Runs:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all runs."""
         return int(self.length.sum())
 
 
 @dataclass(frozen=True, eq=False)
 class StridedCopy:
-    """Segments times pattern rows.
+    """Segments times the rows of a pattern.
 
     Row ``r`` of segment ``s`` copies ``pattern.unit * counts[s]`` contiguous bytes from flat offset ``src_at[s] +
-    src_rows[r]`` to ``dst_at[s] + dst_rows[r]``. ``src_at``, ``dst_at``, ``counts``: int64 ``[segments]``; a segment is
-    the tokens that one source block and one destination block have in common, and ``counts`` their number where
-    tokens follow each other on both sides (else 1).
+    src_rows[r]`` to ``dst_at[s] + dst_rows[r]``. A segment is the tokens that one source block and one destination
+    block have in common.
+
+    Attributes:
+        pattern: Rows of every segment.
+        src_at: Place of each segment in the source, int64 ``[segments]``.
+        dst_at: Place of each segment in the destination, int64 ``[segments]``.
+        counts: Tokens of each segment where tokens follow each other on both sides, else 1; int64 ``[segments]``.
     """
 
     pattern: CopyPattern
@@ -63,23 +69,31 @@ class StridedCopy:
         return self.counts * self.pattern.unit
 
     def __len__(self) -> int:
-        """Number of (segment, row) pairs: the runs there would be if nothing coalesced."""
+        """Return the number of (segment, row) pairs: the runs there would be if nothing coalesced."""
         return len(self.pattern) * len(self.counts)
 
     @cached_property
     def nbytes(self) -> int:
+        """Bytes to copy."""
         return len(self.pattern) * self.pattern.unit * int(np.add.reduce(self.counts))
 
     def stream(self) -> tuple[Ints, Ints]:
-        """Where the bytes lie in the packed stream, which is segment-major: row ``r`` of segment ``s`` begins at
-        ``base[s] + r * pitch[s]``. Both int64 ``[segments]``."""
+        """Locate the bytes in the packed stream, which is segment-major.
+
+        Returns:
+            ``base`` and ``pitch``, int64 ``[segments]`` each: row ``r`` of segment ``s`` begins at ``base[s] + r *
+            pitch[s]``.
+        """
         pitch = self.row_bytes
         size = pitch * len(self.pattern)
         return np.cumsum(size) - size, pitch
 
     def split(self, max_bytes: int, first: int = 0) -> Iterator[StridedCopy]:
-        """Pieces of at most ``max_bytes`` each, which together are this copy: by segments; where one segment is larger,
-        by cells and axes; where one row is larger, inside it. ``first``: of the first piece, where segments allow it."""
+        """Cut this copy into pieces of at most ``max_bytes`` each.
+
+        Cuts fall between segments; where one segment is larger, between cells and along axes; where one row is larger,
+        inside it. The first piece has at most ``first`` bytes, if that is given and no segment is larger.
+        """
         if not len(self.counts):
             return
         t, longest = self.pattern, int(np.maximum.reduce(self.counts))
@@ -108,7 +122,7 @@ class StridedCopy:
         return self.src_at, self.dst_at, self.counts
 
     def _chopped(self, most: int) -> StridedCopy:
-        """The same with segments of at most ``most`` counts; only where rows are single (one row a segment)."""
+        """Cut segments into segments of at most ``most`` counts. Only for a pattern of one row."""
         pieces = -(-self.counts // most)
         whose = np.repeat(np.arange(len(pieces)), pieces)
         done = (np.arange(len(whose)) - (np.cumsum(pieces) - pieces)[whose]) * most
@@ -122,12 +136,16 @@ class StridedCopy:
 
 
 def materialise(copies: Sequence[StridedCopy]) -> Runs:
-    """All rows of all segments as runs, segments that continue each other on both sides joined.
+    """Turn copies into byte runs, with segments that continue each other on both sides joined.
 
-    Order: by strided, stretch of joined segments, row. Where few are left they are ordered by destination and joined
-    across rows and copies too.
+    The order is by copy, stretch of joined segments, row. If few runs are left, they are ordered by destination and
+    joined across rows and copies too.
     """
-    few = sum(map(len, copies)) <= _FEW  # then what continues its neighbour is joined at the end, all at once
+    rows = sum(map(len, copies))
+    few = rows <= _FEW  # then what continues its neighbour is joined at the end, all at once
+    if rows == 1:
+        only = next(s for s in copies if len(s))
+        return Runs(only.src_at + only.src_rows, only.dst_at + only.dst_rows, only.row_bytes)
     stretches = [(s.src_at, s.dst_at, s.row_bytes) if few else _stretches(s) for s in copies]
     total = sum(len(s.pattern) * len(at[0]) for s, at in zip(copies, stretches, strict=True))
     src, dst, length = (np.empty(total, np.int64) for _ in range(3))
@@ -146,8 +164,11 @@ def materialise(copies: Sequence[StridedCopy]) -> Runs:
 
 
 def _stretches(strided: StridedCopy) -> tuple[Ints, Ints, Ints]:
-    """Segments joined with their successors where these continue them on both sides, the same for all rows: source
-    and destination place and row length of each stretch."""
+    """Join segments with their successors where these continue them on both sides, the same for all rows.
+
+    Returns:
+        Source place, destination place and row length of each stretch.
+    """
     runs = _joined(strided.src_at, strided.dst_at, strided.row_bytes)
     return runs.src, runs.dst, runs.length
 
@@ -164,8 +185,10 @@ def _joined(src: Ints, dst: Ints, length: Ints) -> Runs:
 
 
 def _cuts(sizes: Ints, limit: int, first: int) -> Iterator[tuple[int, int]]:
-    """Split a list of sizes into consecutive ranges whose sums stay within ``limit``, that of the first within ``first``; no
-    size may exceed either."""
+    """Split a list of sizes into consecutive ranges ``[lo, hi)`` whose sums stay within ``limit``.
+
+    The sum of the first range stays within ``first``. No size may exceed either.
+    """
     ends, lo, base, room = sizes.cumsum(), 0, 0, first
     while lo < len(sizes):
         hi = int(ends.searchsorted(base + room, side="right"))

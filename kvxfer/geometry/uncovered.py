@@ -1,38 +1,49 @@
-"""What a load does not write of the blocks that it fills: the end of the last one, and in a window its beginning.
+"""Bytes that a load leaves as they were in the blocks it fills: after the last token, and before a window.
 
-An engine may have to clear that: a block that was another request's holds its bytes, which under another precision may be
-NaN, and attention multiplies even what it masks.
+An engine may have to clear them. A block that belonged to another request still holds its bytes, which read as NaN if
+they were written in another precision, and attention multiplies even what it masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvxfer.geometry.cache import Cache, View
-from kvxfer.geometry.pattern import Ints
+from kvxfer.geometry.segments import Rows
+from kvxfer.values import Ints
 
 __all__ = ["UncoveredBytes", "uncovered"]
 
 
 @dataclass(frozen=True)
 class UncoveredBytes:
-    """``unit`` bytes at every sum of one of ``places``, flat offsets, and one step of each of ``axes`` (length, stride)."""
+    """A strided set of bytes: ``unit`` of them at every sum of a place and one step along each axis.
+
+    Attributes:
+        places: Flat offsets.
+        axes: (length, stride in bytes) of each axis.
+        unit: Contiguous bytes.
+    """
 
     places: tuple[int, ...]
     axes: tuple[tuple[int, int], ...]
     unit: int
 
 
-def uncovered(cache: Cache, blocks: Sequence[Sequence[int] | Ints], start: int, tokens: int) -> list[UncoveredBytes]:
-    """The bytes of these blocks that loading the tokens ``[start, tokens)`` leaves as they are, or may: nothing must be
-    cleared there once the load has begun. Tokens before ``start``, which the engine has already, are not among them, nor is
-    anything in groups of states.
+def uncovered(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[UncoveredBytes]:
+    """Return the bytes of these blocks that loading the tokens ``[start, tokens)`` does not write, or may not write.
+
+    Clear them before the load begins, not later: what may not be written may also be. Tokens before ``start``, which
+    the engine has already, are not among them, and groups of states have none.
 
     Args:
-        blocks: the load's tables, one for each group (position = index, -1 = null), which may go on past ``tokens``.
+        cache: The cache that the blocks are in.
+        blocks: The load's block table, which may go on past ``tokens``.
+        start: First token that is loaded.
+        tokens: The token after the last.
     """
     holes: list[UncoveredBytes] = []
     for g, (group, table) in enumerate(zip(cache.groups, blocks, strict=True)):
@@ -49,7 +60,11 @@ def uncovered(cache: Cache, blocks: Sequence[Sequence[int] | Ints], start: int, 
 
 
 def _stretches(ids: Ints, n: int, lo: int, hi: int) -> Iterator[tuple[int, int, int, int]]:
-    """The tokens ``[lo, hi)`` as (first block, number of blocks that follow each other in memory, tokens ``[a, z)`` of each)."""
+    """Cut the tokens ``[lo, hi)`` into stretches of blocks that follow each other in memory.
+
+    Yields:
+        First block, number of blocks, and the tokens ``[a, z)`` of each of these blocks.
+    """
     if lo >= hi:
         return
     whole = range(-(-lo // n), hi // n)
@@ -68,13 +83,13 @@ def _partial(ids: Ints, position: int, a: int, z: int) -> Iterator[tuple[int, in
 
 
 def _runs(ids: Ints) -> list[Ints]:
-    """Block ids cut wherever one does not follow the last; null blocks left out."""
+    """Cut block ids wherever one does not follow the last, leaving null blocks out."""
     held = ids[ids >= 0]
     return [run for run in np.split(held, np.flatnonzero(np.diff(held) != 1) + 1) if len(run)]
 
 
 def _hole(v: View, first: int, count: int, a: int, z: int) -> UncoveredBytes:
-    """Tokens ``[a, z)`` of ``count`` blocks in all layers of a view; of a view whose tokens are opaque the whole blocks."""
+    """Return the bytes of tokens ``[a, z)`` of ``count`` blocks in all layers of a view; of whole blocks if opaque."""
     axes = [(count, v.block_stride), *v.axes(z - a)]
     at = first * v.block_stride + a * (v.token_stride or 0)
     return UncoveredBytes(tuple(o + at for o in v.offsets), tuple((n, s) for n, s in axes if n > 1), v.unit)

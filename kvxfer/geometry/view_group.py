@@ -26,9 +26,25 @@ _MOST_TOKENS = 64
 
 @dataclass(frozen=True, eq=False)
 class ViewGroup:
-    """``names``: plane and layer of each cell. ``src_cells``, ``dst_cells``: their offsets at the first assigned head
-    and token 0, int64 ``[cells]``. ``heads``: number, and stride on both sides; the first is the model's
-    ``first_head``. ``src_token``, ``dst_token``: token strides, 0 where tokens are opaque."""
+    """Assignments with the same strides, block tables and heads: what is copied of each token, before tokens are known.
+
+    Attributes:
+        src_group: Group of the producer's block table.
+        dst_group: Group of the consumer's block table.
+        opaque: Whether the tokens of a block must not be cut.
+        src_stride: Bytes from one block to the next in the source.
+        dst_stride: Bytes from one block to the next in the destination.
+        src_token: Bytes from one token to the next in the source, 0 where tokens are opaque.
+        dst_token: Bytes from one token to the next in the destination, 0 where tokens are opaque.
+        heads: Number of heads, and stride on both sides.
+        first_head: The model's index of the first of them.
+        unit: Contiguous bytes of one head of one token.
+        src_blocks: Number of blocks in the source.
+        dst_blocks: Number of blocks in the destination.
+        names: Plane and layer of each cell.
+        src_cells: Offset of each cell in the source at the first assigned head and token 0, int64 ``[cells]``.
+        dst_cells: The same in the destination.
+    """
 
     src_group: int
     dst_group: int
@@ -53,14 +69,14 @@ class ViewGroup:
 
     @cached_property
     def most_tokens(self) -> int:
-        """How long a segment may be: tokens that do not follow each other on both sides cost rows."""
+        """Tokens that a segment may have: those that do not follow each other on both sides cost rows."""
         loose = sum(len(t) for t in self._merged if not self._follows(t))
         if self.opaque or not loose:
             return 1 << 62
         return max(1, min(_MOST_TOKENS, 1 << (_MOST_ROWS // loose).bit_length() >> 1))
 
     def at(self, s: Segments) -> LogicalCopy:
-        """The view_group at these segments."""
+        """Return the copy of this group's content at these segments."""
         return LogicalCopy(
             self,
             s.src_block * self.src_stride + s.src_token * self.src_token,
@@ -70,11 +86,11 @@ class ViewGroup:
         )
 
     def _follows(self, t: CopyPattern) -> bool:
-        """Whether a token's row continues in the next token on both sides, so that rows grow with the count."""
+        """Return whether a token's row continues in the next token on both sides, so that rows grow with the count."""
         return self.src_token == self.dst_token == t.unit
 
     def _with_tokens(self, i: int, count: int) -> list[CopyPattern]:
-        """The merged pattern ``i`` for segments of ``count`` tokens."""
+        """Return the merged pattern ``i`` extended by an axis of ``count`` tokens."""
         found = self._made.get((i, count))
         if found is None:
             t = self._merged[i]
@@ -87,11 +103,15 @@ class ViewGroup:
 
 @dataclass(frozen=True, eq=False)
 class LogicalCopy:
-    """A view_group at segments, in logical coordinates: int64 ``[segments]`` each.
+    """A view group at segments, in logical coordinates.
 
-    ``src_at``, ``dst_at``: flat offset of the segment's first token on either side, to which a cell's offset is added.
-    ``token``: its first token (of a state: the token after which it stands, counted from 1). ``count``: its tokens,
-    1 where they are opaque.
+    Attributes:
+        view_group: What is copied of each token.
+        src_at: Flat offset of each segment's first token in the source, to which a cell's offset is added; int64
+            ``[segments]``.
+        dst_at: The same in the destination.
+        token: First token of each segment (of a state: the token after which it stands, counted from 1).
+        count: Tokens of each segment, 1 where they are opaque.
     """
 
     view_group: ViewGroup
@@ -101,13 +121,23 @@ class LogicalCopy:
     count: Ints
 
     def copies(self) -> Iterator[StridedCopy]:
-        """The part with all that is contiguous merged: a strided for each pattern and way of counting."""
+        """Yield the strided copies that do it, with everything contiguous merged.
+
+        There is one for each merged pattern and each number of tokens that needs a pattern of its own.
+        """
         b = self.view_group
         if b.opaque:
             yield from (StridedCopy(t, self.src_at, self.dst_at, self.count) for t in b._merged)
             return
         least, most = int(np.minimum.reduce(self.count)), int(np.maximum.reduce(self.count))
-        counts = [most] if least == most else np.flatnonzero(np.bincount(self.count)).tolist()
+        if least == most:
+            for i, tile in enumerate(b._merged):
+                for t in b._with_tokens(i, most):
+                    yield StridedCopy(
+                        t, self.src_at, self.dst_at, self.count if t is tile else np.ones(len(self.count), np.int64)
+                    )
+            return
+        counts = np.flatnonzero(np.bincount(self.count)).tolist()
         for i, tile in enumerate(b._merged):
             plain = [n for n in counts if b._with_tokens(i, n)[0] is tile]
             groups = ([plain] if plain else []) + [[n] for n in counts if n not in plain]
@@ -116,7 +146,7 @@ class LogicalCopy:
                     yield StridedCopy(t, src, dst, count if t is tile else np.ones(len(count), np.int64))
 
     def _by(self, groups: list[list[int]]) -> list[tuple[Ints, ...]]:
-        """Places and counts of the segments whose count is in each group, in their order."""
+        """Return places and counts of the segments whose count is in each group, in their order."""
         columns: tuple[Ints, ...] = (self.src_at, self.dst_at, self.count)
         if len(groups) == 1:
             return [columns]
@@ -131,7 +161,7 @@ class LogicalCopy:
 
 
 def view_groups(src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) -> list[ViewGroup]:
-    """Resolve assignments and put those together that can share segments and patterns, in the order of the assignments."""
+    """Resolve assignments, and join those that can share segments and patterns; in the order of the assignments."""
     cells: dict[tuple[object, ...], list[tuple[tuple[str, str], int, int]]] = defaultdict(list)
     src_at, dst_at = ([dict(zip(v.layers, v.offsets, strict=True)) for v in cache.views] for cache in (src, dst))
     for c in assignments:

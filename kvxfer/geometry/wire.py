@@ -1,7 +1,7 @@
-"""The wire form of a plan: its copies, for whoever is to execute a plan that another process made.
+"""The wire form of a plan: its copies, for a process that executes a plan that another one made.
 
 Peers do not need it (both derive the plan from what they exchange); a helper process or a dump for debugging does.
-Parts stay behind: they serve checksums, which whoever made the plan computes.
+``CopyPlan.logical`` is not sent: it serves checksums, which whoever made the plan computes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _decoder = msgspec.msgpack.Decoder(tuple[_Strided, ...])
 
 
 def encode(plan: CopyPlan) -> bytes:
-    """msgpack; about 24 bytes a segment, and 16 a cell."""
+    """Encode a plan's copies as msgpack: about 24 bytes a segment, and 16 a cell."""
     return msgspec.msgpack.encode(
         [
             _Strided(
@@ -51,15 +51,20 @@ def encode(plan: CopyPlan) -> bytes:
 
 
 def decode(data: bytes) -> CopyPlan:
-    """The plan that ``encode`` was given. Raises ``ValueError`` for anything that no plan encodes to; whether the
-    offsets lie inside anybody's memory is for the back end to check, as with any batch."""
+    """Return the plan that ``encode`` was given.
+
+    Offsets are not checked against anybody's memory: the back end does that, as with any batch.
+
+    Raises:
+        ValueError: No plan encodes to this data.
+    """
     try:
-        return CopyPlan(tuple(_sheet(s) for s in _decoder.decode(data)))
+        return CopyPlan(tuple(_copy(s) for s in _decoder.decode(data)))
     except msgspec.MsgspecError as e:
         raise ValueError(f"not a plan: {e}") from e
 
 
-def _sheet(s: _Strided) -> StridedCopy:
+def _copy(s: _Strided) -> StridedCopy:
     cells, places = [_unpack(x) for x in (s.src_cells, s.dst_cells)], [_unpack(x) for x in (s.src_at, s.dst_at)]
     counts = _unpack(s.counts)
     pattern = CopyPattern(cells[0], cells[1], s.axes, s.unit)

@@ -1,8 +1,8 @@
-"""Memory of any kind behind one small face: allocate, pack, unpack, checksum, fence. Loads torch only for CUDA.
+"""Memory of any kind behind one interface: allocate, pack, unpack, checksum, fence. Loads torch only for CUDA.
 
-``space(regions)`` is a worker's own registered cache, ``allocate`` makes more memory; both are a ``Space``, flat
-offsets over regions of one device. A packed plan is the concatenation of its copies' streams (``StridedCopy.stream``), the
-same on both sides of a transfer: what one side packs the other can unpack, whatever their layouts and devices.
+``space(regions)`` is a rank's own registered cache, ``allocate`` makes more memory. Both are a ``Space``: flat offsets
+over regions of one device. A packed plan is the concatenation of its copies' streams (``StridedCopy.stream``). It is
+the same on both sides of a transfer: what one side packs the other can unpack, whatever their layouts and devices.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ __all__ = ["Checksum", "Done", "Fence", "Side", "Space", "allocate", "fence", "s
 
 
 def space(regions: Sequence[Region]) -> Space:
-    """Memory that this process owns already. The caller keeps it alive. Raises ``ValueError`` for regions of more than
-    one device, or of a kind of device that is not known."""
+    """Return a space over memory that this process has already, which the caller keeps alive.
+
+    Raises:
+        ValueError: The regions are of more than one device, or of an unknown kind of device.
+    """
     kinds = {r.device for r in regions} or {"cpu"}  # a rank may hold nothing
     if len(kinds) > 1:
         raise ValueError(f"one space holds regions of one device, not of {sorted(kinds)}")
@@ -37,9 +40,16 @@ def space(regions: Sequence[Region]) -> Space:
 
 
 def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Space:
-    """New memory of one region, which lives as long as the space. ``pinned`` host memory can be packed into from CUDA.
+    """Allocate memory of one region, which lives as long as the space.
 
-    Raises ``ValueError`` for an unknown device, ``KvxferError`` when pinned or CUDA memory cannot be had.
+    Args:
+        nbytes: Size in bytes.
+        device: ``"cpu"`` or ``"cuda:N"``.
+        pinned: Whether host memory is page-locked, so that CUDA memory can be packed into it.
+
+    Raises:
+        ValueError: The size is not positive, or the device unknown.
+        KvxferError: Pinned or CUDA memory cannot be had.
     """
     if nbytes <= 0:
         raise ValueError(f"cannot allocate {nbytes} bytes")

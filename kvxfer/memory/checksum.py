@@ -14,15 +14,15 @@ strides; only which units were moved is taken from the plan, never where the oth
 **It adds up.** The checksum of a whole is the sum of those of its parts however it is cut: by token spans, layers,
 heads, ranks or increments; and it does not depend on the order in which they are read.
 
-**What it detects.** Damage changes some words by ``d[i]``, each less than 2**32 and so a multiple of no more than 2**31,
-and goes unnoticed if the sum of ``d[i] * k[i]`` is 0. One word alone always changes the digest, since ``k[i]`` is odd. Of
-several, whatever they are, take one: once all other keys are drawn, at most one in 2**32 of its own keys gives 0. So
-keys twice as wide as what they multiply leave damage no shape that it could hide in, be it the same in each word, in its
-top bits only, or everywhere. ``mix`` is a bijection, so that a single damaged unit whose digest differs
-is always noticed; several cancel with a chance of about 2**-64. Units that are exchanged, moved to another token, head, layer or plane,
-missing, or there twice are damaged units in this sense, all-zero content included: the value of a unit depends on
-where it stands. So it catches stale blocks, half-written blocks, wrong block ids, wrong strides, bytes lost or
-reordered by a transport, and plans that the two sides derived differently.
+**What it detects.** Damage changes some words by ``d[i]`` and goes unnoticed if the sum of ``d[i] * k[i]`` is 0. Each
+``d[i]`` is less than 2**32, so it is a multiple of no power of two above 2**31. A single word always changes the digest,
+since ``k[i]`` is odd. Of several words, whatever their damage, take one: once all other keys are drawn, at most one in
+2**32 of its own keys gives 0. Since keys are twice as wide as what they multiply, no shape of damage can hide: not the
+same in each word, not in its top bits only, not everywhere. ``mix`` is a bijection, so a single damaged unit whose digest
+differs is always noticed; several cancel with a chance of about 2**-64. Units that are exchanged, moved to another token,
+head, layer or plane, missing, or there twice are damaged units in this sense, all-zero content included: the value of a
+unit depends on where it stands. So the checksum catches stale blocks, half-written blocks, wrong block ids, wrong
+strides, bytes lost or reordered by a transport, and plans that the two sides derived differently.
 
 **What it does not.** It is no defence against somebody who wants to be believed: the keys are public and sums can be
 steered; authenticate the peer for that. It says nothing of bytes outside the units (padding, tokens not moved), of two
@@ -58,7 +58,7 @@ SAMPLE = 16
 
 
 class Sum(Checksum):
-    """A checksum that is known."""
+    """A checksum that is known already."""
 
     fence = Done()
 
@@ -72,12 +72,12 @@ class Sum(Checksum):
 
 @cache
 def word_keys(words: int) -> Keys:
-    """``k[0]`` to ``k[words - 1]``. Ask for powers of two, so that few tables are made."""
+    """Return ``k[0]`` to ``k[words - 1]``. Ask for powers of two, so that few tables are made."""
     return mix(np.arange(1, words + 1, dtype=np.uint64) * np.uint64(HEAD)) | np.uint64(1)
 
 
 def cell_keys(view_group: ViewGroup) -> Keys:
-    """Key of every (plane, layer) of a view group, at head 0 and token 0."""
+    """Return the key of every (plane, layer) of a view group at head 0 and token 0, uint64 ``[cells]``."""
     out = np.empty(len(view_group.names), np.uint64)
     for i, (plane, layer) in enumerate(view_group.names):
         name = f"{len(plane)}:{plane}{layer}".encode()
@@ -86,27 +86,35 @@ def cell_keys(view_group: ViewGroup) -> Keys:
 
 
 def fine(view_group: ViewGroup, tokens: int) -> CopyPattern:
-    """The view group with nothing merged: a row is a unit. Axes: heads, then tokens."""
+    """Return the view group's pattern with nothing merged: a row is a unit, the axes are heads, then tokens."""
     axes = (view_group.heads, (tokens, view_group.src_token, view_group.dst_token))
     return CopyPattern(view_group.src_cells, view_group.dst_cells, axes, view_group.unit)
 
 
 def logical_copies(plan: CopyPlan) -> tuple[LogicalCopy, ...]:
-    """A plan's parts. Raises ``ValueError`` when it came without."""
+    """Return a plan's logical copies.
+
+    Raises:
+        ValueError: The plan came without.
+    """
     if plan.copies and not plan.logical:
         raise ValueError("a piece of a plan, or a plan from the wire, does not know the positions of its content")
     return plan.logical
 
 
 def row_keys(view_group: ViewGroup, tokens: int) -> Keys:
-    """Key of every row of ``fine(view_group, tokens)`` in a segment that begins at token 0, uint64 ``[rows]``."""
+    """Return the key of every row of ``fine(view_group, tokens)`` in a segment from token 0, uint64 ``[rows]``."""
     heads = np.arange(view_group.heads[0], dtype=np.uint64) + np.uint64(view_group.first_head)
     inner = heads[:, None] * np.uint64(HEAD) + np.arange(tokens, dtype=np.uint64) * np.uint64(TOKEN)
     return (cell_keys(view_group)[:, None] + inner.ravel()).ravel()
 
 
 def spans(part: LogicalCopy, side: Side) -> Iterator[tuple[int, Ints, Keys]]:
-    """A part by the length of its segments: tokens in each, their places on one side, the key to add to their rows'."""
+    """Divide a logical copy by the length of its segments.
+
+    Yields:
+        Tokens in each segment, places of the segments on one side, and the key to add to those of their rows.
+    """
     at = part.src_at if side == "source" else part.dst_at
     first = part.token.astype(np.uint64) * np.uint64(TOKEN)
     counts = np.flatnonzero(np.bincount(part.count)).tolist()
@@ -116,8 +124,11 @@ def spans(part: LogicalCopy, side: Side) -> Iterator[tuple[int, Ints, Keys]]:
 
 
 def sample(plan: CopyPlan, seed: int) -> CopyPlan:
-    """The content of one segment in ``SAMPLE`` of each of a plan's parts, and of one at least; which ones, ``seed`` and
-    the plan decide, the same on both sides. Good for checksums only: it has no copies."""
+    """Choose some segments of a plan, to check these alone: one in ``SAMPLE`` of each logical copy, and at least one.
+
+    The choice follows from ``seed`` and the plan, so both sides choose the same. The result is good for checksums only:
+    it has no copies.
+    """
     some = []
     for part in logical_copies(plan):
         n = len(part.token)
@@ -129,8 +140,11 @@ def sample(plan: CopyPlan, seed: int) -> CopyPlan:
 
 
 def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
-    """The checksum of what the plan moves, read in host memory on one side, by the calling thread alone: others would take
-    the cores from what moves the bytes meanwhile, and spend much of them on waiting for the interpreter."""
+    """Return the checksum of what the plan moves, read in host memory on one side.
+
+    The calling thread does it alone: more threads would take cores from what moves bytes meanwhile, and would spend
+    much of their time waiting for the interpreter.
+    """
     best()  # even if nothing here is aligned: callers get ready by a short plan
     work = [(part.view_group, *span) for part in logical_copies(plan) for span in spans(part, side)]
     return sum(_sum(space, view_group, tokens, at, first, side) for view_group, tokens, at, first in work) % (1 << 64)

@@ -32,8 +32,12 @@ than it starts a row, but lets other threads run only while it moves more than 5
 
 
 class CpuSpace(Space):
-    """Host memory. Everything is done when a method returns. ``owner`` is kept alive with the space. ``pinned``: CUDA
-    kernels may address it as it is."""
+    """Host memory. Everything is done when a method returns.
+
+    Attributes:
+        owner: An object that is kept alive with the space.
+        pinned: Whether CUDA kernels may address this memory as it is.
+    """
 
     def __init__(self, regions: tuple[Region, ...], owner: object = None, *, pinned: bool = False) -> None:
         super().__init__(regions, "cpu")
@@ -61,19 +65,23 @@ class CpuSpace(Space):
         return begin
 
     def bytes(self, at: int, nbytes: int) -> Bytes:
-        """These bytes, writable, without a copy. Raises ``ValueError`` when they lie in no region."""
+        """Return these bytes as a writable array, without a copy.
+
+        Raises:
+            ValueError: They lie in no region.
+        """
         region, offset = self.locate(at, nbytes)
         return self._bytes[region][offset : offset + nbytes]
 
     def grids(self, pattern: CopyPattern, side: Side) -> list[Grid]:
-        """``grids`` of this space, remembered as long as the pattern lives."""
+        """Return ``grids`` of this space, remembered as long as the pattern lives."""
         sides = self._grids.setdefault(pattern, {})
         if side not in sides:
             sides[side] = grids(self, pattern, side)
         return sides[side]
 
     def memory(self, region: int) -> Bytes:
-        """All of a region, writable."""
+        """Return all of a region as a writable array."""
         return self._bytes[region]
 
     def _move(self, plan: CopyPlan, side: Side, packed: Space, at: int) -> None:
@@ -85,7 +93,7 @@ class CpuSpace(Space):
         in_parallel(plan.nbytes, lambda i, n: self._share(_shares(plan.copies, i, n), side, stream))
 
     def _share(self, copies: Iterator[tuple[StridedCopy, int]], side: Side, stream: Bytes) -> None:
-        """Copy copies whose streams begin at the given offsets."""
+        """Move these copies, each with the offset at which its stream begins."""
         for strided, begin in copies:
             base, pitch = (x.tolist() for x in strided.stream())
             places = (strided.src_at if side == "source" else strided.dst_at).tolist()
@@ -105,7 +113,7 @@ class CpuSpace(Space):
 
 
 def _shares(copies: Sequence[StridedCopy], i: int, n: int) -> Iterator[tuple[StridedCopy, int]]:
-    """The ``i``-th of ``n`` shares of what is to be copied, by segments; with the offset of each in the stream."""
+    """Yield the ``i``-th of ``n`` shares of the copies, by segments, with the offset of each in the stream."""
     done = 0
     for k, s in enumerate(copies):
         if len(s.counts) >= n:
@@ -119,7 +127,7 @@ def _shares(copies: Sequence[StridedCopy], i: int, n: int) -> Iterator[tuple[Str
 
 @dataclass(frozen=True)
 class _Form:
-    """A grid with rows of a certain size: what both arrays of a copy are made of, but for the segment."""
+    """A grid with rows of a certain size: what both arrays of a copy are made of, except for the segment's place."""
 
     item: np.dtype[Any]
     region: int
@@ -141,8 +149,13 @@ def _form(g: Grid, pattern: CopyPattern, size: int) -> _Form:
 
 
 def even(places: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Ranges ``[lo, hi)`` of segments of one count at one distance, which comes third: the smallest there is, as
-    between blocks that follow each other. Other segments come alone."""
+    """Divide segments into ranges of equal counts at one distance.
+
+    That distance is the smallest there is, as between blocks that follow each other. Other segments come alone.
+
+    Yields:
+        The range ``[lo, hi)`` of segments, and their distance in bytes.
+    """
     steps = [b - a for a, b in pairwise(places)]
     step = min((s for s in steps if s > 0), default=0)
     lo = 0
@@ -153,7 +166,7 @@ def even(places: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]
 
 
 def allocate(nbytes: int) -> CpuSpace:
-    """Zeroed pages, so that the first transfer does not meet page faults."""
+    """Allocate zeroed pages that are touched already, so that the first transfer does not meet page faults."""
     raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
     raw.fill(0)
     skip = -raw.ctypes.data % _ALIGNMENT

@@ -19,7 +19,7 @@ class Done:
 
 
 class CudaEvent:
-    """Passed when everything recorded before the event on its stream has run."""
+    """A fence that has passed when everything recorded before the event on its stream has run."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
@@ -29,14 +29,16 @@ class CudaEvent:
 
 
 class Events:
-    """Events of torch's on one device, each recorded anew when nobody has its fence any more: one that has never been recorded is
-    slow to record. Fences may be dropped on any thread."""
+    """Torch's events on one device, reused: one that has never been recorded is slow to record.
+
+    An event is recorded anew when its fence is dropped, which may happen on any thread.
+    """
 
     def __init__(self) -> None:
         self._free: list[Any] = []
 
     def record(self, stream: Any) -> CudaEvent:
-        """Passed when all has run that this stream was given so far."""
+        """Return a fence that passes when all work that this stream was given so far has run."""
         import torch
 
         event = self._free.pop() if self._free else torch.cuda.Event()
@@ -54,7 +56,10 @@ class _Lent(CudaEvent):
 
 
 def fence(device: str) -> Fence:
-    """What the calling thread has started on a device so far: on CUDA an event on its current stream, else nothing."""
+    """Return a fence for what the calling thread has started on a device so far.
+
+    On CUDA it is an event on the thread's current stream; elsewhere it has passed already.
+    """
     if device.partition(":")[0] != "cuda":
         return Done()
     import torch

@@ -1,14 +1,14 @@
-"""Does an engine write its cache where the views of it say? Found out by letting the engine write.
+"""A proof that an engine writes its cache where the views of it say, found by letting the engine write.
 
 Nothing is assumed of how a page is encoded. The engine's own write puts the same tokens into several blocks (values A),
-but in each block some of the *cells* (an input, such as K, of a head of a token) have values B. Against the block that
-has none of B, a byte may differ only where a cell of its unit has B, and a unit all of whose cells have B must differ.
-Which cells have B is drawn from the bits of their coordinates, and from the complements: for any two tokens, heads or
-inputs there is a block in which the one has B and the other has not. So a unit that depends on anything but its own
-cells is seen, however the bytes are packed, quantised or scaled.
+but in each block some of the *cells* (an input, such as K, of one head of one token) have values B. A byte is compared
+with the block that has no B at all: it may differ only where a cell of its unit has B, and a unit all of whose cells
+have B must differ. Which cells have B is drawn from the bits of their coordinates, and from the complements, so that
+for any two tokens, heads or inputs there is a block in which one has B and the other has not. A unit that depends on
+anything but its own cells therefore shows, however the bytes are packed, quantised or scaled.
 
-Layers that share their views differ in nothing but where they begin. The first of them is written to in all these
-ways, each other in a few that tell neighbours apart.
+Layers that share their views differ only in where they begin. The first of them is written to in all these ways (a
+*trial* of many *rounds*), each other one in a few rounds that tell neighbours apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEAST_BLOCKS = 4
 
 
 class Unproven(Exception):
-    """A description can be compared with no write; the message says why."""
+    """A description cannot be compared with a write; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Write:
     """An engine's own write of tokens into one layer.
 
     Attributes:
-        inputs: by name, the shape of one token in each tensor that is written: ``(heads, size)``, or ``(size,)`` where there
-            are no heads. A plane with an input's name depends on that input, any other plane on all of them.
-        dtype: of these tensors.
-        call: takes the tensors in that order, ``[tokens, *shape]`` each, and the tokens' slots (int64, ``block *
-            block_tokens + token``), all on the cache's device, and starts the write on the current stream.
+        inputs: By name, the shape of one token in each tensor that is written: ``(heads, size)``, or ``(size,)`` where
+            there are no heads. A plane with an input's name depends on that input, any other plane on all of them.
+        dtype: Of these tensors.
+        call: Starts the write on the current stream. It takes the tensors in that order, ``[tokens, *shape]`` each, and
+            the tokens' slots (int64, ``block * block_tokens + token``), all on the cache's device.
     """
 
     inputs: Mapping[str, tuple[int, ...]]
@@ -56,11 +56,15 @@ class Write:
 
     @property
     def heads(self) -> int:
+        """The number of heads that are written, 1 where the inputs have none."""
         return max(shape[0] if len(shape) > 1 else 1 for shape in self.inputs.values())
 
 
 class Proof:
-    """Of one cache, layer by layer, while nobody else uses it. What layers have in common is kept as long as this lives."""
+    """Compares one cache with what the engine writes, layer by layer, while nobody else uses the cache.
+
+    What layers have in common is kept as long as this object lives.
+    """
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
@@ -68,16 +72,20 @@ class Proof:
         self._right: set[tuple[object, ...]] = set()  # views and trials that some layer was found right with
 
     def difference(self, layer: str, memory: torch.Tensor, write: Write) -> str | None:
-        """What was expected of a layer's description and what was found instead; ``None`` if it is right. Waits for the
-        device. Blocks that were written to are then as they were.
+        """Compare a layer's description with what the engine writes. Waits for the device.
+
+        Blocks that were written to are afterwards as they were.
 
         Args:
-            layer: one that is in a view of the cache.
-            memory: the engine's tensor of it, blocks first. All that changes there must lie in the views.
-            write: the engine's write into it.
+            layer: One that is in a view of the cache.
+            memory: The engine's tensor of it, blocks first. All that changes there must lie in the views.
+            write: The engine's write into it.
+
+        Returns:
+            What was expected and what was found instead; ``None`` if the description is right.
 
         Raises:
-            Unproven: it cannot be found out: of a state, with so few blocks, or with a write that raises.
+            Unproven: No comparison is possible: the group is of states, there are too few blocks, or the write raises.
         """
         views = [view for view in self.cache.views if layer in view.layers]
         group = self.cache.groups[views[0].group]
@@ -113,8 +121,14 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What to write. ``rounds``: which cells have values B, ``[round, input, head, token]``; none in the first, all in the
-    second. ``few``: rounds that tell neighbours apart. ``values``: for each input ``[round, token, ...]``."""
+    """What to write into a layer, and what must follow from it.
+
+    Attributes:
+        inputs: Names of the tensors that are written.
+        rounds: Which cells have values B, ``[round, input, head, token]``; none in the first round, all in the second.
+        few: Rounds that tell neighbours apart.
+        values: For each input, ``[round, token, ...]``.
+    """
 
     inputs: tuple[str, ...]
     rounds: Bools
@@ -142,7 +156,7 @@ class _Trial:
         return cls(tuple(write.inputs), rounds, few, tuple(values))
 
     def expected(self, view: View) -> tuple[Bools, Bools]:
-        """For each round and each unit of a block ``[round, head, token]``: whether it may differ, and whether it must."""
+        """Return which units may differ from the first round, and which must: ``[round, head, token]`` each."""
         of_plane = [self.inputs.index(view.plane)] if view.plane in self.inputs else list(range(len(self.inputs)))
         inside = (1, *((2,) if _head_stride(view) is None else ()), *((3,) if view.token_stride is None else ()))
         cells = self.rounds[:, of_plane]
@@ -150,7 +164,7 @@ class _Trial:
         return may[:, 0], must[:, 0]
 
     def cell(self, pattern: Bools, rounds: list[int]) -> str:
-        """What a byte holds that differs in these rounds."""
+        """Say what a byte holds that differs in these rounds."""
         found = np.argwhere((self.rounds[rounds] == pattern[:, None, None, None]).all(0))
         if len(found) != 1:
             return "what depends on other heads, tokens, inputs or blocks"
@@ -169,7 +183,12 @@ def _rounds(*shape: int) -> tuple[Bools, list[int]]:
 
 @dataclass(frozen=True)
 class _Plane:
-    """One plane of the layer: a view, and all units of it in memory, uint8 ``[block, head, token, unit]``."""
+    """One plane of a layer.
+
+    Attributes:
+        view: Its description.
+        units: All its units in memory, uint8 ``[block, head, token, unit]``.
+    """
 
     view: View
     units: torch.Tensor
@@ -201,7 +220,7 @@ def _head_stride(view: View) -> int | None:
 def _run(
     trial: _Trial, rounds: list[int], planes: list[_Plane], memory: torch.Tensor, blocks: int, write: Write
 ) -> str | None:
-    """Write some rounds, each to a block of its own, and compare; in as many turns as there are blocks for."""
+    """Write some rounds, each to a block of its own, and compare; in as many turns as the number of blocks requires."""
     import torch
 
     memory = memory.view(torch.uint8)
@@ -230,8 +249,12 @@ def _run(
 def _pages(
     trial: _Trial, rounds: list[int], planes: list[_Plane], memory: torch.Tensor, written: torch.Tensor, write: Write
 ) -> tuple[list[torch.Tensor], int]:
-    """For each plane the units of all rounds, ``[round, head, token, unit]``; and how many bytes of a block differed outside
-    the planes when all cells did."""
+    """Write the rounds and read back what is in the blocks.
+
+    Returns:
+        For each plane the units of all rounds, ``[round, head, token, unit]``; and how many bytes of a block outside
+        all planes differed when all cells did.
+    """
     import torch
 
     tokens = torch.arange(trial.rounds.shape[-1], device=memory.device)

@@ -1,6 +1,6 @@
-"""The sum of the values of rows in host memory, the inner loop of ``checksum``: compiled where numba is, by numpy elsewhere.
+"""The sum of the values of rows in host memory, the inner loop of ``checksum``.
 
-numpy takes three times as long; it needs nothing else.
+It is compiled where numba is installed, and done by numpy elsewhere, which takes three times as long.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def mix(x: Keys) -> Keys:
-    """splitmix64's finaliser, a bijection on 64 bits."""
+    """Apply splitmix64's finaliser, a bijection on 64 bits."""
     x = (x ^ (x >> SHIFTS[0])) * FACTORS[0]
     x = (x ^ (x >> SHIFTS[1])) * FACTORS[1]
     return x ^ (x >> SHIFTS[2])
@@ -36,9 +36,17 @@ def mix(x: Keys) -> Keys:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of ``unit`` bytes in a piece of memory (uint8): ``shape`` of them at even ``strides`` (up to four axes) from each
-    of ``begins`` (int64; all in bytes). ``keys``: uint64 of ``shape``; ``first``: uint64, to add to them, for each of
-    ``begins``."""
+    """Rows of ``unit`` bytes in a piece of memory, at even distances from each of several places.
+
+    Attributes:
+        memory: uint8.
+        unit: Bytes of a row.
+        begins: Places in ``memory``, int64, in bytes.
+        shape: Rows along each axis, up to four.
+        strides: Bytes from row to row along each axis.
+        keys: Key of each row, uint64 of ``shape``.
+        first: What to add to the keys at each place, uint64.
+    """
 
     memory: NDArray[np.uint8]
     unit: int
@@ -50,12 +58,12 @@ class Rows:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether all rows are made of whole words at addresses that divide by their size."""
+        """Whether all rows consist of whole 4-byte words at addresses that are multiples of 4."""
         places = int(np.bitwise_or.reduce(self.begins + self.memory.ctypes.data))
         return not reduce(or_, self.strides, self.unit | places) % 4
 
     def words(self, begin: int) -> NDArray[np.uint32]:
-        """Those from one beginning as little-endian words filled up with zeros, uint32 ``[*shape, words]``."""
+        """Return the rows of one place as little-endian words filled up with zeros, uint32 ``[*shape, words]``."""
         if self.aligned:
             return np.ndarray((*self.shape, self.unit // 4), "<u4", self.memory, begin, (*self.strides, 4))
         words = np.empty((*self.shape, -(-self.unit // 4)), "<u4")
@@ -68,14 +76,16 @@ class Rows:
 
 
 def sum_rows(rows: Rows, factors: Keys, length: np.uint64) -> int:
-    """``mix((sum of w[i] * factors[i] + length) ^ (key + first))`` of each row, added up; see ``checksum``. Any
-    thread; others may run meanwhile."""
+    """Sum ``mix((sum of w[i] * factors[i] + length) ^ (key + first))`` over all rows; see ``checksum``.
+
+    Any thread may call it; other threads run meanwhile.
+    """
     return (best() if rows.aligned else by_numpy)(rows, factors, length)
 
 
 @cache
 def best() -> Callable[[Rows, Keys, np.uint64], int]:
-    """The way for rows that are aligned. The first call in a process may take seconds, to compile it."""
+    """Return the fastest way for aligned rows. The first call in a process may take seconds, to compile it."""
     if importlib.util.find_spec("numba") is not None:
         try:
             _compiled()
@@ -86,7 +96,7 @@ def best() -> Callable[[Rows, Keys, np.uint64], int]:
 
 
 def by_numba(rows: Rows, factors: Keys, length: np.uint64) -> int:
-    """Of rows that are aligned."""
+    """Sum aligned rows with compiled code."""
     skip = -rows.memory.ctypes.data % 4
     memory = rows.memory[skip : skip + (len(rows.memory) - skip) // 4 * 4].view(np.uint32)
     more = 4 - len(rows.shape)
@@ -134,6 +144,7 @@ def _compiled() -> Any:
 
 
 def by_numpy(rows: Rows, factors: Keys, length: np.uint64) -> int:
+    """Sum rows of any alignment with numpy."""
     total = 0
     for begin, first in zip(rows.begins.tolist(), rows.first, strict=True):
         digests = np.einsum("...i,i->...", rows.words(begin), factors, dtype=np.uint64, casting="safe")

@@ -1,4 +1,4 @@
-"""The face of memory: flat offsets over regions of one device, and what can be done with the bytes there."""
+"""What can be done with memory of any kind: flat offsets over regions of one device, and operations on them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,32 @@ Side = Literal["source", "destination"]
 
 
 class Checksum(ABC):
-    """A checksum that is being computed. ``value`` may be asked for once ``fence`` has passed; before, it blocks."""
+    """A checksum that is being computed.
+
+    Attributes:
+        fence: Passes when the value is known.
+    """
 
     fence: Fence
 
     @property
     @abstractmethod
     def value(self) -> int:
-        """Unsigned, 64 bits."""
+        """The checksum, unsigned, 64 bits. Blocks until ``fence`` has passed."""
 
 
 class Space(ABC):
-    """Regions of one device as one flat offset space, as in ``Cache.starts``.
+    """Regions of one device as one flat offset space, as in ``Cache.starts``. For one thread at a time.
 
-    ``by_itself``: the device reads and writes while the calling thread goes on.
+    A method that touches memory may return before it is done; its fence passes when it is. Until then the caller keeps
+    all memory involved alive and unchanged. ``after`` is waited for on the device; on a CPU, where nothing waits, it
+    must have passed.
 
-    One thread at a time. Every method that touches memory may return before it has; its fence tells when it has, and
-    until then the caller keeps all memory involved alive and unchanged. ``after`` is waited for on the device; on a
-    CPU, where nothing waits, it must have passed.
+    Attributes:
+        regions: The memory.
+        device: ``"cpu"`` or ``"cuda:N"``.
+        starts: Flat offset at which each region begins.
+        by_itself: Whether the device reads and writes while the calling thread goes on.
     """
 
     by_itself = False
@@ -56,40 +64,56 @@ class Space(ABC):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all regions."""
         return sum(r.nbytes for r in self.regions)
 
     @abstractmethod
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
-        """Gather the plan's source side from here into ``out`` at ``at``, in stream order."""
+        """Gather the plan's source side from here into ``out`` at offset ``at``, in stream order."""
 
     @abstractmethod
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
-        """Scatter what was packed into ``staged`` at ``at`` over the plan's destination side, which is here."""
+        """Scatter what was packed into ``staged`` at offset ``at`` over the plan's destination side, which is here."""
 
     def prepare_unpack(self, plan: CopyPlan, staged: Space) -> Callable[[int], Fence]:
-        """``unpack`` in two steps: what is returned takes ``at``, is called at most once, and has little left to do.
-        Raises ``ValueError`` as ``unpack`` does."""
+        """Do as much of ``unpack`` as can be done before the offset is known.
+
+        Returns:
+            A function of ``at`` that does the rest, which is little. Call it at most once.
+
+        Raises:
+            ValueError: As ``unpack`` does.
+        """
         return lambda at: self.unpack(plan, staged, at)
 
     @abstractmethod
     def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
-        """Position-keyed hash of what the plan moves, read here, on the given side; see ``kvxfer.memory.checksum``. What is returned
-        begins to read, ``after`` a fence; all that can be done before that is done. Raises ``ValueError`` for a plan without
-        its parts (a piece, or one from the wire)."""
+        """Prepare the checksum of what the plan moves, read here on the given side; see ``kvxfer.memory.checksum``.
+
+        Returns:
+            A function that starts reading, after the fence that it is given.
+
+        Raises:
+            ValueError: The plan has no logical copies, since it is a piece or came over the wire.
+        """
 
     def checksum(self, plan: CopyPlan, side: Side, after: Fence | None = None) -> Checksum:
-        """``prepare_checksum``, and begin at once."""
+        """Compute the checksum of what the plan moves, starting at once."""
         return self.prepare_checksum(plan, side)(after)
 
     def locate(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """(number of the region that holds these bytes, offset in it). Raises ``ValueError`` when none does."""
+        """Return the number of the region that holds these bytes, and their offset in it.
+
+        Raises:
+            ValueError: No region holds them all.
+        """
         i = bisect.bisect_right(self.starts, offset) - 1
         if i < 0 or nbytes < 0 or offset - self.starts[i] + nbytes > self.regions[i].nbytes:
             raise ValueError(f"bytes [{offset}, {offset + nbytes}) lie in no region of the space")
         return i, offset - self.starts[i]
 
     def of_cells(self, cells: Ints) -> Ints:
-        """The region of each of a pattern's cells: the one that holds block 0, and with it the whole view."""
+        """Return the region of each of a pattern's cells: the one that holds block 0, and with it the whole view."""
         return np.asarray(np.searchsorted(self._starts, cells, side="right") - 1)
 
     @cached_property
@@ -99,8 +123,15 @@ class Space(ABC):
 
 @dataclass(frozen=True)
 class Grid:
-    """Consecutive rows of a pattern at even distances: ``shape`` and ``strides`` (bytes) of one or two axes of cells,
-    then the pattern's own, from ``offset`` in one region. ``first``: its first row in the pattern's order."""
+    """Consecutive rows of a pattern at even distances in one region.
+
+    Attributes:
+        region: Its number.
+        offset: First byte, in the region.
+        shape: Rows along one or two axes of cells, then along the pattern's own axes.
+        strides: Bytes from row to row along each axis.
+        first: Number of the first row in the pattern's order.
+    """
 
     region: int
     offset: int
@@ -110,8 +141,10 @@ class Grid:
 
 
 def grids(space: Space, pattern: CopyPattern, side: Side) -> list[Grid]:
-    """Few grids that make up one side of a pattern: cells at even distances, and groups of such cells likewise (layers
-    of K and V)."""
+    """Divide one side of a pattern into few grids.
+
+    Cells at even distances make a grid, and so do groups of such cells at even distances (layers of K and V).
+    """
     source = side == "source"
     cells = pattern.src_cells if source else pattern.dst_cells
     axes = tuple(n for n, _, _ in pattern.axes), tuple((s if source else d) for _, s, d in pattern.axes)
@@ -130,6 +163,7 @@ def grids(space: Space, pattern: CopyPattern, side: Side) -> list[Grid]:
 
 
 def _grouped(alone: list[Grid]) -> list[Grid]:
+    """Join equal grids at even distances into grids with one axis more."""
     out, lo = [], 0
     while lo < len(alone):
         g, hi = alone[lo], lo + 1

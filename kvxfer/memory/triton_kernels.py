@@ -1,8 +1,8 @@
-"""Triton kernels over factored plans: all rows of all segments of a strided, every layer included, in one launch.
+"""Triton kernels over factored plans: all rows of all segments of a strided copy, all layers included, in one launch.
 
 A row is ``cells[c] + place + i * stride1 + j * stride2`` bytes from ``memory``, for cell ``c`` and steps ``i``, ``j``
-of two axes, numbered in that order. Both kernels keep a bounded number of programs busy, each with one job after the
-other. Imported only where Triton is; the arithmetic is the same under its interpreter, on host addresses.
+of two axes; rows are numbered in that order. Both kernels keep a bounded number of programs busy, each with one job
+after the other. Imported only where Triton is; its interpreter does the same arithmetic on host addresses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["digest_rows", "move_rows"]
 
 @triton.jit
 def _rows_at(cells, place, row, there, n1, stride1, n2, stride2):
-    """Bytes from ``memory`` to each row, int64."""
+    """Return bytes from ``memory`` to each row, int64."""
     inner = row % (n1 * n2)
     cell = tl.load(cells + row // (n1 * n2), mask=there, other=0)
     return cell + place + (inner // n2).to(tl.int64) * stride1 + (inner % n2).to(tl.int64) * stride2
@@ -45,6 +45,7 @@ def move_rows(
     WORDS: tl.constexpr,  # words of each moved at once
     PACK: tl.constexpr,  # from memory to the stream, else back
 ):
+    """Move rows of all segments into the packed stream, or out of it."""
     # A word is what one lane moves; 16 bytes go as two words side by side, which the compiler joins.
     PER: tl.constexpr = 2 if UNIT == 16 else 1
     if UNIT >= 8:
@@ -80,19 +81,19 @@ def move_rows(
 
 @triton.jit
 def _shr(x, n: tl.constexpr):
-    """``x >> n`` with zeros shifted in."""
+    """Shift right by ``n`` bits, with zeros shifted in."""
     return (x.to(tl.uint64, bitcast=True) >> n).to(tl.int64, bitcast=True)
 
 
 @triton.jit
 def _low(x):
-    """The lower half."""
+    """Return the lower half."""
     return x.to(tl.uint32).to(tl.int64)
 
 
 @triton.jit
 def _mix(x):
-    """splitmix64's finaliser; its factors as signed numbers."""
+    """Apply splitmix64's finaliser, its factors written as signed numbers."""
     x = (x ^ _shr(x, 30)) * -4658895280553007687
     x = (x ^ _shr(x, 27)) * -7723592293110705685
     return x ^ _shr(x, 31)
@@ -120,7 +121,7 @@ def digest_rows(
     WORDS: tl.constexpr,  # 8-byte words of each read at once
     UNIT: tl.constexpr,  # bytes that all addresses, strides and sizes are multiples of: 1, 8 or 16
 ):
-    """``kvxfer.memory.checksum`` of rows that are units: axis 1 is heads, axis 2 tokens."""
+    """Add ``kvxfer.memory.checksum`` of rows that are units to ``out``: axis 1 is heads, axis 2 tokens."""
     PER: tl.constexpr = 2 if UNIT == 16 else 1
     here = tl.multiple_of(memory.to(tl.pointer_type(tl.int64)), UNIT)
     bytes_here, total = memory.to(tl.pointer_type(tl.uint8)), tl.zeros((), tl.int64)

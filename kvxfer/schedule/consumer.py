@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule.commands import NULL, Cancel, Group, Release, ScheduleError, StepCommands, Table, Want, rows
+from kvxfer.schedule.commands import Cancel, Decline, ScheduleError, StepCommands, check_table
+from kvxfer.values import NULL, BlockTable, Fetch, Group
 
 
 class _State(Enum):
     OPEN = auto()  # nobody has asked for it
-    LOADING = auto()  # its `loader` has
+    LOADING = auto()  # its ``loader`` has
     CLOSED = auto()  # taken, failed or given up: never asked for again
 
 
@@ -27,11 +28,11 @@ class _Load:
     loader: str | None = None  # whose load the workers have not reported yet, cancelled or not
 
 
-class Intake:
+class FetchSchedule:
     """Decides what to load and queues the wants. A transfer is wanted at most once, by one request.
 
-    One per engine, called by one thread. Each request goes `arrive`, `matched` as often as the engine likes,
-    `allocated`, `loaded`, `finish`; calls about a request that did not arrive do nothing.
+    One per engine, called by one thread. Each request goes ``arrive``, ``matched`` as often as the engine likes,
+    ``allocated``, ``loaded``, ``finish``; calls about a request that did not arrive do nothing.
 
     Args:
         groups: the engine's KV-cache groups, in the order of its block tables.
@@ -44,34 +45,36 @@ class Intake:
         self._loads: dict[TransferId, _Load] = {}
         self._requests: dict[str, _Load] = {}
         self._loading: dict[str, _Load] = {}  # by loader, which may have finished meanwhile
-        self._wants: list[Want] = []
-        self._cancels: dict[TransferId, Cancel] = {}
-        self._releases: list[Release] = []
+        self._fetches: list[Fetch] = []
+        self._cancels: dict[str, Cancel] = {}  # by request
+        self._declines: list[Decline] = []
 
     def arrive(self, request: str, transfer: TransferId, digest: bytes, source: Source, tokens: int) -> bool:
-        """A request of whose prompt the first `tokens` tokens can be had from `source`.
+        """A request of whose prompt the first ``tokens`` tokens can be had from ``source``.
 
         Requests with the same transfer (children of n > 1) share it: one loads, the others wait and then find
         the blocks in the engine's prefix cache. Asking again for a known request changes nothing.
 
-        Returns False if the id is in use for other content or another source, or a load under it was given up
-        and is not quiet yet: this request is computed here, and the rest of its calls do nothing.
+        Returns False if the transfer is in use for other content or another source, or a load of it, or of an earlier
+        request of this name, was given up and is not quiet yet: this request is computed here, and the rest of its
+        calls do nothing.
         """
         load = self._loads.get(transfer)
         if request in self._requests:
             if self._requests[request] is not load:
                 raise ScheduleError(f"request {request} loads {self._requests[request].transfer}, not {transfer} too")
             return True
+        same = load is None or (load.requests and (load.digest, load.source, load.tokens) == (digest, source, tokens))
+        if not same or request in self._loading:
+            return False
         if load is None:
             load = self._loads[transfer] = _Load(transfer, digest, source, tokens)
-        elif not load.requests or (load.digest, load.source, load.tokens) != (digest, source, tokens):
-            return False
         load.requests.add(request)
         self._requests[request] = load
         return True
 
     def matched(self, request: str, computed: int) -> int | None:
-        """How many tokens beyond the `computed` local ones can come from outside. Changes nothing.
+        """How many tokens beyond the ``computed`` local ones can come from outside. Changes nothing.
 
         0: none, for good (unknown, already taken, failed, or the local cache has all). None: the transfer is
         being loaded; ask again in the next step. A load ends within its deadline, and so does the None.
@@ -83,19 +86,19 @@ class Intake:
             return None
         return max(0, load.tokens - computed)
 
-    def allocated(self, request: str, table: Sequence[Sequence[int]], computed: int, external: int) -> None:
-        """The engine admitted the request, and counts on `external` tokens from outside.
+    def allocated(self, request: str, table: BlockTable, computed: int, external: int) -> None:
+        """The engine admitted the request, and counts on ``external`` tokens from outside.
 
         Without any (it has all, or takes them elsewhere) an untouched transfer is given up. The second call
         that vLLM makes after a load, with external=0, changes nothing.
 
         Args:
             table: the whole block table, per group; -1 where there is no block.
-            computed: local tokens in front of the external ones, as `matched` was asked last.
-            external: how many of those that `matched` promised; fewer only if no group is a "state".
+            computed: local tokens in front of the external ones, as ``matched`` was asked last.
+            external: how many of those that ``matched`` promised; fewer only if no group is a "state".
 
         Raises:
-            ScheduleError: tokens that `matched` would not promise now, or no blocks for them. The request
+            ScheduleError: tokens that ``matched`` would not promise now, or no blocks for them. The request
                 must not run.
         """
         load = self._requests.get(request)
@@ -108,9 +111,11 @@ class Intake:
             blocks = self._wanted(table, computed, end)
             load.state, load.loader = _State.LOADING, request
             self._loading[request] = load
-            self._wants.append(Want(load.transfer, load.digest, load.source, blocks, computed, end, self._own))
+            self._fetches.append(
+                Fetch(request, load.transfer, load.digest, load.source, blocks, computed, end, self._own)
+            )
         elif load is not None and load.state is _State.OPEN:
-            self._release(load, "the consumer does not need it")
+            self._decline(load, "the consumer does not need it")
 
     def loaded(self, request: str) -> None:
         """All workers have reported the load that the request asked for: it is over, and its memory quiet.
@@ -121,7 +126,7 @@ class Intake:
         """
         load = self._loading.pop(request, None)
         if load is not None:
-            self._cancels.pop(load.transfer, None)  # too late, and must not meet a next load of that name
+            self._cancels.pop(request, None)  # too late, and must not meet a next load of that name
             load.state, load.loader = _State.CLOSED, None
             self._prune(load)
 
@@ -130,7 +135,7 @@ class Intake:
         resumes; a transfer that it did not ask for yet can still be loaded."""
         load = self._requests.get(request)
         if load is not None and load.loader == request:
-            self._cancel(load, "the consumer preempted the request")
+            self._cancel(request, load, "the consumer preempted the request")
 
     def finish(self, request: str, reason: str = "the consumer's request is over") -> None:
         """The request is over, at whatever point: rejected, aborted or done."""
@@ -139,9 +144,9 @@ class Intake:
             return
         load.requests.remove(request)
         if load.loader == request:
-            self._cancel(load, reason)
+            self._cancel(request, load, reason)
         elif load.state is _State.OPEN and not load.requests:
-            self._release(load, reason)
+            self._decline(load, reason)
         self._prune(load)
 
     @property
@@ -156,43 +161,44 @@ class Intake:
 
     def commands(self) -> StepCommands:
         """Wants and cancels since the last call: once a step."""
-        if not self._wants and not self._cancels:
+        if not self._fetches and not self._cancels:
             return StepCommands()
-        drained = StepCommands(wants=tuple(self._wants), cancels=tuple(self._cancels.values()))
-        self._wants.clear()
+        drained = StepCommands(fetches=tuple(self._fetches), cancels=tuple(self._cancels.values()))
+        self._fetches.clear()
         self._cancels.clear()
         return drained
 
-    def releases(self) -> tuple[Release, ...]:
+    def declines(self) -> tuple[Decline, ...]:
         """Transfers given up unread since the last call; for their producers, not for workers."""
-        drained = tuple(self._releases)
-        self._releases.clear()
+        drained = tuple(self._declines)
+        self._declines.clear()
         return drained
 
-    def _wanted(self, table: Sequence[Sequence[int]], start: int, end: int) -> Table:
-        """The blocks that hold a token of `[start, end)`; those in front may be shared with other
-        requests."""
-        wanted: list[tuple[int, ...]] = []
-        for group, row in rows(self._groups, table):
-            if group.kind == "local":
-                wanted.append(())
-                continue
-            cached, past = start // group.block, group.blocks(end)
-            fresh = group.taken(row, end)[cached:]
-            needed = {"full": fresh, "state": fresh[-1:], "window": ()}[group.kind]
-            if len(fresh) < past - cached or NULL in needed:
-                raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {len(row)} blocks")
-            wanted.append((NULL,) * cached + fresh)
-        return tuple(wanted)
+    def _wanted(self, table: BlockTable, start: int, end: int) -> BlockTable:
+        """Return the blocks that hold a token of ``[start, end)``; those in front may be shared with other requests."""
+        check_table(self._groups, table)
+        spans = [self._span(group, start, end) for group in self._groups]
+        wanted = table.only(spans)
+        for g, (group, (first, past)) in enumerate(zip(self._groups, spans, strict=True)):
+            lacks = group.kind in ("full", "state") and NULL in wanted[g][first:]
+            if wanted.count(g) < past or lacks:
+                raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {table.count(g)} blocks")
+        return wanted
 
-    def _cancel(self, load: _Load, reason: str) -> None:
+    @staticmethod
+    def _span(group: Group, start: int, end: int) -> tuple[int, int]:
+        """Return the positions ``[first, past)`` of the blocks that a load of ``[start, end)`` fills."""
+        first, past = group.moved(end)
+        return max(first, start // group.block_tokens), past
+
+    def _cancel(self, request: str, load: _Load, reason: str) -> None:
         if load.state is _State.LOADING:
             load.state = _State.CLOSED
-            self._cancels[load.transfer] = Cancel(load.transfer, reason)
+            self._cancels[request] = Cancel(request, reason)
 
-    def _release(self, load: _Load, reason: str) -> None:
+    def _decline(self, load: _Load, reason: str) -> None:
         load.state = _State.CLOSED
-        self._releases.append(Release(load.transfer, load.digest, load.source, reason))
+        self._declines.append(Decline(load.transfer, load.digest, load.source, reason))
 
     def _prune(self, load: _Load) -> None:
         if not load.requests and load.loader is None:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.identity import Generation, TransferId
-from kvxfer.schedule.commands import NULL, Group, Offer, Revoke, ScheduleError, StepCommands, Table, rows
+from kvxfer.schedule.commands import Revoke, ScheduleError, StepCommands, check_table
+from kvxfer.values import NULL, BlockTable, Group, Offer
 
 
 @dataclass(slots=True)
 class _Prefill:
-    """One tracked request. What is listed in `blocks` has been offered in `generation`."""
+    """One tracked request. What is listed in ``blocks`` has been offered in ``generation``."""
 
     request: str
     transfer: TransferId
@@ -21,19 +22,19 @@ class _Prefill:
     total: int  # tokens to be had when all is done
     born: Generation
     generation: Generation
-    blocks: Table
+    blocks: BlockTable
     tokens: int = 0
     final: bool = False
-    progress: int = 0  # tokens that the last step leaves computed; may exceed `total`
+    progress: int = 0  # tokens that the last step leaves computed; may exceed ``total``
     finished: bool = False
     gone: bool = False
 
 
-class PrefillTracker:
+class OfferSchedule:
     """Turns a scheduler's steps into offers and revocations.
 
-    One per engine, called by one thread. Each request goes `arrive`, any number of `step` and `preempt`,
-    `finish`; calls about a request that is not tracked do nothing, so a connector may pass on all that it
+    One per engine, called by one thread. Each request goes ``arrive``, any number of ``step`` and ``preempt``,
+    ``finish``; calls about a request that is not tracked do nothing, so a connector may pass on all that it
     hears.
 
     Args:
@@ -43,7 +44,7 @@ class PrefillTracker:
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = tuple(groups)
         self._at_once = all(group.kind in ("full", "local") for group in self._groups)
-        self._nothing: Table = tuple(() for _ in self._groups)
+        self._nothing = BlockTable((b"",) * len(self._groups))
         self._generation: Generation = 0
         self._running: dict[str, _Prefill] = {}
         self._transfers: dict[TransferId, _Prefill] = {}
@@ -51,7 +52,7 @@ class PrefillTracker:
         self._revokes: list[Revoke] = []
 
     def arrive(self, request: str, transfer: TransferId, digest: bytes, tokens: int) -> bool:
-        """Track a request of whose prompt the first `tokens` tokens will be asked for.
+        """Track a request of whose prompt the first ``tokens`` tokens will be asked for.
 
         Returns False, and does not track it, if there is nothing to offer or another request, running or
         held, offers this transfer already (a sibling of n > 1, say). Asking again for a tracked request
@@ -73,7 +74,7 @@ class PrefillTracker:
         """Whether steps of this request matter, so that the table of any other need not be fetched."""
         return request in self._running
 
-    def offered(self, request: str) -> Table:
+    def offered(self, request: str) -> BlockTable:
         """The blocks that others may be reading of a running request, per group."""
         prefill = self._running.get(request)
         return self._nothing if prefill is None else prefill.blocks
@@ -83,16 +84,14 @@ class PrefillTracker:
         prefill = self._running.get(request)
         return 0 if prefill is None else prefill.total
 
-    def step(self, request: str, computed: int, scheduled: int, table: Sequence[Sequence[int]]) -> None:
+    def step(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """The request runs in this step.
 
         Args:
             computed: tokens computed before this step, prefix-cache hits and loads included.
             scheduled: tokens that this step computes.
-            table: the WHOLE block table as this step uses it, per group; never an increment. (vLLM:
-                `kv_connector_block_state.get_block_ids`. Where an engine tells only new blocks, its connector
-                accumulates them: None adds none, and a resumed request's replace all.) A null block is -1. A
-                row may be longer than the tokens need.
+            table: the WHOLE block table as this step uses it; never an increment. A row may be longer than the
+                tokens need.
         """
         prefill = self._running.get(request)
         if prefill is None:
@@ -108,15 +107,15 @@ class PrefillTracker:
             self._restart(prefill, "the producer preempted the request")
             prefill.progress = 0
 
-    def finish(self, request: str, table: Sequence[Sequence[int]], complete: bool) -> bool:
+    def finish(self, request: str, table: BlockTable, complete: bool) -> bool:
         """The request is over.
 
         Args:
-            table: the whole block table at its end, per group.
+            table: the whole block table at its end.
             complete: it ended normally and its KV is good; False for an abort or an error, at whatever point.
 
         Returns:
-            True: the engine must keep the blocks until `released` names the request. False: it frees them
+            True: the engine must keep the blocks until ``released`` names the request. False: it frees them
             now, since nothing can be read (all is revoked) or nobody will (all has been read).
         """
         prefill = self._running.pop(request, None)
@@ -143,7 +142,7 @@ class PrefillTracker:
     def withdraw(self, transfer: TransferId, reason: str) -> None:
         """Nobody will read this transfer any more: its lease ran out, or the consumer gave it up unread.
 
-        Blocks held for it stay held until the workers, told by the revocation, report it quiet and `released`
+        Blocks held for it stay held until the workers, told by the revocation, report it quiet and ``released``
         is called. A request that still runs is no longer tracked.
         """
         prefill = self._transfers.get(transfer)
@@ -156,12 +155,12 @@ class PrefillTracker:
     def released(self, transfer: TransferId, generation: Generation) -> str | None:
         """All ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.
 
-        `generation` is the one that was read or revoked; it tells a report on an earlier request of the same
+        ``generation`` is the one that was read or revoked; it tells a report on an earlier request of the same
         transfer, which is ignored. An offer that crossed the report is revoked.
 
         Returns:
             The request whose held blocks are now to be freed; each at most once. None if it still runs (its
-            blocks are its own, and `finish` will return False) or is unknown.
+            blocks are its own, and ``finish`` will return False) or is unknown.
         """
         prefill = self._transfers.get(transfer)
         if prefill is None or generation < prefill.born:
@@ -172,7 +171,7 @@ class PrefillTracker:
 
     @property
     def held(self) -> frozenset[TransferId]:
-        """Transfers whose request has finished and whose blocks wait for `released`."""
+        """Transfers whose request has finished and whose blocks wait for ``released``."""
         return frozenset(transfer for transfer, prefill in self._transfers.items() if prefill.finished)
 
     @property
@@ -185,7 +184,7 @@ class PrefillTracker:
         return len(self._transfers)
 
     def commands(self) -> StepCommands:
-        """What has come up since the last call: once a step, after its calls of `preempt` and `step`."""
+        """What has come up since the last call: once a step, after its calls of ``preempt`` and ``step``."""
         if not self._offers and not self._revokes:
             return StepCommands()
         drained = StepCommands(offers=tuple(self._offers.values()), revokes=tuple(self._revokes))
@@ -197,24 +196,26 @@ class PrefillTracker:
         self._generation += 1
         return self._generation
 
-    def _complete(self, prefill: _Prefill, table: Sequence[Sequence[int]]) -> tuple[int, Table]:
-        """Tokens complete in all "full" groups once the step is over, and the blocks that hold them."""
+    def _complete(self, prefill: _Prefill, table: BlockTable) -> tuple[int, BlockTable]:
+        """Return the tokens complete in all ``full`` groups once the step is over, and the blocks that hold them."""
+        check_table(self._groups, table)
         ready = min(prefill.progress, prefill.total)
-        full = [(group, row) for group, row in rows(self._groups, table) if group.kind == "full"]
+        full = [(group, table.count(g)) for g, group in enumerate(self._groups) if group.kind == "full"]
         if not full:
             return 0, self._nothing
-        tokens = min(_whole(group, len(row), ready, ready == prefill.total) for group, row in full)
+        tokens = min(_whole(group, present, ready, ready == prefill.total) for group, present in full)
         return tokens, self._cut(table, tokens, late=False)
 
-    def _unusable(self, prefill: _Prefill, table: Sequence[Sequence[int]]) -> str | None:
-        """Why a finished request cannot be offered whole; None if it can."""
+    def _unusable(self, prefill: _Prefill, table: BlockTable) -> str | None:
+        """Return why a finished request cannot be offered whole; None if it can."""
         if prefill.progress < prefill.total:
             return f"the producer finished with {prefill.progress} of {prefill.total} tokens computed"
+        check_table(self._groups, table)
         total = prefill.total
-        moved = [(group, row) for group, row in rows(self._groups, table) if group.kind != "local"]
-        if any(len(row) < group.blocks(total) for group, row in moved):
+        if any(table.count(g) < group.moved(total)[1] for g, group in enumerate(self._groups)):
             return f"the producer finished with too few blocks for {total} tokens"
-        if any(group.kind == "state" and group.taken(row, total)[-1] == NULL for group, row in moved):
+        last = self._cut(table, total)
+        if any(group.kind == "state" and last[g][-1] == NULL for g, group in enumerate(self._groups)):
             return f"the producer finished without its recurrent state of {total} tokens"
         if prefill.progress > prefill.total and any(group.kind == "state" for group in self._groups):
             return (
@@ -223,15 +224,13 @@ class PrefillTracker:
             )
         return None
 
-    def _cut(self, table: Sequence[Sequence[int]], tokens: int, late: bool = True) -> Table:
-        """The blocks of `tokens` tokens; of "full" groups only unless `late`."""
-        return tuple(
-            group.taken(row, tokens) if late or group.kind == "full" else () for group, row in rows(self._groups, table)
-        )
+    def _cut(self, table: BlockTable, tokens: int, late: bool = True) -> BlockTable:
+        """Return the blocks of ``tokens`` tokens; of ``full`` groups only unless ``late``."""
+        return table.only(group.moved(tokens) if late or group.kind == "full" else (0, 0) for group in self._groups)
 
-    def _offer(self, prefill: _Prefill, tokens: int, blocks: Table, final: bool) -> None:
+    def _offer(self, prefill: _Prefill, tokens: int, blocks: BlockTable, final: bool) -> None:
         """Queue what is new; if it contradicts what was offered, a preemption went unseen: start anew."""
-        if any(row[: len(old)] != old for old, row in zip(prefill.blocks, blocks, strict=True)):
+        if not blocks.continues(prefill.blocks):
             self._restart(prefill, "the producer's blocks changed")
         if tokens > prefill.tokens or final > prefill.final:
             prefill.tokens, prefill.blocks, prefill.final = tokens, blocks, final
@@ -258,7 +257,7 @@ class PrefillTracker:
 
 
 def _whole(group: Group, present: int, ready: int, last: bool) -> int:
-    """Tokens, of `ready`, in those of the `present` blocks that need no more; `last`: none will come."""
+    """Tokens, of ``ready``, in those of the ``present`` blocks that need no more; ``last``: none will come."""
     if last and present >= group.blocks(ready):
         return ready
-    return min(ready // group.block, present) * group.block
+    return min(ready // group.block_tokens, present) * group.block_tokens

@@ -19,6 +19,7 @@ from typing import Any
 from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.security import Complaints, Security
@@ -43,16 +44,12 @@ from kvxfer.session.values import (
     Dial,
     Ended,
     Event,
-    Fetch,
     Hash,
     Hashed,
-    Kind,
     LinkId,
     LinkInfo,
     Move,
     Moved,
-    Offered,
-    Outcome,
     Report,
     Resolve,
     Send,
@@ -62,6 +59,7 @@ from kvxfer.session.worker import Worker
 from kvxfer.transport import Fence, Transport, load
 from kvxfer.transport.auto import lineup, options_for
 from kvxfer.transport.guard import guard
+from kvxfer.values import Fetch, Offer
 
 __all__ = ["Agent"]
 
@@ -81,11 +79,11 @@ CLOSE_S = 5.0
 LINGER_S = 0.2
 """For so long, at the most, peers' connections take to hear of our end."""
 
-CLOSED = Outcome(Kind.CANCELLED, "the agent was closed")
+CLOSED = Failure(FailureKind.CANCELLED, "the agent was closed")
 
 Step = Callable[[float], list[Action]]
 """Something to do on the control thread, given the time."""
-Ways = Iterator[tuple[Source, Path | str]]
+Ways = Iterator[tuple[Source, Path | Failure]]
 
 
 class Agent:
@@ -121,7 +119,7 @@ class Agent:
         self._hasher = Hasher(cache, self._post)
         self._examiner = Worker("kvxfer-examine", MOST_EXAMINED)
         self._events: deque[Event] = deque()
-        self._closing: Outcome | None = None
+        self._closing: Failure | None = None
         self._close_s = 0.0  # the longest that anybody has who closes it
         self._over = False
         self._late = threading.RLock()
@@ -177,7 +175,7 @@ class Agent:
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offered, after: Fence | None = None) -> None:
+    def offer(self, offer: Offer, after: Fence | None = None) -> None:
         """Let consumers have these blocks. ``after``: the fence behind which their content is complete. Ends in one
         ``Ended`` and one ``Released`` event; until then the blocks must not be reused. Of an agent that is closed, at once."""
         self._owner.check()
@@ -252,10 +250,10 @@ class Agent:
             log.error("the agent did not close within %g s; its threads are abandoned", timeout)
         return self._over and not self._held
 
-    def begin_close(self, outcome: Outcome = CLOSED) -> None:
+    def begin_close(self, why: Failure = CLOSED) -> None:
         """Have the agent close, and all transfers end so; returns at once. What came first counts."""
         if self._owner.here and self._closing is None:
-            self._closing = outcome
+            self._closing = why
             self._tally.close()
             self._hub.wake()
 
@@ -274,10 +272,10 @@ class Agent:
             try:
                 found = job()
             except (PeerError, ValueError) as e:
-                found = str(e)
+                found = Failure.of(e, FailureKind.INCOMPATIBLE)
             except Exception as e:
                 log.exception("something could not be examined")
-                found = f"it could not be examined: {e!r}"
+                found = Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")
             self._do(partial(done, found))
 
         return self._examiner.submit(weight, examine)
@@ -295,18 +293,18 @@ class Agent:
                 except BaseException:
                     log.exception("something could not be handled; it is dropped")
         except BaseException as e:
-            self.begin_close(Outcome(Kind.FAILED, f"the control thread has died: {e!r}"))
+            self.begin_close(Failure(FailureKind.BACKEND_FAILED, f"the control thread has died: {e!r}"))
             raise
         finally:
             self._end()
 
     def _end(self) -> None:
         """End all transfers, then whatever may touch their memory, then the sockets, which nobody else may close."""
-        outcome = self._closing or CLOSED
+        why = self._closing or CLOSED
         try:
             self._drain()
-            self._take(partial(self._producer.close, outcome))
-            self._take(partial(self._consumer.close, outcome))
+            self._take(partial(self._producer.close, why))
+            self._take(partial(self._consumer.close, why))
             for offer, called in self._fences.close():
                 self._take(partial(self._unfenced, offer, called, None))
             self._drain()
@@ -432,13 +430,13 @@ class Agent:
         for offer, called, error in self._fences.passed():
             self._take(partial(self._unfenced, offer, called, error))
         self._deadlines()
-        for source, why in self._resolver.tick(now):
-            self._take(partial(self._resolved, source, why))
+        for source, failure in self._resolver.tick(now):
+            self._take(partial(self._resolved, source, failure))
         # Silence is judged by the time at which all was read that had come: if we stand still after it, that is not seen as theirs.
         for link, lost in self._out.tick(now):
             self._take(partial(self._lost, link, lost))
-        for link, reason in self._in.tick(now):
-            self._take(partial(self._producer.link_down, link, reason))
+        for link, why in self._in.tick(now):
+            self._take(partial(self._producer.link_down, link, why))
 
     def _deadlines(self) -> None:
         """What is due to the machines."""
@@ -453,12 +451,12 @@ class Agent:
             try:
                 self._act(action, time.monotonic())
             except PeerError as e:
-                self._failed(action, str(e))
+                self._failed(action, Failure.of(e, FailureKind.PEER_LOST))
             except BaseException as e:
                 log.exception("an action failed: %s", type(action).__name__)
-                self._failed(action, str(e))
+                self._failed(action, Failure.of(e, FailureKind.PEER_LOST))
 
-    def _failed(self, action: Action, why: str) -> None:
+    def _failed(self, action: Action, why: Failure) -> None:
         """An action that concerns a link could not be done: the link is lost."""
         if isinstance(action, Send | Dial):
             link = action.link
@@ -493,8 +491,8 @@ class Agent:
             case Dial():
                 self._out.dial(action.link, now)
             case Close(link=bytes() as link):
-                self._in.close(link, action.reason)
-                self._do(partial(self._producer.link_down, link, action.reason))
+                self._in.close(link, action.why)
+                self._do(partial(self._producer.link_down, link, action.why))
             case Close():
                 self._out.forget(action.link)
             case Resolve():
@@ -505,8 +503,8 @@ class Agent:
     def _ended(self, e: Ended) -> None:
         if e.role == "producer":
             self._tally.over(e.transfer, e.generation)
-        if not e.outcome.delivered:
-            log.warning("%s of %s %s: %s", e.role, e.transfer, e.outcome.kind, e.outcome.reason)
+        if e.outcome.failure is not None:
+            log.warning("%s: request %s, transfer %s: %s", e.role, e.handle, e.transfer, e.outcome.failure)
 
     def _from_consumer(self, connection: wire.Connection, frame: bytes, now: float) -> list[Action]:
         found = self._in.receive(connection, frame, now)
@@ -535,7 +533,7 @@ class Agent:
         job = partial(admit, hello, self._movers.lineup, self.cache, self.epoch, self._facts)
         return self._examine(nbytes, job, partial(self._examined, link))
 
-    def _examined(self, link: LinkId, found: Planner | str, now: float) -> list[Action]:
+    def _examined(self, link: LinkId, found: Planner | Failure, now: float) -> list[Action]:
         self._in.examined(link, found, now)
         return []
 
@@ -547,11 +545,11 @@ class Agent:
 
     def _lost(self, link: LinkId, lost: Lost, now: float) -> list[Action]:
         if lost.again:
-            return self._consumer.link_reset(link, lost.reason, now)
-        return self._consumer.link_down(link, lost.reason, now)
+            return self._consumer.link_reset(link, lost.why, now)
+        return self._consumer.link_down(link, lost.why, now)
 
-    def _resolved(self, source: Source, route: Path | str, now: float) -> list[Action]:
-        if isinstance(route, str):
+    def _resolved(self, source: Source, route: Path | Failure, now: float) -> list[Action]:
+        if isinstance(route, Failure):
             return self._consumer.resolved(source, route, now)
         self._out.know(route.targets)
         return self._consumer.resolved(source, route.resolved, now)
@@ -577,9 +575,9 @@ class Agent:
                 r = result.ref
                 self._out.send(r.link, m.Taken(r.transfer, r.attempt, r.part, result.piece))
             case results.Reset():
-                return self._reset(result.backend, f"the back end was reset: {result.reason}", now)
+                return self._reset(result.backend, result.failure.about("the back end was reset: "), now)
             case results.Died():
-                self.begin_close(Outcome(Kind.FAILED, result.why))
+                self.begin_close(result.failure)
         return []
 
     def _linked(self, result: results.Endpoint | results.Connected | results.Broken, now: float) -> list[Action]:
@@ -588,31 +586,32 @@ class Agent:
         if isinstance(link, bytes):
             found = self._in.result(result, now)
             if isinstance(found, Lost):
-                return self._producer.link_down(link, found.reason, now)
+                return self._producer.link_down(link, found.why, now)
             return self._producer.link_up(link, found, now) if isinstance(found, LinkInfo) else []
         up = self._out.result(result, now)
         if isinstance(up, Lost):
             return self._lost(link, up, now)
         return self._consumer.link_up(link, up, now) if isinstance(up, LinkInfo) else []
 
-    def _reset(self, backend: str, reason: str, now: float) -> list[Action]:
+    def _reset(self, backend: str, why: Failure, now: float) -> list[Action]:
         out: list[Action] = []
         for link in self._out.of(backend):
-            out += self._consumer.link_reset(link, reason, now)
-        for link in self._in.reset(backend, reason):
-            out += self._producer.link_down(link, reason, now)
+            out += self._consumer.link_reset(link, why, now)
+        for link in self._in.reset(backend, why):
+            out += self._producer.link_down(link, why, now)
         return out
 
     # --- engine calls, on the control thread -----------------------------------------------------------------------
 
-    def _offer(self, offer: Offered, after: Fence | None, called: float, now: float) -> list[Action]:
+    def _offer(self, offer: Offer, after: Fence | None, called: float, now: float) -> list[Action]:
         return [] if self._fences.hold(offer, after, called) else self._unfenced(offer, called, None, now)
 
-    def _unfenced(self, offer: Offered, called: float, error: str | None, now: float) -> list[Action]:
+    def _unfenced(self, offer: Offer, called: float, error: str | None, now: float) -> list[Action]:
         if error is None:
             out = self._producer.offer(offer, now, called)
         else:
-            out = self._producer.revoke(offer.transfer, offer.generation, f"its fence failed: {error}", True, now)
+            why = Failure(FailureKind.BACKEND_FAILED, f"its fence failed: {error}")
+            out = self._producer.revoke(offer.transfer, offer.generation, why, True, now)
         self._forget_if_over(offer.transfer, offer.generation)
         return out
 
@@ -620,7 +619,8 @@ class Agent:
         self, transfer: TransferId, generation: int, reason: str, gone: bool, declared: bool, now: float
     ) -> list[Action]:
         self._fences.forget(transfer, generation)
-        out = self._producer.revoke(transfer, generation, reason, gone, now)
+        why = Failure(FailureKind.WITHDRAWN if gone else FailureKind.REVOKED, reason)
+        out = self._producer.revoke(transfer, generation, why, gone, now)
         if declared:
             self._tally.take_in()
         self._forget_if_over(transfer, generation)
@@ -636,8 +636,9 @@ class Agent:
             return []
         self._facts = self._resolver.facts = facts
         out: list[Action] = []
+        another = Failure(FailureKind.INCOMPATIBLE, "the model of this engine is another one now")
         for link in self._out.identify(facts):
-            out += self._consumer.link_down(link, "the model of this engine is another one now", now)
+            out += self._consumer.link_down(link, another, now)
         for link, why in self._in.identify(facts):
             out += self._producer.link_down(link, why, now)
         return out

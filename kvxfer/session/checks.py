@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+
+import msgspec
 
 from kvxfer import memory
 from kvxfer.geometry import Region
@@ -46,7 +47,7 @@ class Checks:
     def end(self, moved: Moved) -> None:
         """A part has ended. If it has arrived, its end is told when it has been read."""
         begin = self._ready.pop(moved.ref, None)
-        if begin is not None and moved.error is None:
+        if begin is not None and moved.failure is None:
             try:
                 self._reading.append((moved, begin(None)))
                 return
@@ -61,7 +62,7 @@ class Checks:
             try:
                 if not checksum.fence.passed():
                     continue
-                moved = replace(moved, checksum=checksum.value)
+                moved = msgspec.structs.replace(moved, checksum=checksum.value)
             except BaseException:
                 log.exception("a checksum failed")
             self._reading.remove(reading)

@@ -13,6 +13,7 @@ import socket
 import ssl
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -58,7 +59,9 @@ class Connection:
         self._socket: socket.socket | None = None
         self._targets: list[Any] = []  # still to be tried
         self._connected = self._open = False
-        self._in, self._at = bytearray(), 0
+        self._in = bytearray()
+        self._frames: deque[bytes] = deque()  # that have come, and were at the beginning of it
+        self._framed = 0  # bytes of them
         self._out = bytearray()
         self._finished, self._dregs = False, 0
         self._want = select.EPOLLIN
@@ -69,7 +72,7 @@ class Connection:
     @property
     def held(self) -> int:
         """Bytes that are kept for it."""
-        return len(self._in) + len(self._out)
+        return self._framed + len(self._in) + len(self._out)
 
     # --- for its owner ---------------------------------------------------------------------------------------------
 
@@ -91,19 +94,18 @@ class Connection:
         """The next frame, or ``None`` when there is none now, or when the peer has to take our answers first."""
         if not self.ready:
             return None
-        begin = self._at + 4
-        end = self._at = begin + self._length
-        frame = bytes(self._in[begin:end])
-        if not self._complete:
-            del self._in[: self._at]
-            self._at = 0
+        frame = self._frames.popleft()
+        self._framed -= len(frame)
+        if not self._frames:
+            self._split()  # what was too long may not be any more
         return frame
 
     def finish(self) -> None:
         """Say no more and hear no more: it is closed once the last words have left."""
         self._finished = True
         self._in.clear()
-        self._at = 0
+        self._frames.clear()
+        self._framed = 0
         self._dirty.add(self)
 
     # --- for the hub -----------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class Connection:
     @property
     def ready(self) -> bool:
         """Whether a frame can be received."""
-        return self._complete and not self._choked
+        return bool(self._frames) and not self._choked
 
     @property
     def opened(self) -> bool:
@@ -214,8 +216,9 @@ class Connection:
                     return False
                 continue
             self._in += data
-            if len(self._in) - self._at >= 4 and self._length > self.limit:
-                self.lose(f"it sent a frame of {self._length} bytes, and {self.limit} are the most")
+            too_long = self._split()
+            if too_long and not self._frames:
+                self.lose(f"it sent a frame of {too_long} bytes, and {self.limit} are the most")
                 return False
             if len(data) < _READ and not isinstance(self._socket, ssl.SSLSocket):
                 return False
@@ -253,19 +256,25 @@ class Connection:
             self._socket.close()
             self._socket = None
 
-    @property
-    def _length(self) -> int:
-        return int(_HEAD.unpack_from(self._in, self._at)[0])
-
-    @property
-    def _complete(self) -> bool:
-        there = len(self._in) - self._at - 4
-        return there >= 0 and there >= self._length and self._length <= self.limit
+    def _split(self) -> int:
+        """Take the frames out of what has come. Returns the length of one that is too long, which is not looked behind, or 0."""
+        at, end, length = 0, len(self._in), 0
+        with memoryview(self._in) as view:
+            while end - at >= 4:
+                (length,) = _HEAD.unpack_from(view, at)
+                if length > self.limit or at + 4 + length > end:
+                    break
+                self._frames.append(bytes(view[at + 4 : at + 4 + length]))
+                self._framed += length
+                at += 4 + length
+        if at:
+            del self._in[:at]
+        return length if length > self.limit else 0
 
     @property
     def _full(self) -> bool:
         """Whether what has come must be taken before more may come."""
-        return not self._finished and (self._complete or self._choked)
+        return not self._finished and (bool(self._frames) or self._choked)
 
     @property
     def _choked(self) -> bool:

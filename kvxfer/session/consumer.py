@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from kvxfer.errors import PeerError
+from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.identity import Source
 from kvxfer.session import messages as m
@@ -27,15 +27,12 @@ from kvxfer.session.values import (
     Close,
     Dial,
     Ended,
-    Fetch,
     Hash,
     Hashed,
-    Kind,
     LinkId,
     LinkInfo,
     Move,
     Moved,
-    Outcome,
     PartRef,
     Released,
     Report,
@@ -46,10 +43,11 @@ from kvxfer.session.values import (
     link_name,
 )
 from kvxfer.transport import Verb
+from kvxfer.values import Fetch
 
 __all__ = ["Consumer"]
 
-S, E = LaneState, LaneEvent
+S, E, K = LaneState, LaneEvent, FailureKind
 
 RESETS = 8
 """How often a lane is tried anew after its link broke under it."""
@@ -68,7 +66,7 @@ class Consumer:
     def __init__(self, timeout: float, retry: float = 1.0) -> None:
         self._timeout, self._retry = timeout, retry
         self.corrupt = 0
-        self._closed: Outcome | None = None
+        self._closed: Failure | None = None
         self._attempts = count(1)
         self._fetches: dict[str, Load] = {}
         self._tries: dict[int, tuple[Load, Way]] = {}  # by a lane's last attempt
@@ -86,7 +84,7 @@ class Consumer:
         began = now if called is None else called
         f = self._fetches[spec.handle] = Load(spec, began, began + self._timeout, began)
         if self._closed is not None:
-            return self._end(f, self._closed, now)
+            return self._fail(f, self._closed, now)
         self._deadlines.set(spec.handle, f.deadline)
         route = self._routes.get(spec.source)
         return [Resolve(spec.source, spec.own)] if route is None else self._start(f, route, now)
@@ -94,27 +92,27 @@ class Consumer:
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
         """The engine no longer wants it. Unknown handles are ignored."""
         f = self._fetches.get(handle)
-        return [] if f is None else self._end(f, Outcome(Kind.CANCELLED, reason), now)
+        return [] if f is None else self._fail(f, Failure(K.CANCELLED, reason), now)
 
-    def close(self, outcome: Outcome, now: float) -> list[Action]:
+    def close(self, why: Failure, now: float) -> list[Action]:
         """Every fetch ends so, and each that is still to come; all links are given up."""
-        self._closed = outcome
+        self._closed = why
         out: list[Action] = []
         for f in list(self._fetches.values()):
-            out += self._end(f, outcome, now)
+            out += self._fail(f, why, now)
         for link in list(self._links):
-            out += self._close(link, outcome.reason)
+            out += self._close(link, why)
         return out
 
     # --- from the shell --------------------------------------------------------------------------------------------
 
-    def resolved(self, source: Source, route: Resolved | str, now: float) -> list[Action]:
+    def resolved(self, source: Source, route: Resolved | Failure, now: float) -> list[Action]:
         """The route to a source, or why there is none."""
         out: list[Action] = []
         if isinstance(route, Resolved):
             self._routes[source] = route
         for f in [f for f in self._fetches.values() if f.spec.source == source and f.lanes is None and not f.outcome]:
-            out += self._fail(f, route, now) if isinstance(route, str) else self._start(f, route, now)
+            out += self._start(f, route, now) if isinstance(route, Resolved) else self._fail(f, route, now)
         return out
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
@@ -130,7 +128,7 @@ class Consumer:
                 out += self._ask(f, lane, now)
         return out
 
-    def link_reset(self, link: LinkId, reason: str, now: float) -> list[Action]:
+    def link_reset(self, link: LinkId, why: Failure, now: float) -> list[Action]:
         """The link broke and may be had again: attempts on it are void, and those who use it get another."""
         if self._links.get(link) is None:
             return []  # being dialled anew already, or of no interest
@@ -140,26 +138,27 @@ class Consumer:
             if lane.on(E.LINK_RESET):
                 self._reopen(f)
                 lane.resets += 1
-                lane.broke = reason
+                lane.broke = why
                 self._questions.cancel(lane.attempt)
                 if lane.resets > RESETS:
-                    out += self._fail(f, f"the link to {link_name(link)} broke {lane.resets} times: {reason}", now)
+                    often = why.about(f"the link broke {lane.resets} times: ", link_name(link))
+                    out += self._fail(f, often, now)
                 out += [Abort(ref) for ref in in_order(lane.flight)]
         if any(lane.state in (S.LINKING, S.PAUSED, S.CHECKING, S.HELD) for _, lane in lanes):
             self._links[link] = None
             out.append(Dial(link))
         else:
-            out += self._close(link, reason)
+            out += self._close(link, why)
         for f, lane in lanes:
             out += self._resume(f, lane, now)
         return out
 
-    def link_down(self, link: LinkId, reason: str, now: float) -> list[Action]:
+    def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
         """The link is lost for good, and what was on it fails."""
-        out = self._close(link, reason)
+        out = self._close(link, why)
         for f, lane in list(self._on_link(link)):
             if lane.on(E.LINK_DOWN):
-                out += self._fail(f, f"peer {link_name(link)} is lost: {reason}", now)
+                out += self._fail(f, why.about("", link_name(link)), now)
         return out
 
     def link_closed(self, link: LinkId, now: float) -> list[Action]:
@@ -194,7 +193,7 @@ class Consumer:
         if f is None or lane is None or done.ref not in lane.flight:
             return []
         link, plan = done.ref.link, lane.to_hash.pop(done.ref, None)
-        if done.error is None:
+        if done.failure is None:
             f.nbytes += done.nbytes
             lane.checksum += done.checksum or 0
             if plan is not None and done.checksum is None and lane.state is S.MOVING:
@@ -203,13 +202,13 @@ class Consumer:
             lane.flight.discard(done.ref)
         out: list[Action] = []
         if lane.state is S.MOVING:
-            if done.error is None:
+            if done.failure is None:
                 out += self._complete(f, lane, now)
             elif done.collateral:
-                out += self.link_reset(link, done.error, now)
+                out += self.link_reset(link, done.failure, now)
             elif lane.error is None:
                 # If that is because the producer has ended its half, its Gone is on its way and says what follows.
-                lane.error = done.error
+                lane.error = done.failure
                 self._questions.set(lane.attempt, now + self._retry)
         return out + self._resume(f, lane, now) + self._release(f)
 
@@ -221,8 +220,9 @@ class Consumer:
         lane.flight.discard(done.ref)
         lane.checksum += done.value
         out: list[Action] = []
-        if lane.state is S.MOVING and done.error is not None:
-            out += self._fail(f, f"what came from {link_name(done.ref.link)} cannot be checked: {done.error}", now)
+        if lane.state is S.MOVING and done.failure is not None:
+            unchecked = done.failure.about("what has come cannot be checked: ", link_name(done.ref.link))
+            out += self._fail(f, unchecked, now)
         elif lane.state is S.MOVING:
             out += self._complete(f, lane, now)
         return out + self._resume(f, lane, now) + self._release(f)
@@ -233,7 +233,9 @@ class Consumer:
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
             states = {str(lane) for lane in f.ways} or {f"looking for {f.spec.source}"}
-            out += self._fail(f, f"no outcome within {self._timeout:g} s (still {', '.join(sorted(states))})", now)
+            why = f"no outcome within {self._timeout:g} s (still {', '.join(sorted(states))})"
+            peers = ", ".join(link_name(lane.spec.link) for lane in f.ways) or str(f.spec.source)
+            out += self._fail(f, Failure(f.late, why, peers), now)
         for attempt in self._questions.due(now):
             f, lane = self._tries[attempt]
             out += self._ask(f, lane, now)
@@ -257,17 +259,17 @@ class Consumer:
     def _start(self, f: Load, route: Resolved, now: float) -> list[Action]:
         f.lanes = {lane.link: Way(lane) for lane in route.lanes}
         if not f.lanes:
-            return self._end(f, Outcome(Kind.DELIVERED, "this rank has nothing to fetch"), now)
+            return self._end(f, DELIVERED, now)  # this rank has nothing to fetch
         out: list[Action] = []
         for lane in f.lanes.values():
             out += self._link(f, lane, now)
         return out
 
-    def _close(self, link: LinkId, reason: str) -> list[Action]:
+    def _close(self, link: LinkId, why: Failure) -> list[Action]:
         """Give a link up. The way to what is behind it has to be looked up anew."""
         self._links.pop(link, None)
         self._routes = {s: r for s, r in self._routes.items() if all(lane.link != link for lane in r.lanes)}
-        return [Close(link, reason)]
+        return [Close(link, why)]
 
     def _link(self, f: Load, lane: Way, now: float) -> list[Action]:
         """A lane in LINKING goes on if its link is up, else sees to it that it is being made."""
@@ -301,11 +303,11 @@ class Consumer:
         if lane.state is S.MOVING and lane.error is not None:
             # Nobody explains it. A back end has no word for a link that is of no more use, so none outlives an error.
             self._questions.cancel(lane.attempt)
-            out = self._fail(f, f"moving a part from {link_name(link)}: {lane.error}", now)
+            out = self._fail(f, lane.error.about("moving a part: ", link_name(link)), now)
             return out + self.link_reset(link, lane.error, now)
         if self._links.get(link) is None or lane.asked > REMINDERS:
             self._questions.cancel(lane.attempt)
-            return self.link_reset(link, "it does not answer to a Drop", now)
+            return self.link_reset(link, Failure(K.PEER_LOST, "it does not answer to a Drop", link_name(link)), now)
         return [Send(link, f.drop(lane))]
 
     def _have(self, f: Load, lane: Way, msg: m.Have, now: float) -> list[Action]:
@@ -313,15 +315,15 @@ class Consumer:
         if info is None or msg.part in lane.spans or lane.error is not None:
             return []
         if lane.state in (S.WANTING, S.MOVING) and lane.generation not in (-1, msg.generation):
-            return self._fail(f, f"{link_name(lane.spec.link)} mixed generations in one attempt", now)
+            return self._misused(f, lane, "it mixed generations in one attempt", now)
         if not lane.on(E.HAVE):
             return []
         if msg.generation < lane.least:
-            return self._fail(f, f"{link_name(lane.spec.link)} has an older generation than it was asked for", now)
+            return self._misused(f, lane, "it has an older generation than it was asked for", now)
         if msg.generation < f.generation:
             return self._outdate(f, lane, now)
         if msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
-            return self._fail(f, f"{link_name(lane.spec.link)} sends pieces of another size than was agreed on", now)
+            return self._misused(f, lane, "it sends pieces of another size than was agreed on", now)
         self._questions.cancel(lane.attempt)
         f.heard = now
         lane.generation, lane.tally = msg.generation, msg.tally
@@ -329,8 +331,8 @@ class Consumer:
         lane.spans[msg.part] = msg.lo, msg.hi
         try:
             plan = self._plan(f, info, msg)
-        except (PlanError, PeerError) as e:
-            return self._fail(f, f"what {link_name(lane.spec.link)} has does not fit what is wanted: {e}", now)
+        except PlanError as e:
+            return self._misused(f, lane, f"what it has does not fit what is wanted: {e}", now)
         return self._newest(f, msg.generation, now) + self._take(f, lane, info, msg, plan, now)
 
     def _take(self, f: Load, lane: Way, info: LinkInfo, msg: m.Have, plan: CopyPlan, now: float) -> list[Action]:
@@ -350,8 +352,9 @@ class Consumer:
         return [Move(ref, verb, plan, msg.stream, msg.piece_bytes, hashed)]
 
     def _plan(self, f: Load, info: LinkInfo, msg: m.Have) -> CopyPlan:
-        src = tuple(m.unpack_blocks(b) for b in msg.blocks)
-        return plan_part(info.planner, src, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final)
+        return plan_part(
+            info.planner, msg.blocks, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final
+        )
 
     def _newest(self, f: Load, generation: int, now: float) -> list[Action]:
         """A producer rank has announced this generation. What others have of an older one is of no use: wherever they lag,
@@ -368,7 +371,7 @@ class Consumer:
         if not lane.on(E.OUTDATED):
             return []
         self._reopen(f)
-        lane.asked = 0
+        lane.asked, lane.revoked = 0, True
         out = self._ask(f, lane, now)
         if not lane.owed:
             self._questions.cancel(lane.attempt)
@@ -416,15 +419,16 @@ class Consumer:
             return []
         for lane in f.ways:
             lane.on(E.ALL_HELD)
-        out = self._end(f, Outcome(Kind.DELIVERED), now)
+        out = self._end(f, DELIVERED, now)
         return out + [Send(x.spec.link, f.done(x)) for x in f.ways if not x.counted and self._links.get(x.spec.link)]
 
     def _gone(self, f: Load, lane: Way, msg: m.Gone, now: float) -> list[Action]:
         out: list[Action] = []
         if not msg.again and lane.on(E.GONE):
-            self.corrupt += msg.corrupt
-            out += self._fail(f, f"{link_name(lane.spec.link)} gave it up: {msg.reason}", now)
+            self.corrupt += msg.kind is K.CORRUPT
+            out += self._fail(f, m.failure(msg, link_name(lane.spec.link)), now)
         elif msg.again and lane.on(E.GONE_AGAIN):
+            lane.revoked |= msg.kind is K.REVOKED
             self._reopen(f)
             out += [Abort(ref) for ref in in_order(lane.flight)]
         if lane.owed:
@@ -445,8 +449,12 @@ class Consumer:
         lane.on(E.QUIET)
         return self._link(f, lane, now)
 
-    def _fail(self, f: Load, reason: str, now: float) -> list[Action]:
-        return self._end(f, Outcome(Kind.FAILED, reason), now)
+    def _fail(self, f: Load, why: Failure, now: float) -> list[Action]:
+        return self._end(f, Outcome(why), now)
+
+    def _misused(self, f: Load, lane: Way, what: str, now: float) -> list[Action]:
+        """The producer broke the protocol."""
+        return self._fail(f, Failure(K.MISUSE, what, link_name(lane.spec.link)), now)
 
     def _end(self, f: Load, outcome: Outcome, now: float) -> list[Action]:
         """Fix the outcome once; stop whatever still moves."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer.errors import TransportError
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.session.checks import Checks
 from kvxfer.session.jobs import Job, Wire, make_job
@@ -115,15 +116,15 @@ class DataThread:
                     self._turn(inbox)
                 except BaseException:
                     log.exception("the back end failed in a way it must not")
-                    self._reset("internal error in the back end")
+                    self._reset(_failed("it failed in a way it must not"))
             self._end()
         except BaseException as e:
-            self._post(Died(f"the data thread of back end {self._name!r} has died: {e!r}"))
+            self._post(Died(_failed(f"the data thread of back end {self._name!r} has died: {e!r}")))
             raise
 
     def _end(self) -> None:
         """Close the back end, and tell of each part that it has ended and whether its memory is quiet."""
-        quiet = self._void("it was closed")
+        quiet = self._void(Failure(FailureKind.CANCELLED, "it was closed"))
         self._checks.wait()
         self._checks.look()
         if not quiet:
@@ -172,7 +173,8 @@ class DataThread:
             return
         for job in [j for j in self._jobs.values() if j.ref.link in idle and j.ref.role == "producer" and not j.error]:
             job.collateral = True
-            self._stop(job, f"its consumer took nothing for {PATIENCE_S:g} s, while others waited")
+            why = f"its consumer took nothing for {PATIENCE_S:g} s, while others waited"
+            self._stop(job, Failure(FailureKind.OVERLOADED, why))
 
     def _timeout(self, transport: Transport | None, fd: int | None) -> float:
         jobs = self._restless.values()
@@ -197,7 +199,7 @@ class DataThread:
 
     def endpoint(self, link: LinkId, number: int, role: Role) -> None:
         if self.failure is not None:
-            self._post(Endpoint(link, number, b"", f"it cannot be started: {_words(self.failure)}"))
+            self._post(Endpoint(link, number, b"", Failure.of(self.failure).about("it cannot be started: ")))
             return
         if self._transport is None:
             self._asked.append((link, number, role))
@@ -207,7 +209,7 @@ class DataThread:
             self._unused[link] = mine = self._transport.endpoint_lending(*lent(self._transport.capabilities, role))
             self._post(Endpoint(link, number, mine))
         except BaseException as e:
-            self._post(Endpoint(link, number, b"", _words(e)))
+            self._post(Endpoint(link, number, b"", Failure.of(e)))
 
     def _withdraw(self, link: LinkId) -> None:
         unused = self._unused.pop(link, None)
@@ -221,7 +223,7 @@ class DataThread:
             self._unused.pop(link, None)
             self._post(Connected(link, number))
         except BaseException as e:
-            self._post(Connected(link, number, _words(e)))
+            self._post(Connected(link, number, Failure.of(e)))
 
     def disconnect(self, link: LinkId) -> None:
         try:
@@ -229,7 +231,7 @@ class DataThread:
             self._hang_up(link)
         except BaseException as e:
             log.exception("a link could not be closed")
-            self._reset(f"a link could not be closed: {_words(e)}")
+            self._reset(Failure.of(e).about("a link could not be closed: "))
         self._post(Disconnected(link))
 
     def _hang_up(self, link: LinkId) -> None:
@@ -245,7 +247,7 @@ class DataThread:
             self._completed(done)
         for job in [j for j in self._jobs.values() if j.ref.link == link]:
             self._aborted.setdefault(job.ref, time.monotonic() + self._grace)
-            job.stop("the link was closed")
+            job.stop(Failure(FailureKind.PEER_LOST, "the link was closed"))
             self._advance(job)
         caps = self._backend.capabilities
         for ref in [r for r, j in self._quarantine.items() if r.link == link and j.calmed_by_close(caps)]:
@@ -253,7 +255,7 @@ class DataThread:
         for verb in Verb:
             self._lines.pop((link, verb), None)
 
-    def _break(self, link: LinkId, reason: str) -> None:
+    def _break(self, link: LinkId, why: Failure) -> None:
         """The link is of no more use to anyone; whoever made it must make it anew."""
         known = self._peers.get(link)
         if known is None or known.broken:
@@ -262,7 +264,7 @@ class DataThread:
         for job in self._jobs.values():
             if job.ref.link == link and job.error is None:
                 job.collateral = True
-        self._post(Broken(link, known.number, reason))
+        self._post(Broken(link, known.number, why))
 
     def _inspect(self) -> None:
         """Links on which something has failed: those that are lost are made anew, and what else moves on them with it."""
@@ -274,7 +276,7 @@ class DataThread:
         known = self._peers.get(link)
         why = None if known is None or self._transport is None else self._transport.lost(known.peer)
         if why is not None:
-            self._break(link, why)
+            self._break(link, Failure(FailureKind.PEER_LOST, why))
 
     def move(self, action: Move) -> None:
         try:
@@ -283,14 +285,14 @@ class DataThread:
             if action.ref in self._jobs:
                 raise
             log.exception("a part could not be begun")
-            self._post(Moved(action.ref, _words(e), True, 0))
+            self._post(Moved(action.ref, Failure.of(e), True, 0))
 
     def _begin(self, action: Move) -> None:
         ref = action.ref
         self._doubt(ref.link)
         known = self._peers.get(ref.link)
         if known is None or known.broken or self._transport is None:
-            self._post(Moved(ref, "the link is broken", True, 0, collateral=True))
+            self._post(Moved(ref, Failure(FailureKind.PEER_LOST, "the link is broken"), True, 0, collateral=True))
             return
         wire = Wire(self._transport, known.peer, self._regions, self.staging, self._batches)
         begun = time.monotonic()
@@ -316,15 +318,15 @@ class DataThread:
     def abort(self, ref: PartRef) -> None:
         job = self._jobs.get(ref)
         if job is not None and ref not in self._aborted:
-            self._stop(job, "aborted")
+            self._stop(job, Failure(FailureKind.CANCELLED, "aborted"))
 
-    def _stop(self, job: Job, reason: str) -> None:
+    def _stop(self, job: Job, why: Failure) -> None:
         """End a job early, in bounded time."""
         ref = job.ref
         self._aborted.setdefault(ref, time.monotonic() + self._grace)
-        job.stop(reason)
+        job.stop(why)
         if job.batches and self._backend.capabilities.abort == "peer":
-            self._break(ref.link, "a transfer was given up, which ends all that moves on its link")
+            self._break(ref.link, _failed("a transfer was given up, which ends all that moves on its link"))
         for batch in list(job.batches):
             self._backend.abort(batch)
         self._advance(job)
@@ -333,7 +335,7 @@ class DataThread:
         job = self._jobs.get(ref) or self._quarantine.get(ref)
         if job is None:
             return
-        job.stop("the peer has ended its half")
+        job.stop(Failure(FailureKind.CANCELLED, "the peer has ended its half"))
         job.acquit()
         self._advance(job)
         if ref in self._quarantine and job.quiet:
@@ -348,7 +350,7 @@ class DataThread:
         try:
             job.completed(done)
         except BaseException as e:
-            job.stop(_words(e))
+            job.stop(Failure.of(e))
         self._advance(job)
 
     def _advance(self, job: Job) -> None:
@@ -367,7 +369,7 @@ class DataThread:
         try:
             job.advance()
         except BaseException as e:
-            job.stop(_words(e))
+            job.stop(Failure.of(e))
             for batch in list(job.batches):
                 self._backend.abort(batch)
         if not job.ended:
@@ -386,7 +388,7 @@ class DataThread:
         if not job.quiet:
             self._quarantine[job.ref] = job
             if closing and not job.lends:  # of what was lent, the peer will speak
-                self._break(job.ref.link, "memory of a failed transfer has to be made quiet")
+                self._break(job.ref.link, _failed("memory of a failed transfer has to be made quiet"))
         took = time.monotonic() - job.begun
         self._checks.end(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
 
@@ -396,34 +398,34 @@ class DataThread:
             if now >= deadline and ref in self._jobs:
                 log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, self._grace)
                 if ref.link not in self._peers:
-                    self._reset("a batch did not end when its link was closed")
+                    self._reset(_failed("a batch did not end when its link was closed"))
                     return
                 self._aborted[ref] = now + self._grace
-                self._break(ref.link, "a batch did not end when it was aborted")
+                self._break(ref.link, _failed("a batch did not end when it was aborted"))
                 self._hang_up(ref.link)
         if self._quarantine and self._backend.capabilities.quiet == "backend_reset":
             if not self._jobs or self.quarantined_bytes > self._limit:
-                self._reset("memory of failed transfers has to be made quiet")
+                self._reset(_failed("memory of failed transfers has to be made quiet"))
 
     def _calm(self, ref: PartRef) -> None:
         self._quarantine.pop(ref).calm()
-        self._post(Moved(ref, "ended earlier", True, 0))
+        self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
 
-    def _reset(self, reason: str) -> None:
+    def _reset(self, why: Failure) -> None:
         """Close the back end, which makes all memory quiet, and make it anew as soon as may be."""
-        log.warning("resetting the back end: %s", reason)
-        if self._void(f"the back end was reset: {reason}") and self.staging is not None:
+        log.warning("resetting back end %s: %s", self._name, why.detail)
+        if self._void(why.about("the back end was reset: ")) and self.staging is not None:
             self.staging.reset()  # else slots that were in use stay out of use, as the cache's blocks do
-        self._post(Reset(self._name, reason))
+        self._post(Reset(self._name, why))
         self._try_open()
 
-    def _void(self, reason: str) -> bool:
+    def _void(self, why: Failure) -> bool:
         """Close the back end, which ends all parts; whether all memory is quiet."""
         never = self._transport is not None and self._transport.capabilities.quiet == "never"
         self._shut()
         never |= not self._device_done()
         for job in list(self._jobs.values()):
-            job.stop(reason)
+            job.stop(why)
             self._post(Moved(job.ref, job.error, not never, 0, collateral=True))
         self._checks.forget()
         for known in (self._jobs, self._restless, self._lines, self._batches, self._aborted, self._peers, self._unused):
@@ -450,7 +452,7 @@ class DataThread:
             log.exception("the back end cannot be opened; trying again in %g s", self._reopen - now)
             self._shut()
             for link, number, _ in asked:
-                self._post(Endpoint(link, number, b"", f"it cannot be opened: {_words(e)}"))
+                self._post(Endpoint(link, number, b"", Failure.of(e).about("it cannot be opened: ")))
 
     def _device_done(self) -> bool:
         """Wait until it neither packs nor unpacks, for ``grace`` at most; one that has failed does neither."""
@@ -476,5 +478,5 @@ class DataThread:
             self._transport = None
 
 
-def _words(e: BaseException) -> str:
-    return str(e) or type(e).__name__
+def _failed(detail: str) -> Failure:
+    return Failure(FailureKind.BACKEND_FAILED, detail)

@@ -1,7 +1,7 @@
 """The engine's directory: one address, served by the scheduler half, that finds all of the engine's ranks.
 
 It also carries what scheduler halves say to each other about requests that no worker knows yet: keep the lease
-of those (``Renew``), free those (``Settle``).
+of those (``Renew``), free those (``Decline``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 
 from kvxfer import facts as f
 from kvxfer.errors import PeerError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import Source
 from kvxfer.security import OPEN, Complaints, Security
 from kvxfer.session import messages as m
@@ -69,7 +70,7 @@ class Directory:
         self._facts: Mapping[str, str] = f.check(facts or {})
         self._members: tuple[m.Member, ...] = ()
         self._card = b""  # as it is sent
-        self._outbox: deque[tuple[Source, m.Renew | m.Settle]] = deque(maxlen=MOST_TOLD)
+        self._outbox: deque[tuple[Source, m.Renew | m.Decline]] = deque(maxlen=MOST_TOLD)
         self._hub = wire.Hub(security, self._outbox)
         try:
             bound = self._hub.listen(host, port, None)
@@ -77,7 +78,7 @@ class Directory:
             self._hub.close()
             raise
         self.source = Source(advertise or host, bound, epoch)
-        self._notices: deque[m.Renew | m.Settle] = deque()
+        self._notices: deque[m.Renew | m.Decline] = deque()
         self._waiting: Counter[wire.Connection | None] = Counter()  # bytes of notices, by connection; None: of all
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], wire.Connection] = {}
@@ -110,7 +111,7 @@ class Directory:
         card = m.encode(m.Card(m.PROTOCOL, self.engine, self.epoch, members, dict(facts))) if members else b""
         self._members, self._facts, self._card = members, facts, card
 
-    def notices(self) -> list[m.Renew | m.Settle]:
+    def notices(self) -> list[m.Renew | m.Decline]:
         """What other engines' scheduler halves have said about our transfers since the last call."""
         self._owner.check()
         with self._lock:
@@ -119,7 +120,7 @@ class Directory:
             self._waiting.clear()
         return out
 
-    def tell(self, source: Source, message: m.Renew | m.Settle) -> None:
+    def tell(self, source: Source, message: m.Renew | m.Decline) -> None:
         """Send a notice to another engine's directory; it may be lost, so what matters is repeated or leased."""
         self._owner.check()
         named = message.transfers
@@ -185,7 +186,9 @@ class Directory:
         try:
             msg = m.decode(frame)
         except PeerError as e:
-            connection.send(m.Refused(f"not understood by kvxfer protocol {m.PROTOCOL}", False))
+            connection.send(
+                m.Refused(FailureKind.INCOMPATIBLE, f"not understood by kvxfer protocol {m.PROTOCOL}", False)
+            )
             self._hub.finish(connection)
             self._complain("directory: ignored a message from %s: %s", connection.host, e)
             return
@@ -193,13 +196,13 @@ class Directory:
             case m.Lookup():
                 if self._card:  # else it comes too early
                     connection.send_frame(self._card)
-            case m.Renew() | m.Settle() if msg.epoch in (self.epoch, ANY_EPOCH):
+            case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
                 with self._lock:
                     self._notice(msg, connection, len(frame))
             case _:
                 pass  # news for an engine that was here before, or nothing for a directory
 
-    def _notice(self, notice: m.Renew | m.Settle, connection: wire.Connection, nbytes: int) -> None:
+    def _notice(self, notice: m.Renew | m.Decline, connection: wire.Connection, nbytes: int) -> None:
         kept = self._waiting
         if kept[None] + nbytes > MOST_NOTICES or kept[connection] + nbytes > MOST_NOTICES // 4:
             self._complain("directory: %s tells more than the engine takes in; a notice is dropped", connection.host)

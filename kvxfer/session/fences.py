@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvxfer.identity import TransferId
-from kvxfer.session.values import Offered
 from kvxfer.transport import Fence
+from kvxfer.values import Offer
 
 __all__ = ["Fences"]
 
@@ -16,10 +16,10 @@ class Fences:
     """Keeps a transfer's offers in order: none overtakes an earlier one, whatever their fences say."""
 
     def __init__(self) -> None:
-        self._held: dict[TransferId, deque[tuple[Offered, Fence | None, float]]] = {}
+        self._held: dict[TransferId, deque[tuple[Offer, Fence | None, float]]] = {}
         self._closed = False
 
-    def hold(self, offer: Offered, after: Fence | None, called: float) -> bool:
+    def hold(self, offer: Offer, after: Fence | None, called: float) -> bool:
         """Keep an offer back that was made at this time; false when there is no need to."""
         line = self._held.get(offer.transfer)
         if line is None:
@@ -35,7 +35,7 @@ class Fences:
         if kept:
             self._held[transfer] = kept
 
-    def passed(self) -> Iterator[tuple[Offered, float, str | None]]:
+    def passed(self) -> Iterator[tuple[Offer, float, str | None]]:
         """Take out the offers whose fence has passed, or failed with an error; with the time when they were made."""
         for transfer, line in list(self._held.items()):
             while line:
@@ -48,7 +48,7 @@ class Fences:
             if not line and self._held.get(transfer) is line:
                 del self._held[transfer]
 
-    def close(self) -> list[tuple[Offered, float]]:
+    def close(self) -> list[tuple[Offer, float]]:
         """Take out all offers, with the times when they were made, and hold no more."""
         self._closed = True
         held, self._held = self._held, {}

@@ -11,9 +11,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-import numpy as np
-
 from kvxfer import memory
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner, route
 from kvxfer.session.results import Died
 from kvxfer.session.values import Hash, Hashed, PartRef
@@ -38,7 +37,7 @@ class Hasher:
         """Have compiled what reads the cache, which may take seconds, so that no transfer waits for it: it reads one token."""
         cache = self._cache
         assignments = route([cache], [cache])[cache.rank].assignments.get(cache.rank, ())
-        first = [np.zeros(1, np.int64)] * len(cache.groups)
+        first = [[0]] * len(cache.groups)
         one = Planner(cache, cache, assignments).plan(first, first, 0, 1)
         memory.space(cache.regions).checksum(one, "source").value  # noqa: B018  (waits)
 
@@ -54,7 +53,7 @@ class Hasher:
         """It is of no use any more: if it has not begun, it ends here. One that has begun, or is not known, is left
         alone."""
         if self._waiting.pop(ref, None) is not None:
-            self._post(Hashed(ref, error="it was given up"))
+            self._post(Hashed(ref, failure=Failure(FailureKind.CANCELLED, "it was given up")))
 
     def close(self, timeout: float) -> None:
         """Begin nothing more and wait for what has begun, ``timeout`` seconds at most (it is a daemon thread)."""
@@ -70,7 +69,7 @@ class Hasher:
         try:
             self._serve()
         except BaseException as e:
-            self._post(Died(f"the thread for checksums has died: {e!r}"))
+            self._post(Died(Failure(FailureKind.BACKEND_FAILED, f"the thread for checksums has died: {e!r}")))
             raise
 
     def _serve(self) -> None:
@@ -84,5 +83,5 @@ class Hasher:
                 done = Hashed(ref, space.checksum(action.plan, action.side).value)
             except BaseException as e:
                 log.exception("a checksum failed")
-                done = Hashed(ref, error=str(e) or type(e).__name__)
+                done = Hashed(ref, failure=Failure.of(e))
             self._post(done)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
 from kvxfer.session.life import SERVE, ServeEvent, ServeState
-from kvxfer.session.parts import Table, piece_bytes, plan_part, to_hash
+from kvxfer.session.parts import piece_bytes, plan_part, to_hash
 from kvxfer.session.shares import Keep
-from kvxfer.session.values import Abort, Action, Hash, LinkId, LinkInfo, Move, Offered, Outcome, PartRef, Send, in_order
+from kvxfer.session.values import Abort, Action, Hash, LinkId, LinkInfo, Move, PartRef, Send, in_order
 from kvxfer.transport import Verb
+from kvxfer.values import Offer
 
 __all__ = [
     "Early",
@@ -24,8 +26,8 @@ __all__ = [
     "delivered_bytes",
     "follows",
     "plan_for",
+    "told",
     "unfit",
-    "words",
 ]
 
 Key = tuple[LinkId, int]
@@ -47,7 +49,6 @@ class Serve:
     holding: Holding
     link: LinkId
     want: m.Want
-    blocks: Table
     reader: int  # the consumer's agent, by its epoch
     expires: float
     lent: bool  # it wanted more time than it got, and may ask anew
@@ -58,14 +59,13 @@ class Serve:
     final: bool = False
     generation: int = -1
     tally: int = -1  # when its first part was announced; -1: not vouched for
-    again: bool = False  # what Gone will say
-    reason: str = ""
+    again: bool = False  # the same
+    why: Failure | None = None  # what Gone will say
     unsent: dict[PartRef, m.Have] = field(default_factory=dict)  # write: told when the bytes are there
     flight: set[PartRef] = field(default_factory=set)  # own parts that may still touch memory
     hashing: set[PartRef] = field(default_factory=set)  # parts that are still being hashed
     checksum: int = 0  # of those that have been; checksums add up
     check: m.Check | None = None  # waits for the last of them
-    corrupt: bool = False  # what Gone will say
 
     def on(self, stimulus: ServeEvent) -> bool:
         """Take a transition; false when the stimulus means nothing in this state."""
@@ -77,8 +77,8 @@ class Serve:
 
     @property
     def nbytes(self) -> int:
-        """Size of its block tables on the wire."""
-        return sum(map(len, self.want.blocks))
+        """Size of its block table on the wire."""
+        return self.want.blocks.nbytes
 
     @property
     def key(self) -> Key:
@@ -105,7 +105,7 @@ class Holding:
     transfer: TransferId
     began: float
     leased: float  # until when the offer is kept though nobody asks
-    offer: Offered | None = None
+    offer: Offer | None = None
     generation: int = -1  # the last one that was offered or revoked
     revoked: int = -1  # this one and older ones are given up
     serves: dict[Key, Serve] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Holding:
     outcome: Outcome | None = None
     known: bool = False  # the engine has spoken of it and waits for its end
 
-    def take(self, offer: Offered) -> None:
+    def take(self, offer: Offer) -> None:
         """The engine offers this."""
         self.known, self.generation, self.offer = True, offer.generation, offer
         if self.digest != offer.digest:
@@ -200,31 +200,34 @@ class Early(Keep[int, TransferId, bytes]):
         return fit
 
 
-def follows(new: Offered, old: Offered) -> bool:
+def follows(new: Offer, old: Offer) -> bool:
     """Whether an offer says more than the last one."""
     if new.generation != old.generation:
         return new.generation > old.generation
     return not old.final and (new.final or new.tokens > old.tokens)
 
 
-def unfit(offer: Offered, want: m.Want, info: LinkInfo) -> str | None:
+def unfit(offer: Offer, want: m.Want, info: LinkInfo) -> Failure | None:
     """Why this offer can never be what the consumer wants, if so."""
     if offer.digest != want.digest:
-        return "the digests differ: it is not the KV of the consumer's prompt"
+        why = "the digests differ: it is not the KV of the consumer's prompt"
+        return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
     if offer.final and offer.tokens < want.tokens:
-        return f"the producer holds {offer.tokens} tokens, the consumer wants {want.tokens}"
+        why = f"the producer holds {offer.tokens} tokens, the consumer wants {want.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     if offer.final and offer.tokens != want.tokens and any(g.kind == "state" for g in info.planner.src.groups):
-        return f"its state is that after token {offer.tokens}, the consumer wants {want.tokens}"
+        why = f"its state is that after token {offer.tokens}, the consumer wants {want.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     return None
 
 
-def plan_for(serve: Serve, info: LinkInfo, offer: Offered, lo: int, hi: int, final: bool) -> CopyPlan:
+def plan_for(serve: Serve, info: LinkInfo, offer: Offer, lo: int, hi: int, final: bool) -> CopyPlan:
     """The plan of the part that holds tokens ``[lo, hi)``. Raises ``PlanError``."""
     want = serve.want
-    return plan_part(info.planner, offer.blocks, serve.blocks, want.start, want.tokens, lo, hi, final)
+    return plan_part(info.planner, offer.blocks, want.blocks, want.start, want.tokens, lo, hi, final)
 
 
-def delivered_bytes(serve: Serve, info: LinkInfo, offer: Offered) -> int:
+def delivered_bytes(serve: Serve, info: LinkInfo, offer: Offer) -> int:
     """What a consumer has got that has everything. Over an unattended link nobody has planned it here, for then it would have
     had to wait; of block tables that do not join it has read nothing."""
     if not info.unattended:
@@ -235,7 +238,7 @@ def delivered_bytes(serve: Serve, info: LinkInfo, offer: Offered) -> int:
         return 0
 
 
-def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan | None, hi: int, final: bool) -> list[Action]:
+def announce(serve: Serve, link: Link, offer: Offer, plan: CopyPlan | None, hi: int, final: bool) -> list[Action]:
     """The next part, up to token ``hi``, the last one if ``final``: what tells the consumer of it, moves it and hashes it.
     ``plan``: of the part, where the link is not unattended."""
     want, info, number = serve.want, link.info, serve.part
@@ -249,7 +252,7 @@ def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan | None, hi
         serve.sent,
         hi,
         final,
-        tuple(m.pack_blocks(b) for b in offer.blocks),
+        offer.blocks,
         link.stream,
         0 if plan is None else piece_bytes(plan, info),
         serve.tally,
@@ -275,5 +278,10 @@ def announce(serve: Serve, link: Link, offer: Offered, plan: CopyPlan | None, hi
     return [Send(serve.link, have), Move(ref, verb, plan, have.stream, have.piece_bytes), *out]
 
 
-def words(outcome: Outcome) -> str:
-    return outcome.reason or "all its readers have fetched it"
+def told(outcome: Outcome) -> Failure:
+    """What whoever still wants a transfer is told of its end."""
+    if outcome.failure is None:
+        return Failure(FailureKind.WITHDRAWN, "all its readers have fetched it")
+    kept = (FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)
+    kind = outcome.failure.kind
+    return Failure(kind if kind in kept else FailureKind.WITHDRAWN, outcome.failure.detail)

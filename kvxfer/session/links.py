@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner, ShardAssignment
 from kvxfer.session import messages as m
 from kvxfer.session.movers import Movers
@@ -30,6 +31,8 @@ __all__ = ["Inbound", "Lost", "Outbound", "Target"]
 
 log = logging.getLogger("kvxfer.links")
 
+K = FailureKind
+
 _numbers = count(1)
 
 MOST = 1024
@@ -42,7 +45,7 @@ PEER_FRAME = 4 << 20
 class Lost:
     """A link is lost. ``again``: it was up, and dialling anew may help."""
 
-    reason: str
+    why: Failure
     again: bool
 
 
@@ -92,16 +95,17 @@ class Inbound:
             msg = m.decode(frame)
         except PeerError as e:
             if known is None:
-                self._refuse(connection, f"not understood by kvxfer protocol {m.PROTOCOL}", again=False)
+                old = Failure(K.INCOMPATIBLE, f"not understood by kvxfer protocol {m.PROTOCOL}")
+                self._refuse(connection, old, again=False)
                 self._hub.finish(connection)
-            raise PeerError(f"{_who(known, connection)}: {e}") from None
+            raise PeerError(f"{_who(known, connection)}: {e}", kind=e.kind) from None
         if known is None:
             match msg:
                 case m.Hello():
                     self._hello(connection, msg, len(frame), now)
                     return None
                 case m.Want() | m.Check() | m.Done() | m.Drop() | m.Slot() | m.Taken() | m.Ping():
-                    self._refuse(connection, "this link is not known here (any more)", again=True)
+                    self._refuse(connection, Failure(K.PEER_LOST, "this link is not known here (any more)"), again=True)
                     return None
         else:
             match msg:
@@ -110,37 +114,38 @@ class Inbound:
                     return None
                 case m.Want() | m.Check() | m.Done() | m.Drop() | m.Slot() | m.Taken() if known.up:
                     return link, msg
-        raise PeerError(f"{_who(known, connection)}: a {type(msg).__name__} makes no sense here")
+        raise PeerError(f"{_who(known, connection)}: a {type(msg).__name__} makes no sense here", kind=K.MISUSE)
 
     def _hello(self, connection: Connection, hello: m.Hello, nbytes: int, now: float) -> None:
         link = connection.name
         try:
             if len(self._links) >= MOST:
-                raise PeerError(f"{MOST} links are open already")
+                raise PeerError(f"{MOST} links are open already", kind=K.OVERLOADED)
             if not self._examine(link, hello, nbytes):
-                raise PeerError("too many hellos at once")
+                raise PeerError("too many hellos at once", kind=K.OVERLOADED)
         except PeerError as e:
-            self._turn_away(connection, hello, str(e))
+            self._turn_away(connection, hello, Failure.of(e))
         self._links[link] = _In(connection, next(_numbers), hello)
         self._clock.set(link, now + self._silence)
 
-    def identify(self, facts: Mapping[str, str]) -> Iterator[tuple[LinkId, str]]:
+    def identify(self, facts: Mapping[str, str]) -> Iterator[tuple[LinkId, Failure]]:
         """From now on our KV depends on this. Links of consumers to whom other facts apply are given up; those who dial anew
         are told why there is none."""
         for link, known in list(self._links.items()):
             try:
                 check_facts(known.hello, facts)
             except PeerError as e:
-                self.close(link, str(e))
-                yield link, str(e)
+                why = Failure.of(e, peer=_name(known))
+                self.close(link, why)
+                yield link, why
 
-    def examined(self, link: LinkId, found: Planner | str, now: float) -> None:
+    def examined(self, link: LinkId, found: Planner | Failure, now: float) -> None:
         """What has come of looking at a hello: the way to plan copies for it, or why it is refused. Raises ``PeerError`` for
         the log in that case."""
         known = self._links.get(link)
         if known is None:
             return
-        if isinstance(found, str):
+        if isinstance(found, Failure):
             self._forget(link)
             self._turn_away(known.connection, known.hello, found)
         else:
@@ -148,30 +153,31 @@ class Inbound:
             self._hub.keep(known.connection, PEER_FRAME)
             self._movers.endpoint(link, known.number, known.hello.backend, "producer")
 
-    def _turn_away(self, connection: Connection, hello: m.Hello, why: str) -> NoReturn:
+    def _turn_away(self, connection: Connection, hello: m.Hello, why: Failure) -> NoReturn:
         self._refuse(connection, why, again=False)
         self._hub.finish(connection)
-        raise PeerError(f"refused a link from {hello.engine[:100]!r} at {connection.host}: {why}")
+        raise PeerError(f"refused a link from {hello.engine[:100]!r} at {connection.host}: {why.detail}", kind=why.kind)
 
     def result(self, result: Endpoint | Connected | Broken, now: float) -> LinkInfo | Lost | None:
         """The mover's word about a link: its terms once it is up, or that it is lost."""
         link, known = result.link, self._links.get(result.link)
         if known is None or known.number != result.number:
             return None
-        why = result.error
+        why = result.failure
         if why is None and isinstance(result, Endpoint):
             try:
                 assert known.planner is not None
-                known.info = self._movers.terms(known.hello.backend).agree(known.hello, known.planner)
+                known.info = self._movers.terms(known.hello.backend).agree(known.hello, known.planner, _name(known))
                 known.mine = result.endpoint
                 self._movers.connect(link, known.number, known.mine, known.hello.endpoint)
                 return None
             except PeerError as e:
-                why = str(e)
+                why = Failure.of(e)
         if why is not None:
-            self._refuse(known.connection, f"the producer's back end: {why}", again=known.up, backend=not known.up)
+            said = why.about("the producer's back end: ")
+            self._refuse(known.connection, said, again=known.up, backend=not known.up)
             self.drop(link)
-            return Lost(why, False)
+            return Lost(why.about("", _name(known)), False)
         assert known.info is not None
         known.up = True
         info = known.info
@@ -185,34 +191,34 @@ class Inbound:
             self._deaf.append(link)
 
     @staticmethod
-    def _refuse(connection: Connection, reason: str, again: bool, backend: bool = False) -> None:
-        connection.send(m.Refused(reason, again, backend))
+    def _refuse(connection: Connection, why: Failure, again: bool, backend: bool = False) -> None:
+        connection.send(m.Refused(why.kind, why.detail, again, backend))
 
-    def hung_up(self, connection: Connection) -> str | None:
+    def hung_up(self, connection: Connection) -> Failure | None:
         """A connection is lost. Returns why its link is, if it had one; that is closed here already."""
         known = self._links.get(connection.name)
         if known is None:
             return None
         self.drop(connection.name)
-        return f"{known.hello.engine!r} is gone: {connection.lost}"
+        return Failure(K.PEER_LOST, str(connection.lost), _name(known))
 
-    def tick(self, now: float) -> Iterator[tuple[LinkId, str]]:
+    def tick(self, now: float) -> Iterator[tuple[LinkId, Failure]]:
         """Links that have gone silent or deaf, closed here already."""
         deaf, self._deaf = self._deaf, []
         for link in deaf:
-            yield from self._lost(link, "does not take our messages")
+            yield from self._lost(link, "it does not take our messages")
         for link in self._clock.due(now):
             silent = self._links[link].connection.heard + self._silence
             if silent > now:
                 self._clock.set(link, silent)
             else:
-                yield from self._lost(link, f"was silent for {self._silence:g} s")
+                yield from self._lost(link, f"it was silent for {self._silence:g} s")
 
-    def _lost(self, link: LinkId, what: str) -> Iterator[tuple[LinkId, str]]:
+    def _lost(self, link: LinkId, what: str) -> Iterator[tuple[LinkId, Failure]]:
         known = self._links.get(link)
         if known is not None:
             self.drop(link)
-            yield link, f"{known.hello.engine!r} {what}"
+            yield link, Failure(K.PEER_LOST, what, _name(known))
 
     def next_tick(self) -> float | None:
         return 0.0 if self._deaf else self._clock.next()
@@ -222,17 +228,17 @@ class Inbound:
         for known in self._links.values():
             known.connection.heard += seconds
 
-    def reset(self, backend: str, reason: str) -> list[LinkId]:
+    def reset(self, backend: str, why: Failure) -> list[LinkId]:
         """Give all links of a back end up; their consumers are told to dial anew."""
         gone = [link for link, known in self._links.items() if known.hello.backend == backend]
         for link in gone:
-            self.close(link, reason)
+            self.close(link, why)
         return gone
 
-    def close(self, link: LinkId, reason: str) -> None:
+    def close(self, link: LinkId, why: Failure) -> None:
         """Give a link up; its consumer is told to dial anew."""
         if link in self._links:
-            self._refuse(self._links[link].connection, reason, again=True)
+            self._refuse(self._links[link].connection, why, again=True)
             self.drop(link)
 
     def drop(self, link: LinkId) -> None:
@@ -250,6 +256,10 @@ class Inbound:
     @staticmethod
     def ref(link: LinkId, msg: m.Slot | m.Taken) -> PartRef:
         return PartRef("producer", link, msg.transfer, msg.attempt, msg.part)
+
+
+def _name(known: _In) -> str:
+    return f"{known.hello.engine[:100]} at {known.connection.host}"
 
 
 def _who(known: _In | None, connection: Connection) -> str:
@@ -296,7 +306,7 @@ class Outbound:
         self._hub, self._movers, self._cache = hub, movers, cache
         self._epoch, self._engine, self._silence, self._facts = epoch, engine, silence, facts
         self._targets: dict[LinkId, Target] = {}
-        self._unfit: dict[LinkId, dict[str, str]] = {}  # back ends that could not make it, and why
+        self._unfit: dict[LinkId, dict[str, Failure]] = {}  # back ends that could not make it, and why
         self._links: dict[LinkId, _Out] = {}
         self._clock: Timers[LinkId] = Timers()  # when to ping a link, or to look whether it is silent
         self._deaf: list[LinkId] = []  # do not take our messages
@@ -323,7 +333,7 @@ class Outbound:
         address is none."""
         self.drop(link)
         if link not in self._targets:
-            raise PeerError(f"the way to {link_name(link)} is not known any more")
+            raise PeerError(f"the way to {link_name(link)} is not known any more", kind=K.PEER_LOST)
         target = self._targets[link]
         backend = next((b for b in target.backends if b not in self._unfit.get(link, {})), target.backends[-1])
         number = next(_numbers)
@@ -331,18 +341,19 @@ class Outbound:
         self._links[link] = _Out(number, backend, connection, target, now)
         self._movers.endpoint(link, number, backend, "consumer")
 
-    def _without(self, o: _Out, why: str, now: float) -> Lost | None:
+    def _without(self, o: _Out, why: Failure, now: float) -> Lost | None:
         """This back end cannot make the link: try the next, if there is one."""
         link = o.target.link
         failed = self._unfit.setdefault(link, {})
         failed[o.backend] = why
         if all(b in failed for b in o.target.backends):
-            return Lost("; ".join(f"{b}: {w}" for b, w in failed.items()) if len(failed) > 1 else why, again=False)
-        log.info("the link to %s cannot be made with back end %s: %s", link_name(link), o.backend, why)
+            each = "; ".join(f"{b}: {w.detail}" for b, w in failed.items())
+            return Lost(why if len(failed) == 1 else Failure(K.INCOMPATIBLE, each, why.peer), again=False)
+        log.info("the link to %s cannot be made with back end %s: %s", link_name(link), o.backend, why.detail)
         try:
             self.dial(link, now)
         except PeerError as e:
-            return Lost(str(e), again=False)
+            return Lost(Failure.of(e, peer=link_name(link)), again=False)
         return None
 
     def result(self, result: Endpoint | Connected | Broken, now: float) -> LinkInfo | Lost | None:
@@ -350,8 +361,8 @@ class Outbound:
         o = self._links.get(result.link)
         if o is None or o.number != result.number:
             return None
-        if result.error is not None:
-            why = f"our back end: {result.error}"
+        if result.failure is not None:
+            why = result.failure.about("our back end: ", link_name(result.link))
             return Lost(why, again=True) if o.up else self._without(o, why, now)
         if isinstance(result, Endpoint):
             o.mine, o.connection.heard = result.endpoint, now
@@ -363,7 +374,8 @@ class Outbound:
         o.up = True
         planner = Planner(o.target.cache, self._cache, o.target.assignments)
         mode = self._movers.terms(o.backend).mode
-        return LinkInfo(mode, planner, o.target.epoch, o.piece_bytes, integrity=o.integrity, tally=o.tally)
+        epoch, name = o.target.epoch, o.target.address
+        return LinkInfo(mode, planner, epoch, o.piece_bytes, integrity=o.integrity, tally=o.tally, name=name)
 
     def receive(self, link: LinkId, connection: Connection, frame: bytes, now: float) -> m.Message | Lost | None:
         """What a frame means for the consumer's machine or the mover, if it means anything to them. Links may be dropped and
@@ -374,7 +386,7 @@ class Outbound:
         try:
             msg = m.decode(frame)
         except PeerError as e:
-            return Lost(str(e), again=False)
+            return Lost(Failure.of(e, peer=link_name(link)), again=False)
         match msg:
             case m.Have() | m.Slot() | m.Sum() | m.Verdict() | m.Gone() if o.up:
                 return msg
@@ -382,13 +394,13 @@ class Outbound:
                 try:
                     self._movers.terms(o.backend).accept(msg)
                 except PeerError as e:
-                    return Lost(f"its welcome: {e}", again=False)
+                    return Lost(Failure.of(e, peer=link_name(link)).about("its welcome: "), again=False)
                 o.piece_bytes, o.integrity, o.tally = msg.piece_bytes, msg.integrity, Sight.of(msg.tally)
                 self._movers.connect(link, o.number, o.mine, msg.endpoint)
             case m.Refused(backend=True) if not o.up:
-                return self._without(o, f"it refused: {msg.reason}", now)
+                return self._without(o, m.failure(msg, link_name(link), "it refused: "), now)
             case m.Refused():
-                return Lost(f"it refused: {msg.reason}", again=msg.again and o.up)
+                return Lost(m.failure(msg, link_name(link), "it refused: "), again=msg.again and o.up)
         return None  # else it is a Pong, which has been heard, or nonsense
 
     def hung_up(self, link: LinkId, connection: Connection) -> Lost | None:
@@ -396,7 +408,8 @@ class Outbound:
         o = self._links.get(link)
         if o is None or o.connection is not connection:
             return None
-        return Lost(str(connection.lost), again=o.up)
+        kind = K.PEER_LOST if o.up else K.PEER_UNREACHABLE
+        return Lost(Failure(kind, str(connection.lost), link_name(link)), again=o.up)
 
     def send(self, link: LinkId, msg: m.Message) -> None:
         """Send if the link is still there; one that takes no messages is lost at the next ``tick``."""
@@ -409,12 +422,13 @@ class Outbound:
         deaf, self._deaf = self._deaf, []
         for link in deaf:
             if link in self._links:
-                yield link, Lost("it does not take our messages", again=False)
+                yield link, Lost(Failure(K.PEER_LOST, "it does not take our messages", link_name(link)), again=False)
         for link in self._clock.due(now):
             o = self._links[link]
             if now - o.connection.heard > self._silence:
-                what = "silent" if o.up else "no answer to our hello"
-                yield link, Lost(f"{what} for {self._silence:g} s", again=False)
+                what = "it was silent" if o.up else "no answer to our hello"
+                kind = K.PEER_LOST if o.up else K.PEER_UNREACHABLE
+                yield link, Lost(Failure(kind, f"{what} for {self._silence:g} s", link_name(link)), again=False)
                 continue
             if now - o.pinged >= self._silence / 4:
                 o.pinged, o.pings = now, o.pings + 1

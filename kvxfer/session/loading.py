@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.session import messages as m
 from kvxfer.session.life import LANE, LaneEvent, LaneState
 from kvxfer.session.parts import covered
-from kvxfer.session.values import Fetch, Lane, LinkId, LinkInfo, Outcome, PartRef
+from kvxfer.session.values import Lane, LinkId, LinkInfo, PartRef
+from kvxfer.values import Fetch
 
 __all__ = ["Load", "Way"]
+
+
+NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
+"""Why an attempt is void of which another rank of the producer has a newer generation."""
 
 
 @dataclass
@@ -29,10 +36,11 @@ class Way:
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     checksum: int = 0  # of all that has been hashed; checksums add up
     sum: bytes = b""  # the producer's, if it has said so
-    error: str | None = None  # a part of the attempt could not be moved
+    error: Failure | None = None  # a part of the attempt could not be moved
     owed: bool = False  # the producer may write into our memory until it says Gone or the link is closed
     resets: int = 0
-    broke: str = ""  # why its link did, the last time
+    broke: Failure | None = None  # why its link did, the last time
+    revoked: bool = False  # an attempt was void since the producer had given its blocks up
     asked: int = 0  # how often the present question has been asked
     counted: bool = False  # the producer has said that it counts us as done
 
@@ -53,7 +61,7 @@ class Way:
         self.to_hash.clear()
 
     def __str__(self) -> str:
-        return f"{self.state}, since its link broke: {self.broke}" if self.broke else str(self.state)
+        return f"{self.state}, since its link broke: {self.broke.detail}" if self.broke else str(self.state)
 
     @property
     def quiet(self) -> bool:
@@ -87,15 +95,15 @@ class Load:
     round: int = 0  # how often all lanes had arrived
 
     @property
-    def ways(self) -> list[Way]:
-        return list((self.lanes or {}).values())
+    def ways(self) -> Collection[Way]:
+        return self.lanes.values() if self.lanes else ()
 
     def want(self, lane: Way, now: float) -> m.Want:
         """What a lane asks for."""
         s = self.spec
-        blocks, left = tuple(m.pack_blocks(b) for b in s.blocks), max(self.deadline - now, 0.0)
+        left = max(self.deadline - now, 0.0)
         return m.Want(
-            s.transfer, lane.attempt, s.digest, s.start, s.tokens, blocks, lane.spec.readers, left, lane.least
+            s.transfer, lane.attempt, s.digest, s.start, s.tokens, s.blocks, lane.spec.readers, left, lane.least
         )
 
     def check(self, lane: Way) -> m.Check:
@@ -110,8 +118,21 @@ class Load:
     def drop(self, lane: Way) -> m.Drop:
         """What is said when an attempt is void."""
         s = self.spec
-        again, reason = self.outcome is None, self.outcome.reason if self.outcome else "a newer generation is wanted"
-        return m.Drop(s.transfer, lane.attempt, s.digest, reason, again)
+        why = NEWER if self.outcome is None or self.outcome.failure is None else self.outcome.failure
+        return m.Drop(s.transfer, lane.attempt, s.digest, why.kind, why.detail, self.outcome is None)
+
+    @property
+    def late(self) -> FailureKind:
+        """What its deadline means, by what its lanes still wait for."""
+        if not self.ways:
+            return FailureKind.PEER_UNREACHABLE
+        for lane in self.ways:
+            if lane.state in (LaneState.LINKING, LaneState.PAUSED) and not lane.revoked:
+                return FailureKind.PEER_LOST if lane.broke is not None else FailureKind.PEER_UNREACHABLE
+        for lane in self.ways:
+            if lane.state in (LaneState.WANTING, LaneState.LINKING, LaneState.PAUSED):
+                return FailureKind.REVOKED if lane.revoked else FailureKind.NEVER_OFFERED
+        return FailureKind.TIMED_OUT
 
     @property
     def quiet(self) -> bool:

@@ -8,9 +8,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from kvxfer.transport.wakeup import Timer
+from kvxfer.backend.wakeup import Timer
 
 __all__ = ["Mailbox"]
 
@@ -30,6 +31,7 @@ class Mailbox:
         self._poller.register(self._timer, select.POLLIN)
         self._other: int | None = None  # what the poller looks at beside them
         self._closed = False
+        self._asleep = False
         self._lock = threading.Lock()
 
     def sleep(self, fd: int | None, seconds: float) -> None:
@@ -40,13 +42,19 @@ class Mailbox:
             if fd is not None:
                 self._poller.register(fd, select.POLLIN)
             self._other = fd
-        self._timer.at(time.monotonic() + seconds)
-        if any(ready == self._flag for ready, _ in self._poller.poll()):
-            os.eventfd_read(self._flag)
+        self._asleep = True  # before the calls are looked at, so that whoever adds one after that wakes us
+        if not self._calls:
+            self._timer.at(time.monotonic() + seconds)
+            if any(ready == self._flag for ready, _ in self._poller.poll()):
+                os.eventfd_read(self._flag)
+        self._asleep = False
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         """Have ``call(*args)`` made by whoever takes it; never, once the mailbox is closed."""
-        self._calls.append(lambda: call(*args))
+        self._calls.append(partial(call, *args))
+        if not self._asleep:
+            return
+        self._asleep = False  # one word is enough
         with self._lock:  # so that no descriptor is written to that is somebody else's by now
             if not self._closed:
                 os.eventfd_write(self._flag, 1)

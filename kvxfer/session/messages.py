@@ -7,19 +7,18 @@ answer to an earlier try is never taken for one to the present.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
 from kvxfer.facts import Facts
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Rank, ShardAssignment
-from kvxfer.geometry.plan import Ints
 from kvxfer.identity import TransferId
+from kvxfer.values import BlockTable
 
 __all__ = [
     "MAX_BYTES",
@@ -39,7 +38,7 @@ __all__ = [
     "Pong",
     "Refused",
     "Renew",
-    "Settle",
+    "Decline",
     "Slot",
     "Sum",
     "Taken",
@@ -48,12 +47,11 @@ __all__ = [
     "Welcome",
     "decode",
     "encode",
-    "pack_blocks",
+    "failure",
     "pack_checksum",
-    "unpack_blocks",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
@@ -110,6 +108,7 @@ class Refused(_Base, frozen=True, tag="refused"):
     """Producer: there is no link (any more). ``again``: dialling anew may help; else what was on it has failed.
     ``backend``: it could not be made with this back end; another may do. The reason is logged on both sides."""
 
+    kind: FailureKind
     reason: str
     again: bool
     backend: bool = False
@@ -122,7 +121,7 @@ class Refused(_Base, frozen=True, tag="refused"):
 
 
 class Want(_Base, frozen=True, tag="want"):
-    """Consumer: bring the tokens ``[start, tokens)`` into these blocks (per group, see ``pack_blocks``).
+    """Consumer: bring the tokens ``[start, tokens)`` into these blocks.
 
     ``readers``: how many consumer ranks read from the producer rank. ``seconds``: how long it will wait; after that
     nothing has to be served any more. ``least``: another rank of the producer has this generation already, so that an
@@ -134,7 +133,7 @@ class Want(_Base, frozen=True, tag="want"):
     digest: Digest
     start: Count
     tokens: Count
-    blocks: tuple[bytes, ...]
+    blocks: BlockTable
     readers: Count
     seconds: Seconds
     least: Number = -1
@@ -156,7 +155,7 @@ class Have(_Base, frozen=True, tag="have"):
     lo: Count
     hi: Count
     final: bool
-    blocks: tuple[bytes, ...]
+    blocks: BlockTable
     stream: Count
     piece_bytes: Count
     tally: Number = -1
@@ -235,6 +234,7 @@ class Drop(_Base, frozen=True, tag="drop"):
     transfer: TransferId
     attempt: Number
     digest: Digest
+    kind: FailureKind
     reason: str
     again: bool = False
 
@@ -245,15 +245,14 @@ class Drop(_Base, frozen=True, tag="drop"):
 class Gone(_Base, frozen=True, tag="gone"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
-    ``again``: a later generation may come; wait with a new attempt rather than fail. ``corrupt``: the bytes that
-    arrived are not those that were sent.
+    ``again``: a later generation may come; wait with a new attempt rather than fail.
     """
 
     transfer: TransferId
     attempt: Number
+    kind: FailureKind
     reason: str
     again: bool
-    corrupt: bool = False
 
     def __post_init__(self) -> None:
         _shorten(self)
@@ -318,7 +317,7 @@ class Renew(_Base, frozen=True, tag="renew"):
     transfers: Names
 
 
-class Settle(_Base, frozen=True, tag="settle"):
+class Decline(_Base, frozen=True, tag="decline"):
     """A consumer's scheduler half to the producer's: these will never be fetched, free them."""
 
     epoch: Number
@@ -348,11 +347,16 @@ Message = (
     | Lookup
     | Card
     | Renew
-    | Settle
+    | Decline
 )
 
 
-def _shorten(message: Refused | Drop | Gone | Settle) -> None:
+def failure(message: Refused | Drop | Gone, peer: str, before: str = "") -> Failure:
+    """Return what a peer has said of a failure as ours; ``before``: what we say of that."""
+    return Failure(message.kind, before + message.reason, peer)
+
+
+def _shorten(message: Refused | Drop | Gone | Decline) -> None:
     """Words for people are cut where they get too long to be read."""
     if len(message.reason) > MAX_WORDS:
         msgspec.structs.force_setattr(message, "reason", message.reason[:MAX_WORDS] + " [...]")
@@ -366,35 +370,22 @@ def encode(message: Message) -> bytes:
     """One frame. Raises ``PeerError`` when it would exceed ``MAX_BYTES``."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_BYTES:
-        raise PeerError(f"a {type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_BYTES}")
+        too_long = f"a {type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
+        raise PeerError(too_long, kind=FailureKind.MISUSE)
     return frame
 
 
 def decode(frame: bytes | memoryview) -> Message:
     """The message in a frame from a peer. Raises ``PeerError`` for whatever is not one."""
     if len(frame) > MAX_BYTES:
-        raise PeerError(f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}")
+        too_long = f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
+        raise PeerError(too_long, kind=FailureKind.MISUSE)
     try:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, OverflowError, UnicodeDecodeError) as e:
-        raise PeerError(f"not a kvxfer message: {e}") from None
+        raise PeerError(f"not a kvxfer message: {e}", kind=FailureKind.MISUSE) from None
 
 
 def pack_checksum(value: int) -> bytes:
     """A checksum for the wire: modulo 2**64, little-endian."""
     return (value % (1 << 64)).to_bytes(8, "little")
-
-
-def pack_blocks(table: Sequence[int] | Ints) -> bytes:
-    """A block table for the wire: little-endian int32, -1 for null."""
-    return np.asarray(table, dtype="<i4").tobytes()
-
-
-def unpack_blocks(packed: bytes) -> Ints:
-    """int64 ``[blocks]``. Raises ``PeerError`` when the bytes are not a block table."""
-    if len(packed) % 4:
-        raise PeerError(f"a block table of {len(packed)} bytes is not a whole number of int32")
-    table = np.frombuffer(packed, "<i4").astype(np.int64)
-    if len(table) and int(table.min()) < -1:
-        raise PeerError("a block table holds an id below -1")
-    return table

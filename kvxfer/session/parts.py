@@ -8,13 +8,9 @@ from math import lcm
 import numpy as np
 
 from kvxfer.geometry import Cache, CopyPlan, Planner
-from kvxfer.geometry.plan import Ints
 from kvxfer.memory import sample
 from kvxfer.session.values import LinkInfo, PartRef
-
-Table = tuple[Ints, ...]
-"""Block tables, one int64 array per group."""
-
+from kvxfer.values import BlockTable
 
 PIECE_LEAST = 8 << 20
 """Bytes of a piece below which its fixed costs show; half a slot, where that is more: slots are sized for the link."""
@@ -26,7 +22,7 @@ sides the time in which a fast link moves tens of MiB."""
 
 
 def plan_part(
-    planner: Planner, src: Table, dst: Table, start: int, tokens: int, lo: int, hi: int, final: bool
+    planner: Planner, src: BlockTable, dst: BlockTable, start: int, tokens: int, lo: int, hi: int, final: bool
 ) -> CopyPlan:
     """The plan of the part that holds tokens ``[lo, hi)``, the same on both sides.
 
@@ -42,10 +38,10 @@ def plan_part(
     return plan
 
 
-def _only(cache: Cache, tables: Table, *, full: bool) -> Table:
-    """The tables with the groups of the other sort blanked out."""
-    return tuple(
-        t if (g.kind == "full") == full else np.full_like(t, -1) for g, t in zip(cache.groups, tables, strict=False)
+def _only(cache: Cache, table: BlockTable, *, full: bool) -> BlockTable:
+    """The table with the groups of the other sort blanked out."""
+    return BlockTable(
+        tuple(row if (g.kind == "full") == full else b"" for g, row in zip(cache.groups, table.rows, strict=False))
     )
 
 

@@ -8,7 +8,7 @@ producer's where that is sooner. Only who knows the digest of an offer is a read
 
 from __future__ import annotations
 
-from kvxfer.errors import PeerError
+from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
@@ -23,33 +23,20 @@ from kvxfer.session.holding import (
     delivered_bytes,
     follows,
     plan_for,
+    told,
     unfit,
-    words,
 )
 from kvxfer.session.life import ServeEvent, ServeState
-from kvxfer.session.parts import Table, aligned, cuts
+from kvxfer.session.parts import aligned, cuts
 from kvxfer.session.shares import Keep, Shares
 from kvxfer.session.tally import Tally
 from kvxfer.session.timers import Recent, Timers
-from kvxfer.session.values import (
-    Action,
-    Close,
-    Ended,
-    Hashed,
-    Kind,
-    LinkId,
-    LinkInfo,
-    Moved,
-    Offered,
-    Outcome,
-    Released,
-    Report,
-    Send,
-)
+from kvxfer.session.values import Action, Close, Ended, Hashed, LinkId, LinkInfo, Moved, Released, Report, Send
+from kvxfer.values import Offer
 
 __all__ = ["Producer"]
 
-S, E = ServeState, ServeEvent
+S, E, K = ServeState, ServeEvent, FailureKind
 
 # A flood fills no memory, and keeps nobody else's wants out (see ``shares.py``):
 MOST_WANTS, MOST_BYTES = 40_000, 64 << 20
@@ -86,7 +73,7 @@ class Producer:
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offered, now: float, called: float | None = None) -> list[Action]:
+    def offer(self, offer: Offer, now: float, called: float | None = None) -> list[Action]:
         """Offer blocks, or more of them, as the engine did at the time ``called`` (``None``: now). What does not continue or
         replace the last offer is ignored: a generation that was revoked or whose end has been reported, or less than is
         known."""
@@ -102,7 +89,7 @@ class Producer:
             return self._end(h, self._closed, now)
         out: list[Action] = []
         if old is not None and offer.generation > old.generation:
-            out += self._void(h, "the producer computed it anew", again=True, now=now)
+            out += self._void(h, Failure(K.REVOKED, "the producer computed it anew"), again=True, now=now)
         h.take(offer)
         self._lend(h, now)
         for serve in list(h.serves.values()):
@@ -110,10 +97,11 @@ class Producer:
         for reader in self._early.take(offer.transfer, offer.digest):
             if h.outcome is None and not h.lives(reader):
                 h.drop(reader)
-                out += self._count(h, Outcome(Kind.CANCELLED, "its consumer gave it up before it was there"), now)
+                gave_up = Failure(K.CANCELLED, "its consumer gave it up before it was there")
+                out += self._count(h, Outcome(gave_up), now)
         return out
 
-    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, now: float) -> list[Action]:
+    def revoke(self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float) -> list[Action]:
         """The blocks of this generation (and older) are given up. ``gone``: nothing will replace them, and the transfer
         ends, unless its end has been reported before."""
         over = self._over.get(transfer)
@@ -125,10 +113,10 @@ class Producer:
         h.generation, h.revoked = max(h.generation, generation), max(h.revoked, generation)
         out: list[Action] = []
         if h.offer is None or h.offer.generation <= generation:
-            out += self._void(h, reason, again=not gone, now=now)
+            out += self._void(h, why, again=not gone, now=now)
         if gone:
             h.known = True
-            out += self._end(h, Outcome(Kind.CANCELLED, reason), now)
+            out += self._end(h, Outcome(why), now)
         return out
 
     def renew(self, transfer: TransferId, now: float) -> None:
@@ -137,12 +125,12 @@ class Producer:
         if h is not None:
             self._lend(h, now)
 
-    def close(self, outcome: Outcome, now: float) -> list[Action]:
-        """Every offer ends so, and each that is still to come; whoever was being served is told."""
-        self._closed = outcome
+    def close(self, why: Failure, now: float) -> list[Action]:
+        """Every offer ends so, and each that is still to come; whoever was being served is told that we are gone."""
+        self._closed = Outcome(why)
         out: list[Action] = []
         for h in list(self._holdings.values()):
-            out += self._end(h, outcome, now)
+            out += self._end(h, self._closed, now)
         return out
 
     # --- from the shell --------------------------------------------------------------------------------------------
@@ -152,7 +140,7 @@ class Producer:
         self._links[link] = Link(info)
         return []
 
-    def link_down(self, link: LinkId, reason: str, now: float) -> list[Action]:
+    def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
         """The consumer rank is lost. What it was being served ends; the offer stays for another lease."""
         self._links.pop(link, None)
         out: list[Action] = []
@@ -183,7 +171,7 @@ class Producer:
         if serve is not None:
             return self._check(serve, msg, now)
         # Of a link before this one, perhaps; then the consumer may want it again.
-        return [Send(link, m.Gone(msg.transfer, msg.attempt, "it is not being served", True))]
+        return [Send(link, m.Gone(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", True))]
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """One of our own part batches has ended."""
@@ -194,16 +182,16 @@ class Producer:
         if done.quiet:
             serve.flight.discard(done.ref)
         have = serve.unsent.pop(done.ref, None)
-        if done.error is None:
+        if done.failure is None:
             if have is not None and serve.state is S.SERVING:
                 out.append(Send(serve.link, have))
         elif done.collateral:
-            out += self._stop(serve, f"the link broke: {done.error}", True, now)
+            out += self._stop(serve, done.failure.about("the link broke: "), True, now)
         else:
             # Of a failed write the consumer knows nothing, and a link that is of no more use has to be made anew.
             broken = serve.live and done.ref.link in self._links and self._links[done.ref.link].info.mode == "write"
-            out += self._stop(serve, f"sending failed: {done.error}", False, now)
-            out += [Close(done.ref.link, done.error)] if broken else []
+            out += self._stop(serve, done.failure.about("sending failed: "), False, now)
+            out += [Close(done.ref.link, done.failure)] if broken else []
         return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
@@ -214,8 +202,8 @@ class Producer:
         serve.hashing.discard(done.ref)
         serve.checksum += done.value
         out: list[Action] = []
-        if done.error is not None:
-            out += self._stop(serve, f"the bytes cannot be checked: {done.error}", False, now)
+        if done.failure is not None:
+            out += self._stop(serve, done.failure.about("the bytes cannot be checked: "), False, now)
         elif serve.check is not None and not serve.hashing:
             out += self._check(serve, serve.check, now)
         elif serve.live and serve.final and not serve.hashing:
@@ -230,7 +218,8 @@ class Producer:
             serve = self._serves[key]
             if serve.live:
                 anew = serve.lent and serve.state is S.WAITING
-                out += self._stop(serve, "the consumer's time for it is over", anew, now)
+                kind = K.NEVER_OFFERED if serve.state is S.WAITING else K.TIMED_OUT
+                out += self._stop(serve, Failure(kind, "the consumer's time for it is over"), anew, now)
             else:  # settled or ending, and something of it still moves
                 self._budgets.set(key, now + self._lease)
                 out += serve.aborts
@@ -274,25 +263,22 @@ class Producer:
         if live:
             self._leases.set(h.transfer, max(now, *live) + self._lease)
             return []
-        return self._end(h, Outcome(Kind.FAILED, f"it was not fetched within the lease of {self._lease:g} s"), now)
+        why = Failure(K.TIMED_OUT, f"it was not fetched within the lease of {self._lease:g} s")
+        return self._end(h, Outcome(why), now)
 
     def _want(self, link: LinkId, want: m.Want, now: float) -> list[Action]:
         over = self._over.get(want.transfer)
         if over is not None and want.transfer not in self._holdings and over.generation >= want.least:
-            return [self._last_word(link, m.Gone(want.transfer, want.attempt, words(over.outcome), False), now)]
-        try:
-            blocks: Table = tuple(m.unpack_blocks(b) for b in want.blocks)
-        except PeerError as e:
-            return [self._last_word(link, m.Gone(want.transfer, want.attempt, str(e), False), now)]
+            return [self._refuse(link, want, self._told(over.outcome), now)]
         reader = self._links[link].info.peer
         h = self._holdings.get(want.transfer) or Holding(want.transfer, now, now)
         older = [s for s in h.serves.values() if s.reader == reader]
         if any(s.want.attempt > want.attempt for s in older):
-            return [self._last_word(link, m.Gone(want.transfer, want.attempt, "a newer want has come", False), now)]
+            return [self._refuse(link, want, Failure(K.CANCELLED, "a newer want has come"), now)]
         seconds = min(want.seconds, self._longest)
-        serve = Serve(h, link, want, blocks, reader, now + seconds, seconds < want.seconds, sent=want.start)
+        serve = Serve(h, link, want, reader, now + seconds, seconds < want.seconds, sent=want.start)
         if not self._admit(serve):
-            return [Send(link, m.Gone(want.transfer, want.attempt, "too many wants at once", False))]
+            return [Send(link, m.Gone(want.transfer, want.attempt, K.OVERLOADED, "too many wants at once", False))]
         self._holdings[want.transfer] = h
         h.serves[serve.key] = self._serves[serve.key] = serve
         self._budgets.set(serve.key, serve.expires)
@@ -301,7 +287,7 @@ class Producer:
         self._early.pop(reader, want.transfer)
         out: list[Action] = []
         for old in older:
-            out += self._stop(old, "its consumer wants it anew", False, now)
+            out += self._stop(old, Failure(K.CANCELLED, "its consumer wants it anew"), False, now)
         return out + self._advance(serve, now)
 
     def _admit(self, serve: Serve) -> bool:
@@ -335,14 +321,15 @@ class Producer:
             try:
                 plan = plan_for(serve, info, offer, serve.sent, hi, offer.final)
             except PlanError as e:
-                return self._stop(serve, f"the block tables do not join: {e}", False, now)
+                return self._stop(serve, Failure(K.MISUSE, f"the block tables do not join: {e}"), False, now)
             ends = cuts(serve.sent, hi, plan, info)
         out: list[Action] = []
         if serve.tally < 0:
             serve.tally = self._tally.vouch(want.transfer)
         for end in ends:
             if serve.part >= m.MAX_PARTS:
-                return out + self._stop(serve, f"it came in more than {m.MAX_PARTS} parts", False, now)
+                many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
+                return out + self._stop(serve, many, False, now)
             final = offer.final and end == hi
             if len(ends) > 1:
                 plan = plan_for(serve, info, offer, serve.sent, end, final)
@@ -356,10 +343,13 @@ class Producer:
             serve.check = msg  # answered once we know our own checksum
             return []
         if held and serve.live and msg.checksum != m.pack_checksum(serve.checksum):
-            self.corrupt, serve.corrupt = self.corrupt + 1, True
-            return self._stop(serve, "integrity: the bytes that arrived are not those that were sent", False, now)
+            self.corrupt += 1
+            return self._stop(
+                serve, Failure(K.CORRUPT, "the bytes that arrived are not those that were sent"), False, now
+            )
         if not held or serve.state is not S.SERVING:
-            return self._stop(serve, "the producer's blocks are not those that were announced", False, now)
+            given_up = Failure(K.REVOKED, "the producer's blocks are not those that were announced")
+            return self._stop(serve, given_up, False, now)
         verdict = m.Verdict(msg.transfer, msg.attempt, msg.round)
         if not msg.alone:
             return [Send(serve.link, verdict)]
@@ -376,7 +366,7 @@ class Producer:
         if h is None or msg.digest != h.digest:
             return []
         h.settled.add(reader)
-        return self._count(h, Outcome(Kind.DELIVERED), now)
+        return self._count(h, DELIVERED, now)
 
     def _settle(self, serve: Serve, now: float) -> list[Action]:
         """One more reader has it all."""
@@ -386,12 +376,12 @@ class Producer:
         h.settled.add(serve.reader)
         if link is not None and h.offer is not None:
             h.nbytes += delivered_bytes(serve, link.info, h.offer)
-        return self._drop_if_over(serve, now) + self._count(h, Outcome(Kind.DELIVERED), now)
+        return self._drop_if_over(serve, now) + self._count(h, DELIVERED, now)
 
     def _drop(self, link: LinkId, serve: Serve | None, msg: m.Drop, now: float) -> list[Action]:
         """This reader has given the transfer up, or this attempt only; of that there may be nothing left to end."""
         h, reader = self._holdings.get(msg.transfer), self._links[link].info.peer
-        reason = f"the consumer dropped it: {msg.reason}"
+        why = m.failure(msg, self._links[link].info.name, "the consumer dropped it: ")
         out: list[Action] = []
         if msg.again:
             pass  # the next attempt follows
@@ -400,12 +390,12 @@ class Producer:
                 self._early.put(reader, msg.transfer, msg.digest, now)
         elif msg.digest == h.digest and reader not in h.misfits | h.settled and not h.lives(reader, but=serve):
             h.drop(reader)
-            out += self._count(h, Outcome(Kind.CANCELLED, reason), now)
+            out += self._count(h, Outcome(why), now)
         if serve is not None:
-            return out + self._stop(serve, reason, False, now)
+            return out + self._stop(serve, why, False, now)
         said = self._last_words.get(reader, msg.attempt)
         if not isinstance(said, m.Gone):
-            said = m.Gone(msg.transfer, msg.attempt, "it is not being served", False)
+            said = m.Gone(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", False)
         # Also the answer to its Want, should that come later.
         return [*out, self._last_word(link, said, now)]
 
@@ -414,24 +404,24 @@ class Producer:
         if not h.done:
             return []
         if last.delivered and not h.whole:
-            last = Outcome(Kind.CANCELLED, "one of its readers dropped it")
+            last = Outcome(Failure(K.CANCELLED, "one of its readers dropped it"))
         return self._end(h, last, now)
 
-    def _void(self, h: Holding, reason: str, *, again: bool, now: float) -> list[Action]:
+    def _void(self, h: Holding, why: Failure, *, again: bool, now: float) -> list[Action]:
         """The offer is void: stop what serves it. Those that only wait may go on if something is still to come."""
         h.offer = None
         out: list[Action] = []
         for serve in list(h.serves.values()):
             if serve.state is S.SERVING or not again:
-                out += self._stop(serve, reason, again, now)
+                out += self._stop(serve, why, again, now)
         return out
 
-    def _stop(self, serve: Serve, reason: str, again: bool, now: float) -> list[Action]:
+    def _stop(self, serve: Serve, why: Failure, again: bool, now: float) -> list[Action]:
         """End one serve, unless it has ended: abort what moves, and say Gone once nothing of ours moves any more."""
         if not serve.on(E.STOP):
             return []
         self._forsake(serve)
-        serve.reason, serve.again = reason, again
+        serve.why, serve.again = why, again
         serve.unsent.clear()
         self._budgets.set(serve.key, now + self._lease)
         return serve.aborts + self._say_gone(serve, now)
@@ -442,11 +432,21 @@ class Producer:
             self._tally.count()
 
     def _say_gone(self, serve: Serve, now: float) -> list[Action]:
-        if serve.state is not S.ENDING or not serve.quiet:
+        if serve.state is not S.ENDING or not serve.quiet or serve.why is None:
             return []
         serve.on(E.QUIET)
-        gone = m.Gone(serve.want.transfer, serve.want.attempt, serve.reason, serve.again, serve.corrupt)
+        gone = m.Gone(serve.want.transfer, serve.want.attempt, serve.why.kind, serve.why.detail, serve.again)
         return [self._last_word(serve.link, gone, now), *self._drop_if_over(serve, now)]
+
+    def _refuse(self, link: LinkId, want: m.Want, why: Failure, now: float) -> Send:
+        """This is not to be had."""
+        return self._last_word(link, m.Gone(want.transfer, want.attempt, why.kind, why.detail, False), now)
+
+    def _told(self, outcome: Outcome) -> Failure:
+        """What whoever still wants a transfer that has ended so is told."""
+        if outcome is self._closed and outcome.failure is not None:
+            return Failure(K.PEER_LOST, outcome.failure.detail)
+        return told(outcome)
 
     def _last_word(self, link: LinkId, word: m.Verdict | m.Gone, now: float) -> Send:
         """What there is to say of an attempt that is over, now and whenever it is asked about again."""
@@ -466,7 +466,7 @@ class Producer:
         if not h.known and not h.serves and h.outcome is None:
             del self._holdings[h.transfer]  # it was wanted only
         elif h.settled:  # and this was perhaps the last that others waited for
-            return self._release(h) + self._count(h, Outcome(Kind.DELIVERED), now)
+            return self._release(h) + self._count(h, DELIVERED, now)
         return self._release(h)
 
     def _end(self, h: Holding, outcome: Outcome, now: float) -> list[Action]:
@@ -484,7 +484,7 @@ class Producer:
             if not h.serves:
                 out += self._release(h)
         for serve in list(h.serves.values()):
-            out += self._stop(serve, words(outcome), False, now)
+            out += self._stop(serve, self._told(outcome), False, now)
         return out
 
     def _release(self, h: Holding) -> list[Action]:

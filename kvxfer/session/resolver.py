@@ -16,6 +16,7 @@ from typing import Any
 
 from kvxfer import facts as f
 from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Incompatible, ShardAssignment, route
 from kvxfer.identity import Source
 from kvxfer.session import messages as m
@@ -24,7 +25,7 @@ from kvxfer.session.links import Target
 from kvxfer.session.timers import Timers
 from kvxfer.session.values import Lane, Resolved
 
-Examine = Callable[[int, Callable[[], Any], Callable[[Any], Iterator["tuple[Source, Path | str]"]]], bool]
+Examine = Callable[[int, Callable[[], Any], Callable[[Any], Iterator["tuple[Source, Path | Failure]"]]], bool]
 
 __all__ = ["Path", "Resolver"]
 
@@ -74,7 +75,7 @@ class Resolver:
         self._wanted: dict[Source, Source | None] = {}  # source -> our own directory, if it matters
         self._own: dict[Source, tuple[m.Member, ...]] = {}  # our own engine's ranks, which live as long as we do
 
-    def ask(self, source: Source, own: Source | None, now: float) -> str | None:
+    def ask(self, source: Source, own: Source | None, now: float) -> Failure | None:
         """Begin to resolve; ``own`` is our engine's directory if it has more ranks than this one. Returns why that is
         not possible, if so."""
         self._wanted[source] = own
@@ -83,7 +84,7 @@ class Resolver:
                 if directory is not None and directory not in self._own:
                     self._query(directory, now)
         except PeerError as e:
-            return self._fail(source, f"directory {source}: {e}")
+            return self._fail(source, Failure.of(e, peer=f"directory {source}"))
         return None
 
     def _query(self, directory: Source, now: float) -> None:
@@ -112,18 +113,20 @@ class Resolver:
         if q is not None and q.connection is connection:
             q.connection = None
 
-    def receive(self, directory: Source, frame: bytes) -> Iterator[tuple[Source, Path | str]]:
+    def receive(self, directory: Source, frame: bytes) -> Iterator[tuple[Source, Path | Failure]]:
         """A directory has answered."""
         if directory not in self._queries:
             return
         self._close(directory)
         if not self._examine(len(frame), partial(_card, frame, directory), partial(self._checked, directory)):
-            yield from self._failed(directory, "too many directories are being looked at")
+            yield from self._failed(
+                directory, Failure(FailureKind.OVERLOADED, "too many directories are being looked at")
+            )
 
-    def _checked(self, directory: Source, card: m.Card | str) -> Iterator[tuple[Source, Path | str]]:
+    def _checked(self, directory: Source, card: m.Card | Failure) -> Iterator[tuple[Source, Path | Failure]]:
         """Its card has been looked at."""
         now = time.monotonic()
-        if isinstance(card, str):
+        if isinstance(card, Failure):
             yield from self._failed(directory, card)
             return
         if directory in self._wanted.values():
@@ -135,25 +138,27 @@ class Resolver:
         if directory in self._wanted and (own is None or own in self._own):
             path = partial(self._path, card, directory, self._own.get(own) if own else None)
             if not self._examine(len(card.members), path, partial(self._found, directory)):
-                yield from self._failed(directory, "too many directories are being looked at")
+                yield from self._failed(
+                    directory, Failure(FailureKind.OVERLOADED, "too many directories are being looked at")
+                )
 
-    def _found(self, directory: Source, path: Path | str) -> Iterator[tuple[Source, Path | str]]:
+    def _found(self, directory: Source, path: Path | Failure) -> Iterator[tuple[Source, Path | Failure]]:
         if self._wanted.pop(directory, self) is not self:
             yield directory, path
 
-    def _path(self, card: m.Card, source: Source, own: tuple[m.Member, ...] | None) -> Path | str:
+    def _path(self, card: m.Card, source: Source, own: tuple[m.Member, ...] | None) -> Path | Failure:
         """The way to a source, or why there is none. Uses nothing that changes: any thread."""
         ours = [member.cache for member in own or (self._me,)]
         try:
             if (why := f.difference(self.facts, card.facts, "at the producer")) is not None:
-                raise PeerError(why)
+                raise _misfit(why)
             mine = route([member.cache for member in card.members], ours)[self._me.cache.rank]
             ranks = {member.cache.rank: member for member in card.members}
             targets = {
                 rank: self._target(ranks[rank], assignments) for rank, assignments in sorted(mine.assignments.items())
             }
         except (PeerError, Incompatible, ValueError, LookupError) as e:
-            return f"engine {card.engine[:100]!r} at {source}: {e}"
+            return Failure.of(e, FailureKind.INCOMPATIBLE, f"engine {card.engine[:100]!r} at {source}")
         lanes = tuple(Lane(target.link, mine.readers[rank], rank) for rank, target in targets.items())
         return Path(tuple(targets.values()), Resolved(lanes))
 
@@ -161,16 +166,17 @@ class Resolver:
         common = tuple(name for name in self._me.backends if name in member.backends)
         if not common:
             theirs, ours = (" or ".join(map(repr, names)) for names in (member.backends, self._me.backends))
-            raise PeerError(f"it uses back end {theirs}, this engine {ours}; configure the same on both")
+            raise _misfit(f"it uses back end {theirs}, this engine {ours}; configure the same on both")
         return Target(member.address, member.epoch, member.cache, assignments, common)
 
-    def tick(self, now: float) -> Iterator[tuple[Source, str]]:
+    def tick(self, now: float) -> Iterator[tuple[Source, Failure]]:
         """Repeat unanswered questions; those for which nobody waits any more have failed."""
         for directory in self._clock.due(now):
             q = self._queries[directory]
             if now - q.wanted >= self._patience:
                 self._close(directory)
-                yield from self._failed(directory, f"it did not answer within {self._patience:g} s")
+                silent = Failure(FailureKind.PEER_UNREACHABLE, f"it did not answer within {self._patience:g} s")
+                yield from self._failed(directory, silent)
                 continue
             if q.connection is None or now - q.dialled >= REDIAL_S:
                 self._redial(directory, q, now)
@@ -181,14 +187,14 @@ class Resolver:
     def next_tick(self) -> float | None:
         return self._clock.next()
 
-    def _failed(self, directory: Source, reason: str) -> Iterator[tuple[Source, str]]:
+    def _failed(self, directory: Source, why: Failure) -> Iterator[tuple[Source, Failure]]:
         """All that depended on this directory have no route."""
         for source in [s for s, own in self._wanted.items() if directory in (s, own)]:
-            yield source, self._fail(source, f"directory {directory}: {reason}")
+            yield source, self._fail(source, why.about("", f"directory {directory}"))
 
-    def _fail(self, source: Source, reason: str) -> str:
+    def _fail(self, source: Source, why: Failure) -> Failure:
         self._wanted.pop(source, None)
-        return reason
+        return why
 
     def _close(self, directory: Source) -> None:
         self._clock.cancel(directory)
@@ -197,20 +203,24 @@ class Resolver:
             self._hub.drop(connection)
 
 
+def _misfit(why: str) -> PeerError:
+    return PeerError(why, kind=FailureKind.INCOMPATIBLE)
+
+
 def _card(frame: bytes, directory: Source) -> m.Card:
     """A directory's answer, with all that it describes checked. Raises ``PeerError`` or ``ValueError``."""
     card = m.decode(frame)
     if isinstance(card, m.Refused):
-        raise PeerError(f"it refused: {card.reason}")
+        raise PeerError(f"it refused: {card.reason}", kind=card.kind)
     if not isinstance(card, m.Card):
-        raise PeerError(f"it answered with a {type(card).__name__}")
+        raise PeerError(f"it answered with a {type(card).__name__}", kind=FailureKind.MISUSE)
     if card.protocol != m.PROTOCOL:
-        raise PeerError(f"its protocol {card.protocol} is not ours ({m.PROTOCOL}); update one side")
+        raise _misfit(f"its protocol {card.protocol} is not ours ({m.PROTOCOL}); update one side")
     if directory.epoch and card.epoch != directory.epoch:
-        raise PeerError("the engine there has restarted since it was named")
+        raise PeerError("the engine there has restarted since it was named", kind=FailureKind.PEER_LOST)
     until = time.monotonic() + CHECK_S
     for member in card.members:
         member.cache.check()
         if time.monotonic() > until:
-            raise PeerError(f"its card describes more than can be checked in {CHECK_S:g} s")
+            raise _misfit(f"its card describes more than can be checked in {CHECK_S:g} s")
     return card

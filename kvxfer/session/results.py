@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvxfer.failures import Failure
 from kvxfer.session.values import LinkId, Moved, PartRef
 
 __all__ = ["Broken", "Connected", "Died", "Disconnected", "Endpoint", "Reset", "Result", "SlotReady", "SlotTaken"]
@@ -16,7 +17,7 @@ class Endpoint:
     link: LinkId
     number: int
     endpoint: bytes
-    error: str | None = None
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Connected:
 
     link: LinkId
     number: int
-    error: str | None = None
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Broken:
 
     link: LinkId
     number: int
-    error: str
+    failure: Failure
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ class Reset:
     """The back end was closed and made anew: all links are void, all memory is quiet."""
 
     backend: str
-    reason: str
+    failure: Failure
 
 
 @dataclass(frozen=True)
 class Died:
     """A thread has ended that must not: nothing that it was given will be answered any more."""
 
-    why: str
+    failure: Failure
 
 
 Result = Endpoint | Connected | Broken | Disconnected | Moved | SlotReady | SlotTaken | Reset | Died

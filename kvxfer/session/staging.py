@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvxfer import memory
+from kvxfer.errors import ConfigError
 from kvxfer.geometry import CopyPlan, Region
 from kvxfer.session.values import LinkId, Role
 from kvxfer.transport import Fence
@@ -59,7 +60,7 @@ class Staging:
         self._space = memory.space(regions)
         self.piece_bytes = nbytes // SLOTS // 4096 * 4096
         if self.piece_bytes <= 0:
-            raise ValueError(f"staging_bytes of {nbytes} is too small; give at least {SLOTS * 4096}")
+            raise ConfigError(f"kvxfer setting 'staging_bytes' cannot be {nbytes}: at least {SLOTS * 4096} are needed")
         pinned = device == "cpu" and any(r.device != "cpu" for r in regions)
         self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, pinned=pinned)
         self.reset()

@@ -9,6 +9,7 @@ from typing import get_args
 from kvxfer import facts as f
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError, PeerError
+from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, Incompatible, Planner, ShardAssignment
 from kvxfer.session import messages as m
 from kvxfer.session.staging import Staging
@@ -78,25 +79,26 @@ class Terms:
             dict(facts),
         )
 
-    def agree(self, hello: m.Hello, planner: Planner) -> LinkInfo:
-        """What a hello amounts to that has been admitted. Raises ``PeerError`` with the reason for a refusal."""
+    def agree(self, hello: m.Hello, planner: Planner, name: str = "") -> LinkInfo:
+        """What a hello amounts to that has been admitted, of a peer known by ``name``. Raises
+        ``PeerError`` with the reason for a refusal."""
         if hello.mode != self.mode:
-            raise PeerError(
+            raise _misfit(
                 f"{hello.engine!r} uses back end {self.backend!r} by {hello.mode}, this engine by {self.mode}; configure it "
                 "alike on both"
             )
         if hello.piece_bytes < LEAST_PIECE:
-            raise PeerError(f"{hello.engine!r} takes pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least")
+            raise _misfit(f"{hello.engine!r} takes pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least")
         integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
-        return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, self.stage_below, integrity)
+        return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, self.stage_below, integrity, name=name)
 
     def accept(self, welcome: m.Welcome) -> None:
         """Check a producer's answer to our hello. Raises ``PeerError`` when it is none that we asked for."""
         if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
-            raise PeerError(f"its pieces have {welcome.piece_bytes} bytes, and ours {self.piece_bytes}")
+            raise _misfit(f"its pieces have {welcome.piece_bytes} bytes, and ours {self.piece_bytes}")
         if STRICTNESS.index(welcome.integrity) < STRICTNESS.index(self.integrity):
-            raise PeerError(
+            raise _misfit(
                 f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})"
             )
 
@@ -105,12 +107,13 @@ def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int, facts
     """Check all of a consumer's hello that does not depend on what a back end can do. ``lineup``, ``cache``, ``epoch``, ``facts``:
     ours. Raises ``PeerError`` with the reason for a refusal."""
     if hello.protocol != m.PROTOCOL:
-        raise PeerError(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
+        raise _misfit(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
     if hello.expect_epoch != epoch:
-        raise PeerError(f"{hello.engine!r} looks for an agent that lived here before; this one started later")
+        why = f"{hello.engine!r} looks for an agent that lived here before; this one started later"
+        raise PeerError(why, kind=FailureKind.PEER_LOST)
     check_facts(hello, facts)
     if hello.backend not in lineup:
-        raise PeerError(
+        raise _misfit(
             f"{hello.engine!r} uses back end {hello.backend!r}, this engine {' or '.join(map(repr, lineup))}; configure the "
             "same on both"
         )
@@ -118,7 +121,7 @@ def admit(hello: m.Hello, lineup: Sequence[str], cache: Cache, epoch: int, facts
         hello.cache.check()
         return Planner(cache, hello.cache, hello.assignments)
     except (Incompatible, ValueError) as e:
-        raise PeerError(f"the caches do not fit: {e}") from None
+        raise _misfit(f"the caches do not fit: {e}") from None
 
 
 def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
@@ -126,7 +129,7 @@ def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
     yet, and the consumer has compared those of our directory. Raises ``PeerError``."""
     why = None if facts is None else f.difference(facts, hello.facts, "at the consumer")
     if why is not None:
-        raise PeerError(f"{hello.engine!r} asks for KV of this engine, but {why}")
+        raise _misfit(f"{hello.engine!r} asks for KV of this engine, but {why}")
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
@@ -154,6 +157,10 @@ def lent(caps: Capabilities, role: Role) -> tuple[frozenset[int], bool]:
     if mode == "write" and not serves:
         return frozenset({0, 1} if _closes(caps) else {1}), True
     return frozenset(), False
+
+
+def _misfit(why: str) -> PeerError:
+    return PeerError(why, kind=FailureKind.INCOMPATIBLE)
 
 
 def _mode(caps: Capabilities) -> Mode:

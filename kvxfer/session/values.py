@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from kvxfer.config import Integrity
+from kvxfer.failures import DELIVERED, Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
-from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
 from kvxfer.memory import Side
 from kvxfer.session.messages import Message
 from kvxfer.transport import Verb
 
 __all__ = [
+    "DELIVERED",
     "Abort",
     "Acquit",
     "Action",
@@ -25,16 +25,14 @@ __all__ = [
     "Dial",
     "Ended",
     "Event",
-    "Fetch",
+    "Failure",
     "Hash",
     "Hashed",
-    "Kind",
     "Lane",
     "LinkId",
     "LinkInfo",
     "Move",
     "Moved",
-    "Offered",
     "Outcome",
     "PartRef",
     "Released",
@@ -53,29 +51,11 @@ LinkId = Hashable
 by the peer's socket identity, which is another one each time."""
 
 
-class Kind(enum.StrEnum):
-    DELIVERED = "delivered"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a transfer ended on this side; ``reason`` says why it was not delivered."""
-
-    kind: Kind
-    reason: str = ""
-
-    @property
-    def delivered(self) -> bool:
-        return self.kind is Kind.DELIVERED
-
-
 Role = Literal["producer", "consumer"]
 Mode = Literal["read", "write", "sendrecv"]
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``.
 
     ``nbytes``: that have come; of a producer, that its consumers have confirmed. ``seconds``: from the call that began it.
@@ -95,8 +75,7 @@ class Ended:
     waited: float = 0.0
 
 
-@dataclass(frozen=True)
-class Released:
+class Released(msgspec.Struct, frozen=True):
     """Nothing reads or writes the transfer's blocks any more; comes once, after ``Ended``."""
 
     role: Role
@@ -122,38 +101,7 @@ class Stats(msgspec.Struct, frozen=True):
     staged: int
 
 
-@dataclass(frozen=True)
-class Fetch:
-    """A consumer's request: bring tokens ``[start, tokens)`` of ``transfer`` into ``blocks`` (int64 tables per group,
-    -1 = not wanted). ``handle`` is the engine's own name for it, unique among its live fetches. ``own``: this engine's
-    directory, needed when the engine has more than one rank."""
-
-    handle: str
-    transfer: TransferId
-    digest: bytes
-    source: Source
-    blocks: tuple[Ints, ...]
-    start: int
-    tokens: int
-    own: Source | None = None
-
-
-@dataclass(frozen=True)
-class Offered:
-    """What the producer's engine offers: the KV of tokens ``[0, tokens)`` in ``blocks`` (int64 tables per group).
-    ``final``: nothing more will follow in this generation. All ranks of an engine number generations alike, and each new one
-    higher."""
-
-    transfer: TransferId
-    digest: bytes
-    generation: int
-    tokens: int
-    blocks: tuple[Ints, ...]
-    final: bool
-
-
-@dataclass(frozen=True)
-class PartRef:
+class PartRef(NamedTuple):
     """Names one part of one attempt, on the side that moves it."""
 
     role: Role
@@ -175,6 +123,7 @@ class LinkInfo:
     ``peer``: the other agent's epoch. ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose
     pattern rows are shorter than ``stage_below`` bytes on average goes staged (0: never). ``integrity``: how much of
     what moves is hashed on both sides. ``tally``: consumer, what the producer's is now, where it can be seen from here.
+    ``name``: what operators know the peer by.
     """
 
     mode: Mode
@@ -184,6 +133,7 @@ class LinkInfo:
     stage_below: int = 0
     integrity: Integrity = "off"
     tally: Callable[[], int] | None = None
+    name: str = ""
 
     @property
     def unattended(self) -> bool:
@@ -194,8 +144,7 @@ class LinkInfo:
 # --- actions: what a machine asks its shell to do ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Resolve:
+class Resolve(msgspec.Struct, frozen=True):
     """Find the route to this source; answer with ``Consumer.resolved``. ``own``: see ``Fetch``."""
 
     source: Source
@@ -216,31 +165,27 @@ class Resolved:
     lanes: tuple[Lane, ...]
 
 
-@dataclass(frozen=True)
-class Dial:
+class Dial(msgspec.Struct, frozen=True):
     """Make this link; if there is one, close that first. Answer with ``link_up`` or ``link_down``, and for one that was
     closed with ``link_closed`` before that."""
 
     link: LinkId
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """Forget this link and its back-end connection. Answer the consumer with ``link_closed`` once nothing comes over it
     any more; a producer's ``Close`` has the consumer dial anew, and is answered with ``link_down``."""
 
     link: LinkId
-    reason: str
+    why: Failure
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     link: LinkId
     message: Message
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(msgspec.Struct, frozen=True):
     """Give a part to the data thread; answer with ``moved``. ``stream`` numbers two-sided parts of a link. ``check``: what
     is to be hashed of it on this side once it has arrived."""
 
@@ -252,20 +197,17 @@ class Move:
     check: CopyPlan | None = None
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True):
     ref: PartRef
 
 
-@dataclass(frozen=True)
-class Acquit:
+class Acquit(msgspec.Struct, frozen=True):
     """The producer has ended its half of this part for good: nothing of it comes into what was lent to it any more."""
 
     ref: PartRef
 
 
-@dataclass(frozen=True)
-class Hash:
+class Hash(msgspec.Struct, frozen=True):
     """Checksum what this plan moves, on our side of it; answer with ``hashed``. An ``Abort`` may end it early."""
 
     ref: PartRef
@@ -273,23 +215,21 @@ class Hash:
     side: Side
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     event: Event
 
 
 Action = Resolve | Dial | Close | Send | Move | Abort | Acquit | Hash | Report
 
 
-@dataclass(frozen=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True):
     """The end of a part on this side; comes again, quiet, when it was not quiet the first time. ``quiet``: the back end
     no longer touches its memory here. ``collateral``: it ended only because its link broke under something else.
     ``seconds``: from when the data thread took it up. ``checksum``: of what ``Move.check`` names, where memory has been read
     on the way; else it has to be."""
 
     ref: PartRef
-    error: str | None
+    failure: Failure | None
     quiet: bool
     nbytes: int
     collateral: bool = False
@@ -297,13 +237,12 @@ class Moved:
     checksum: int | None = None
 
 
-@dataclass(frozen=True)
-class Hashed:
+class Hashed(msgspec.Struct, frozen=True):
     """The checksum of a part's content on this side, or why there is none."""
 
     ref: PartRef
     value: int = 0
-    error: str | None = None
+    failure: Failure | None = None
 
 
 def link_name(link: LinkId) -> str:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from kvxfer.errors import PeerError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import IdentityError, is_ip, parse_address
 from kvxfer.security import Security
 from kvxfer.session.connection import Connection
@@ -94,12 +95,12 @@ class Hub:
             target = parse_address(where.removeprefix("tcp://"))
             self._security.check_target(target)
         except (IdentityError, PeerError) as e:
-            raise PeerError(f"cannot dial {where[:200]!r}: {e}") from None
+            raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
         conn = Connection(target.host, owner, limit, self._dirty, self._security.dialled, guest=False)
         if is_ip(target.host):
             self._begin(conn, _addresses(target.host, target.port))
         elif not self._names.submit(0, partial(self._look_up, conn, target.host, target.port)):
-            raise PeerError(f"cannot dial {where!r}: too many names are being looked up")
+            raise PeerError(f"cannot dial {where!r}: too many names are being looked up", kind=FailureKind.OVERLOADED)
         return conn
 
     def keep(self, conn: Connection, limit: int) -> None:
@@ -177,6 +178,7 @@ class Hub:
     def wake(self) -> None:
         """Let ``poll`` return. Any thread; does nothing after ``close``."""
         if self._asleep:
+            self._asleep = False  # one word is enough
             with self._flag_lock:
                 if self._flag >= 0:
                     os.eventfd_write(self._flag, 1)

@@ -18,12 +18,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from kvxfer.backend.memories import Memories
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.settings import read
 from kvxfer.transport import registry
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Transport, Verb
-from kvxfer.transport.memories import Memories
 
 __all__ = ["Faulty", "Options", "Zeroing"]
 

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from kvxfer.backend.base import ONE_SIDED
+from kvxfer.backend.memories import Memories
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Verb
-from kvxfer.transport.memories import Memories
 
 __all__ = ["Fault", "Network"]
 
 Fault = Literal["lose", "corrupt", "fail"]
-ONE_SIDED = (Verb.READ, Verb.WRITE)
 
 
 class Member(Protocol):
@@ -25,7 +25,7 @@ class Member(Protocol):
 
     agent: str
     memories: Memories
-    sides: dict[int, Side]
+    links: dict[int, Side]
     dead: bool
     stopped: bool
 
@@ -152,7 +152,7 @@ class Network:
     def _orphan(self, tokens: set[str], why: str) -> None:
         """The ends of links that these stand for are no more."""
         for member in self._members:
-            for side in member.sides.values():
+            for side in member.links.values():
                 if side.tokens & tokens:
                     side.other = None
                     self.cut(side, why)
@@ -162,7 +162,7 @@ class Network:
     def link(self, side: Side) -> None:
         """Join a new side with its other one, if that is there already."""
         for member in self._members:
-            for other in member.sides.values():
+            for other in member.links.values():
                 if other is not side and other.tokens == side.tokens:
                     side.other, other.other = other, side
                     member.wake()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from kvxfer.config import Config
-from kvxfer.transport.ports import loopback
+from kvxfer.settings import loopback
 from kvxfer.transport.registry import load
 
 __all__ = ["guard", "who"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.transport.endpoint import EndpointBase
+from kvxfer.backend.endpoint import EndpointBase
 
 __all__ = ["altered_as"]
 

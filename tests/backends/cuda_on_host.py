@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from kvxfer.geometry import Region
 from kvxfer.transport import Capabilities, Probe
 from kvxfer_cuda_ipc import CudaIpcTransport
-from kvxfer_cuda_ipc.driver import CudaError
+from kvxfer_cuda_ipc.library import CudaError
 from kvxfer_cuda_ipc.tables import Launch
 
 MAPPED: list[int] = [0]
@@ -134,7 +134,7 @@ class OnHost(CudaIpcTransport):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, memory=frozenset({"cpu"}))
+        return replace(super().capabilities, memory=frozenset({"cpu", "cuda"}))
 
     def register(self, regions: Sequence[Region]) -> int:
         return super().register(

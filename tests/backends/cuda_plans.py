@@ -9,7 +9,7 @@ from kvxfer.geometry import Planner, Rank, Region, route
 from kvxfer.geometry.cache import Cache, Group, Heads, View, flat_starts
 from kvxfer.testing.conformance import World
 from kvxfer.testing.conformance.harness import Started, assert_equal
-from kvxfer.testing.party import LocalParty, Party
+from kvxfer.testing.participant import LocalParticipant, Participant
 from kvxfer.transport import PlanBatch, Verb
 
 __all__ = ["PAIRS", "move_plans", "planner"]
@@ -63,8 +63,8 @@ def planner(src: Cache, dst: Cache) -> Planner:
     return Planner(src, dst, route([src, other], [dst])[Rank()].assignments[Rank()])
 
 
-def move_plans(world: World, me: LocalParty, other: Party, pair: str, verb: Verb) -> None:
-    """Move requests of several lengths between the caches of two parties, and check every byte of the target."""
+def move_plans(world: World, me: LocalParticipant, other: Participant, pair: str, verb: Verb) -> None:
+    """Move requests of several lengths between the caches of two participants, and check every byte of the target."""
     src, dst = PAIRS[pair]
     sender, receiver = (other, me) if verb is Verb.READ else (me, other)
     memory = sender.allocate([r.nbytes for r in src.regions], 1), receiver.allocate([r.nbytes for r in dst.regions], 2)

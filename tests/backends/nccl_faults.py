@@ -1,4 +1,4 @@
-"""What NCCL leaves to the back end: faults that the conformance suite cannot know, for the twin and for NCCL itself."""
+"""What NCCL leaves to the back end: faults that the conformance suite cannot know, for the fake and for NCCL itself."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import pytest
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance import Link, Started, Suite, Way, World
 from kvxfer.testing.conformance.harness import assert_equal
-from kvxfer.testing.party import LocalParty, Party, Runs
+from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_nccl.channel import Channel
-from kvxfer_nccl.wire import Bye, Done, Endpoint, Hello, Id, Message, Ready, Retire, Sent, new_token
+from kvxfer_nccl.endpoint import Endpoint, new_token
+from kvxfer_nccl.wire import Bye, Done, Hello, Id, Message, Ready, Retire, Sent
 
 SMALL = Runs.of([0], [0], [1000])
 LARGE = Runs.of([0], [0], [3_000_000])
@@ -29,7 +30,7 @@ class Impostor:
 
     name = "impostor"
 
-    def __init__(self, world: World, victim: LocalParty, sends: bool) -> None:
+    def __init__(self, world: World, victim: LocalParticipant, sends: bool) -> None:
         self._world = world
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
@@ -92,18 +93,18 @@ class Faults(Suite):
         super().__init_subclass__(**kwargs)
         cls.__test__ = hasattr(cls, "pipe")
 
-    def party(self, world: World, **options: Any) -> LocalParty:
+    def participant(self, world: World, **options: Any) -> LocalParticipant:
         """One with options of its own."""
-        party = LocalParty(self.backend, {**self.options, **options}, f"special-{options}", world._device())
-        world.adopt(party)
-        party.allocate([4 << 20], 3)
-        return party
+        participant = LocalParticipant(self.backend, {**self.options, **options}, f"special-{options}", world._device())
+        world.adopt(participant)
+        participant.allocate([4 << 20], 3)
+        return participant
 
     @pytest.fixture
     def impostor(self, world: World) -> Iterator[Any]:
         made: list[Impostor] = []
 
-        def make(victim: LocalParty, sends: bool) -> Impostor:
+        def make(victim: LocalParticipant, sends: bool) -> Impostor:
             made.append(Impostor(world, victim, sends))
             return made[-1]
 
@@ -153,7 +154,7 @@ class Faults(Suite):
         assert result.error is not None and "impostor" in result.error
         world.move(other, Way.SEND, c, a, LARGE)
 
-    def _begin(self, victim: LocalParty, peer: Impostor) -> Started:
+    def _begin(self, victim: LocalParticipant, peer: Impostor) -> Started:
         """Bring the victim into NCCL's init, from which it does not come back by itself."""
         batch = Batch(peer.verb, peer.peer, 0, LARGE.lengths, LARGE.src)
         started = Started([(victim, victim.submit(batch))])
@@ -236,7 +237,7 @@ class Faults(Suite):
     def test_an_abort_without_end_leaves_memory_in_use(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         """The batch ends in time all the same, and says that it is not quiet."""
         b = world.local()
-        a = self.party(world, abort_timeout_s=0.3)
+        a = self.participant(world, abort_timeout_s=0.3)
         world.allocate(b)
         link = world.link(a, b)
         world.move(link, Way.SEND, a, b, SMALL)
@@ -254,7 +255,7 @@ class Faults(Suite):
 
     def test_two_sides_with_unlike_channels_take_the_fewer(self, world: World) -> None:
         """NCCL fails with an internal error where they differ."""
-        a, b = self.party(world, channels=16), self.party(world, channels=4)
+        a, b = self.participant(world, channels=16), self.participant(world, channels=4)
         link = world.link(a, b)
         for source, target in ((a, b), (b, a)):
             world.move(link, Way.SEND, source, target, LARGE)
@@ -272,7 +273,7 @@ class Faults(Suite):
         world.succeed(*started)
 
     def test_idle_communicators_are_closed_and_made_anew(self, world: World) -> None:
-        a, b = self.party(world, idle_close_s=1.0), self.party(world, idle_close_s=1.0)
+        a, b = self.participant(world, idle_close_s=1.0), self.participant(world, idle_close_s=1.0)
         link = world.link(a, b)
         for _ in range(3):
             world.move(link, Way.SEND, a, b, LARGE)
@@ -281,7 +282,7 @@ class Faults(Suite):
             world.wait_for(lambda: open_pipes(a) == open_pipes(b) == 0, "the closing of idle communicators")
 
     def test_a_transfer_may_come_while_an_idle_communicator_closes(self, world: World) -> None:
-        a, b = self.party(world, idle_close_s=0.001), self.party(world, idle_close_s=0.001)
+        a, b = self.participant(world, idle_close_s=0.001), self.participant(world, idle_close_s=0.001)
         link = world.link(a, b)
         for i in range(20 if self.memory == "cpu" else 5):
             world.move(link, Way.SEND, a, b, Runs.of([i], [i], [1000 + i]))
@@ -321,7 +322,7 @@ class Faults(Suite):
         world.allocate(hub)
 
         def loop() -> None:
-            peers: list[Party] = [self.peer(world) for _ in range(self.peers)]
+            peers: list[Participant] = [self.peer(world) for _ in range(self.peers)]
             links = [world.link(hub, peer) for peer in peers]
             world.succeed(*(k.start(Way.SEND, hub, p, SMALL) for k, p in zip(links, peers, strict=True)))
             for i, (link, peer) in enumerate(zip(links, peers, strict=True)):
@@ -340,17 +341,17 @@ class Faults(Suite):
             loop()
         world.wait_for(lambda: all(now <= then for now, then in zip(self.used(), before, strict=True)), "the release")
 
-    def peer(self, world: World) -> LocalParty:
-        party = world.local()
-        party.allocate([10_000], 1)
-        return party
+    def peer(self, world: World) -> LocalParticipant:
+        participant = world.local()
+        participant.allocate([10_000], 1)
+        return participant
 
     def used(self) -> tuple[int, ...]:
         """What must not grow."""
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def open_pipes(party: LocalParty) -> int:
-    """How many communicators a party has."""
-    links = party.transport._links.values()  # type: ignore[attr-defined]
+def open_pipes(participant: LocalParticipant) -> int:
+    """How many communicators a participant has."""
+    links = participant.transport.links.values()  # type: ignore[attr-defined]
     return sum(lane.pipe is not None for link in links for lane in (link.lane(Verb.SEND), link.lane(Verb.RECV)))

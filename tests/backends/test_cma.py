@@ -23,7 +23,7 @@ from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, Way, World
 from kvxfer.testing.conformance.harness import Started, assert_equal
-from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from tests.backends.altered import altered_as
 from tests.conftest import require
@@ -70,7 +70,7 @@ class Crewed(Suite):
 @pytest.fixture(params=[Direct, Crewed, Shared], ids=["vm", "crew", "shm"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if request.param is Crewed:
-        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.memory.pool.SHARE_BYTES", 1)
         monkeypatch.setattr("kvxfer_cma.copy.PIECE_BYTES", 4096)
     world = World(request.param())
     yield world
@@ -94,8 +94,8 @@ def shared() -> Iterator[World]:
 altered = partial(altered_as, Endpoint)
 
 
-def error_of(world: World, party: LocalParty, batch: Batch) -> str:
-    [result] = world.finish(Started([(party, party.submit(batch))]), seconds=5)
+def error_of(world: World, participant: LocalParticipant, batch: Batch) -> str:
+    [result] = world.finish(Started([(participant, participant.submit(batch))]), seconds=5)
     assert result.error is not None, "a batch that cannot succeed did"
     assert result.quiet
     return result.error
@@ -118,8 +118,8 @@ def test_a_process_that_took_over_the_number_is_not_touched(direct: World, batch
     """The number in the endpoint leads to a living process that is not the peer."""
     a, b = direct.local(), direct.process("peer")
     stranger = direct.process("stranger")
-    for party in (a, b, stranger):
-        party.allocate([N], 1)
+    for participant in (a, b, stranger):
+        participant.allocate([N], 1)
     mine, theirs = a.endpoint(), b.endpoint()
     other = Endpoint.decode(stranger.endpoint())
     peer = a.connect(mine, altered(theirs, pid=other.pid))
@@ -213,8 +213,8 @@ def _become_another_program(pipe: Connection) -> None:
 def test_death_in_the_middle_of_a_copy(world: World) -> None:
     """Batches that are too large for one poll, and a peer that is killed while they run."""
     a, b = world.local(), world.mortal()
-    for party in (a, b):
-        party.allocate([96 << 20], 1)
+    for participant in (a, b):
+        participant.allocate([96 << 20], 1)
     link = world.link(a, b)
     runs = Runs.of([0], [0], [96 << 20])
     started = [link.start(Way.READ, b, a, runs) for _ in range(4)]
@@ -228,8 +228,8 @@ def test_death_in_the_middle_of_a_copy(world: World) -> None:
 @pytest.mark.parametrize("way", [Way.READ, Way.WRITE])
 def test_many_pieces_arrive_whichever_thread_copies_them(world: World, way: Way) -> None:
     a, b = world.local(), world.other()
-    for party in (a, b):
-        party.allocate([3 << 20], 1)
+    for participant in (a, b):
+        participant.allocate([3 << 20], 1)
     at = np.random.default_rng(0).permutation(2000) * 1536
     source, target = (b, a) if way is Way.READ else (a, b)
     world.move(world.link(a, b), way, source, target, Runs.of(at, np.sort(at), np.full(2000, 1531)))
@@ -238,8 +238,8 @@ def test_many_pieces_arrive_whichever_thread_copies_them(world: World, way: Way)
 def test_a_poll_stays_short(world: World) -> None:
     """However large the batch, a poll returns within `may_block_s` and many are needed. (No timing: counted.)"""
     a, b = world.local(), world.other()
-    for party in (a, b):
-        party.allocate([96 << 20], 1)
+    for participant in (a, b):
+        participant.allocate([96 << 20], 1)
     link = world.link(a, b)
     started = link.start(Way.READ, b, a, Runs.of([0], [0], [96 << 20]))
     turns = 0
@@ -362,7 +362,7 @@ def test_probe_explains_the_rules(
 class Stranger:
     """Speaks to a transport's socket, knowing or not knowing a link; everything else is up to the test."""
 
-    def __init__(self, victim: LocalParty, link: bytes, sealed: bool = True, size: int | None = None) -> None:
+    def __init__(self, victim: LocalParticipant, link: bytes, sealed: bool = True, size: int | None = None) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(5)
         self.socket.connect(f"\0{Endpoint.decode(victim.endpoint()).socket}")
@@ -391,8 +391,8 @@ class Stranger:
 
 
 @pytest.fixture
-def victim(shared: World) -> tuple[LocalParty, bytes]:
-    """A party, and a link that it has offered and opened."""
+def victim(shared: World) -> tuple[LocalParticipant, bytes]:
+    """A participant, and a link that it has offered and opened."""
     a, b = shared.local(), shared.local()
     a.allocate([N], 1)
     mine, theirs = a.endpoint(), b.endpoint()
@@ -414,31 +414,31 @@ def victim(shared: World) -> tuple[LocalParty, bytes]:
     ],
 )
 def test_requests_outside_are_refused(
-    shared: World, victim: tuple[LocalParty, bytes], runs: list[tuple[int, int]], asked: tuple[int, int, int, int]
+    shared: World, victim: tuple[LocalParticipant, bytes], runs: list[tuple[int, int]], asked: tuple[int, int, int, int]
 ) -> None:
     """Too long, before the beginning, of negative length, far off, of unknown memory, more than a slot holds, for a
     slot that is not there, too many."""
-    party, link = victim
-    before = party.content(0)
-    answer = Stranger(party, link).ask(shared, runs, asked)
+    participant, link = victim
+    before = participant.content(0)
+    answer = Stranger(participant, link).ask(shared, runs, asked)
     assert answer == b"" or struct.unpack("<II", answer)[1] != 0
-    assert_equal(party.content(0), before, "the victim's memory")
+    assert_equal(participant.content(0), before, "the victim's memory")
 
 
-def test_requests_inside_are_answered(shared: World, victim: tuple[LocalParty, bytes]) -> None:
+def test_requests_inside_are_answered(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
     """What the tests around break: so that they fail for the reason they name."""
-    party, link = victim
-    stranger = Stranger(party, link)
+    participant, link = victim
+    stranger = Stranger(participant, link)
     assert struct.unpack("<II", stranger.ask(shared, [(16, 8)], (0, 0, 0, 1))) == (0, 0)
-    assert party.content(0)[16:24].tobytes() in bytes(stranger.memory)
+    assert participant.content(0)[16:24].tobytes() in bytes(stranger.memory)
 
 
-def test_strangers_are_hung_up_on(shared: World, victim: tuple[LocalParty, bytes]) -> None:
-    party, link = victim
+def test_strangers_are_hung_up_on(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
+    participant, link = victim
     for stranger in (
-        Stranger(party, b"x" * 16),
-        Stranger(party, b""),
-        Stranger(party, link, sealed=False),
-        Stranger(party, link, size=4096),
+        Stranger(participant, b"x" * 16),
+        Stranger(participant, b""),
+        Stranger(participant, link, sealed=False),
+        Stranger(participant, link, size=4096),
     ):
         assert stranger.ask(shared, [(0, 8)], (0, 0, 0, 1)) == b""

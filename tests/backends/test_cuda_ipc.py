@@ -23,9 +23,9 @@ from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.conformance.harness import Started, assert_equal
 from kvxfer.transport import Batch, PlanBatch, Verb
-from kvxfer_cuda_ipc.driver import CudaError
 from kvxfer_cuda_ipc.endpoint import Endpoint
 from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, describe
+from kvxfer_cuda_ipc.library import CudaError
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_strided_copy
 from tests.backends.altered import altered_as
@@ -94,8 +94,8 @@ def test_a_plan_moves_what_its_runs_say(world: World, pair: str, verb: Verb) -> 
 def test_a_plan_that_leaves_the_memory_is_refused(world: World, side: str, shift: int) -> None:
     src, dst = PAIRS["layout"]
     a, b = world.local(), world.local()
-    for party, of in ((a, src), (b, dst)):
-        party.allocate([r.nbytes for r in of.regions], 1)
+    for participant, of in ((a, src), (b, dst)):
+        participant.allocate([r.nbytes for r in of.regions], 1)
     link = world.link(a, b)
     plan = planner(src, dst).plan([np.arange(8)], [np.arange(8)], 0, 32)
     strided = plan.copies[0]
@@ -122,8 +122,8 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
-pattern <typename T> T __ldcs(const T* p) { return *p; }
-pattern <typename T> void __stcs(T* p, T v) { *p = v; }
+template <typename T> T __ldcs(const T* p) { return *p; }
+template <typename T> void __stcs(T* p, T v) { *p = v; }
 #include "%s"
 #define CASE(WORD, STEPS) if (word == WORD && steps == STEPS) copy##WORD##x##STEPS(*work);
 #define CASES(WORD) CASE(WORD, 1) CASE(WORD, 2) CASE(WORD, 4) CASE(WORD, 8)

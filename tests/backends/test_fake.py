@@ -4,10 +4,10 @@ from typing import Any, ClassVar
 
 from kvxfer.testing import ConformanceSuite, FakeTransport, Network
 from kvxfer.testing.conformance import World
-from kvxfer.testing.party import LocalParty
+from kvxfer.testing.participant import LocalParticipant
 
 
-class MortalFake(LocalParty):
+class MortalFake(LocalParticipant):
     """Killed and stopped by its network, since it lives in this process."""
 
     network: Network
@@ -27,10 +27,10 @@ class OnFake(ConformanceSuite):
     __test__ = False
 
     def make_mortal(self, world: World, name: str) -> MortalFake:
-        party = MortalFake(self.backend, self.options, name, self.memory)
-        party.network = self.options["network"]
-        world.adopt(party)
-        return party
+        participant = MortalFake(self.backend, self.options, name, self.memory)
+        participant.network = self.options["network"]
+        world.adopt(participant)
+        return participant
 
 
 class TestFakeReads(OnFake):

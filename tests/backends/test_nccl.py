@@ -1,4 +1,4 @@
-"""The NCCL back end over its CPU twin: the contract, and how it stands up to what NCCL cannot do by itself."""
+"""The NCCL back end over its fake on CPUs: the contract, and how it stands up to what NCCL cannot do by itself."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Link, Started, Suite, Way, World
 from kvxfer_nccl import NcclTransport
 from kvxfer_nccl.binding import Binding
+from kvxfer_nccl.endpoint import Endpoint
 from kvxfer_nccl.tasks import Task
-from kvxfer_nccl.twin import TwinBinding, TwinPipe, TwinTransport
-from kvxfer_nccl.wire import Endpoint
+from tests.backends.fake_nccl import FakeBinding, FakeNcclTransport, FakePipe
 from tests.backends.nccl_faults import LARGE, SMALL, Faults
 from tests.session import conftest as agents
-from tests.session.conftest import Ended, Kind, Released, fetch, offered
+from tests.session.conftest import Ended, FailureKind, Released, fetch, offered
 
 engine = agents.engine  # the fixture
 
 
-class TestTwin(ConformanceSuite):
-    backend = TwinTransport
+class TestFake(ConformanceSuite):
+    backend = FakeNcclTransport
 
 
 def test_threads_are_used_again() -> None:
@@ -44,12 +44,12 @@ def test_threads_are_used_again() -> None:
 
 
 class TestFaults(Faults):
-    backend = TwinTransport
-    pipe = TwinPipe
+    backend = FakeNcclTransport
+    pipe = FakePipe
 
 
 class Ours(Suite):
-    backend = TwinTransport
+    backend = FakeNcclTransport
     __test__ = False
 
 
@@ -81,12 +81,12 @@ def test_the_stream_waits_for_a_fence_with_an_event(world: World) -> None:
     world.succeed(started)
 
 
-class OneGpu(TwinTransport):
+class OneGpu(FakeNcclTransport):
     """All share a GPU."""
 
     @classmethod
     def load(cls) -> Binding:
-        binding = TwinBinding()
+        binding = FakeBinding()
         binding._identity = "GPU-1"
         return binding
 
@@ -102,7 +102,7 @@ def test_two_ranks_on_one_gpu_are_refused_with_advice() -> None:
 
 
 def test_two_releases_are_refused() -> None:
-    a, b = TwinTransport("a", {}), TwinTransport("b", {})
+    a, b = FakeNcclTransport("a", {}), FakeNcclTransport("b", {})
     try:
         mine, theirs = a.endpoint(), Endpoint.decode(b.endpoint())
         other = Endpoint(*[*(getattr(theirs, f) for f in theirs.__struct_fields__[:-1]), "1.2.3"])
@@ -141,16 +141,16 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
 )
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        TwinTransport("agent", options)
+        FakeNcclTransport("agent", options)
 
 
 def test_memory_of_two_gpus_is_refused() -> None:
     """One NCCL rank drives one GPU."""
 
-    class TwoKinds(TwinBinding):
+    class TwoKinds(FakeBinding):
         memory: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
-    class Cuda(TwinTransport):
+    class Cuda(FakeNcclTransport):
         @classmethod
         def load(cls) -> Binding:
             return TwoKinds()
@@ -181,28 +181,28 @@ def test_without_a_gpu_it_says_what_is_missing() -> None:
         NcclTransport("agent", {})
 
 
-TWIN = {"backend": "kvxfer_nccl.twin:TwinTransport"}
+FAKE = {"backend": "tests.backends.fake_nccl:FakeNcclTransport"}
 
 
 class Gate:
-    """Holds up what the twin's streams send, until it is opened, and counts communicators."""
+    """Holds up what the fake's streams send, until it is opened, and counts communicators."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.event, self.opened, self.held = threading.Event(), 0, threading.Event()
-        move, open_ = TwinPipe.move, TwinPipe.open
+        move, open_ = FakePipe.move, FakePipe.open
 
-        def held(pipe: TwinPipe, runs: list[tuple[int, int]]) -> None:
+        def held(pipe: FakePipe, runs: list[tuple[int, int]]) -> None:
             if pipe._way.sends and sum(n for _, n in runs) > 1:  # not the byte by which a pair connects
                 pipe.wait(self)  # type: ignore[arg-type]  # it has an event
                 self.held.set()
             move(pipe, runs)
 
-        def counted(pipe: TwinPipe) -> None:
+        def counted(pipe: FakePipe) -> None:
             self.opened += 1
             open_(pipe)
 
-        monkeypatch.setattr(TwinPipe, "move", held)
-        monkeypatch.setattr(TwinPipe, "open", counted)
+        monkeypatch.setattr(FakePipe, "move", held)
+        monkeypatch.setattr(FakePipe, "open", counted)
 
 
 @pytest.fixture
@@ -222,14 +222,14 @@ def start_eight(p: Any, d: Any) -> None:
 @pytest.mark.parametrize("victim", range(0, 8, 3))
 def test_one_of_eight_transfers_is_aborted_and_seven_complete(engine: Any, gate: Gate, victim: int) -> None:
     """Its abort costs all that is in flight their communicator; the session makes it anew, and they go on."""
-    p, d = engine(dict(TWIN), seed=1, blocks=32), engine(dict(TWIN), blocks=32)
+    p, d = engine(dict(FAKE), seed=1, blocks=32), engine(dict(FAKE), blocks=32)
     start_eight(p, d)
     assert gate.held.wait(10)
     d.agents[0].cancel(str(victim), "client left")
     d.wait(Ended)
     gate.event.set()
     ends = {e.handle: e.outcome for e in d.wait(Ended, count=8)}
-    assert ends.pop(str(victim)).kind is Kind.CANCELLED
+    assert ends.pop(str(victim)).kind is FailureKind.CANCELLED
     assert all(outcome.delivered for outcome in ends.values()), ends
     d.wait(Released, count=8)
     for i in set(range(8)) - {victim}:
@@ -241,13 +241,14 @@ def test_after_a_communicator_in_error_the_next_transfer_works(
     engine: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was in flight ends with the library's words; the session makes a new link for what comes later."""
-    p, d = engine(dict(TWIN), seed=1, blocks=32), engine(dict(TWIN), blocks=32)
+    p, d = engine(dict(FAKE), seed=1, blocks=32), engine(dict(FAKE), blocks=32)
     start_eight(p, d)
     assert gate.held.wait(10)
-    monkeypatch.setattr(TwinPipe, "error", lambda pipe: "unhandled cuda error")
+    monkeypatch.setattr(FakePipe, "error", lambda pipe: "unhandled cuda error")
     ends = d.wait(Ended, count=8)
     assert all(not e.outcome.delivered for e in ends)
-    assert "unhandled cuda error" in ends[0].outcome.reason
+    assert ends[0].outcome.kind is FailureKind.BACKEND_FAILED
+    assert "unhandled cuda error" in ends[0].outcome.failure.detail
     d.wait(Released, count=8)
     gate.event.set()
     monkeypatch.undo()

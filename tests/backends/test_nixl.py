@@ -22,7 +22,7 @@ from kvxfer.testing.conformance.deaths import Deaths
 from kvxfer.testing.conformance.endings import Endings
 from kvxfer.testing.conformance.harness import assert_equal, overlay
 from kvxfer.testing.conformance.transfers import Transfers
-from kvxfer.testing.party import LocalParty, Party, Runs
+from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport import Batch, Verb
 from tests.backends.altered import altered_as
 from tests.conftest import require
@@ -72,7 +72,7 @@ class TestCrew(Endings, Deaths):
 
     @pytest.fixture(autouse=True)
     def shares(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.memory.pool.SHARE_BYTES", 1)
 
 
 class Cma(Suite):
@@ -100,7 +100,7 @@ class Crewed(Suite):
 @pytest.fixture(params=[Cma, Tcp, Crewed], ids=["cma", "tcp", "crew"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if request.param is Crewed:
-        monkeypatch.setattr("kvxfer.transport.crew.SHARE_BYTES", 1)
+        monkeypatch.setattr("kvxfer.memory.pool.SHARE_BYTES", 1)
     world = World(request.param())
     yield world
     world.close()
@@ -142,10 +142,10 @@ def test_batches_in_pieces_move_the_same_bytes(world: World, runs: Runs, monkeyp
         world.move(link, way, a, b, runs)
 
 
-def large(world: World) -> tuple[LocalParty, Party, Link]:
+def large(world: World) -> tuple[LocalParticipant, Participant, Link]:
     a, b = world.local(), world.other()
-    for party in (a, b):
-        party.allocate([8 * MIB], 1)
+    for participant in (a, b):
+        participant.allocate([8 * MIB], 1)
     return a, b, world.link(a, b)
 
 
@@ -247,7 +247,7 @@ def test_what_a_stopped_peer_still_owes_comes_before_close_and_not_after(tcp: Wo
     [result] = tcp.finish(started)
     assert result.error is not None and not result.quiet
     assert a.transport.capabilities.quiet == "backend_reset"
-    with pytest.raises(TransportError, match="in use"):
+    with pytest.raises(TransportError, match="used by a batch"):
         a.transport.deregister(0)
     assert_equal(a.content(0), before, "the memory while the peer is stopped")
     a.close()
@@ -274,10 +274,10 @@ def test_what_a_stopped_peer_still_owes_does_land_without_close(tcp: World) -> N
     tcp.wait_for(lambda: _gone(a), "the end of the batch inside NIXL")
 
 
-def _gone(party: LocalParty) -> bool:
-    party.transport.poll()
+def _gone(participant: LocalParticipant) -> bool:
+    participant.transport.poll()
     try:
-        party.transport.deregister(0)
+        participant.transport.deregister(0)
     except TransportError:
         return False
     return True
@@ -303,8 +303,8 @@ def test_a_killed_peer_leaves_quiet_memory(tcp: World) -> None:
 def test_a_peer_killed_while_two_threads_read_it(cma: World) -> None:
     """Over CMA they are inside the call at that time. The batch ends with one error, and nothing lands later."""
     a, b = cma.local(), cma.process("killed")
-    for party in (a, b):
-        party.allocate([64 * MIB], 1)
+    for participant in (a, b):
+        participant.allocate([64 * MIB], 1)
     link = cma.link(a, b)
     assert all(r.error is None for r in cma.finish(link.start(Way.READ, b, a, Runs.of([0], [0], [10]))))
     threading.Timer(0.05, b.kill).start()
@@ -498,7 +498,7 @@ def test_an_endpoint_is_good_for_one_link(world: World) -> None:
     a, b = world.local(), world.local()
     mine, theirs = a.endpoint(), b.endpoint()
     a.connect(mine, theirs)
-    with pytest.raises(TransportError, match="in use"):
+    with pytest.raises(TransportError, match="no unused endpoint"):
         a.connect(mine, b.endpoint())
     with pytest.raises(TransportError, match="in use"):
         a.connect(a.endpoint(), theirs)
@@ -581,7 +581,8 @@ def test_an_environment_that_contradicts_is_named(monkeypatch: pytest.MonkeyPatc
 def test_peers_with_different_settings_understand_each_other() -> None:
     """One side with its own number of workers."""
     ends = [
-        LocalParty(NixlTransport, o, n, "cpu") for n, o in (("a", {}), ("b", {"plugin_params": {"num_workers": 3}}))
+        LocalParticipant(NixlTransport, o, n, "cpu")
+        for n, o in (("a", {}), ("b", {"plugin_params": {"num_workers": 3}}))
     ]
     a, b = ends
     try:

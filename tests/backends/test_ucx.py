@@ -21,7 +21,7 @@ from tests.conftest import require
 require("ucx")
 
 from kvxfer_ucx import UcxTransport  # noqa: E402  (only where it can be used)
-from kvxfer_ucx.link import Offer  # noqa: E402
+from kvxfer_ucx.endpoint import Endpoint  # noqa: E402
 from kvxfer_ucx.options import Options  # noqa: E402
 
 TCP = {"ucx": {"TLS": "tcp"}}
@@ -146,7 +146,7 @@ def test_halves_of_different_size_both_fail(pair: tuple[Side, Side], sent: int, 
 def test_a_stream_in_flight_is_not_taken_twice(pair: tuple[Side, Side]) -> None:
     a, b = pair
     a.submit(Verb.SEND, 5, [0], [10])
-    with pytest.raises(TransportError, match="in flight"):
+    with pytest.raises(TransportError, match="must rise"):
         a.submit(Verb.SEND, 5, [0], [10])
     a.submit(Verb.RECV, 5, [100], [10])
     b.submit(Verb.SEND, 5, [0], [10])
@@ -186,20 +186,20 @@ def test_what_is_no_address_of_a_worker() -> None:
 import random, sys
 from kvxfer.errors import KvxferError
 from kvxfer_ucx import UcxTransport
-from kvxfer_ucx.link import Offer
+from kvxfer_ucx.endpoint import Endpoint
 a, b = UcxTransport("a", {}), UcxTransport("b", {})
 chance = random.Random(5)
 for i in range(200):
-    good = Offer.decode(b.endpoint())
+    good = Endpoint.decode(b.endpoint())
     address = bytearray(good.address)
     for at in ([0] if i < 40 else chance.choices(range(len(address)), k=3)):
         address[at] = chance.randrange(256)
-    bad = Offer(good.agent, bytes(address[: chance.choice([len(address), 30])]), good.tag, good.plain)
+    bad = Endpoint(good.agent, bytes(address[: chance.choice([len(address), 30])]), good.tag, good.plain)
     peer = a.connect(a.endpoint(), bad.encode())
     for _ in range(3):
         a.poll()
     a.disconnect(peer)
-    b.withdraw(Offer.encode(good))
+    b.withdraw(Endpoint.encode(good))
 """
     child = run_script(script)
     assert child.returncode == 0, child.stderr[-2000:]
@@ -225,7 +225,7 @@ print(sent * 8000)
 """
     a, b = Side("first", ucx={"TLS": "tcp"}), Side("second one", ucx={"TLS": "tcp"})
     link(a, b)
-    address = a.transport._links[a.peer].mine.address
+    address = a.transport.links[a.peer].mine.address
     command = [sys.executable, "-c", stranger, address.hex()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flood:
         before = resident()
@@ -246,7 +246,7 @@ print(sent * 8000)
 def test_an_endpoint_of_another_format_is_refused(pair: tuple[Side, Side]) -> None:
     a, b = pair
     with pytest.raises(TransportError, match="format 99"):
-        a.transport.connect(a.transport.endpoint(), altered_as(Offer, b.transport.endpoint(), format=99))
+        a.transport.connect(a.transport.endpoint(), altered_as(Endpoint, b.transport.endpoint(), format=99))
 
 
 def run_script(script: str) -> subprocess.CompletedProcess[str]:

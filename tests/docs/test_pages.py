@@ -37,7 +37,7 @@ def test_a_page_points_to_what_is_there(page: Path) -> None:
 
 def test_the_readme_shows_what_the_demo_prints() -> None:
     demo = ROOT / "connectors/vllm/kvxfer_vllm/demo"
-    _, prompts = (demo / "story.py").read_text().split("PROMPTS = {")
+    _, prompts = (demo / "prompts.py").read_text().split("PROMPTS = {")
     lines = re.findall(r"^[┃│].*$", (ROOT / "README.md").read_text(), re.M)
     head, *rows = ([cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines)
     assert [row[0] for row in rows] == re.findall(r'^    "([^"]+)": ', prompts.partition("}")[0], re.M)

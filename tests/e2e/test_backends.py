@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.transport import registry
+from kvxfer_vllm.demo.prompts import PROMPTS, compare, objections
 from kvxfer_vllm.demo.servers import Cluster, running
-from kvxfer_vllm.demo.story import PROMPTS, compare, objections
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 

@@ -6,9 +6,9 @@ import pytest
 
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.model import HEAD_DIM, KV_HEADS, LAYERS
+from kvxfer_vllm.demo.prompts import PROMPTS, compare, objections
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import BLOCK, CHUNK, Cluster
-from kvxfer_vllm.demo.story import PROMPTS, compare, objections
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 

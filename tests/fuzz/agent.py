@@ -20,9 +20,10 @@ from kvxfer.config import Config
 from kvxfer.errors import PeerError
 from kvxfer.identity import Source
 from kvxfer.security import OPEN
-from kvxfer.session import Agent, Directory, Fetch, Offered, wire
+from kvxfer.session import Agent, Directory, wire
 from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
+from kvxfer.values import BlockTable, Fetch, Offer
 from tests.fuzz.frames import T
 from tests.session.conftest import make_cache
 from tests.session.stranger import Stranger
@@ -106,8 +107,8 @@ class Rig:
     def work(self) -> None:
         """Give the agent something that frames can be about."""
         self.names += 1
-        table = (np.array([3, 1, 7], np.int64),)
-        self.agent.offer(Offered(T, b"digest", self.names, 12, table, True))
+        table = BlockTable.of([[3, 1, 7]])
+        self.agent.offer(Offer(T, b"digest", self.names, 12, table, True))
         source = Source("127.0.0.1", self.directory_port, 77)
         self.agent.fetch(Fetch(f"fetch {self.names}", T, b"digest", source, table, 0, 12))
         self.agent.events()

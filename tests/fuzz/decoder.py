@@ -21,11 +21,8 @@ def one(frame: bytes) -> bool:
     assert m.decode(m.encode(msg)) == msg
     match msg:
         case m.Want() | m.Have():
-            for table in msg.blocks:
-                try:
-                    assert int(m.unpack_blocks(table).min(initial=0)) >= -1
-                except PeerError:
-                    pass  # said in words
+            for row in msg.blocks:
+                assert int(row.min(initial=0)) >= -1
         case m.Hello():
             try:
                 msg.cache.check()

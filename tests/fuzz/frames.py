@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
-
+from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, ShardAssignment, View
 from kvxfer.identity import TransferId
 from kvxfer.session import messages as m
+from kvxfer.values import BlockTable
 
 T = TransferId("own/1/fuzz", 0)
-TABLE = m.pack_blocks(np.array([3, 1, -1, 7]))
+ROW = [3, 1, -1, 7]
 CACHE = Cache(
     (Region(4096, 1 << 16),),
     (Group(4), Group(4, "window", 8), Group(4, "state")),
@@ -27,23 +27,23 @@ CLAIMS = (ShardAssignment(0, 0, ("layer.0", "layer.1"), 0, 4), ShardAssignment(1
 MESSAGES: list[m.Message] = [
     m.Hello(m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096, "off", {"weights": "a3f1"}),
     m.Welcome(7, b"endpoint", 4096),
-    m.Refused("no", True, True),
-    m.Want(T, 1, b"digest", 0, 12, (TABLE, TABLE, TABLE), 1, 30.0),
-    m.Have(T, 1, 1, 0, 0, 12, True, (TABLE, TABLE, TABLE), 0, 0),
-    m.Have(T, 1, 1, 1, 4, 8, False, (TABLE,), 3, 4096),
+    m.Refused(FailureKind.INCOMPATIBLE, "no", True, True),
+    m.Want(T, 1, b"digest", 0, 12, BlockTable.of([ROW] * 3), 1, 30.0),
+    m.Have(T, 1, 1, 0, 0, 12, True, BlockTable.of([ROW] * 3), 0, 0),
+    m.Have(T, 1, 1, 1, 4, 8, False, BlockTable.of([ROW]), 3, 4096),
     m.Slot(T, 1, 0, 0, 4096, 512),
     m.Taken(T, 1, 0, 0),
     m.Sum(T, 1, b"checksum"),
     m.Check(T, 1, 1),
     m.Verdict(T, 1),
-    m.Drop(T, 1, b"digest", "client left"),
-    m.Gone(T, 1, "preempted", True),
+    m.Drop(T, 1, b"digest", FailureKind.CANCELLED, "client left"),
+    m.Gone(T, 1, FailureKind.REVOKED, "preempted", True),
     m.Ping(1),
     m.Pong(1),
     m.Lookup(m.PROTOCOL),
     m.Card(m.PROTOCOL, "engine", 7, (m.Member("tcp://127.0.0.1:5555", 9, CACHE, ("zmq",)),), {"weights": "a3f1"}),
     m.Renew(7, (m.Named(T, b"digest"),)),
-    m.Settle(7, (m.Named(T, b"digest"),), "rejected"),
+    m.Decline(7, (m.Named(T, b"digest"),), "rejected"),
     m.Done(T, 3, b"digest"),
 ]
 FRAMES = [m.encode(x) for x in MESSAGES]

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import PeerError
+from kvxfer.failures import FailureKind
 from kvxfer.session import messages as m
+from kvxfer.values import BlockTable
 from tests.conftest import require
 from tests.fuzz import agent, decoder
 from tests.fuzz.frames import FRAMES, MESSAGES, mutate
@@ -61,8 +63,8 @@ def test_mutated_messages(frame: bytes, seed: int) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Want(MESSAGES[3].transfer, 1 << 62, b"", 1 << 47, 1 << 48, (), 1, 1e6),  # type: ignore[union-attr]
-        m.Refused("x" * 10_000_000, True),
+        m.Want(MESSAGES[3].transfer, 1 << 62, b"", 1 << 47, 1 << 48, BlockTable(), 1, 1e6),  # type: ignore[union-attr]
+        m.Refused(FailureKind.REFUSED, "x" * 10_000_000, True),
     ],
 )
 def test_what_is_large_but_allowed_stays_within_bounds(message: m.Message) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.geometry import Rank
-from tests.geometry.zoo import KINDS, SPLIT, Bytes, Spec, Store, build
+from tests.geometry.layouts import KINDS, SPLIT, Bytes, Spec, Store, build
 
 Ints = NDArray[np.int64]
 BLOCKS = 24

@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.geometry import CopyPlan, Planner, Rank, route
 from tests.geometry.engines import Case, Engine
-from tests.geometry.zoo import KINDS, Kind, Spec, build
+from tests.geometry.layouts import KINDS, Kind, Spec, build
 
 PAIRS = [(kind, src) for kind in KINDS for src in kind.layouts]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Heads, PlanError, Planner, Rank, Region, View, route
-from tests.geometry.zoo import KINDS, Kind, Spec, Store, build
+from tests.geometry.layouts import KINDS, Kind, Spec, Store, build
 
 ATTENTION, WINDOW, MLA, CPU, FUSED, STATE = KINDS
 BLOCKS = 40

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvxfer.geometry import Cache, Group, Heads, Region, View, uncovered
 from tests.geometry.engines import BLOCKS, Case, Ints, cases
+from tests.geometry.layouts import Bytes, Store
 from tests.geometry.test_law import LAW
-from tests.geometry.zoo import Bytes, Store
 
 
 def cleared(store: Store, tables: list[Ints], start: int, tokens: int) -> Bytes:

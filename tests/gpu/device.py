@@ -1,4 +1,4 @@
-"""Caches of ``tests/geometry/zoo.py`` in a GPU's memory."""
+"""Caches of ``tests/geometry/layouts.py`` in a GPU's memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from kvxfer import memory
 from kvxfer.geometry import Region
-from tests.geometry.zoo import Store
+from tests.geometry.layouts import Store
 
 
 class OnDevice:

@@ -9,11 +9,12 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Directory, Ended, Fetch, Offered
+from kvxfer.session import Agent, Directory, Ended
+from kvxfer.values import BlockTable, Fetch, Offer
 from tests.conftest import require
 from tests.geometry.engines import Case
+from tests.geometry.layouts import KINDS, Spec
 from tests.geometry.test_pairs import engine
-from tests.geometry.zoo import KINDS, Spec
 
 torch = pytest.importorskip("torch")
 
@@ -55,8 +56,8 @@ def convert(backend: str, staged: int, devices: tuple[str, str], src: str, dst: 
     directory = Directory("p", p.epoch, "127.0.0.1", 0)
     try:
         directory.publish((p.member,))
-        p.offer(Offered(T, b"d", 1, TOKENS, tuple(case.producer.tables), True))
-        d.fetch(Fetch("r", T, b"d", directory.source, tuple(case.consumer.tables), START, TOKENS))
+        p.offer(Offer(T, b"d", 1, TOKENS, BlockTable.of(case.producer.tables), True))
+        d.fetch(Fetch("r", T, b"d", directory.source, BlockTable.of(case.consumer.tables), START, TOKENS))
         until, ends = time.monotonic() + 70.0, []
         while not ends and time.monotonic() < until:
             ends = [e for e in d.events() if isinstance(e, Ended)]

@@ -19,7 +19,7 @@ from kvxfer.testing.conformance import Suite, Way, World
 from kvxfer.testing.conformance.deaths import Deaths
 from kvxfer.testing.conformance.harness import assert_equal, overlay
 from kvxfer.testing.conformance.transfers import LAYOUTS, Transfers
-from kvxfer.testing.party import Runs
+from kvxfer.testing.participant import Runs
 from kvxfer.transport import Verb
 from tests.backends.cuda_plans import PAIRS, move_plans
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 
 class TestKernel(ConformanceSuite):
-    """Parties spread over the GPUs there are; those that are killed or stopped are processes of their own."""
+    """Participants spread over the GPUs there are; those that are killed or stopped are processes of their own."""
 
     backend = CudaIpcTransport
     memory = "cuda"
@@ -96,8 +96,8 @@ def test_death_in_the_middle_of_a_copy(world: World) -> None:
     """The copies that run are harmless and come to an end, the batches fail, and the GPU serves others as before."""
     size = 1 << 30
     a, b = world.local(), world.process("short-lived")
-    for party in (a, b):
-        party.allocate([size], 1)
+    for participant in (a, b):
+        participant.allocate([size], 1)
     link = world.link(a, b)
     started = [link.start(Way.READ, b, a, Runs.of([0], [0], [size])) for _ in range(400)]
     b.kill()
@@ -133,12 +133,12 @@ def test_work_of_the_engine_comes_first(world: World) -> None:
 
 
 def test_host_memory_is_refused(world: World) -> None:
-    party = world.local()
+    participant = world.local()
     array = np.zeros(4096, np.uint8)
     with pytest.raises(TransportError, match="not memory of cuda:0"):
-        party.transport.register([Region(array.ctypes.data, 4096, "cuda:0")])
+        participant.transport.register([Region(array.ctypes.data, 4096, "cuda:0")])
     with pytest.raises(TransportError, match="no GPU 99"):
-        party.transport.register([Region(array.ctypes.data, 4096, "cuda:99")])
+        participant.transport.register([Region(array.ctypes.data, 4096, "cuda:99")])
 
 
 SEGMENTS = """
@@ -174,11 +174,11 @@ def test_expandable_segments_are_refused() -> None:
 
 def test_everything_is_given_back(world: World) -> None:
     """GPU memory that a transport takes is free again after `close`, also what it had opened of a peer."""
-    party, other = world.local(), world.process("other")
-    for p in (party, other):
+    participant, other = world.local(), world.process("other")
+    for p in (participant, other):
         p.allocate([256 << 20], 1)
-    world.succeed(world.link(party, other).start(Way.READ, other, party, Runs.of([0], [0], [1 << 20])))
-    party.close()
+    world.succeed(world.link(participant, other).start(Way.READ, other, participant, Runs.of([0], [0], [1 << 20])))
+    participant.close()
     free = torch.cuda.mem_get_info(0)[0]
     for _ in range(20):
         again = world.local()

@@ -1,6 +1,6 @@
 """The NCCL back end with NCCL itself, between two GPUs of one host. Run with ``-s`` to see the figures.
 
-Two parties of one process are driven by one thread; those that are killed or stopped are processes of their own.
+Two participants of one process are driven by one thread; those that are killed or stopped are processes of their own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import pytest
 from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, Way, World
-from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer_nccl import NcclTransport
 from kvxfer_nccl.binding import Way as Pair
-from kvxfer_nccl.nccl import NcclPipe
+from kvxfer_nccl.library import NcclPipe
 from kvxfer_nccl.options import Options
 from tests.backends.nccl_faults import SMALL, Faults, open_pipes
 from tests.conftest import require
@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 
 class TwoGpus(World):
-    """The first party on one GPU, all others on the other: two ranks cannot share one."""
+    """The first participant on one GPU, all others on the other: two ranks cannot share one."""
 
     def _device(self) -> str:
         return "cuda:1" if self._local or self._remote else "cuda:0"
@@ -111,8 +111,8 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def party(world: World, nbytes: int, **options: Any) -> LocalParty:
-    made = LocalParty(NcclTransport, options, f"party-{len(world._local)}", world._device())
+def participant(world: World, nbytes: int, **options: Any) -> LocalParticipant:
+    made = LocalParticipant(NcclTransport, options, f"participant-{len(world._local)}", world._device())
     world.adopt(made)
     # Not by allocate, which makes its content on the host.
     made.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=made._device)  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def free() -> list[int]:
     return [torch.cuda.mem_get_info(d)[0] for d in (0, 1)]
 
 
-def rate(world: World, link: Any, a: LocalParty, b: LocalParty, size: int, count: int) -> float:
+def rate(world: World, link: Any, a: LocalParticipant, b: LocalParticipant, size: int, count: int) -> float:
     """GB/s of ``count`` messages of ``size`` bytes, all in flight."""
     runs = Runs.of([0], [0], [size])
     world.succeed(link.start(Way.SEND, a, b, runs))
@@ -139,7 +139,7 @@ def rate(world: World, link: Any, a: LocalParty, b: LocalParty, size: int, count
     return best
 
 
-def raw(a: LocalParty, b: LocalParty, channels: int, sizes: list[int]) -> list[str]:
+def raw(a: LocalParticipant, b: LocalParticipant, channels: int, sizes: list[int]) -> list[str]:
     """GB/s of one message at a time through NCCL alone: no link, no talk."""
     binding = a.transport._binding  # type: ignore[attr-defined]
     unique_id, options = binding.unique_id(), Options(channels=channels)
@@ -172,7 +172,7 @@ def raw(a: LocalParty, b: LocalParty, channels: int, sizes: list[int]) -> list[s
 @pytest.mark.parametrize("channels", [4, 8, 12, 16, 24, 32])
 def test_memory_and_speed_by_channels(world: World, channels: int) -> None:
     """Printed for the documentation: what a communicator takes on either GPU, and how fast it is."""
-    a, b = (party(world, 1 << 30, channels=channels, idle_close_s=3600) for _ in range(2))
+    a, b = (participant(world, 1 << 30, channels=channels, idle_close_s=3600) for _ in range(2))
     before, taken, links = free(), [], []
     with Heart() as heart:
         for _ in range(4):
@@ -204,7 +204,7 @@ def test_memory_and_speed_by_channels(world: World, channels: int) -> None:
 
 def test_an_idle_communicator_gives_its_memory_back(world: World) -> None:
     """With the settings as shipped, on either GPU, besides what NCCL takes once for a process."""
-    a, b = (party(world, MIB) for _ in range(2))
+    a, b = (participant(world, MIB) for _ in range(2))
     world.succeed(world.link(a, b).start(Way.SEND, a, b, SMALL))
     before = free()
     links = [world.link(a, b) for _ in range(4)]
@@ -220,7 +220,7 @@ def test_an_idle_communicator_gives_its_memory_back(world: World) -> None:
 
 def test_submitting_is_quick(world: World) -> None:
     """Printed: what a message costs the data thread, both halves."""
-    a, b = (party(world, 64 * MIB) for _ in range(2))
+    a, b = (participant(world, 64 * MIB) for _ in range(2))
     link = world.link(a, b)
     world.succeed(link.start(Way.SEND, a, b, SMALL))
     calls = []

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kvxfer import memory
 from kvxfer.geometry import CopyPlan
 from tests.geometry.engines import Case, cases
+from tests.geometry.layouts import KINDS, Kind, Spec
 from tests.geometry.test_law import links, plan
 from tests.geometry.test_pairs import engine
-from tests.geometry.zoo import KINDS, Kind, Spec
 
 torch = pytest.importorskip("torch")
 

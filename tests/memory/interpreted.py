@@ -17,9 +17,9 @@ from kvxfer.memory.cuda import CudaSpace, launch
 from kvxfer.memory.cuda.indexed import move_indexed
 from kvxfer.memory.space import Space
 from tests.geometry.engines import Case, cases
+from tests.geometry.layouts import KINDS, Spec, Store
 from tests.geometry.test_law import links, plan
 from tests.geometry.test_pairs import engine
-from tests.geometry.zoo import KINDS, Spec, Store
 from tests.memory.test_cpu import filled
 
 # Not shrunk: under the interpreter that outlasts the time that ``test_kernels.py`` gives this file.

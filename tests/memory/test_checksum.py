@@ -13,9 +13,9 @@ from kvxfer import memory
 from kvxfer.geometry import CopyPlan, Planner, Rank, route
 from kvxfer.memory import rows
 from tests.geometry.engines import Case, Engine, cases
+from tests.geometry.layouts import KINDS, Spec, Store
 from tests.geometry.test_law import links, plan
 from tests.geometry.test_pairs import copy, engine
-from tests.geometry.zoo import KINDS, Spec, Store
 
 LAW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 ALL = (1 << 64) - 1

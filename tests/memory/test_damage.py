@@ -15,9 +15,9 @@ from kvxfer.geometry import CopyPlan, Rank
 from kvxfer.memory import rows
 from kvxfer.memory.checksum import word_keys
 from tests.geometry.engines import Case
+from tests.geometry.layouts import KINDS, Bytes, Spec, Store
 from tests.geometry.test_law import links, plan
 from tests.geometry.test_pairs import copy, engine
-from tests.geometry.zoo import KINDS, Bytes, Spec, Store
 
 LAYERS, HEADS, TOKENS, UNIT = ("l0", "l1"), 2, 8, 64
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp64": 8}

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer.identity import Source
-from kvxfer.schedule import Group, Schedule, Want
+from kvxfer.schedule import Schedule
+from kvxfer.values import BlockTable, Fetch, Group
 
 WINDOW = 5
 STATE = 1000  # block size of a group whose one block holds the state, whatever its tokens
@@ -85,7 +86,7 @@ class Engine:
 
     def first_needed(self, group: Group, computed: int) -> int:
         """The first position whose block token `computed` attends to."""
-        return max(0, computed - WINDOW + 1) // group.block if group.kind == "window" else 0
+        return max(0, computed - WINDOW + 1) // group.block_tokens if group.kind == "window" else 0
 
     def grow(self, request: Request, start: int, tokens: int) -> bool:
         """Make room for `tokens` tokens, of which `start` are computed; give up what no token to come needs."""
@@ -95,12 +96,12 @@ class Engine:
             for i in range(min(first, len(row))):
                 self.give(row[i])
                 row[i] = -1
-            need += ceil(tokens, group.block) - max(first, len(row))
+            need += ceil(tokens, group.block_tokens) - max(first, len(row))
         if need > len(self.free):
             return False
         for group, row in zip(self.groups, request.table, strict=True):
             first = self.first_needed(group, start)
-            while len(row) < ceil(tokens, group.block):
+            while len(row) < ceil(tokens, group.block_tokens):
                 row.append(-1 if len(row) < first else self.take())
         return True
 
@@ -108,8 +109,8 @@ class Engine:
         """Enter the full blocks of the first `tokens` tokens into the prefix cache."""
         if self.caching:
             for g, (group, row) in enumerate(zip(self.groups, request.table, strict=True)):
-                for i in range(tokens // group.block):
-                    key = g, tuple(request.tokens[: (i + 1) * group.block])
+                for i in range(tokens // group.block_tokens):
+                    key = g, tuple(request.tokens[: (i + 1) * group.block_tokens])
                     if row[i] != -1:
                         self.cache.setdefault(key, row[i])
 
@@ -125,11 +126,11 @@ class Engine:
     def cached(self, prompt: list[int], tokens: int) -> list[list[int]] | None:
         table = []
         for g, group in enumerate(self.groups):
-            if tokens % group.block:
+            if tokens % group.block_tokens:
                 return None
             row = []
-            for i in range(tokens // group.block):
-                block = self.cache.get((g, tuple(prompt[: (i + 1) * group.block])), -1)
+            for i in range(tokens // group.block_tokens):
+                block = self.cache.get((g, tuple(prompt[: (i + 1) * group.block_tokens])), -1)
                 if i < self.first_needed(group, tokens):
                     block = -1
                 elif block == -1:
@@ -160,7 +161,10 @@ class Engine:
             self.waiting.remove(request)
         held = self.schedule.finish(
             request.id,
-            [row[: ceil(request.computed, group.block)] for group, row in zip(self.groups, request.table, strict=True)],
+            BlockTable.of(
+                row[: ceil(request.computed, group.block_tokens)]
+                for group, row in zip(self.groups, request.table, strict=True)
+            ),
             complete,
         )
         assert not (held and request.loading)
@@ -213,7 +217,7 @@ class Engine:
             request.tokens.append(1 + (sum(request.tokens) + len(request.tokens)) % 2)
             request.unsettled += 1
         batch.append(Scheduled(request, start, tokens, table, sampled))
-        self.schedule.producer.step(request.id, start, tokens, table)
+        self.schedule.producer.step(request.id, start, tokens, BlockTable.of(table))
 
     def admit(self, batch: list[Scheduled], request: Request, budget: int) -> bool:
         """False if there is no room, and so none for those behind."""
@@ -237,7 +241,7 @@ class Engine:
                 self.give_all(request)
                 request.computed = 0
             return False
-        self.schedule.consumer.allocated(request.id, [list(row) for row in request.table], request.computed, external)
+        self.schedule.consumer.allocated(request.id, BlockTable.of(request.table), request.computed, external)
         if external:
             request.loading = True
             return True
@@ -255,8 +259,8 @@ class Engine:
 
     def write(self, table: Sequence[Sequence[int]], tokens: list[int], position: int) -> None:
         for g, (group, row) in enumerate(zip(self.groups, table, strict=True)):
-            block = row[position // group.block]
-            slot = 0 if group.kind == "state" else position % group.block
+            block = row[position // group.block_tokens]
+            slot = 0 if group.kind == "state" else position % group.block_tokens
             if block != -1:
                 self.memory[block][slot] = (g, *tokens[: position + 1])
 
@@ -272,13 +276,13 @@ class Engine:
                 finished.append((request, self.finish(request, True)))
         return finished
 
-    def load(self, want: Want, request: Request, ok: bool) -> None:
+    def load(self, want: Fetch, request: Request, ok: bool) -> None:
         """The workers' part of a load, and the scheduler's when they report it."""
-        for g, (group, row) in enumerate(zip(self.groups, want.blocks, strict=True)):
+        for g, (group, row) in enumerate(zip(self.groups, want.blocks.tolist(), strict=True)):
             for position in range(want.start, want.tokens):
-                block = row[position // group.block] if position // group.block < len(row) else -1
+                block = row[position // group.block_tokens] if position // group.block_tokens < len(row) else -1
                 if block != -1:
-                    slot = 0 if group.kind == "state" else position % group.block
+                    slot = 0 if group.kind == "state" else position % group.block_tokens
                     self.memory[block][slot] = (g, *request.tokens[: position + 1]) if ok else "junk"
         self.schedule.consumer.loaded(request.id)
         request.loading = False
@@ -298,8 +302,8 @@ class Engine:
                 continue  # what came from outside came without it
             positions = [computed - 1] if group.kind == "state" else range(computed)
             for position in positions:
-                block = row[position // group.block] if position // group.block < len(row) else -1
-                slot = 0 if group.kind == "state" else position % group.block
+                block = row[position // group.block_tokens] if position // group.block_tokens < len(row) else -1
+                slot = 0 if group.kind == "state" else position % group.block_tokens
                 if block != -1 and self.memory[block].get(slot) != (g, *tokens[: position + 1]):
                     return False
         return True

@@ -1,54 +1,61 @@
 """Commands cross processes, by pickle (vLLM's executor) or msgpack (others)."""
 
 import pickle
+from collections.abc import Sequence
 
 import msgspec
 
 from kvxfer.identity import External, Source, TransferId
-from kvxfer.schedule import Cancel, Group, Offer, Release, Revoke, Schedule, StepCommands, Want
+from kvxfer.schedule import Cancel, Decline, Revoke, Schedule, StepCommands
+from kvxfer.values import BlockTable, Fetch, Group, Offer
+
+
+def table(*rows: Sequence[int]) -> BlockTable:
+    return BlockTable.of(rows)
+
 
 T = TransferId.derived(External("a/#\0é", 3, None))
 PEER = Source("::1", 1, 2**63 - 1)
 ALL = StepCommands(
-    offers=(Offer(T, bytes(range(16)), 2**40, 20, ((1, -1), ()), True),),
+    offers=(Offer(T, bytes(range(16)), 2**40, 20, table((1, -1), ()), True),),
     revokes=(Revoke(T, 1, "why", False),),
-    wants=(Want(T, b"", PEER, ((-1, 2),), 16, 20, None), Want(T, b"", PEER, ((),), 0, 20, PEER)),
-    cancels=(Cancel(T, "why"),),
+    fetches=(Fetch("r", T, b"", PEER, table((-1, 2)), 16, 20, None), Fetch("r", T, b"", PEER, table(()), 0, 20, PEER)),
+    cancels=(Cancel("r", "why"),),
 )
 
 
 def test_commands_survive_pickle_and_msgpack() -> None:
     assert pickle.loads(pickle.dumps(ALL)) == ALL
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(ALL), type=StepCommands) == ALL
-    release = Release(T, b"d", PEER, "why")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(release), type=Release) == release
+    decline = Decline(T, b"d", PEER, "why")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(decline), type=Decline) == decline
 
 
 def test_a_step_without_news_is_false() -> None:
     assert not StepCommands()
-    for field in ("offers", "revokes", "wants", "cancels"):
+    for field in ("offers", "revokes", "fetches", "cancels"):
         assert StepCommands(**{field: getattr(ALL, field)})
 
 
 def test_both_halves_speak_with_one_voice() -> None:
     """One request loads its past and offers it on; another is aborted on both sides."""
-    schedule = Schedule([Group("full", 16)], PEER)
+    schedule = Schedule([Group(16)], PEER)
     other = TransferId.derived(External("b", 0, None))
     for request, taken, given in (("r", T, other), ("s", other, T)):
         assert schedule.consumer.arrive(request, taken, b"d", PEER, 32)
         assert schedule.producer.arrive(request, given, b"d", 32)
-        schedule.consumer.allocated(request, [[1, 2]], 0, 32)
+        schedule.consumer.allocated(request, table([1, 2]), 0, 32)
     assert len(schedule) == 4
     schedule.consumer.loaded("r")
-    schedule.producer.step("r", 31, 1, [[1, 2]])
-    assert not schedule.finish("s", [[]], False)
+    schedule.producer.step("r", 31, 1, table([1, 2]))
+    assert not schedule.finish("s", table([]), False)
     commands = schedule.commands()
-    assert [want.transfer for want in commands.wants] == [T, other]
+    assert [want.transfer for want in commands.fetches] == [T, other]
     assert [offer.transfer for offer in commands.offers] == [other]
-    assert [cancel.transfer for cancel in commands.cancels] == [other]
+    assert [cancel.handle for cancel in commands.cancels] == ["s"]
     assert [revoke.transfer for revoke in commands.revokes] == [T]
     schedule.preempt("r")
     assert [revoke.transfer for revoke in schedule.commands().revokes] == [other]
-    assert not schedule.finish("r", [[]], True)
+    assert not schedule.finish("r", table([]), True)
     schedule.consumer.loaded("s")
     assert len(schedule) == 0

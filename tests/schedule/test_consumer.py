@@ -1,28 +1,36 @@
 """The consumer's half, case by case: what is asked for, into which blocks, and that it is asked for once."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvxfer.identity import External, Source, TransferId
-from kvxfer.schedule import Cancel, Group, Intake, Release, ScheduleError, Want
+from kvxfer.schedule import Cancel, Decline, FetchSchedule, ScheduleError
+from kvxfer.values import BlockTable, Fetch, Group
 
-FULL = [Group("full", 16)]
+
+def table(*rows: Sequence[int]) -> BlockTable:
+    return BlockTable.of(rows)
+
+
+FULL = [Group(16)]
 DIGEST = b"d" * 16
 PEER = Source("p", 1, 7)
 T = TransferId.derived(External("t", 0, None))
 U = TransferId.derived(External("u", 0, None))
 
 
-def expecting(groups: list[Group], tokens: int, *requests: str, own: Source | None = None) -> Intake:
-    intake = Intake(groups, own)
+def expecting(groups: list[Group], tokens: int, *requests: str, own: Source | None = None) -> FetchSchedule:
+    intake = FetchSchedule(groups, own)
     for request in requests or ("r",):
         assert intake.arrive(request, T, DIGEST, PEER, tokens)
     return intake
 
 
-def only_want(intake: Intake) -> Want:
+def only_want(intake: FetchSchedule) -> Fetch:
     commands = intake.commands()
     assert not commands.cancels and not commands.offers and not commands.revokes
-    (want,) = commands.wants
+    (want,) = commands.fetches
     return want
 
 
@@ -31,84 +39,84 @@ class TestWant:
         own = Source("d", 2, 9)
         intake = expecting(FULL, 40, own=own)
         assert intake.matched("r", 0) == 40
-        intake.allocated("r", [[5, 6, 7, 8]], 0, 40)
-        assert only_want(intake) == Want(T, DIGEST, PEER, ((5, 6, 7),), 0, 40, own)
+        intake.allocated("r", table([5, 6, 7, 8]), 0, 40)
+        assert only_want(intake) == Fetch("r", T, DIGEST, PEER, table((5, 6, 7)), 0, 40, own)
         assert not intake.commands()
 
     def test_cached_prefix_is_left_alone(self) -> None:
         """The predecessor overwrote blocks that other requests shared."""
         intake = expecting(FULL, 40)
         assert intake.matched("r", 16) == 24
-        intake.allocated("r", [[5, 6, 7]], 16, 24)
+        intake.allocated("r", table([5, 6, 7]), 16, 24)
         want = only_want(intake)
-        assert (want.blocks, want.start, want.tokens) == (((-1, 6, 7),), 16, 40)
+        assert (want.blocks, want.start, want.tokens) == (table((-1, 6, 7)), 16, 40)
 
     def test_prefix_that_ends_inside_a_block(self) -> None:
         intake = expecting(FULL, 40)
-        intake.allocated("r", [[5, 6, 7]], 20, 20)
+        intake.allocated("r", table([5, 6, 7]), 20, 20)
         want = only_want(intake)
-        assert (want.blocks, want.start) == (((-1, 6, 7),), 20)
+        assert (want.blocks, want.start) == (table((-1, 6, 7)), 20)
 
     def test_fewer_tokens_than_promised(self) -> None:
         intake = expecting(FULL, 40)
-        intake.allocated("r", [[5, 6, 7]], 16, 16)
+        intake.allocated("r", table([5, 6, 7]), 16, 16)
         want = only_want(intake)
-        assert (want.blocks, want.start, want.tokens) == (((-1, 6),), 16, 32)
+        assert (want.blocks, want.start, want.tokens) == (table((-1, 6)), 16, 32)
 
     def test_null_blocks_are_not_wanted(self) -> None:
         """vLLM, 200 tokens, window 64, block 32: the head of the window group is null."""
-        intake = expecting([Group("full", 32), Group("window", 32), Group("state", 1024)], 200)
-        table = [list(range(8, 15)), [-1, -1, -1, -1, 5, 6, 7], [3]]
-        intake.allocated("r", table, 0, 200)
-        assert only_want(intake).blocks == tuple(tuple(row) for row in table)
+        intake = expecting([Group(32), Group(32, "window"), Group(1024, "state")], 200)
+        blocks = table(range(8, 15), (-1, -1, -1, -1, 5, 6, 7), (3,))
+        intake.allocated("r", blocks, 0, 200)
+        assert only_want(intake).blocks == blocks
 
-    @pytest.mark.parametrize("table", [[[5, 6]], [[5, -1, 7]], [[]], [[5, 6, 7], [8]]])
-    def test_tokens_without_a_block_are_refused(self, table: list[list[int]]) -> None:
+    @pytest.mark.parametrize("blocks", [table([5, 6]), table([5, -1, 7]), table([]), table([5, 6, 7], [8])])
+    def test_tokens_without_a_block_are_refused(self, blocks: BlockTable) -> None:
         intake = expecting(FULL, 40)
         with pytest.raises(ScheduleError):
-            intake.allocated("r", table, 0, 40)
+            intake.allocated("r", blocks, 0, 40)
         assert not intake.commands()
         assert intake.matched("r", 0) == 40
 
     def test_part_of_a_state_is_refused(self) -> None:
-        intake = expecting([Group("state", 1024)], 40)
+        intake = expecting([Group(1024, "state")], 40)
         with pytest.raises(ScheduleError, match="counts on 16 tokens where 40"):
-            intake.allocated("r", [[5]], 0, 16)
+            intake.allocated("r", table([5]), 0, 16)
 
     @pytest.mark.parametrize("request_id", ["r", "unknown"])
     def test_more_than_promised_is_refused(self, request_id: str) -> None:
         intake = expecting(FULL, 40)
         with pytest.raises(ScheduleError, match="counts on 41 tokens"):
-            intake.allocated(request_id, [[5, 6, 7]], 0, 41)
+            intake.allocated(request_id, table([5, 6, 7]), 0, 41)
 
 
 class TestOnce:
     def test_second_call_after_the_load_changes_nothing(self) -> None:
         intake = expecting(FULL, 40)
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.commands()
         intake.loaded("r")
-        intake.allocated("r", [[5, 6, 7]], 39, 0)
-        assert not intake.commands() and not intake.releases()
+        intake.allocated("r", table([5, 6, 7]), 39, 0)
+        assert not intake.commands() and not intake.declines()
 
     def test_preempted_after_its_load_computes_the_tokens_here(self) -> None:
         """The predecessor counted them as loaded, and used what the new blocks happened to hold."""
         intake = expecting(FULL, 40)
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.commands()
         intake.loaded("r")
         intake.preempt("r")
         assert intake.matched("r", 0) == 0
-        intake.allocated("r", [[8]], 0, 0)
-        assert not intake.commands() and not intake.releases()
+        intake.allocated("r", table([8]), 0, 0)
+        assert not intake.commands() and not intake.declines()
 
     def test_preempted_while_it_loads(self) -> None:
         intake = expecting(FULL, 40)
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.commands()
         intake.preempt("r")
         (cancel,) = intake.commands().cancels
-        assert cancel == Cancel(T, "the consumer preempted the request")
+        assert cancel == Cancel("r", "the consumer preempted the request")
         assert intake.matched("r", 0) == 0
         intake.finish("r")
         assert not intake.commands(), "cancelled once"
@@ -123,47 +131,47 @@ class TestOnce:
 
     def test_a_failed_load_is_not_tried_again(self) -> None:
         intake = expecting(FULL, 40)
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         assert intake.matched("r", 0) is None
         intake.loaded("r")
         assert intake.matched("r", 0) == 0
 
     def test_unknown_request_has_nothing_to_load(self) -> None:
-        intake = Intake(FULL)
+        intake = FetchSchedule(FULL)
         assert intake.matched("x", 0) == 0
-        intake.allocated("x", [[5]], 0, 0)
+        intake.allocated("x", table([5]), 0, 0)
         intake.loaded("x")
         intake.preempt("x")
         intake.finish("x")
-        assert not intake.commands() and not intake.releases() and len(intake) == 0
+        assert not intake.commands() and not intake.declines() and len(intake) == 0
 
 
 class TestSiblings:
     def test_one_loads_and_the_others_wait_for_the_prefix_cache(self) -> None:
         intake = expecting(FULL, 40, "r", "s")
         assert intake.matched("s", 0) == 40
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         assert intake.matched("s", 0) is None
         intake.loaded("r")
         assert intake.matched("s", 32) == 0
-        intake.allocated("s", [[5, 6, 8]], 32, 0)
-        assert len(intake.commands().wants) == 1
+        intake.allocated("s", table([5, 6, 8]), 32, 0)
+        assert len(intake.commands().fetches) == 1
         intake.finish("r")
         intake.finish("s")
-        assert not intake.commands() and not intake.releases() and len(intake) == 0
+        assert not intake.commands() and not intake.declines() and len(intake) == 0
 
     def test_loading_twice_is_refused(self) -> None:
         intake = expecting(FULL, 40, "r", "s")
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         with pytest.raises(ScheduleError, match="counts on 40 tokens where None"):
-            intake.allocated("s", [[8, 9, 10]], 0, 40)
+            intake.allocated("s", table([8, 9, 10]), 0, 40)
 
     def test_the_loader_is_aborted(self) -> None:
         intake = expecting(FULL, 40, "r", "s")
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.finish("r", "aborted")
         commands = intake.commands()
-        assert commands.cancels == (Cancel(T, "aborted"),) and len(commands.wants) == 1
+        assert commands.cancels == (Cancel("r", "aborted"),) and len(commands.fetches) == 1
         assert intake.matched("s", 0) == 0
         intake.loaded("r")
         intake.finish("s")
@@ -172,30 +180,30 @@ class TestSiblings:
     def test_the_first_is_aborted_before_it_asked(self) -> None:
         intake = expecting(FULL, 40, "r", "s")
         intake.finish("r")
-        assert not intake.releases()
+        assert not intake.declines()
         assert intake.matched("s", 0) == 40
 
 
-class TestRelease:
+class TestDecline:
     def test_rejected_request(self) -> None:
         intake = expecting(FULL, 40)
         assert intake.waiting == {T: (DIGEST, PEER)}
         intake.finish("r", "the consumer rejected the request")
-        assert intake.releases() == (Release(T, DIGEST, PEER, "the consumer rejected the request"),)
-        assert not intake.releases() and not intake.waiting and len(intake) == 0
+        assert intake.declines() == (Decline(T, DIGEST, PEER, "the consumer rejected the request"),)
+        assert not intake.declines() and not intake.waiting and len(intake) == 0
 
     def test_all_is_in_the_local_cache(self) -> None:
         intake = expecting(FULL, 32)
         assert intake.matched("r", 32) == 0
-        intake.allocated("r", [[5, 6, 7]], 32, 0)
-        (release,) = intake.releases()
+        intake.allocated("r", table([5, 6, 7]), 32, 0)
+        (release,) = intake.declines()
         assert release.transfer == T
         intake.finish("r")
-        assert not intake.releases(), "given up once"
+        assert not intake.declines(), "given up once"
 
     def test_waiting_ends_with_the_want(self) -> None:
         intake = expecting(FULL, 40)
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         assert intake.waiting == {}
 
 
@@ -216,7 +224,7 @@ class TestNames:
 
     def test_an_id_is_free_again_when_its_memory_is_quiet(self) -> None:
         intake = expecting(FULL, 40)
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.finish("r")
         assert not intake.arrive("s", T, DIGEST, PEER, 40)
         intake.loaded("r")
@@ -225,10 +233,10 @@ class TestNames:
 
     def test_a_late_cancel_does_not_meet_the_next_load(self) -> None:
         intake = expecting(FULL, 40)
-        intake.allocated("r", [[5, 6, 7]], 0, 40)
+        intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.commands()
         intake.finish("r")
         intake.loaded("r")
         intake.arrive("s", T, DIGEST, PEER, 40)
-        intake.allocated("s", [[5, 6, 7]], 0, 40)
+        intake.allocated("s", table([5, 6, 7]), 0, 40)
         assert only_want(intake).transfer == T

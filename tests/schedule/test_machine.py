@@ -12,21 +12,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvxfer.identity import External, Source, TransferId
-from kvxfer.schedule import Cancel, Group, Offer, Release, Revoke, StepCommands, Want
+from kvxfer.schedule import Cancel, Decline, Revoke, StepCommands
+from kvxfer.values import Fetch, Group, Offer
 from tests.schedule.engine import STATE, Engine, Request, Scheduled, ceil
 
 PEER = Source("peer", 1, 7)
 OWN = Source("own", 2, 8)
 CACHES = [
-    [Group("full", 4)],
-    [Group("full", 4), Group("full", 6)],
-    [Group("full", 4), Group("window", 2)],
-    [Group("window", 3)],
-    [Group("full", 4), Group("state", STATE)],
-    [Group("state", STATE)],
-    [Group("full", 4), Group("state", 4)],
-    [Group("local", 3), Group("full", 4), Group("window", 2), Group("local", 5)],
-    [Group("window", 3), Group("local", 4)],
+    [Group(4)],
+    [Group(4), Group(6)],
+    [Group(4), Group(2, "window")],
+    [Group(3, "window")],
+    [Group(4), Group(STATE, "state")],
+    [Group(STATE, "state")],
+    [Group(4), Group(4, "state")],
+    [Group(3, "local"), Group(4), Group(2, "window"), Group(5, "local")],
+    [Group(3, "window"), Group(4, "local")],
 ]
 
 
@@ -50,7 +51,7 @@ class Taking:
         self.prompt = prompt
         self.requests: list[Request] = []
         self.cancelled = False
-        self.ends = 0  # a Want or a Release is due: one
+        self.ends = 0  # a Fetch or a Decline is due: one
 
     @property
     def alive(self) -> bool:
@@ -80,7 +81,7 @@ class Machine(RuleBasedStateMachine):
         self.owed: list[Giving] = []  # whose last Revoke must come with the next step
         self.past: list[Giving] = []
         self.taking: dict[TransferId, list[Taking]] = {}
-        self.loads: list[tuple[Want, Request]] = []
+        self.loads: list[tuple[Fetch, Request]] = []
 
     # What users do
 
@@ -189,16 +190,16 @@ class Machine(RuleBasedStateMachine):
         for revoke in commands.revokes:
             self.revoked(revoke)
         assert not self.owed, "a transfer ended without its last Revoke"
-        for want in commands.wants:
+        for want in commands.fetches:
             self.wanted(want)
         for cancel in commands.cancels:
             self.cancelled(cancel)
-        for release in self.consumer.releases():
-            self.released(release)
+        for decline in self.consumer.declines():
+            self.declined(decline)
         self.engine.execute(batch)
         for offer in commands.offers:
             self.announced(offer)
-        assert not self.engine.schedule.commands() and not self.consumer.releases()
+        assert not self.engine.schedule.commands() and not self.consumer.declines()
         self.everything_computed_is_offered()
         self.in_flight.append(batch)
         if len(self.in_flight) > self.overlap:
@@ -236,12 +237,12 @@ class Machine(RuleBasedStateMachine):
             assert offer.generation == giving.latest.generation
             assert not giving.latest.final
             assert offer.tokens > giving.latest.tokens or offer.final
-            before = giving.latest.blocks
+            before = giving.latest.blocks.tolist()
         assert offer.tokens <= giving.tokens
-        for group, old, new in zip(self.groups, before, offer.blocks, strict=True):
-            assert new[: len(old)] == old
+        for group, old, new in zip(self.groups, before, offer.blocks.tolist(), strict=True):
+            assert new[: len(old)] == list(old)
             if group.kind != "local" and (group.kind == "full" or offer.final):
-                assert len(new) == ceil(offer.tokens, group.block)
+                assert len(new) == ceil(offer.tokens, group.block_tokens)
             else:
                 assert not new, "this group is not complete, or nobody else's"
             if group.kind == "state" and new:
@@ -252,7 +253,7 @@ class Machine(RuleBasedStateMachine):
                 assert -1 not in new[self.engine.first_needed(group, giving.tokens) :]
         if offer.final:
             assert offer.tokens == giving.tokens
-            for group, row, new in zip(self.groups, giving.request.table, offer.blocks, strict=True):
+            for group, row, new in zip(self.groups, giving.request.table, offer.blocks.tolist(), strict=True):
                 first = len(new) - 1 if group.kind == "state" else 0
                 assert list(new[first:]) == row[first : len(new)]
         giving.heard, giving.latest = offer.generation, offer
@@ -265,7 +266,7 @@ class Machine(RuleBasedStateMachine):
                 assert giving.withdrawn or (giving.latest and giving.latest.final)
             elif full:
                 ready = giving.request.computed if giving.request in self.engine.running else 0
-                tokens = min(ready // group.block * group.block for group in full)
+                tokens = min(ready // group.block_tokens * group.block_tokens for group in full)
                 if ready >= giving.tokens:
                     tokens = giving.tokens
                 assert (giving.latest.tokens if giving.latest else 0) == tokens
@@ -335,29 +336,29 @@ class Machine(RuleBasedStateMachine):
 
     # Loads
 
-    def wanted(self, want: Want) -> None:
+    def wanted(self, want: Fetch) -> None:
         taking = self.taking[want.transfer][-1]
         taking.ends += 1
         (request,) = [request for request in taking.requests if request.loading]
         assert (want.digest, want.source, want.own) == (bytes(taking.prompt), PEER, OWN)
         assert 0 <= want.start < want.tokens == request.prompt - self.stateful
-        for group, row, table in zip(self.groups, want.blocks, request.table, strict=True):
-            assert len(row) == (ceil(want.tokens, group.block) if group.kind != "local" else 0)
+        for group, row, table in zip(self.groups, want.blocks.tolist(), request.table, strict=True):
+            assert len(row) == (ceil(want.tokens, group.block_tokens) if group.kind != "local" else 0)
             for i, block in enumerate(row):
-                others = (i + 1) * group.block <= want.start or (group.kind == "state" and i + 1 < len(row))
+                others = (i + 1) * group.block_tokens <= want.start or (group.kind == "state" and i + 1 < len(row))
                 assert block == (-1 if others else table[i])
                 assert block == -1 or self.engine.refs[block] == 1, "somebody else uses this block"
         self.loads.append((want, request))
 
     def cancelled(self, cancel: Cancel) -> None:
-        taking = self.taking[cancel.transfer][-1]
+        (taking,) = [t for known in self.taking.values() for t in known if cancel.handle in [r.id for r in t.requests]]
         assert not taking.cancelled
         assert [request.over for request in taking.requests if request.loading] == [True]
         taking.cancelled = True
 
-    def released(self, release: Release) -> None:
-        assert release.source == PEER and release.reason
-        next(taking for taking in self.taking[release.transfer] if not taking.ends).ends += 1
+    def declined(self, decline: Decline) -> None:
+        assert decline.source == PEER and decline.reason
+        next(taking for taking in self.taking[decline.transfer] if not taking.ends).ends += 1
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), ok=st.booleans())
@@ -372,7 +373,7 @@ class Machine(RuleBasedStateMachine):
     def offers_hold_what_they_say(self) -> None:
         for giving in self.giving.values():
             if giving.latest and giving not in self.owed:
-                assert self.engine.holds(giving.latest.blocks, giving.request.tokens, giving.latest.tokens)
+                assert self.engine.holds(giving.latest.blocks.tolist(), giving.request.tokens, giving.latest.tokens)
 
     @invariant()
     def requests_have_their_own_bytes(self) -> None:

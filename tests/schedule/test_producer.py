@@ -1,32 +1,40 @@
 """The producer's half, case by case: when blocks are offered, when they are taken back, who frees them."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvxfer.identity import External, TransferId
-from kvxfer.schedule import Group, Offer, PrefillTracker, Revoke, ScheduleError, StepCommands
+from kvxfer.schedule import OfferSchedule, Revoke, ScheduleError, StepCommands
+from kvxfer.values import BlockTable, Group, Offer
 
-FULL = [Group("full", 16)]
-MIXED = [Group("full", 16), Group("window", 16)]
-STATE = [Group("full", 16), Group("state", 1024)]
+
+def table(*rows: Sequence[int]) -> BlockTable:
+    return BlockTable.of(rows)
+
+
+FULL = [Group(16)]
+MIXED = [Group(16), Group(16, "window")]
+STATE = [Group(16), Group(1024, "state")]
 DIGEST = b"d" * 16
 T = TransferId.derived(External("t", 0, None))
 U = TransferId.derived(External("u", 0, None))
 
 
-def tracking(groups: list[Group], tokens: int) -> PrefillTracker:
-    tracker = PrefillTracker(groups)
+def tracking(groups: list[Group], tokens: int) -> OfferSchedule:
+    tracker = OfferSchedule(groups)
     assert tracker.arrive("r", T, DIGEST, tokens)
     return tracker
 
 
-def only_offer(tracker: PrefillTracker) -> Offer:
+def only_offer(tracker: OfferSchedule) -> Offer:
     commands = tracker.commands()
     assert not commands.revokes
     (offer,) = commands.offers
     return offer
 
 
-def only_revoke(tracker: PrefillTracker) -> Revoke:
+def only_revoke(tracker: OfferSchedule) -> Revoke:
     commands = tracker.commands()
     assert not commands.offers
     (revoke,) = commands.revokes
@@ -36,80 +44,80 @@ def only_revoke(tracker: PrefillTracker) -> Revoke:
 class TestChunks:
     def test_whole_blocks_are_offered_as_they_are_computed(self) -> None:
         tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         first = only_offer(tracker)
-        assert first == Offer(T, DIGEST, first.generation, 16, ((5,),), False)
-        tracker.step("r", 20, 20, [[5, 6, 7]])
-        assert only_offer(tracker) == Offer(T, DIGEST, first.generation, 40, ((5, 6, 7),), True)
+        assert first == Offer(T, DIGEST, first.generation, 16, table((5,)), False)
+        tracker.step("r", 20, 20, table([5, 6, 7]))
+        assert only_offer(tracker) == Offer(T, DIGEST, first.generation, 40, table((5, 6, 7)), True)
 
     def test_chunk_that_needs_no_new_block(self) -> None:
         """Crashed the predecessor: block 16, prompt 20, first chunk 17."""
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 17, [[5, 6]])
-        assert only_offer(tracker).blocks == ((5,),)
-        tracker.step("r", 17, 3, [[5, 6]])
+        tracker.step("r", 0, 17, table([5, 6]))
+        assert only_offer(tracker).blocks == table((5,))
+        tracker.step("r", 17, 3, table([5, 6]))
         last = only_offer(tracker)
-        assert (last.blocks, last.tokens, last.final) == (((5, 6),), 20, True)
+        assert (last.blocks, last.tokens, last.final) == (table((5, 6)), 20, True)
 
     def test_chunk_that_completes_no_block_says_nothing(self) -> None:
         tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 15, [[5]])
+        tracker.step("r", 0, 15, table([5]))
         assert tracker.commands() == StepCommands()
-        tracker.step("r", 15, 1, [[5]])
+        tracker.step("r", 15, 1, table([5]))
         assert only_offer(tracker).tokens == 16
-        tracker.step("r", 16, 15, [[5, 6]])
+        tracker.step("r", 16, 15, table([5, 6]))
         assert not tracker.commands()
 
     def test_prefix_cache_hit_counts_as_computed(self) -> None:
         tracker = tracking(FULL, 64)
-        tracker.step("r", 32, 4, [[5, 6, 7]])
-        assert only_offer(tracker).blocks == ((5, 6),)
+        tracker.step("r", 32, 4, table([5, 6, 7]))
+        assert only_offer(tracker).blocks == table((5, 6))
 
     def test_groups_of_different_block_sizes_advance_together(self) -> None:
-        tracker = tracking([Group("full", 16), Group("full", 24)], 100)
-        tracker.step("r", 0, 40, [[1, 2, 3], [4, 5]])
+        tracker = tracking([Group(16), Group(24)], 100)
+        tracker.step("r", 0, 40, table([1, 2, 3], [4, 5]))
         offer = only_offer(tracker)
-        assert (offer.tokens, offer.blocks) == (24, ((1, 2), (4,)))
+        assert (offer.tokens, offer.blocks) == (24, table((1, 2), (4,)))
 
     def test_blocks_for_speculation_are_not_offered(self) -> None:
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6, 7, 8]])
-        assert only_offer(tracker).blocks == ((5, 6),)
+        tracker.step("r", 0, 20, table([5, 6, 7, 8]))
+        assert only_offer(tracker).blocks == table((5, 6))
 
     def test_a_block_that_is_not_there_is_not_offered(self) -> None:
         tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 40, [[5, 6]])
+        tracker.step("r", 0, 40, table([5, 6]))
         offer = only_offer(tracker)
         assert (offer.tokens, offer.final) == (32, False)
-        assert not tracker.finish("r", [[5, 6]], True)
+        assert not tracker.finish("r", table([5, 6]), True)
         assert "too few blocks" in only_revoke(tracker).reason
 
     def test_later_groups_wait_for_the_final_table(self) -> None:
         tracker = tracking(MIXED, 40)
-        tracker.step("r", 0, 40, [[1, 2, 3], [4, 5, 6]])
+        tracker.step("r", 0, 40, table([1, 2, 3], [4, 5, 6]))
         offer = only_offer(tracker)
-        assert (offer.tokens, offer.blocks, offer.final) == (40, ((1, 2, 3), ()), False)
-        assert tracker.finish("r", [[1, 2, 3], [-1, 5, 6]], True)
-        assert only_offer(tracker) == Offer(T, DIGEST, offer.generation, 40, ((1, 2, 3), (-1, 5, 6)), True)
+        assert (offer.tokens, offer.blocks, offer.final) == (40, table((1, 2, 3), ()), False)
+        assert tracker.finish("r", table([1, 2, 3], [-1, 5, 6]), True)
+        assert only_offer(tracker) == Offer(T, DIGEST, offer.generation, 40, table((1, 2, 3), (-1, 5, 6)), True)
 
     def test_windows_alone_are_offered_once(self) -> None:
-        tracker = tracking([Group("window", 16)], 40)
-        tracker.step("r", 0, 40, [[4, 5, 6]])
+        tracker = tracking([Group(16, "window")], 40)
+        tracker.step("r", 0, 40, table([4, 5, 6]))
         assert not tracker.commands()
-        assert tracker.finish("r", [[-1, 5, 6]], True)
-        assert only_offer(tracker).blocks == ((-1, 5, 6),)
+        assert tracker.finish("r", table([-1, 5, 6]), True)
+        assert only_offer(tracker).blocks == table((-1, 5, 6))
 
     def test_table_of_another_engine_is_refused(self) -> None:
         with pytest.raises(ScheduleError, match="1 groups in an engine that has 2"):
-            tracking(MIXED, 40).step("r", 0, 16, [[1]])
+            tracking(MIXED, 40).step("r", 0, 16, table([1]))
 
 
 class TestFinish:
     def test_blocks_are_held_until_released(self) -> None:
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         offer = only_offer(tracker)
-        assert tracker.finish("r", [[5, 6]], True)
+        assert tracker.finish("r", table([5, 6]), True)
         assert not tracker.commands(), "all was offered before"
         assert tracker.held == {T} and len(tracker) == 1
         assert tracker.released(T, offer.generation) == "r"
@@ -120,29 +128,29 @@ class TestFinish:
     def test_more_than_one_output_token(self) -> None:
         """Crashed the predecessor: decoding steps of a request whose prefill was over."""
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         offer = only_offer(tracker)
         assert offer.final and offer.tokens == 20
         for computed in range(20, 40):
-            tracker.step("r", computed, 1, [[5, 6, 7][: computed // 16 + 1]])
+            tracker.step("r", computed, 1, table([5, 6, 7][: computed // 16 + 1]))
             assert not tracker.commands()
-        assert tracker.finish("r", [[5, 6, 7]], True)
+        assert tracker.finish("r", table([5, 6, 7]), True)
         assert not tracker.commands()
 
     def test_final_table_is_cut_to_the_prompt(self) -> None:
         tracker = tracking(MIXED, 20)
-        tracker.step("r", 0, 20, [[1, 2], [3, 4]])
-        tracker.step("r", 20, 30, [[1, 2, 5, 6], [-1, 4, 7, 8]])
+        tracker.step("r", 0, 20, table([1, 2], [3, 4]))
+        tracker.step("r", 20, 30, table([1, 2, 5, 6], [-1, 4, 7, 8]))
         tracker.commands()
-        assert tracker.finish("r", [[1, 2, 5, 6], [-1, -1, 7, 8]], True)
-        assert only_offer(tracker).blocks == ((1, 2), (-1, -1))
+        assert tracker.finish("r", table([1, 2, 5, 6], [-1, -1, 7, 8]), True)
+        assert only_offer(tracker).blocks == table((1, 2), (-1, -1))
 
     def test_state_that_moved_on_is_not_offered(self) -> None:
         tracker = tracking(STATE, 20)
-        tracker.step("r", 0, 20, [[1, 2], [3]])
+        tracker.step("r", 0, 20, table([1, 2], [3]))
         generation = only_offer(tracker).generation
-        tracker.step("r", 20, 1, [[1, 2], [3]])
-        assert not tracker.finish("r", [[1, 2], [3]], True)
+        tracker.step("r", 20, 1, table([1, 2], [3]))
+        assert not tracker.finish("r", table([1, 2], [3]), True)
         revoke = only_revoke(tracker)
         assert (revoke.generation, revoke.gone) == (generation, True)
         assert "holds 21 tokens instead of 20" in revoke.reason
@@ -150,25 +158,25 @@ class TestFinish:
 
     def test_state_that_did_not_is(self) -> None:
         tracker = tracking(STATE, 20)
-        tracker.step("r", 0, 20, [[1, 2], [3]])
-        assert tracker.finish("r", [[1, 2], [3]], True)
-        assert only_offer(tracker).blocks == ((1, 2), (3,))
+        tracker.step("r", 0, 20, table([1, 2], [3]))
+        assert tracker.finish("r", table([1, 2], [3]), True)
+        assert only_offer(tracker).blocks == table((1, 2), (3,))
 
     def test_read_before_it_finished_holds_nothing(self) -> None:
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         assert tracker.released(T, only_offer(tracker).generation) is None
         assert only_revoke(tracker).gone
         assert "r" not in tracker and len(tracker) == 0
-        tracker.step("r", 20, 1, [[5, 6]])
-        assert not tracker.finish("r", [[5, 6]], True)
+        tracker.step("r", 20, 1, table([5, 6]))
+        assert not tracker.finish("r", table([5, 6]), True)
         assert not tracker.commands()
 
     def test_offers_that_cross_the_release_are_dropped(self) -> None:
         tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 32, [[5, 6]])
+        tracker.step("r", 0, 32, table([5, 6]))
         generation = only_offer(tracker).generation
-        tracker.step("r", 32, 8, [[5, 6, 7]])
+        tracker.step("r", 32, 8, table([5, 6, 7]))
         tracker.released(T, generation)
         assert only_revoke(tracker).gone
 
@@ -176,48 +184,48 @@ class TestFinish:
     def test_abort_at_every_point(self, steps: int) -> None:
         tracker = tracking(FULL, 40)
         for computed in range(0, 20 * steps, 20):
-            tracker.step("r", computed, 20, [[5, 6, 7]])
+            tracker.step("r", computed, 20, table([5, 6, 7]))
             tracker.commands()
-        assert not tracker.finish("r", [[5, 6, 7]], False)
+        assert not tracker.finish("r", table([5, 6, 7]), False)
         revoke = only_revoke(tracker)
         assert revoke.gone and revoke.transfer == T
         assert len(tracker) == 0
 
     def test_abort_takes_back_what_was_not_yet_said(self) -> None:
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
-        tracker.finish("r", [[5, 6]], False)
+        tracker.step("r", 0, 20, table([5, 6]))
+        tracker.finish("r", table([5, 6]), False)
         assert only_revoke(tracker).gone
 
     def test_normal_finish_without_its_prefill_is_not_offered(self) -> None:
         tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         tracker.commands()
-        assert not tracker.finish("r", [[5, 6, 7]], True)
+        assert not tracker.finish("r", table([5, 6, 7]), True)
         assert "20 of 40 tokens" in only_revoke(tracker).reason
 
     def test_unknown_requests_are_nobodys_business(self) -> None:
-        tracker = PrefillTracker(FULL)
-        tracker.step("x", 0, 20, [[5, 6]])
+        tracker = OfferSchedule(FULL)
+        tracker.step("x", 0, 20, table([5, 6]))
         tracker.preempt("x")
         tracker.withdraw(T, "why")
         assert tracker.released(T, 1) is None
-        assert not tracker.finish("x", [[5, 6]], True)
+        assert not tracker.finish("x", table([5, 6]), True)
         assert not tracker.commands() and len(tracker) == 0
 
 
 class TestPreemption:
     def test_revokes_and_starts_a_generation(self) -> None:
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 17, [[5, 6]])
+        tracker.step("r", 0, 17, table([5, 6]))
         before = only_offer(tracker)
         tracker.preempt("r")
         revoke = only_revoke(tracker)
         assert (revoke.generation, revoke.gone) == (before.generation, False)
-        tracker.step("r", 0, 17, [[8, 9]])
+        tracker.step("r", 0, 17, table([8, 9]))
         after = only_offer(tracker)
-        assert after.generation > before.generation and after.blocks == ((8,),)
-        tracker.step("r", 17, 3, [[8, 9]])
+        assert after.generation > before.generation and after.blocks == table((8,))
+        tracker.step("r", 17, 3, table([8, 9]))
         assert only_offer(tracker).generation == after.generation
 
     def test_resumed_behind_running_requests(self) -> None:
@@ -225,23 +233,23 @@ class TestPreemption:
         tracker = tracking(FULL, 40)
         assert tracker.arrive("s", U, DIGEST, 40)
         for request, blocks in (("r", [1, 2]), ("s", [3, 4])):
-            tracker.step(request, 0, 20, [blocks])
+            tracker.step(request, 0, 20, table(blocks))
         tracker.commands()
         tracker.preempt("s")
-        tracker.step("r", 20, 10, [[1, 2]])
+        tracker.step("r", 20, 10, table([1, 2]))
         tracker.commands()
-        tracker.step("r", 30, 10, [[1, 2, 5]])
-        tracker.step("s", 16, 20, [[3, 6, 7]])
+        tracker.step("r", 30, 10, table([1, 2, 5]))
+        tracker.step("s", 16, 20, table([3, 6, 7]))
         offers = {offer.transfer: offer for offer in tracker.commands().offers}
-        assert offers[T].blocks == ((1, 2, 5),)
-        assert offers[U].blocks == ((3, 6),)
+        assert offers[T].blocks == table((1, 2, 5))
+        assert offers[U].blocks == table((3, 6))
 
     def test_in_the_step_that_resumes_it(self) -> None:
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         before = only_offer(tracker)
         tracker.preempt("r")
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         commands = tracker.commands()
         assert [revoke.generation for revoke in commands.revokes] == [before.generation]
         assert [offer.generation > before.generation for offer in commands.offers] == [True]
@@ -249,29 +257,29 @@ class TestPreemption:
     def test_before_anything_was_offered_is_silent(self) -> None:
         tracker = tracking(FULL, 20)
         tracker.preempt("r")
-        tracker.step("r", 0, 10, [[5]])
+        tracker.step("r", 0, 10, table([5]))
         tracker.preempt("r")
         assert not tracker.commands()
 
-    @pytest.mark.parametrize("table", [[[7, 6]], [[5]]])
-    def test_that_went_unseen_is_noticed_by_the_table(self, table: list[list[int]]) -> None:
+    @pytest.mark.parametrize("blocks", [table([7, 6]), table([5])])
+    def test_that_went_unseen_is_noticed_by_the_table(self, blocks: BlockTable) -> None:
         tracker = tracking(FULL, 48)
-        tracker.step("r", 0, 32, [[5, 6]])
+        tracker.step("r", 0, 32, table([5, 6]))
         before = only_offer(tracker)
-        tracker.step("r", 0, 16, table)
+        tracker.step("r", 0, 16, blocks)
         commands = tracker.commands()
         assert [(revoke.generation, revoke.gone) for revoke in commands.revokes] == [(before.generation, False)]
         (offer,) = commands.offers
-        assert offer.generation > before.generation and offer.blocks == (tuple(table[0][:1]),)
+        assert offer.generation > before.generation and offer.blocks == table(blocks[0][:1])
 
-    @pytest.mark.parametrize("table", [[[]], [[5, 6]]])
-    def test_and_never_resumed(self, table: list[list[int]]) -> None:
+    @pytest.mark.parametrize("blocks", [table([]), table([5, 6])])
+    def test_and_never_resumed(self, blocks: BlockTable) -> None:
         """vLLM may end a preempted request normally, by a result that was in flight; its KV is gone."""
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         tracker.commands()
         tracker.preempt("r")
-        assert not tracker.finish("r", table, True)
+        assert not tracker.finish("r", blocks, True)
         assert [revoke.gone for revoke in tracker.commands().revokes] == [False, True]
 
 
@@ -284,41 +292,41 @@ class TestNames:
 
     def test_a_held_transfer_is_not_offered_anew(self) -> None:
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
-        tracker.finish("r", [[5, 6]], True)
+        tracker.step("r", 0, 20, table([5, 6]))
+        tracker.finish("r", table([5, 6]), True)
         assert not tracker.arrive("s", T, DIGEST, 20)
         assert not tracker.arrive("r", T, DIGEST, 20)
 
     def test_a_retry_is_told_from_what_it_retries(self) -> None:
         """Reports and offers of the first request, which come late, must not pass for the second's."""
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         first = only_offer(tracker)
-        tracker.finish("r", [[5, 6]], False)
+        tracker.finish("r", table([5, 6]), False)
         assert tracker.arrive("s", T, DIGEST, 20)
-        tracker.step("s", 0, 20, [[7, 8]])
+        tracker.step("s", 0, 20, table([7, 8]))
         commands = tracker.commands()
         assert [revoke.generation for revoke in commands.revokes] == [first.generation]
         (second,) = commands.offers
         assert second.generation > first.generation
-        assert tracker.finish("s", [[7, 8]], True)
+        assert tracker.finish("s", table([7, 8]), True)
         assert tracker.released(T, first.generation) is None
         assert tracker.released(T, second.generation) == "s"
 
     def test_read_in_a_generation_that_was_revoked_since(self) -> None:
         """All ranks had confirmed before the preemption: the transfer is over, though offered again."""
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
+        tracker.step("r", 0, 20, table([5, 6]))
         first = only_offer(tracker)
         tracker.preempt("r")
-        tracker.step("r", 0, 20, [[7, 8]])
+        tracker.step("r", 0, 20, table([7, 8]))
         tracker.commands()
-        tracker.finish("r", [[7, 8]], True)
+        tracker.finish("r", table([7, 8]), True)
         assert tracker.released(T, first.generation) == "r"
         assert only_revoke(tracker).generation > first.generation
 
     def test_nothing_to_offer(self) -> None:
-        tracker = PrefillTracker(FULL)
+        tracker = OfferSchedule(FULL)
         assert not tracker.arrive("r", T, DIGEST, 0)
         assert len(tracker) == 0
 
@@ -330,8 +338,8 @@ class TestNames:
 class TestWithdraw:
     def test_of_held_blocks_waits_for_the_readers(self) -> None:
         tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, [[5, 6]])
-        tracker.finish("r", [[5, 6]], True)
+        tracker.step("r", 0, 20, table([5, 6]))
+        tracker.finish("r", table([5, 6]), True)
         generation = only_offer(tracker).generation
         tracker.withdraw(T, "its lease ran out")
         assert only_revoke(tracker) == Revoke(T, generation, "its lease ran out", True)
@@ -345,23 +353,23 @@ class TestWithdraw:
         tracker = tracking(FULL, 40)
         tracker.withdraw(T, "the consumer gave it up")
         assert only_revoke(tracker).gone
-        tracker.step("r", 0, 40, [[5, 6, 7]])
-        assert not tracker.finish("r", [[5, 6, 7]], True)
+        tracker.step("r", 0, 40, table([5, 6, 7]))
+        assert not tracker.finish("r", table([5, 6, 7]), True)
         assert not tracker.commands() and len(tracker) == 0
 
 
 class TestWhatIsOffered:
     def test_blocks_that_others_may_be_reading(self) -> None:
         tracker = tracking(FULL, 40)
-        assert (tracker.offered("r"), tracker.total("r")) == (((),), 40)
-        tracker.step("r", 0, 20, [[5, 6]])
-        assert tracker.offered("r") == ((5,),)
+        assert (tracker.offered("r"), tracker.total("r")) == (table(()), 40)
+        tracker.step("r", 0, 20, table([5, 6]))
+        assert tracker.offered("r") == table((5,))
         tracker.preempt("r")
-        assert tracker.offered("r") == ((),)
+        assert tracker.offered("r") == table(())
 
     def test_none_of_a_request_that_is_over_or_was_never_tracked(self) -> None:
         tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 20, [[5, 6]])
-        tracker.finish("r", [[5, 6]], complete=False)
+        tracker.step("r", 0, 20, table([5, 6]))
+        tracker.finish("r", table([5, 6]), complete=False)
         for request in ("r", "other"):
-            assert (tracker.offered(request), tracker.total(request)) == (((),), 0)
+            assert (tracker.offered(request), tracker.total(request)) == (table(()), 0)

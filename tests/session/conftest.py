@@ -13,7 +13,8 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Kind, Offered, Released
+from kvxfer.session import Agent, Directory, Ended, Event, FailureKind, Released
+from kvxfer.values import BlockTable, Fetch, Offer
 
 LAYERS = tuple(f"layer.{i}" for i in range(3))
 TOKENS, HEADS, UNIT = 4, 4, 16
@@ -117,8 +118,8 @@ def offered(
     digest: bytes = b"d",
     generation: int = 1,
     final: bool = True,
-) -> Offered:
-    return Offered(transfer, digest, generation, tokens, (np.array(blocks, np.int64),), final)
+) -> Offer:
+    return Offer(transfer, digest, generation, tokens, BlockTable.of([blocks]), final)
 
 
 def fetch(
@@ -132,7 +133,7 @@ def fetch(
     own: Source | None = None,
     handle: str = "req",
 ) -> Fetch:
-    return Fetch(handle, transfer, digest, source, (np.array(blocks, np.int64),), start, tokens, own)
+    return Fetch(handle, transfer, digest, source, BlockTable.of([blocks]), start, tokens, own)
 
 
 def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
@@ -142,4 +143,4 @@ def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-__all__ = ["Ended", "Engine", "Kind", "Released", "fetch", "make_cache", "offered", "until"]
+__all__ = ["Ended", "Engine", "FailureKind", "Released", "fetch", "make_cache", "offered", "until"]

@@ -14,7 +14,7 @@ from itertools import count
 
 from kvxfer.errors import KvxferError
 from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Directory, Ended, Kind, Released
+from kvxfer.session import Agent, Directory, Ended, Released
 from tests.session.node import Engine, name
 
 CONFIG = {"transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 5.0, "staging_bytes": 1 << 20}
@@ -40,7 +40,7 @@ def live(backend: str) -> tuple[Engine, Engine]:
     p, d = engine(backend, 1), engine(backend)
     p.offer(name("first"), [3, 1], 8, 1, True)
     d.fetch(name("first"), p.source(), [5, 2], 8)
-    assert wait(d, [], name("first")).outcome.kind is Kind.DELIVERED
+    assert wait(d, [], name("first")).outcome.delivered
     assert d.blocks([5, 2]) == p.blocks([3, 1])
     for i in range(8):
         p.offer(name(i), [2 * i], 4, 1, False)
@@ -152,12 +152,12 @@ def fork(backend: str) -> None:
         assert p.agent._tally.declared == sight
         p.offer(name(how), [3, 1], 8, 1, True)
         d.fetch(name(how), p.source(), [5, 2], 8)
-        assert wait(d, [], name(how)).outcome.kind is Kind.DELIVERED
+        assert wait(d, [], name(how)).outcome.delivered
     for i in range(8):  # those that waited go on
         p.offer(name(i), [2 * i, 2 * i + 1], 8, 1, True)
     seen: list[object] = []
     for i in range(8):
-        assert wait(d, seen, name(i)).outcome.kind is Kind.DELIVERED
+        assert wait(d, seen, name(i)).outcome.delivered
     p.close()
     d.close()
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from kvxfer.config import Config
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Fetch, Named, Offered, Released, Settle
+from kvxfer.session import Agent, Decline, Directory, Ended, Event, Named, Released
+from kvxfer.values import BlockTable, Fetch, Offer
 from tests.session.conftest import HEADS, LAYERS, TOKENS, UNIT, make_cache
 
 __all__ = ["Node", "name"]
@@ -41,11 +42,11 @@ class Engine:
         self.directory.publish((self.agent.member,))
 
     def offer(self, transfer: TransferId, blocks: list[int], tokens: int, generation: int, final: bool) -> None:
-        self.agent.offer(Offered(transfer, b"d", generation, tokens, (np.array(blocks, np.int64),), final))
+        self.agent.offer(Offer(transfer, b"d", generation, tokens, BlockTable.of([blocks]), final))
 
     def fetch(self, transfer: TransferId, source: Source, blocks: list[int], tokens: int) -> None:
-        table = np.array(blocks, np.int64)
-        self.agent.fetch(Fetch(str(transfer), transfer, b"d", source, (table,), 0, tokens))
+        table = BlockTable.of([blocks])
+        self.agent.fetch(Fetch(str(transfer), transfer, b"d", source, table, 0, tokens))
 
     def several(self, calls: list[tuple[Any, ...]]) -> None:
         """Calls of these methods, each with its name first, in one go."""
@@ -75,7 +76,7 @@ class Engine:
 
     def settle(self, source: Source, transfer: TransferId) -> None:
         """Tell an engine that a transfer will not be fetched."""
-        self.directory.tell(source, Settle(source.epoch, (Named(transfer, b"d"),), "not wanted"))
+        self.directory.tell(source, Decline(source.epoch, (Named(transfer, b"d"),), "not wanted"))
 
     def notices(self) -> list[TransferId]:
         """What other engines have told this one of, since the last call."""

@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.identity import TransferId
 from tests.conftest import require
-from tests.session.conftest import Ended, Kind, Released, fetch, offered
+from tests.session.conftest import Ended, FailureKind, Released, fetch, offered
 
 VERBS = {
     "read": {"verbs": ["read"]},
@@ -41,10 +41,10 @@ def test_bytes_arrive_whichever_side_comes_first(engine, options, first):
     for call in calls if first == "offer" else reversed(calls):
         call()
     (end,) = d.wait(Ended)
-    assert end.outcome.kind is Kind.DELIVERED, end
+    assert end.outcome.delivered, end
     d.wait(Released)
     (said,) = p.wait(Ended)
-    assert said.outcome.kind is Kind.DELIVERED
+    assert said.outcome.delivered
     p.wait(Released)
     assert np.array_equal(d.block(5), p.block(3)) and np.array_equal(d.block(2), p.block(1))
     assert np.array_equal(d.block(9)[:, :, :3], p.block(7)[:, :, :3])
@@ -57,7 +57,7 @@ def test_block_tables_that_do_not_join_fail_alone(engine, options):
     p.agents[0].offer(offered([3], 11, transfer=T))  # one block for eleven tokens
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T, handle="short"))
     (end,) = d.wait(Ended)
-    assert end.outcome.kind is Kind.FAILED and "has no block for token 4" in end.outcome.reason
+    assert end.outcome.kind is FailureKind.MISUSE and "has no block for token 4" in end.outcome.failure.detail
     d.wait(Released)
     other = TransferId("own/1/y", 0)
     p.agents[0].offer(offered([3, 1, 7], 11, transfer=other))
@@ -85,7 +85,7 @@ def test_who_stood_still_in_the_middle_of_a_turn_blames_no_peer(engine):
     time.sleep(5.0)
     p.agents[0].offer(offered([3, 1, 7], 11, transfer=T))
     (end,) = d.wait(Ended)
-    assert end.outcome.kind is Kind.DELIVERED, end
+    assert end.outcome.delivered, end
 
 
 def test_parts_as_chunks_finish(engine, options):
@@ -122,7 +122,7 @@ def test_digest_mismatch_fails_both_sides(engine, options):
     p.agents[0].offer(offered([3], 4, transfer=T, digest=b"mine"))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T, digest=b"other"))
     end = d.wait(Ended)[0]
-    assert end.outcome.kind is Kind.FAILED and "digest" in end.outcome.reason
+    assert end.outcome.kind is FailureKind.DIGEST_DIFFERS
     d.wait(Released)
     assert not d.memories[0].any()
 
@@ -131,9 +131,8 @@ def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options), transfer_timeout=0.5)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     end = d.wait(Ended)[0]
-    assert end.outcome.kind is Kind.FAILED
     # Both sides keep the consumer's deadline; whichever clock is first by a hair says so.
-    assert "0.5 s" in end.outcome.reason or "time for it is over" in end.outcome.reason
+    assert end.outcome.kind is FailureKind.NEVER_OFFERED
     d.wait(Released)
 
 
@@ -141,16 +140,16 @@ def test_cancel_on_either_side(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     d.agents[0].cancel("req", "client left")
-    assert d.wait(Ended)[0].outcome.kind is Kind.CANCELLED
+    assert d.wait(Ended)[0].outcome.kind is FailureKind.CANCELLED
     d.wait(Released)
     other = TransferId("own/1/y", 0)
     p.agents[0].offer(offered([3], 4, transfer=other))
     p.agents[0].revoke(other, 1, "request aborted", gone=True)
-    assert p.wait(Ended)[0].outcome.kind is Kind.CANCELLED
+    assert p.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
     p.wait(Released)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=other, handle="late"))
     end = d.wait(Ended, count=2)[1]
-    assert end.outcome.kind is Kind.FAILED and "aborted" in end.outcome.reason
+    assert end.outcome.kind is FailureKind.WITHDRAWN and "aborted" in end.outcome.failure.detail
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import pytest
 
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Ended, Kind, Settle
+from kvxfer.session import Decline, Ended, FailureKind
 from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
+from kvxfer.values import BlockTable
 from tests.geometry.test_cache import HOSTILE
 from tests.session.conftest import Engine, fetch, offered, until
 from tests.session.stranger import Stranger, framed
@@ -48,7 +49,7 @@ def honest(p: Engine, d: Engine, name: str) -> tuple[float, float]:
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=name))
     end = d.wait(Ended, count=so_far + 1, timeout=60.0)[so_far]
     took = time.monotonic() - began
-    assert end.outcome.kind is Kind.DELIVERED, end
+    assert end.outcome.delivered, end
     return took, end.seconds
 
 
@@ -129,7 +130,7 @@ POURED = {
     "connections": ((b"", b"", 1000), "agent"),
     "questions whose answers are not read": ((b"", framed(m.encode(m.Lookup(m.PROTOCOL))), 50), "directory"),
     "news for any engine": (
-        (b"", framed(m.encode(Settle(0, tuple(TransferId(f"own/{i}", i) for i in range(5000)), "x"))), 4),
+        (b"", framed(m.encode(Decline(0, tuple(TransferId(f"own/{i}", i) for i in range(5000)), "x"))), 4),
         "directory",
     ),
     "empty frames at the directory": ((b"", bytes(4), 4), "directory"),
@@ -166,10 +167,14 @@ def test_peers_that_hoard_are_told_off(pair: tuple[Engine, Engine]) -> None:
             s.say(hello(p, endpoint=other.endpoint(), epoch=peer))
             assert isinstance(s.answer(), m.Welcome)
             for i in range(12):
-                s.say(m.Want(TransferId(f"own/{peer}/hoard", i), i + 1, b"d", 0, 4, (bytes(3 * MIB),), 1, 300.0))
+                s.say(
+                    m.Want(
+                        TransferId(f"own/{peer}/hoard", i), i + 1, b"d", 0, 4, BlockTable((bytes(3 * MIB),)), 1, 300.0
+                    )
+                )
             s.say(m.Ping(1))
             while not isinstance(said := s.answer(), m.Pong):
-                assert isinstance(said, m.Gone) and "too many" in said.reason
+                assert isinstance(said, m.Gone) and said.kind is FailureKind.OVERLOADED
                 refusals += 1
         assert refusals > 8 * 12 // 3 and resident() - before < 400 * MIB
         honest(p, d, "beside")
@@ -237,7 +242,7 @@ def test_time_runs_from_the_call(engine) -> None:
     began = time.monotonic()
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/never", 0), handle="never"))
     end = d.wait(Ended, count=3)[2]
-    assert end.outcome.kind is Kind.FAILED and 0.95 < end.seconds < 1.4
+    assert end.outcome.kind is FailureKind.NEVER_OFFERED and 0.95 < end.seconds < 1.4
     assert time.monotonic() - began < 1.4
 
 
@@ -266,7 +271,7 @@ def test_callers_without_end_delay_no_deadline(engine) -> None:
         over.set()
         for caller in callers:
             caller.join()
-    assert ends[1].outcome.kind is Kind.FAILED
+    assert ends[1].outcome.kind is FailureKind.NEVER_OFFERED
 
 
 def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:
@@ -281,7 +286,7 @@ def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:
         )
         assert isinstance(s.answer(), m.Welcome)
         for i in range(n):
-            s.say(m.Want(TransferId("own/1/many", i), i + 1, b"d", 0, 4, (m.pack_blocks([3]),), 1, 300.0))
+            s.say(m.Want(TransferId("own/1/many", i), i + 1, b"d", 0, 4, BlockTable.of([[3]]), 1, 300.0))
         s.say(m.Ping(1))
         assert isinstance(s.answer(), m.Pong)
         for i in range(n):

@@ -11,6 +11,7 @@ import pytest
 
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.facts import MOST, NAME, TEXT, difference, sealed
+from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.session import Directory, Outcome
 from kvxfer.session import messages as m
@@ -43,10 +44,10 @@ def test_the_same_facts_in_another_order(engine: Make) -> None:  # noqa: F811
 def test_a_consumer_refuses_by_the_card(engine: Make) -> None:  # noqa: F811
     p, d = engine({}, seed=1, facts=THEIRS), engine({}, facts=OURS)
     end = deliver(p, d)
-    assert not end.delivered
-    assert f"engine 'engine0' at {p.source}" in end.reason
-    assert "weights: a3f1 here, 77c0 at the producer" in end.reason and "'model'" in end.reason
-    assert "dtype" not in end.reason, "it names what differs, and nothing else"
+    assert end.kind is FailureKind.INCOMPATIBLE
+    assert end.failure.peer == f"engine 'engine0' at {p.source}"
+    assert "weights: a3f1 here, 77c0 at the producer" in end.failure.detail and "'model'" in end.failure.detail
+    assert "dtype" not in end.failure.detail, "it names what differs, and nothing else"
     assert not d.block(5).any() and not d.block(2).any()
 
 
@@ -55,7 +56,7 @@ def test_who_states_nothing_serves_nobody_who_does(engine: Make, silent: str) ->
     p = engine({}, seed=1, facts=None if silent == "producer" else OURS)
     d = engine({}, facts=None if silent == "consumer" else OURS)
     where = "not stated at the producer" if silent == "producer" else "not stated here"
-    assert where in deliver(p, d).reason
+    assert where in deliver(p, d).failure.detail
 
 
 def test_a_producer_refuses_by_the_hello(engine: Make, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
@@ -64,7 +65,7 @@ def test_a_producer_refuses_by_the_hello(engine: Make, caplog: pytest.LogCapture
     p.directory.identify(OURS)
     with caplog.at_level(logging.WARNING):
         end = deliver(p, d)
-    assert "weights: 77c0 here, a3f1 at the consumer" in end.reason and "'engine1'" in end.reason
+    assert "weights: 77c0 here, a3f1 at the consumer" in end.failure.detail and "'engine1'" in end.failure.detail
     assert "refused a link from 'engine1'" in caplog.text
 
 
@@ -83,7 +84,7 @@ def test_facts_that_change_while_engines_are_linked(engine: Make, changes: str) 
     if changes == "consumer":
         words = ("77c0 here, a3f1 at the producer",) * 2
     end = deliver(p, d)
-    assert not end.delivered and any(f"weights: {w}" in end.reason for w in words), end.reason
+    assert end.kind is FailureKind.INCOMPATIBLE and any(f"weights: {w}" in end.failure.detail for w in words), end
     change(second)
     assert deliver(p, d).delivered
 
@@ -96,7 +97,7 @@ def test_a_fetch_under_way_does_not_survive_a_change(engine: Make) -> None:  # n
     d.agents[0].identify(THEIRS)
     until(lambda: any(isinstance(e, Ended) and e.handle == "waits" for e in d.events()))
     end = next(e.outcome for e in d.events() if isinstance(e, Ended) and e.handle == "waits")
-    assert "the model of this engine is another one now" in end.reason
+    assert end.kind is FailureKind.INCOMPATIBLE
 
 
 def test_an_agent_that_has_not_been_told_takes_its_directory_s_word(engine: Make) -> None:  # noqa: F811
@@ -107,7 +108,7 @@ def test_an_agent_that_has_not_been_told_takes_its_directory_s_word(engine: Make
     p.agents[0].identify(OURS)
     assert deliver(p, d).delivered, "nothing has changed"
     p.agents[0].identify(THEIRS)
-    assert "weights: 77c0 here, a3f1 at the consumer" in deliver(p, d).reason
+    assert "weights: 77c0 here, a3f1 at the consumer" in deliver(p, d).failure.detail
 
 
 @pytest.mark.parametrize(

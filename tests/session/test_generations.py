@@ -15,29 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner, Rank, ShardAssignment
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import Quorum
+from kvxfer.schedule import RankAgreement
 from kvxfer.session import messages as m
 from kvxfer.session.consumer import Consumer
 from kvxfer.session.life import LaneEvent, LaneState
 from kvxfer.session.producer import Producer
 from kvxfer.session.tally import Tally
-from kvxfer.session.values import (
-    Abort,
-    Action,
-    Dial,
-    Ended,
-    Fetch,
-    Lane,
-    LinkInfo,
-    Move,
-    Moved,
-    Offered,
-    Report,
-    Resolved,
-    Send,
-)
+from kvxfer.session.values import Abort, Action, Dial, Ended, Lane, LinkInfo, Move, Moved, Report, Resolved, Send
+from kvxfer.values import BlockTable, Fetch, Offer
 from tests.session.conftest import Engine, fetch, offered, until
 from tests.session.world.base import D_TOKENS, P_TOKENS, make_cache
 
@@ -47,7 +35,7 @@ P_MEMORY, D_MEMORY = np.zeros(1024, np.uint8), np.zeros(4096, np.uint8)
 P_CACHES = [make_cache(P_MEMORY, (f"layer.{r}",), P_TOKENS, r) for r in range(2)]
 D_CACHE = make_cache(D_MEMORY, ("layer.0", "layer.1"), D_TOKENS, 0)
 PLANNERS = [Planner(P_CACHES[r], D_CACHE, (ShardAssignment(0, 0, (f"layer.{r}",), 0, 1),)) for r in range(2)]  # type: ignore[arg-type]
-BLOCKS = np.arange(TOKENS // P_TOKENS)
+BLOCKS = BlockTable.of([range(TOKENS // P_TOKENS)])
 
 
 class Ranks:
@@ -75,9 +63,7 @@ class Ranks:
         self.names: dict[tuple[int, int], bytes] = {}  # consumer and rank -> the producer's name of their link
         self.haste = rng.choice((0.01, 0.02, 0.05, 0.1))
         for c, consumer in enumerate(self.consumers):
-            self.act(
-                ("c", c), consumer.fetch(Fetch("req", T, DIGEST, SOURCE, (np.zeros(1, np.int64),), 0, TOKENS), 0.0)
-            )
+            self.act(("c", c), consumer.fetch(Fetch("req", T, DIGEST, SOURCE, BlockTable.of([[0]]), 0, TOKENS), 0.0))
             lanes = tuple(Lane(r, 2, Rank(0, r)) for r in range(2))
             self.act(("c", c), consumer.resolved(SOURCE, Resolved(lanes), 0.0))
 
@@ -97,7 +83,11 @@ class Ranks:
                 case Abort(ref=ref):
                     for move in [x for x in self.moves if x[0] == who and x[1].ref == ref]:
                         self.moves.remove(move)
-                        self.soon.append(lambda ref=ref: self.moved(who, Moved(ref, "aborted", True, 0)))
+                        self.soon.append(
+                            lambda ref=ref: self.moved(
+                                who, Moved(ref, Failure(FailureKind.CANCELLED, "aborted"), True, 0)
+                            )
+                        )
                 case Report(event=Ended() as end) if side == "c":
                     assert i not in self.ended
                     self.ended[i] = end
@@ -119,8 +109,8 @@ class Ranks:
         """A link breaks, and can be had again."""
         for key in [k for k in self.queues if k[1:3] == (c, r)]:
             del self.queues[key]
-        self.act(("p", r), self.producers[r].link_down(self.names[c, r], "cut", 0.0))
-        self.act(("c", c), self.consumers[c].link_reset(r, "cut", 0.0))
+        self.act(("p", r), self.producers[r].link_down(self.names[c, r], Failure(FailureKind.PEER_LOST, "cut"), 0.0))
+        self.act(("c", c), self.consumers[c].link_reset(r, Failure(FailureKind.PEER_LOST, "cut"), 0.0))
 
     def moved(self, who: tuple[str, int], moved: Moved) -> None:
         machine = self.consumers[who[1]] if who[0] == "c" else self.producers[who[1]]
@@ -135,7 +125,7 @@ class Ranks:
         if what == "offer":
             self.current[r] = g
             tally.offered(T, g)
-            offer = Offered(T, DIGEST, g, TOKENS, (BLOCKS,), True)
+            offer = Offer(T, DIGEST, g, TOKENS, BLOCKS, True)
             self.inboxes[r].append(lambda: producer.offer(offer, 0.0))
             return
         self.current[r] = -1
@@ -143,7 +133,7 @@ class Ranks:
         declared = tally.declare(T)
 
         def revoke() -> list[Action]:
-            out = producer.revoke(T, g, "preempted", False, 0.0)
+            out = producer.revoke(T, g, Failure(FailureKind.REVOKED, "preempted"), False, 0.0)
             if declared:
                 tally.take_in()
             return out
@@ -240,7 +230,7 @@ def test_no_transfer_is_delivered_of_two_generations() -> None:
     whole: Counter[int] = Counter()
     for ranks in runs(200):
         assert len(ranks.ended) == 2
-        quorum = Quorum()
+        quorum = RankAgreement()
         for end in ranks.ended.values():
             if end.outcome.delivered:
                 generations[end.generation] += 1

@@ -121,10 +121,10 @@ def test_cma_through_shared_memory_lets_nobody_write_who_may_only_read() -> None
         ([1], True, Verb.WRITE, 0, False),
         ([1], True, Verb.READ, 0, False),
     ]:
-        mine, shown = a.endpoint(), b.endpoint_lending(lent, writable)
+        mine, own = a.endpoint(), b.endpoint_lending(lent, writable)
         all_of_it = Endpoint.decode(b.endpoint()).memories  # what the peer may have learnt elsewhere
-        shown = msgspec.structs.replace(Endpoint.decode(shown), memories=all_of_it).encode()
-        peer, back = a.connect(mine, shown), b.connect(shown, mine)
+        shown = msgspec.structs.replace(Endpoint.decode(own), memories=all_of_it).encode()
+        peer, back = a.connect(mine, shown), b.connect(own, mine)
         before = theirs[memory].copy()
         error = outcome([a, b], lambda: a.submit(Batch(verb, peer, 1, size, zero, memory, zero)))  # noqa: B023
         assert (error is None) == allowed, (verb, memory, error)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.session.mover import Mover
 from kvxfer.session.movers import Movers
@@ -25,7 +26,7 @@ class Counted(FakeTransport):
     """Counts what is made of it, by the engine that it serves; those in ``lame`` cannot make links with it."""
 
     made: ClassVar[Counter[str]]
-    links: ClassVar[Counter[str]]
+    linked: ClassVar[Counter[str]]
     lame: ClassVar[set[str]]
     ill: ClassVar[set[str]]
 
@@ -35,7 +36,7 @@ class Counted(FakeTransport):
         self.made[self.engine] += 1
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
-        self.links[self.engine] += 1
+        self.linked[self.engine] += 1
         if self.engine in self.lame:
             raise TransportError("no way to that GPU")
         return super().connect(mine, theirs)
@@ -66,7 +67,7 @@ NEAR, FAR, MISSING = (f"tests.session.test_lineup:{c.__name__}" for c in (Near, 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for cls in (Near, Far, Missing):
-        cls.made, cls.links, cls.lame, cls.ill = Counter(), Counter(), set(), set()
+        cls.made, cls.linked, cls.lame, cls.ill = Counter(), Counter(), set(), set()
     order(monkeypatch, NEAR, FAR)
 
 
@@ -99,7 +100,7 @@ def deliver(p: Engine, d: Engine, name: str) -> Any:
 
 def test_nothing_of_later_ones_is_made_before_a_link_asks_for_it(make: Make) -> None:
     assert deliver(make(), make(), "x").delivered
-    assert sum(Near.links.values()) == 2 and not Far.made
+    assert sum(Near.linked.values()) == 2 and not Far.made
 
 
 @pytest.mark.parametrize("lame", ["engine0", "engine1"], ids=["producer", "consumer"])
@@ -108,8 +109,8 @@ def test_a_link_that_the_first_cannot_make_is_made_with_the_next(make: Make, lam
     p, d = make(), make()
     for name in ("x", "y"):
         assert deliver(p, d, name).delivered
-    assert Far.links == {"engine0": 1, "engine1": 1}
-    assert Near.links[lame] == 1, "it is not tried again for every transfer"
+    assert Far.linked == {"engine0": 1, "engine1": 1}
+    assert Near.linked[lame] == 1, "it is not tried again for every transfer"
 
 
 def test_each_link_has_the_back_end_that_can_make_it(make: Make) -> None:
@@ -122,7 +123,7 @@ def test_each_link_has_the_back_end_that_can_make_it(make: Make) -> None:
     for name in ("x", "y"):
         assert deliver(p, d, name + "p").delivered
         assert deliver(q, d, name + "q").delivered
-    assert Far.links == {"engine0": 1, "engine2": 1}
+    assert Far.linked == {"engine0": 1, "engine2": 1}
 
 
 def test_the_reset_of_one_leaves_links_of_the_other_alone(make: Make) -> None:
@@ -130,11 +131,11 @@ def test_the_reset_of_one_leaves_links_of_the_other_alone(make: Make) -> None:
     assert deliver(p, d, "xp").delivered
     Near.lame = {"engine2"}
     assert deliver(q, d, "xq").delivered
-    before = Near.links["engine1"], Far.made["engine0"]
+    before = Near.linked["engine1"], Far.made["engine0"]
     Far.ill = {"engine0"}
     assert deliver(q, d, "yq").delivered, "its transfer is taken up again"
     assert deliver(p, d, "yp").delivered
-    assert (Near.links["engine1"], Far.made["engine0"]) == (before[0], before[1] + 1)
+    assert (Near.linked["engine1"], Far.made["engine0"]) == (before[0], before[1] + 1)
 
 
 def test_one_that_does_not_start_is_passed_over(
@@ -145,7 +146,7 @@ def test_one_that_does_not_start_is_passed_over(
     with caplog.at_level(logging.INFO):
         assert deliver(make(), make(), "x").delivered
     assert "no way to that GPU" in caplog.text and "libfar.so: no such file" in caplog.text
-    assert Far.links == {"engine0": 1, "engine1": 1}
+    assert Far.linked == {"engine0": 1, "engine1": 1}
 
 
 def test_an_engine_starts_with_the_first_that_can(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +169,8 @@ def test_when_none_can_make_the_link_all_reasons_are_told(make: Make, monkeypatc
     p, d = make(), make()
     outcome = deliver(p, d, "x")
     assert not outcome.delivered
-    assert "no way to that GPU" in outcome.reason and "libfar.so: no such file" in outcome.reason
+    detail = outcome.failure.detail
+    assert "no way to that GPU" in detail and "libfar.so: no such file" in detail
     Near.lame = set()
     assert deliver(p, d, "y").delivered, "whoever comes later finds out anew"
 
@@ -176,13 +178,13 @@ def test_when_none_can_make_the_link_all_reasons_are_told(make: Make, monkeypatc
 def test_an_engine_that_names_one_meets_one_that_names_none(make: Make, engine: Make) -> None:  # noqa: F811
     assert deliver(engine({"backend": FAR}, seed=9), make(), "x").delivered
     assert deliver(make(), engine({"backend": FAR}), "y").delivered
-    assert not Near.links
+    assert not Near.linked
 
 
 def test_engines_with_none_in_common_are_told_both(make: Make, engine: Make) -> None:  # noqa: F811
     outcome = deliver(engine({"backend": "zmq"}, seed=9), make(), "x")
-    assert not outcome.delivered
-    assert all(repr(name) in outcome.reason for name in ("zmq", NEAR, FAR)), outcome
+    assert outcome.kind is FailureKind.INCOMPATIBLE
+    assert all(repr(name) in outcome.failure.detail for name in ("zmq", NEAR, FAR)), outcome
 
 
 class Told:

@@ -8,17 +8,18 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source
 from kvxfer.session import parts
 from kvxfer.session.consumer import Consumer
 from kvxfer.session.life import LANE, SERVE, Life
-from kvxfer.session.values import Ended, Fetch, Lane, LinkInfo, Report, Resolved
+from kvxfer.session.values import Ended, Lane, LinkInfo, Report, Resolved
+from kvxfer.values import BlockTable, Fetch
 from tests.session.world import SETTINGS, Script, Setting, World
 from tests.session.world.base import LEASE, RANKS, TRANSFERS
 
@@ -169,9 +170,12 @@ def test_promises_hold_in_any_order_of_events() -> None:
 def test_a_deadline_tells_why_the_link_had_to_be_made_anew() -> None:
     """The last that broke it would else be known to nobody, where each attempt breaks it again."""
     source, machine = Source("p", 1, 1), Consumer(5.0)
-    machine.fetch(Fetch("req", TRANSFERS[0][0], b"d", source, (np.zeros(1, np.int64),), 0, 4), 0.0)
+    machine.fetch(Fetch("req", TRANSFERS[0][0], b"d", source, BlockTable.of([[0]]), 0, 4), 0.0)
     machine.resolved(source, Resolved((Lane("link", 1),)), 0.0)
     machine.link_up("link", LinkInfo("read", planner=None), 0.1)  # type: ignore[arg-type]
-    machine.link_reset("link", "the cable was cut", 1.0)
+    machine.link_reset("link", Failure(FailureKind.PEER_LOST, "the cable was cut"), 1.0)
     [end] = [a.event for a in machine.tick(5.0) if isinstance(a, Report) and isinstance(a.event, Ended)]
-    assert end.outcome.reason == "no outcome within 5 s (still linking, since its link broke: the cable was cut)"
+    assert end.outcome.kind is FailureKind.PEER_LOST
+    assert (
+        end.outcome.failure.detail == "no outcome within 5 s (still linking, since its link broke: the cable was cut)"
+    )

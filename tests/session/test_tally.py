@@ -15,17 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import ConfigError
+from kvxfer.failures import Failure
 from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.identity import TransferId
-from kvxfer.session import Ended, Kind, Offered, Released
+from kvxfer.session import Ended, FailureKind, Released
 from kvxfer.session import messages as m
 from kvxfer.session.links import Sight
 from kvxfer.session.producer import Producer
 from kvxfer.session.tally import SharedTally, Tally
 from kvxfer.session.values import Action, LinkInfo, Moved, PartRef, Report, Send
 from kvxfer.testing.fake import Network
+from kvxfer.values import BlockTable, Offer
 from tests.session.conftest import Engine, fetch, make_cache, offered
 
+SILENT = Failure(FailureKind.PEER_LOST, "cut")
+PREEMPTED = Failure(FailureKind.REVOKED, "preempted")
 T = TransferId("router/1/x", 0)
 LEASE = 10.0
 
@@ -155,11 +159,11 @@ class Party:
         self.machine.link_up(b"link", LinkInfo(mode, planner, peer=7), 0.0)  # type: ignore[arg-type]
 
     def want(self, attempt: int = 1, seconds: float = 5.0) -> list[Action]:
-        blocks = (m.pack_blocks(np.array([1])),)
+        blocks = BlockTable.of([[1]])
         return self.machine.message(b"link", m.Want(T, attempt, b"d", 0, 4, blocks, 1, seconds), 0.0)
 
     def offer(self, generation: int = 1) -> list[Action]:
-        offer = Offered(T, b"d", generation, 4, (np.array([2], np.int64),), True)
+        offer = Offer(T, b"d", generation, 4, BlockTable.of([[2]]), True)
         return self.machine.offer(offer, 0.0)
 
     def announced(self) -> m.Have:
@@ -179,22 +183,24 @@ def test_nothing_announced_between_a_declaration_and_its_taking_in_is_believed()
     party = Party()
     party.tally.declare(T)
     assert party.announced().tally != party.tally.declared
-    party.machine.revoke(T, 1, "preempted", False, 0.0)
+    party.machine.revoke(T, 1, PREEMPTED, False, 0.0)
     party.tally.take_in()
     again = Party()
     assert again.announced().tally == again.tally.declared
 
 
 def failed_send(party: Party) -> None:
-    party.machine.moved(Moved(PartRef("producer", b"link", T, 1, 0), "it broke", True, 0), 0.0)
+    party.machine.moved(
+        Moved(PartRef("producer", b"link", T, 1, 0), Failure(FailureKind.BACKEND_FAILED, "it broke"), True, 0), 0.0
+    )
 
 
 ENDS: dict[str, Callable[[Party], Any]] = {
-    "preempted": lambda p: p.machine.revoke(T, 1, "preempted", False, 0.0),
-    "aborted": lambda p: p.machine.revoke(T, 1, "aborted", True, 0.0),
+    "preempted": lambda p: p.machine.revoke(T, 1, PREEMPTED, False, 0.0),
+    "aborted": lambda p: p.machine.revoke(T, 1, PREEMPTED, True, 0.0),
     "computed anew": lambda p: p.offer(2),
-    "link lost": lambda p: p.machine.link_down(b"link", "silent", 0.0),
-    "dropped": lambda p: p.machine.message(b"link", m.Drop(T, 1, b"d", "changed its mind"), 0.0),
+    "link lost": lambda p: p.machine.link_down(b"link", SILENT, 0.0),
+    "dropped": lambda p: p.machine.message(b"link", m.Drop(T, 1, b"d", FailureKind.CANCELLED, "changed its mind"), 0.0),
     "wanted anew": lambda p: p.want(2),
     "out of time": lambda p: p.machine.tick(6.0),
     "other bytes": lambda p: p.machine.message(b"link", m.Check(T, 1, 1, b"12345678"), 0.0),
@@ -226,7 +232,7 @@ def test_what_goes_well_or_was_never_announced_does_not() -> None:
     assert have.tally == party.tally.declared
     waiting = Party()
     waiting.want()
-    waiting.machine.link_down(b"link", "silent", 0.0)
+    waiting.machine.link_down(b"link", SILENT, 0.0)
     assert waiting.tally.declared == 0
 
 
@@ -238,18 +244,18 @@ def test_a_producer_that_can_be_seen_need_not_answer(engine, monkeypatch: pytest
     """Nor be running by then. One that cannot be seen is asked."""
     p, d = pair(engine, {"verbs": verbs})
     monkeypatch.setattr(Producer, "_check", lambda *_: [])
-    assert deliver(p, d, T).outcome.kind is Kind.DELIVERED
+    assert deliver(p, d, T).outcome.delivered
     assert (d.block(5) == p.block(3)).all()
     monkeypatch.setattr(Sight, "of", lambda place: None)
     other = engine({"verbs": verbs, "network": p.net}, transfer_timeout=0.5)
-    assert deliver(p, other, TransferId("router/1/y", 0)).outcome.kind is Kind.FAILED
+    assert deliver(p, other, TransferId("router/1/y", 0)).outcome.kind is FailureKind.TIMED_OUT
 
 
 def test_a_producer_that_writes_is_asked(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its word ends what it may do in our memory."""
     p, d = pair(engine, {"verbs": ["write"]}, transfer_timeout=0.5)
     monkeypatch.setattr(Producer, "_check", lambda *_: [])
-    assert deliver(p, d, T).outcome.kind is Kind.FAILED
+    assert deliver(p, d, T).outcome.kind is FailureKind.TIMED_OUT
 
 
 def test_nothing_that_a_closing_agent_announces_is_believed(engine) -> None:
@@ -279,14 +285,14 @@ def test_a_checked_transfer_needs_no_answer_if_the_sums_agree(
     )
     monkeypatch.setattr(Producer, "_check", lambda *_: [])
     monkeypatch.setattr(p.net, "delay_s", 0.2)  # so that the producer's sum is there first
-    assert deliver(p, d, T).outcome.kind is (Kind.FAILED if corrupt else Kind.DELIVERED)
+    assert deliver(p, d, T).outcome.delivered is not bool(corrupt)
 
 
 def test_a_producer_hears_of_what_its_consumer_has_seen(engine) -> None:
     p, d = pair(engine, {"verbs": ["read"]})
     deliver(p, d, T)
     (ended,) = p.wait(Ended)
-    assert ended.outcome.kind is Kind.DELIVERED and ended.seconds < 4.0
+    assert ended.outcome.delivered and ended.seconds < 4.0
 
 
 def test_transfers_that_end_well_disturb_no_others(engine) -> None:
@@ -295,7 +301,7 @@ def test_transfers_that_end_well_disturb_no_others(engine) -> None:
     agent = p.agents[0]
     for i in range(3):
         t = TransferId("router/1/z", i)
-        assert deliver(p, d, t, f"{i}").outcome.kind is Kind.DELIVERED
+        assert deliver(p, d, t, f"{i}").outcome.delivered
         p.wait(Released, count=i + 1)
         agent.revoke(t, 1, "all is read", True)
         agent.offer(offered([3], 4, transfer=t))  # too late, and ignored
@@ -321,7 +327,7 @@ def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monk
     p.agents[0].revoke(T, 1, "preempted", False)
     p.memories[0][:] = 0
     (ended,) = d.wait(Ended)
-    assert ended.outcome.kind is Kind.FAILED, ended
+    assert ended.outcome.kind is FailureKind.TIMED_OUT, ended
 
 
 def pair(engine: Callable[..., Engine], options: dict[str, Any], **config: Any) -> tuple[Engine, Engine]:

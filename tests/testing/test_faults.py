@@ -11,7 +11,7 @@ from kvxfer.testing import ConformanceSuite, Network
 from kvxfer.testing.conformance import Link, Suite, Way, World
 from kvxfer.testing.conformance.harness import overlay
 from kvxfer.testing.faults import Faulty, Zeroing
-from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import registry
 
 FAKE = "kvxfer.testing.fake:FakeTransport"
@@ -32,12 +32,12 @@ class TestLate(ConformanceSuite):
     rounds = 20
 
 
-Meet = Callable[..., tuple[World, LocalParty, LocalParty, Link]]
+Meet = Callable[..., tuple[World, LocalParticipant, LocalParticipant, Link]]
 
 
 @pytest.fixture
 def meet() -> Iterator[Meet]:
-    """Makes two connected parties on a faulty fake with the given options."""
+    """Makes two connected participants on a faulty fake with the given options."""
     worlds = []
 
     def make(cls: type[Faulty] = Faulty, verbs: tuple[str, ...] = ("send", "recv"), **options: Any) -> Any:
@@ -97,8 +97,8 @@ def test_a_lost_batch_ends_by_abort_only(meet: Meet) -> None:
     started = link.start(Way.SEND, a, b, RUNS)
     world.run(0.2)
     assert not started.begun_to_end()
-    for party, number in started.halves:
-        party.abort(number)
+    for participant, number in started.halves:
+        participant.abort(number)
     assert all(r.error is not None and "aborted" in r.error for r in world.finish(started))
 
 

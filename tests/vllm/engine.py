@@ -53,6 +53,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvxfer.geometry import Rank
+from kvxfer.values import BlockTable
 from kvxfer_vllm import KVXferConnector
 from kvxfer_vllm.compat import REPORTS_BY_REQUEST
 from tests.vllm.wire import Agent, Wire
@@ -479,8 +480,8 @@ class _Layout:
     def __init__(self, cache: Any) -> None:
         self.cache = cache
 
-    def tables(self, tables: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
-        return tuple(np.asarray(row, np.int64) for row in tables)
+    def table(self, logical: BlockTable) -> BlockTable:
+        return logical
 
 
 def ours(connector: Any) -> KVXferConnector:

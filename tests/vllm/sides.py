@@ -13,6 +13,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from kvxfer.geometry import Planner, Rank, route
+from kvxfer.values import BlockTable
 from kvxfer_vllm.layout import Layout
 
 BLOCKS = 12
@@ -135,7 +136,7 @@ def fill(
 ) -> None:
     """Have the writers write tokens into every rank's cache."""
     for rank, side in enumerate(sides if len(positions) else ()):
-        expanded = np.asarray(side.layout.tables((tuple(table),))[0])
+        expanded = side.layout.table(BlockTable.of([table]))[0]
         for name, layer in layers.items():
             layer.write(
                 side.tensors[name], side.specs[name], expanded, rank, len(sides), np.asarray(positions, np.int64)
@@ -153,7 +154,7 @@ def load(p: list[Side], d: list[Side], src: Sequence[int], dst: Sequence[int], s
             of = caches[rank]
             runs = (
                 Planner(of.layout.cache, side.layout.cache, assignments)
-                .plan(of.layout.tables((tuple(src),)), side.layout.tables((tuple(dst),)), start, tokens)
+                .plan(of.layout.table(BlockTable.of([src])), side.layout.table(BlockTable.of([dst])), start, tokens)
                 .runs()
             )
             a, b = of.memory.numpy(), side.memory.numpy()

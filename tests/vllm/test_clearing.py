@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
 from kvxfer.config import Config
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import NULL, StepCommands, Want
-from kvxfer.session import Fetch
+from kvxfer.schedule import StepCommands
+from kvxfer.values import NULL, BlockTable, Fetch
 from kvxfer_vllm import worker as half
 from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.layout import Layout
@@ -92,9 +92,9 @@ def load(
     monkeypatch.setattr(Layout, "of", lambda *args: described(tensors, kv))
     worker = half.WorkerHalf(Config(layout_check=False), SimpleNamespace(kv_transfer_config=None), kv)  # type: ignore[arg-type]
     worker.register(tensors)
-    transfer = TransferId("x", 0)
-    want = Want(transfer, b"d", Source("127.0.0.1", 1, 1), blocks, start, tokens, None)
-    worker.load(Step(StepCommands(wants=(want,)), {transfer: "request"}))
+    source = Source("127.0.0.1", 1, 1)
+    fetch = Fetch("request", TransferId("x", 0), b"d", source, BlockTable.of(blocks), start, tokens)
+    worker.load(Step(StepCommands(fetches=(fetch,))))
     assert agent.seen, "nothing was fetched"
     return agent.seen
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.session import Named, Renew, Settle
+from kvxfer.session import Decline, Named, Renew
 from kvxfer_vllm.compat import HOLDS_BLOCKS
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
 from tests.vllm.conftest import Make, both_ways
@@ -212,7 +212,7 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
             p.step()
 
     told.tell(p.address, Renew(epoch, (guessed,)))
-    told.tell(p.address, Settle(epoch, (guessed,), "not wanted"))
+    told.tell(p.address, Decline(epoch, (guessed,), "not wanted"))
     told.tell(p.address, Renew(epoch, (known,)))  # comes after them
     step_until(lambda: bool(p.agents[0].renewed))
     p.steps(4)
@@ -221,7 +221,7 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
     again = prefill(p, prompt(61))
     [transfer] = tracker.held
     before = p.free
-    told.tell(p.address, Settle(epoch, (Named(transfer, tracker.digest(transfer)),), "not wanted"))
+    told.tell(p.address, Decline(epoch, (Named(transfer, tracker.digest(transfer)),), "not wanted"))
     step_until(lambda: p.free > before)
     assert again
 

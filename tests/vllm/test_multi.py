@@ -130,7 +130,7 @@ def test_statistics(make: Make, wire: Wire) -> None:
     for agent, quarantined in zip((a for a in wire.agents if a.engine is d), (100, 20), strict=True):
         agent.said = Stats(fetches=0, holdings=0, quarantined_bytes=quarantined, corrupt=1, direct=3, staged=2)
     d.run(p, until=name)
-    assert [load[0] for load in loads(d)] == ["delivered", "delivered", "failed", "failed"]
+    assert [load[0] for load in loads(d)] == ["delivered", "delivered", "peer_lost", "peer_lost"]
     rebuilt = MultiConnector.build_kv_connector_stats(crossed(d)[0])
     assert rebuilt is not None
     assert rebuilt.reduce()["KVXferConnector"]["loads"] == 2
@@ -140,7 +140,7 @@ def test_statistics(make: Make, wire: Wire) -> None:
     for stats in crossed(d):
         metrics.observe(stats, 0)
     assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "delivered"}) == 2
-    assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "failed"}) == 2
+    assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "peer_lost"}) == 2
     assert registry.get_sample_value("kvxfer_transfer_seconds_count", {"engine": "0"}) == 2
     assert registry.get_sample_value("kvxfer_parts_total", {"engine": "0", "way": "direct"}) == 6
     assert registry.get_sample_value("kvxfer_parts_total", {"engine": "0", "way": "staged"}) == 4

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from kvxfer.schedule import Intake
+from kvxfer.schedule import FetchSchedule
+from kvxfer.values import BlockTable
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, Group, answer, ours, prompt
@@ -91,12 +92,12 @@ def test_wrong_tokens_3_tokens_and_blocks_that_do_not_match(
     p, d = make(), make(policy=policy)
     text, other = prompt(90), prompt(30, seed=1)
     params = prefill(p, text)
-    allocated = Intake.allocated
+    allocated = FetchSchedule.allocated
 
-    def short(self: Intake, request: str, table: list[list[int]], computed: int, external: int) -> None:
-        allocated(self, request, [list(row)[:2] for row in table], computed, external)
+    def short(self: FetchSchedule, request: str, table: BlockTable, computed: int, external: int) -> None:
+        allocated(self, request, BlockTable.of(row[:2] for row in table), computed, external)
 
-    monkeypatch.setattr(Intake, "allocated", short)
+    monkeypatch.setattr(FetchSchedule, "allocated", short)
     name, beside = d.add(text, params), d.add(other)
     d.run(p, until=beside)
     d.run(p, until=name)

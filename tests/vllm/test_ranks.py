@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.session import Kind, Outcome
+from kvxfer.session import Outcome
 from tests.vllm.cases import CACHES, HOLDING, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import HYBRID, Engine, Group, answer, ours, prompt
@@ -104,7 +104,7 @@ def test_ranks_are_delivered_different_generations(
     name, loads = begin(d, wire, text, p)
     for generation, load in enumerate(loads, 1):
         assert wire.read(load)
-        load.agent.end(load, Outcome(Kind.DELIVERED), generation)
+        load.agent.end(load, Outcome(), generation)
         wire.quiet(load)
         d.steps(apart)
     d.run(p, until=name)
@@ -122,7 +122,7 @@ def test_one_that_leaves_while_its_ranks_are_found_to_differ(make: Make, wire: W
     free = d.free
     name, loads = begin(d, wire, prompt(90), p)
     for generation, load in enumerate(loads, 1):
-        load.agent.end(load, Outcome(Kind.DELIVERED), generation)
+        load.agent.end(load, Outcome(), generation)
         wire.quiet(load)
     d.steps(steps)
     d.abort(name)

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvxfer.geometry import Cache, Rank, Region
 from kvxfer.identity import TransferId, new_epoch
-from kvxfer.session import Ended, Event, Fetch, Member, Offered, Outcome, Released, Stats
-from kvxfer.session.values import Kind
+from kvxfer.session import Ended, Event, Failure, FailureKind, Member, Outcome, Released, Stats
+from kvxfer.values import Fetch, Offer
 
 JUNK = -1
 
@@ -24,7 +24,7 @@ class Load:
     fetch: Fetch
     agent: Agent
     producer: Agent | None = None
-    offer: Offered | None = None
+    offer: Offer | None = None
     ended: bool = False
 
 
@@ -35,7 +35,7 @@ class Agent:
     wire: Wire
     engine: Any
     rank: Rank
-    offers: dict[TransferId, Offered] = field(default_factory=dict)
+    offers: dict[TransferId, Offer] = field(default_factory=dict)
     over: dict[TransferId, int] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
     renewed: list[TransferId] = field(default_factory=list)
@@ -54,11 +54,11 @@ class Agent:
 
     # What the connector calls
 
-    def offer(self, offer: Offered, after: Any = None) -> None:
+    def offer(self, offer: Offer, after: Any = None) -> None:
         if offer.generation > self.over.get(offer.transfer, -1):
             self.offers[offer.transfer] = offer
             if offer.transfer in self.unwanted and offer.transfer not in self.over:
-                self._over(offer.transfer, offer.generation, Outcome(Kind.CANCELLED, "nobody wants it"))
+                self._over(offer.transfer, offer.generation, Outcome(Failure(FailureKind.CANCELLED, "nobody wants it")))
 
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
         self.revoked.append((transfer, gone, reason))
@@ -66,7 +66,7 @@ class Agent:
         if offer is not None and offer.generation <= generation:
             del self.offers[transfer]
         if gone and generation > self.over.get(transfer, -1):
-            self._over(transfer, generation, Outcome(Kind.CANCELLED, reason))
+            self._over(transfer, generation, Outcome(Failure(FailureKind.WITHDRAWN, reason)))
 
     def identify(self, facts: dict[str, str]) -> None:
         self.facts = facts
@@ -84,7 +84,7 @@ class Agent:
     def cancel(self, handle: str, reason: str) -> None:
         load = self.loads.get(handle)
         if load is not None and not load.ended:
-            self.end(load, Outcome(Kind.CANCELLED, reason))
+            self.end(load, Outcome(Failure(FailureKind.CANCELLED, reason)))
             if load.producer is None:
                 self.quiet(load)
 
@@ -101,8 +101,8 @@ class Agent:
         """The load's outcome, of a generation; if that is bad, its producer hears that nobody reads any more."""
         load.ended = True
         producer = self.wire.peer(load)
-        if producer is not None and not outcome.delivered:
-            producer.dropped(load.fetch, outcome.reason)
+        if producer is not None and outcome.failure is not None:
+            producer.dropped(load.fetch, outcome.failure)
         self.out.append(Ended("consumer", load.fetch.transfer, load.fetch.handle, outcome, 1, 0.01, generation))
 
     def quiet(self, load: Load) -> None:
@@ -113,18 +113,19 @@ class Agent:
         if producer is not None:
             producer._release(load.fetch.transfer)
 
-    def dropped(self, fetch: Fetch, reason: str) -> None:
+    def dropped(self, fetch: Fetch, why: Failure) -> None:
         """Its reader has given it up."""
         offer = self.offers.get(fetch.transfer)
         if offer is None:
             self.unwanted.add(fetch.transfer)
         elif offer.digest == fetch.digest:  # else it meant something else by that name
-            self._over(offer.transfer, offer.generation, Outcome(Kind.CANCELLED, reason))
+            self._over(offer.transfer, offer.generation, Outcome(why))
 
     def lease_ends(self) -> None:
         """Nobody has asked in time for what is still offered."""
         for offer in list(self.offers.values()):
-            self._over(offer.transfer, offer.generation, Outcome(Kind.FAILED, "it was not fetched within the lease"))
+            why = Failure(FailureKind.TIMED_OUT, "it was not fetched within the lease")
+            self._over(offer.transfer, offer.generation, Outcome(why))
 
     def _over(self, transfer: TransferId, generation: int, outcome: Outcome) -> None:
         self.over[transfer] = generation
@@ -217,16 +218,16 @@ class Wire:
         held = peer.offers.get(offer.transfer)
         if held is None or held.generation != offer.generation:
             return self.fail(load, "the producer's blocks are not those that were announced")
-        load.agent.end(load, Outcome(Kind.DELIVERED), offer.generation)
+        load.agent.end(load, Outcome(), offer.generation)
         load.agent.quiet(load)
-        peer._over(offer.transfer, offer.generation, Outcome(Kind.DELIVERED))
+        peer._over(offer.transfer, offer.generation, Outcome())
         return True
 
-    def fail(self, load: Load, reason: str, quiet: bool = True) -> bool:
+    def fail(self, load: Load, reason: str, quiet: bool = True, kind: FailureKind = FailureKind.PEER_LOST) -> bool:
         """The load fails. Unless `quiet`, its blocks may still be written to until `quiet`
         is called."""
         if not load.ended:
-            load.agent.end(load, Outcome(Kind.FAILED, reason))
+            load.agent.end(load, Outcome(Failure(kind, reason)))
         if quiet:
             self.quiet(load)
         return False

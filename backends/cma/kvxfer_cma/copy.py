@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from kvxfer.backend import CopyPool
 from kvxfer.geometry.plan import Ints
-from kvxfer.transport.crew import Crew
 from kvxfer_cma.vm import IOV_MAX, Pieces, Process
 
 __all__ = ["Copy", "Direct", "Step", "split_long"]
@@ -49,13 +49,13 @@ def split_long(limit: int, lengths: Ints, *offsets: Ints) -> tuple[Ints, ...]:
 class Direct:
     """Straight from one process's memory into the other's, by as many threads as it is large enough for."""
 
-    def __init__(self, process: Process, crew: Crew, write: bool, local: Ints, remote: Ints, lengths: Ints) -> None:
+    def __init__(self, process: Process, pool: CopyPool, write: bool, local: Ints, remote: Ints, lengths: Ints) -> None:
         lengths, local, remote = split_long(PIECE_BYTES, lengths, local, remote)
-        self._process, self._crew = process, crew
+        self._process, self._pool = process, pool
         longest = int(lengths.max(initial=1))
         runs_a_step = min(STEP_BYTES // longest, IOV_MAX - 1)
         n, nbytes = len(lengths), int(lengths.sum())
-        shares = max(1, min(crew.shares(nbytes), n))
+        shares = max(1, min(pool.shares(nbytes), n))
         cuts = [n * i // shares for i in range(shares + 1)]
         self._shares = [
             _Share(
@@ -72,7 +72,7 @@ class Direct:
     def step(self) -> Step:
         if not self._process.ready():
             return Step.LATER
-        self._crew.do([share.step for share in self._shares])
+        self._pool.do([share.step for share in self._shares])
         self._shares = [share for share in self._shares if share.left]
         return Step.MORE if self._shares else Step.DONE
 

@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.geometry.cache import Region
-from kvxfer.transport.endpoint import EndpointBase
 
 __all__ = ["LINK_BYTES", "Endpoint", "Exported"]
 
@@ -32,7 +32,7 @@ class Exported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``host`` and ``pid_namespace`` are as in ``kvxfer.transport.host``. ``link`` is random: it names this end of a link and proves
+    """``host`` and ``pid_namespace`` are as in ``kvxfer.backend.host``. ``link`` is random: it names this end of a link and proves
     the right to use it. ``socket`` is the abstract Unix socket for copies through shared memory, or empty."""
 
     backend = "cma"

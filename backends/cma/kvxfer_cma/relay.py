@@ -6,9 +6,9 @@ import os
 import socket
 from collections.abc import Iterable
 
+from kvxfer.backend.memories import Memories
+from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import TransportError
-from kvxfer.transport.memories import Memories
-from kvxfer.transport.wakeup import Wakeup
 from kvxfer_cma.endpoint import Endpoint
 from kvxfer_cma.ring import Asker, Server
 

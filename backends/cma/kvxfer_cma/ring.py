@@ -17,9 +17,9 @@ import struct
 
 import numpy as np
 
+from kvxfer.backend.memories import Memories
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry.plan import Ints
-from kvxfer.transport.memories import Memories
 from kvxfer_cma.copy import Step, split_long
 from kvxfer_cma.endpoint import LINK_BYTES
 from kvxfer_cma.vm import IOV_MAX, Pieces, copy_own

@@ -108,7 +108,7 @@ class Process:
         """Read the key and the pieces behind it; returns the bytes of the pieces that were moved."""
         local.rows[lo] = ctypes.addressof(local.key), KEY_BYTES  # in the row of the piece before, which is done
         remote.rows[lo] = self._key_there
-        local.key[:] = bytes(KEY_BYTES)
+        local.key.raw = bytes(KEY_BYTES)
         moved = self._call(_libc.process_vm_readv, local, remote, lo, hi - lo + 1)
         seen = local.key.raw
         if seen != self._key:

@@ -1,4 +1,4 @@
-"""The CUDA driver through cuda-bindings: calls that raise, a device's context with the kernels, and IPC."""
+"""A device's context: the kernels in it, and IPC."""
 
 from __future__ import annotations
 
@@ -10,59 +10,12 @@ from typing import Any
 
 from kvxfer.errors import TransportError
 from kvxfer_cuda_ipc.endpoint import HANDLE_BYTES
+from kvxfer_cuda_ipc.library import check, devices, driver, nvrtc
 
-__all__ = ["Context", "CudaError", "context", "devices", "driver", "nvrtc"]
+__all__ = ["Context", "context"]
 
 NOT_READY = 600
 PEER_ACCESS_ALREADY_ENABLED = 704
-
-
-class CudaError(TransportError):
-    """A CUDA call failed. ``name`` is CUDA's name for it."""
-
-    def __init__(self, what: str, name: str) -> None:
-        super().__init__(f"{what}: {name}")
-        self.name = name
-
-
-@functools.cache
-def driver() -> Any:
-    """``cuda.bindings.driver``, initialised. Raises ``TransportError``."""
-    try:
-        from cuda.bindings import driver as found
-
-        check("initialising CUDA", found.cuInit(0))
-    except ImportError as e:
-        raise TransportError(f"cuda-bindings is not installed ({e}): pip install 'kvxfer[cuda-ipc]'") from e
-    except RuntimeError as e:
-        raise TransportError(f"there is no CUDA driver ({e})") from e
-    return found
-
-
-@functools.cache
-def nvrtc() -> Any:
-    """``cuda.bindings.nvrtc``, loaded. Raises ``TransportError``."""
-    try:
-        from cuda.bindings import nvrtc as found
-
-        found.nvrtcVersion()
-    except (ImportError, RuntimeError) as e:
-        raise TransportError(
-            f"the CUDA run-time compiler cannot be loaded ({e}): pip install 'cuda-bindings[all]', or nvidia-cuda-nvrtc"
-        ) from e
-    return found
-
-
-def check(what: str, result: tuple[Any, ...]) -> Any:
-    """The value of a call's result, if it has one. Raises ``CudaError``."""
-    if result[0] != 0:
-        raise CudaError(what, getattr(result[0], "name", str(result[0])))
-    return result[1] if len(result) == 2 else result[1:]
-
-
-def devices() -> int:
-    """How many GPUs this process sees. Raises ``TransportError``."""
-    return int(check("counting GPUs", driver().cuDeviceGetCount()))
 
 
 @functools.cache

@@ -8,9 +8,9 @@ from typing import Annotated, Self
 import msgspec
 from msgspec import Meta
 
+from kvxfer.backend.endpoint import EndpointBase
+from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import TransportError
-from kvxfer.transport.endpoint import EndpointBase
-from kvxfer.transport.lines import LINK_BYTES
 
 __all__ = ["HANDLE_BYTES", "LINK_BYTES", "Allocation", "Endpoint", "Exported", "process"]
 
@@ -39,7 +39,7 @@ class Exported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``host``: ``kvxfer.transport.host``. ``process`` is as below. ``link`` is random: it names this end of a link and proves the right to
+    """``host``: ``kvxfer.backend.host``. ``process`` is as below. ``link`` is random: it names this end of a link and proves the right to
     use it. ``socket`` is the abstract Unix socket on which the peer announces itself."""
 
     backend = "cuda_ipc"

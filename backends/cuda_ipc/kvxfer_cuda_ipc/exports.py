@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
-from kvxfer_cuda_ipc.driver import Context, CudaError
+from kvxfer_cuda_ipc.driver import Context
 from kvxfer_cuda_ipc.endpoint import Allocation, Endpoint, Exported, process
+from kvxfer_cuda_ipc.library import CudaError
 
 __all__ = ["Opened", "export"]
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry.plan import Ints
-from kvxfer_cuda_ipc.driver import NOT_READY, Context, CudaError, check
+from kvxfer_cuda_ipc.driver import NOT_READY, Context
+from kvxfer_cuda_ipc.library import CudaError, check
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.tables import HELD, LANES, MOST_ROWS, MOST_SEGMENTS, Launch, Rows, divisor
 

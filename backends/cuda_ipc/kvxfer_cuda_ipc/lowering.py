@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer.geometry import StridedCopy
 from kvxfer.geometry.plan import Ints
 from kvxfer.geometry.strided_copy import materialise
 from kvxfer.transport import Batch, PlanBatch, Verb
-from kvxfer.transport.memories import Memories
 from kvxfer_cuda_ipc.tables import Launch, Placement, of_runs, of_strided_copy
 
 __all__ = ["Lowering"]

@@ -107,7 +107,7 @@ def serve(pipe: Connection, device: int) -> None:
     transport.register(regions(memory.data_ptr(), device))
     pipe.send("ready")
     while True:
-        select.select([pipe.fileno(), transport.fileno()], [], [])
+        select.select([pipe.fileno(), transport.wakeup.fileno()], [], [])
         transport.poll()
         while pipe.poll(0):
             theirs = pipe.recv_bytes()
@@ -145,7 +145,7 @@ class Consumer:
         submitted = time.perf_counter()
         while True:
             if wait:
-                select.select([self.transport.fileno()], [], [], 10)
+                select.select([self.transport.wakeup], [], [], 10)
             for done in self.transport.poll():
                 if done.error is not None or done.batch != number:
                     raise RuntimeError(f"batch {done.batch}: {done.error}")

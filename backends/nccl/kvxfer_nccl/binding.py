@@ -1,6 +1,6 @@
 """The seam between the back end and NCCL: all that the rest of the package knows of either.
 
-``nccl.py`` fulfils it with nccl4py, ``twin.py`` with a stated fake for CPU memory.
+``library.py`` fulfils it with nccl4py; tests have a fake for CPU memory.
 """
 
 from __future__ import annotations

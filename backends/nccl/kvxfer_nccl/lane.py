@@ -66,7 +66,6 @@ class Post:
 
     number: int
     verb: Verb
-    memory: int
     stream: int
     runs: list[tuple[int, int]]
     nbytes: int
@@ -102,7 +101,6 @@ class Lane:
         self.opening: Task[None] | None = None
         self.moved = 0.0  # when something last went on
         self._asked = 0.0
-        self._last = -1
 
     @property
     def open(self) -> bool:
@@ -112,15 +110,7 @@ class Lane:
     def busy(self) -> bool:
         return bool(self.waiting or self.enqueued)
 
-    def posts(self) -> list[Post]:
-        return [*self.waiting, *self.enqueued]
-
-    def takes(self, stream: int) -> bool:
-        """Whether this stream number may come now: they rise."""
-        return stream > self._last
-
     def post(self, post: Post, now: float) -> None:
-        self._last = post.stream
         if not self.busy:
             self.moved = now
         self.waiting.append(post)

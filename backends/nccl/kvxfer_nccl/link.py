@@ -9,15 +9,16 @@ from typing import TypeVar
 
 import msgspec
 
+from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.transport.contract import Completion, Verb
-from kvxfer.transport.wakeup import Wakeup
 from kvxfer_nccl.binding import Binding, Pipe, Way
 from kvxfer_nccl.channel import Channel, dial
+from kvxfer_nccl.endpoint import Endpoint
 from kvxfer_nccl.lane import Broken, Lane, Post, Receiver, Sender, Tools
 from kvxfer_nccl.options import Options
 from kvxfer_nccl.tasks import Task
-from kvxfer_nccl.wire import Bye, Done, Endpoint, Hello, Id, Keep, Message, Ready, Retire, Retired, Sent
+from kvxfer_nccl.wire import Bye, Done, Hello, Id, Keep, Message, Ready, Retire, Retired, Sent
 
 __all__ = ["Link"]
 
@@ -30,8 +31,9 @@ CLOGGED_S = 0.005
 class Link:
     """A link from this side, ``mine``, to ``theirs``. All methods on the data thread.
 
-    Its end is final: once ``cause`` is set, every batch ends with that error, and a new link has to be made. ``wake``
-    is called from any thread when ``step`` should be. ``complete`` gets each batch's one end.
+    Its end is final: once ``broken`` is set, every batch ends with that error, and a new link has to be made. ``wake``
+    is called from any thread when ``step`` should be. ``complete`` gets each batch's one end, and ``quieted`` the number of one that
+    was not quiet then and is now.
     """
 
     def __init__(
@@ -45,11 +47,12 @@ class Link:
         wakeup: Wakeup,
         wake: Callable[[], None],
         complete: Callable[[Completion], None],
+        quieted: Callable[[int], None],
     ) -> None:
         self.mine, self.theirs = mine, theirs
-        self.cause: KvxferError | None = None
-        self._number, self._options = number, options
-        self._wakeup, self._wake, self._complete = wakeup, wake, complete
+        self.broken: KvxferError | None = None
+        self.number, self._options = number, options
+        self._wakeup, self._wake, self._complete, self._quieted = wakeup, wake, complete, quieted
         self._channel: Channel | None = None
         self._heard = False  # the peer's Hello, so that it has connected too
         self._reach_by = time.monotonic() + options.connect_timeout_s
@@ -76,30 +79,22 @@ class Link:
     @property
     def over(self) -> bool:
         """Whether it has ended and nothing of it is left."""
-        if self.cause is None:
+        if self.broken is None:
             return False
-        return not self._touched and not self._burials and all(b.well for _, b in self._stuck)
+        return not (self._touched or self._burials or self._stuck)
 
     def lane(self, verb: Verb) -> Lane:
         return self._sender if verb is Verb.SEND else self._receiver
 
     def post(self, post: Post) -> None:
-        if self.cause is not None:
+        if self.broken is not None:
             self._complete(Completion(post.number, self._error(post)))
         else:
             self.lane(post.verb).post(post, time.monotonic())
 
-    def posts(self) -> list[Post]:
-        """Batches whose memory is, or may be, in use."""
-        ended = [p for p, _ in self._touched] + [p for p, b in self._stuck if not b.well]
-        return [*self._sender.posts(), *self._receiver.posts(), *ended]
-
-    def has(self, number: int) -> bool:
-        return any(p.number == number for p in self.posts())
-
     def accept(self, channel: Channel) -> None:
         """Take a connection whose Hello named this link."""
-        if self._channel is not None or self.dials or self.cause is not None:
+        if self._channel is not None or self.dials or self.broken is not None:
             channel.close()
             return
         self._heard = True
@@ -108,7 +103,7 @@ class Link:
     def step(self, now: float) -> float | None:
         """Go on as far as may be; returns when to be called again, at the latest."""
         due: list[float | None] = []
-        if self.cause is None:
+        if self.broken is None:
             try:
                 self._talk()
                 if self._heard:
@@ -122,7 +117,11 @@ class Link:
             except Exception as e:  # a call of the binding's: never the end of more than its link
                 self._fail(TransportError(f"NCCL failed on this side: {e}"), f"its NCCL failed: {e}")
         self._burials = [b for b in self._burials if not b.well]
-        if self.cause is not None:
+        for post, burial in self._stuck:
+            if burial.well:
+                self._quieted(post.number)
+        self._stuck = [(post, burial) for post, burial in self._stuck if not burial.well]
+        if self.broken is not None:
             due.append(self._settle())
         elif not self._heard:
             due.append(self._reach_by + 0.001)
@@ -131,8 +130,8 @@ class Link:
         return min((d for d in due if d is not None), default=None)
 
     def end(self, cause: KvxferError, says: str) -> None:
-        """End the link from this side: batches end with ``cause``, the other side hears ``says``."""
-        if self.cause is None:
+        """End the link from this side: batches end with ``broken``, the other side hears ``says``."""
+        if self.broken is None:
             self._fail(cause, says)
 
     def wait(self, until: float) -> bool:
@@ -155,14 +154,14 @@ class Link:
         self._channel.flush()
         for message in self._channel.hear():
             self._take(message)
-            if self.cause is not None:
+            if self.broken is not None:
                 return
         if self._channel.lost is not None:
             self._fail(PeerError(self._channel.lost))
 
     def _use(self, channel: Channel) -> None:
         self._channel = channel
-        self._wakeup.add(channel.fileno(), self._number)
+        self._wakeup.add(channel.fileno(), self.number)
         if not self.dials:
             self._say(Hello(self.theirs.token, self.mine.token))
 
@@ -207,9 +206,9 @@ class Link:
 
     def _fail(self, cause: KvxferError, says: str | None = None) -> None:
         """End everything. What NCCL has been given ends when its abort is over."""
-        if self.cause is not None:
+        if self.broken is not None:
             return
-        self.cause = cause
+        self.broken = cause
         if says is not None:
             self._say(Bye(says[:500]))
         if self._channel is not None:
@@ -245,9 +244,9 @@ class Link:
         return min(due, default=None)
 
     def _error(self, post: Post) -> KvxferError:
-        assert self.cause is not None
+        assert self.broken is not None
         what = f"{post.verb} of {post.nbytes} bytes (stream {post.stream}) with {self.theirs}"
-        return type(self.cause)(f"{what} failed: {self.cause}")
+        return type(self.broken)(f"{what} failed: {self.broken}")
 
 
 def _printable(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
 from kvxfer_nccl.binding import Way
-from kvxfer_nccl.nccl import load
+from kvxfer_nccl.library import load
 from kvxfer_nccl.options import Options
 
 __all__ = ["NcclRaw"]

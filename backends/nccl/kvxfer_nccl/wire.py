@@ -1,4 +1,4 @@
-"""What travels besides the bytes: endpoints, in the session's hello, and the talk of a link, over its TCP connection.
+"""What travels besides the bytes: the messages of a link, over its TCP connection.
 
 The talk is needed because NCCL tells little: not that a peer died, not that sizes differ, not that what was sent has
 arrived. Each message is a length (four bytes, big endian) and MessagePack.
@@ -6,59 +6,17 @@ arrived. Each message is a length (four bytes, big endian) and MessagePack.
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
-from kvxfer.transport.endpoint import EndpointBase
+from kvxfer_nccl.endpoint import MOST_BYTES, Token
 
-__all__ = [
-    "Bye",
-    "Done",
-    "Endpoint",
-    "Hello",
-    "Id",
-    "Keep",
-    "Message",
-    "Ready",
-    "Retire",
-    "Retired",
-    "Sent",
-    "TOKEN_BYTES",
-    "decode",
-    "encode",
-    "new_token",
-]
+__all__ = ["Bye", "Done", "Hello", "Id", "Keep", "Message", "Ready", "Retire", "Retired", "Sent", "decode", "encode"]
 
-TOKEN_BYTES = 16
-MOST_BYTES = 4096
-"""Of an endpoint, and of one message."""
-
-Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Stream = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=0)]
-
-
-class Endpoint(EndpointBase, frozen=True):
-    """One side of a link to be. ``token``: secret name of the link on this side. ``device``: which GPU. ``channels``: at
-    most, for both sides must have the same. ``release``: of the library, for two releases do not understand each other.
-    ``format``: of everything in this file."""
-
-    backend = "nccl"
-    format = 3
-    most_bytes = MOST_BYTES
-
-    host: str
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    token: Token
-    device: str
-    channels: Annotated[int, Meta(ge=1, le=32)]
-    release: str
-
-    def __str__(self) -> str:
-        return f"{self.agent!r} at {self.host}:{self.port}"
 
 
 class Hello(Struct, frozen=True, tag=0, array_like=True):
@@ -122,10 +80,6 @@ Message = Hello | Ready | Id | Sent | Done | Retire | Retired | Keep | Bye
 
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
-
-
-def new_token() -> bytes:
-    return secrets.token_bytes(TOKEN_BYTES)
 
 
 def encode(message: Message) -> bytes:

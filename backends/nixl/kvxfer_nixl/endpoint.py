@@ -6,8 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvxfer.transport.endpoint import EndpointBase
-from kvxfer.transport.lines import LINK_BYTES
+from kvxfer.backend.endpoint import EndpointBase
+from kvxfer.backend.liveness import LINK_BYTES
 
 __all__ = ["Endpoint", "Piece"]
 

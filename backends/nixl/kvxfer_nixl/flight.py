@@ -14,9 +14,9 @@ from typing import Literal
 
 import numpy as np
 
+from kvxfer.backend import CopyPool
 from kvxfer.errors import TransportError
 from kvxfer.transport.contract import Completion, Fence
-from kvxfer.transport.crew import Crew
 from kvxfer_nixl.agent import Agent, Side
 from kvxfer_nixl.link import Link
 
@@ -49,22 +49,21 @@ class _Posted:
 
 
 class Flight:
-    """``number``: of the batch. ``memory``: the local one. ``crew``: posts host memory, several pieces at the same time."""
+    """``number``: of the batch. ``pool``: posts host memory, several pieces at the same time."""
 
     def __init__(
         self,
         number: int,
         operation: Literal["read", "write"],
         link: Link,
-        memory: int,
         local: Side,
         remote: Side,
         fence: Fence | None,
-        crew: Crew,
+        pool: CopyPool,
     ) -> None:
-        self.number, self.link, self.memory = number, link, memory
-        self._operation, self._fence, self._crew = operation, fence, crew
-        self._local, self._remote, self._cuts = _pieces(local, remote, crew)
+        self.number, self.link = number, link
+        self._operation, self._fence, self._pool = operation, fence, pool
+        self._local, self._remote, self._cuts = _pieces(local, remote, pool)
         self._start = 0
         self._handles: list[int] = []
         self._posted = 0.0
@@ -75,7 +74,7 @@ class Flight:
         """Look what is done, post more until the time ``until``, and say whether this is the end."""
         self._look(agent)
         if self._cuts or self._handles:
-            if (error := self.link.error) is not None:
+            if (error := self.link.broken) is not None:
                 self.give_up(str(error), now, error)
             if self._error is None and self._ready(now):
                 self._post(agent, until)
@@ -128,12 +127,12 @@ class Flight:
     def _post(self, agent: Agent, until: float) -> None:
         on_host = not (self._local[0] or self._remote[0])
         while self._cuts and len(self._handles) < WINDOW and self._error is None and time.monotonic() < until:
-            at_once = min(len(self._cuts), WINDOW - len(self._handles), self._crew.size if on_host else 1)
+            at_once = min(len(self._cuts), WINDOW - len(self._handles), self._pool.size if on_host else 1)
             posted = [(self._next(), _Posted()) for _ in range(at_once)]
             try:
-                self._crew.do([partial(self._post_one, agent, *each) for each in posted])
+                self._pool.do([partial(self._post_one, agent, *each) for each in posted])
             except RuntimeError:
-                if self._crew.size > 1:
+                if self._pool.size > 1:
                     raise
                 for piece, result in posted:  # the system gives no more threads; what none has tried is ours
                     if result == _Posted():
@@ -188,15 +187,15 @@ class Flight:
         self._earliest = now + SETTLE_S
 
 
-def _pieces(local: Side, remote: Side, crew: Crew) -> tuple[Side, Side, deque[int]]:
+def _pieces(local: Side, remote: Side, pool: CopyPool) -> tuple[Side, Side, deque[int]]:
     """The same bytes, and where to cut them: indices into the rows, the last one their number. In host memory into
-    shares for a crew, and none larger than ``PIECE_BYTES``; a longer run becomes several."""
+    shares for a pool, and none larger than ``PIECE_BYTES``; a longer run becomes several."""
     sizes = local[1][:, 1]
     if not len(sizes):
         return local, remote, deque()
     on_host = not (local[0] or remote[0])
     nbytes = int(np.add.reduce(sizes)) if on_host else 0
-    shares = crew.shares(nbytes)
+    shares = pool.shares(nbytes)
     if len(sizes) <= PIECE_RUNS and nbytes <= PIECE_BYTES and shares == 1:
         return local, remote, deque([len(sizes)])
     longest = int(np.maximum.reduce(sizes))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from kvxfer.backend import Liveness
 from kvxfer.errors import TransportError
-from kvxfer.transport.lines import Line
 from kvxfer_nixl.agent import Agent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.space import Space
@@ -68,16 +68,16 @@ class Peers:
 
 
 class Link:
-    """``end``: our end. ``line``: to a peer of this host, whose end NIXL may not tell of. ``error``: why nothing can move any more."""
+    """``end``: our end. ``liveness``: of a peer of this host, whose end NIXL may not tell of. ``broken``: why nothing can move any more."""
 
     def __init__(self, number: int, end: str, theirs: Endpoint, peers: Peers) -> None:
         """Raises ``TransportError`` when the peer's description or metadata make no sense."""
         self.number, self.end, self.their_end, self.agent = number, end, theirs.name, theirs.agent
-        self.line: Line | None = None
+        self.liveness: Liveness | None = None
         self.space = Space.of_peer(theirs.memories)
         self.peer = peers.connect(theirs.metadata)
         self.up = False
-        self._error: TransportError | None = None
+        self._broken: TransportError | None = None
         self.began = time.monotonic()
         self._greeted = 0.0
         self.greet(self.began)
@@ -86,21 +86,21 @@ class Link:
         return f"peer {self.agent!r} (link {self.number})"
 
     @property
-    def error(self) -> TransportError | None:
-        if self._error is None and self.line is not None:
-            self.line.check()
-            if self.line.down is not None:
-                self._fail(f"the connection has failed: {self.line.down}")
-        if self._error is None and self.peer.error is not None:
+    def broken(self) -> TransportError | None:
+        if self._broken is None and self.liveness is not None:
+            self.liveness.check()
+            if self.liveness.down is not None:
+                self._fail(f"the connection has failed: {self.liveness.down}")
+        if self._broken is None and self.peer.error is not None:
             self._fail(f"the connection has failed: {self.peer.error}", self.peer.error)
-        return self._error
+        return self._broken
 
     def greet(self, now: float) -> None:
         """Tell the peer that this end is there, if it is time to. The first greeting also makes the connection, so that
         no transfer has to wait for it."""
-        if not self.up and self.error is None and now >= self._greeted + GREET_AGAIN_S:
+        if not self.up and self.broken is None and now >= self._greeted + GREET_AGAIN_S:
             self._greeted = now
-            with suppress(TransportError):  # it is in ``error`` now
+            with suppress(TransportError):  # it is in ``broken`` now
                 self.peer.tell(GREETING + self.their_end)
 
     def hear(self, message: str) -> None:
@@ -111,11 +111,11 @@ class Link:
 
     def close(self, why: str) -> None:
         """No more batches; the peer is told."""
-        if self.error is None:
+        if self.broken is None:
             with suppress(TransportError):  # then there is nobody to tell
                 self.peer.tell(GOODBYE + self.their_end)
             self._fail(why)
 
     def _fail(self, what: str, cause: Exception | None = None) -> None:
-        self._error = TransportError(what)
-        self._error.__cause__ = cause
+        self._broken = TransportError(what)
+        self._broken.__cause__ = cause

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from kvxfer.backend.ucx import confined
 from kvxfer.errors import ConfigError
 from kvxfer.settings import read
-from kvxfer.transport.ucx import confined
 from kvxfer_nixl.library import has_gpu
 
 __all__ = ["Options"]
@@ -30,7 +30,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         listen: where plugin ``UCX`` opens ports. A loopback address, the default: nowhere, since it uses nothing but shared memory and
-            GPUs; another one: at the network device that has it; ``0.0.0.0``: at all. See ``kvxfer.transport.ucx``.
+            GPUs; another one: at the network device that has it; ``0.0.0.0``: at all. See ``kvxfer.backend.ucx``.
         plugin: the NIXL plugin that moves the bytes; one that reaches other agents (``UCX``, ``LIBFABRIC``, ``MOONCAKE``).
         plugin_params: the plugin's own parameters, as in ``{"num_workers": "2"}``.
         ucx: settings of UCX, with or without the prefix ``UCX_``, as in ``{"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}``.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvxfer.transport.host import host, pid_namespace
+from kvxfer.backend.host import host, pid_namespace
 from kvxfer_nixl.options import Options
 
 __all__ = ["Reach"]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
-from kvxfer.transport.memories import Memories
 from kvxfer_nixl.agent import Side
 from kvxfer_nixl.endpoint import Piece
 
-__all__ = ["Space", "device_of"]
+__all__ = ["Space", "device_of", "one_device"]
 
 
 @dataclass(frozen=True)
@@ -27,29 +27,19 @@ class _Place:
 
 
 class Space:
-    """Numbers are given in order and never used twice."""
+    """The memories of one side as NIXL knows them: each lies on one device."""
 
-    def __init__(self, devices: frozenset[str]) -> None:
-        self._devices = devices
-        self._memories = Memories()
+    def __init__(self, memories: Memories) -> None:
+        self._memories = memories
         self._places: dict[int, _Place] = {}
 
-    def check(self, regions: Sequence[Region]) -> tuple[bool, int]:
-        """Whether these regions would lie on a GPU, and on which. Raises ``TransportError`` if they are no memory."""
-        Memories().add(regions, self._devices)
-        found = {r.device for r in regions}
-        if len(found) > 1:
-            raise TransportError(f"the regions of one memory must lie on one device, not on {', '.join(sorted(found))}")
-        return device_of(found.pop() if found else "cpu")
-
-    def add(self, regions: Sequence[Region]) -> int:
-        cuda, device = self.check(regions)
-        memory = self._memories.add(regions, self._devices)
+    def add(self, memory: int, regions: Sequence[Region]) -> None:
+        """Note where a memory lies. Raises as ``one_device`` does."""
+        cuda, device = one_device(regions)
         self._places[memory] = _Place(cuda, device, regions[0] if len(regions) == 1 else None)
-        return memory
 
     def remove(self, memory: int) -> None:
-        self._memories.remove(memory)
+        """Forget a memory."""
         del self._places[memory]
 
     def describe(self, memories: Collection[int]) -> tuple[Piece | None, ...]:
@@ -62,11 +52,15 @@ class Space:
     @classmethod
     def of_peer(cls, pieces: Sequence[Piece | None]) -> Space:
         """The inverse of ``describe``."""
-        space = cls(frozenset({"cpu", "cuda"}))
+        memories = Memories()
+        space = cls(memories)
         for piece in pieces:
-            memory = space.add([] if piece is None else [Region(a, n, piece.device) for a, n in piece.regions])
+            regions = [] if piece is None else [Region(a, n, piece.device) for a, n in piece.regions]
+            memory = memories.add(regions, frozenset({"cpu", "cuda"}))
             if piece is None:
-                space.remove(memory)
+                memories.remove(memory)
+            else:
+                space.add(memory, regions)
         return space
 
     def rows(self, memory: int, offsets: Ints, lengths: Ints) -> Side:
@@ -96,6 +90,18 @@ def _inside(offsets: Ints, lengths: Ints, nbytes: int) -> bool:
     starts, sizes = offsets.view(np.uint64), lengths.view(np.uint64)
     most = np.maximum.reduce
     return bool(most(starts) <= nbytes and most(sizes) <= nbytes and most(starts + sizes) <= nbytes)
+
+
+def one_device(regions: Sequence[Region]) -> tuple[bool, int]:
+    """Return whether the regions of a memory lie on a GPU, and on which.
+
+    Raises:
+        TransportError: they lie on several devices, or on one of another kind.
+    """
+    found = {r.device for r in regions}
+    if len(found) > 1:
+        raise TransportError(f"the regions of one memory must lie on one device, not on {', '.join(sorted(found))}")
+    return device_of(found.pop() if found else "cpu")
 
 
 def device_of(device: str) -> tuple[bool, int]:

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
 
+from kvxfer.backend import Base, CopyPool, LivenessLinks
+from kvxfer.backend.host import network_namespace
+from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
-from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
-from kvxfer.transport.crew import Crew
-from kvxfer.transport.host import network_namespace
-from kvxfer.transport.lines import LINK_BYTES, Lines
-from kvxfer.transport.wakeup import Wakeup
+from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_nixl.agent import Agent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.flight import Flight
@@ -30,7 +29,7 @@ from kvxfer_nixl.library import has_gpu, load
 from kvxfer_nixl.link import Link, Peers
 from kvxfer_nixl.options import Options
 from kvxfer_nixl.reach import Reach
-from kvxfer_nixl.space import Space
+from kvxfer_nixl.space import Space, one_device
 
 __all__ = ["NixlTransport"]
 
@@ -41,16 +40,17 @@ DRAIN_S = 1.0
 LINGER_S = 0.05
 
 
-class NixlTransport(Transport):
+class NixlTransport(Base[Endpoint, Link]):
     """One-sided reads and writes by NIXL. See ``docs/backends/nixl.md`` for what its plugins need and promise."""
 
     name = "nixl"
     contract = 1
     inherits = frozenset({"listen"})
     guarded = "loopback"
+    endpoint_type = Endpoint
+    late_memory = True
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
-        super().__init__(agent, options)
         self._options = Options.parse(options)
         # So that NIXL's log tells who it is, and no other process ever has the name.
         name = f"{re.sub(r'[^0-9A-Za-z_.-]', '_', agent)[:64]}~{secrets.token_hex(8)}"
@@ -69,20 +69,15 @@ class NixlTransport(Transport):
             quiet="backend_reset",
         )
         self._within = network_namespace()
-        self._owner = threading.get_ident()
-        self._closed = False
-        self._space = Space(memory)
+        super().__init__(agent, options)
+        self._space = Space(self.memories)
         self._tokens: dict[int, Any] = {}
-        self._issued: dict[str, str] = {}
-        self._links: dict[int, Link] = {}
+        self._issued: dict[str, str] = {}  # what was heard for an endpoint that is not used yet
         self._ends: dict[str, Link] = {}
         self._flights: dict[int, Flight] = {}
         self._lingering: list[Flight] = []
-        self._ended: list[Completion] = []
-        self._next_link, self._next_batch = 0, 0
-        self._wakeup = Wakeup()
-        self._lines = Lines("nixl", self._wakeup)
-        self._crew = Crew(self._options.posting, "kvxfer-nixl")
+        self._liveness = LivenessLinks("nixl", self.wakeup)
+        self._pool = CopyPool(self._options.posting, "kvxfer-nixl")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -110,108 +105,72 @@ class NixlTransport(Transport):
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    def register(self, regions: Sequence[Region]) -> int:
-        self._check()
-        cuda, device = self._space.check(regions)
-        token = self._nixl.register(regions, cuda, device) if regions else None
-        memory = self._space.add(regions)
-        self._tokens[memory] = token
-        return memory
+    def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
+        cuda, device = one_device(regions)
+        self._tokens[memory] = self._nixl.register(regions, cuda, device) if regions else None
+        self._space.add(memory, regions)
 
-    def deregister(self, memory: int) -> None:
-        self._check()
-        for flight in [*self._flights.values(), *self._lingering]:
-            if flight.memory == memory:
-                raise TransportError(
-                    f"memory {memory} is in use by batch {flight.number} with {flight.link}; abort it first, and if that "
-                    "does not make the memory quiet, close the back end"
-                )
+    def drop_memory(self, memory: int) -> None:
         self._space.remove(memory)
         token = self._tokens.pop(memory)
         if token is not None:
             self._nixl.deregister(token)
 
-    def endpoint(self) -> bytes:
-        return self.endpoint_lending(self._tokens, True)
-
-    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
+    def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         """NIXL's keys have no rights: who has one can write, too, where the carrier asks for one at all."""
-        self._check()
         end = secrets.token_bytes(LINK_BYTES)
-        metadata = self._nixl.metadata(*(self._tokens[m] for m in memories if self._tokens.get(m) is not None))
-        lent = self._space.describe(memories)
-        data = Endpoint(
+        mine = Endpoint(
             self.agent[:256],
             self._options.plugin,
             self._reach.here,
             self._within,
             end,
-            self._lines.name,
-            lent,
-            metadata,
-        ).encode()
-        self._lines.offer(end)
-        self._issued[end.hex()] = ""
-        return data
+            self._liveness.name,
+            self._space.describe(memories),
+            self._nixl.metadata(*(self._tokens[m] for m in memories if self._tokens.get(m) is not None)),
+        )
+        self._liveness.offer(end)
+        self._issued[mine.name] = ""
+        return mine
 
-    def connect(self, mine: bytes, theirs: bytes) -> int:
-        self._check()
-        own, there = Endpoint.decode(mine), Endpoint.decode(theirs)
-        if own.name not in self._issued:
-            raise TransportError("the first endpoint is not one of ours, or is in use; call endpoint() for every link")
-        if there.plugin != self._options.plugin:
+    def drop_endpoint(self, mine: Endpoint) -> None:
+        del self._issued[mine.name]
+        self._liveness.withdraw(mine.end)
+
+    def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
+        if theirs.plugin != self._options.plugin:
             raise TransportError(
-                f"peer {there.agent!r} uses NIXL's plugin {there.plugin}, this side {self._options.plugin}; they must agree"
+                f"peer {theirs.agent!r} uses NIXL's plugin {theirs.plugin}, this side {self._options.plugin}; they must agree"
             )
-        if Verb.READ in self._capabilities.verbs and not self._reach.includes(there.host):
+        if Verb.READ in self._capabilities.verbs and not self._reach.includes(theirs.host):
             raise TransportError(
-                f"UCX has nothing but TCP to reach peer {there.agent!r}, and over TCP a reader that dies can take the process that "
+                f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can take the process that "
                 'it reads from along; set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
                 "there, which allows it), or use another back end"
             )
-        if any(link.their_end == there.name for link in self._links.values()):
+        if any(link.their_end == theirs.name for link in self.links.values()):
             raise TransportError(
-                f"the endpoint of peer {there.agent!r} is in use; it must call endpoint() for every link"
+                f"the endpoint of peer {theirs.agent!r} is in use; it must call endpoint() for every link"
             )
         try:
-            link = Link(self._next_link, own.name, there, self._peers)
+            link = Link(number, mine.name, theirs, self._peers)
         except TransportError as e:
-            raise TransportError(f"cannot connect to peer {there.agent!r}: {e}") from e
-        if (own.host, own.within) == (there.host, there.within):
-            link.line = self._lines.connect(own.end, there.end, there.line, repr(there.agent))
-        self._next_link += 1
-        self._links[link.number] = self._ends[link.end] = link
+            raise TransportError(f"cannot connect to peer {theirs.agent!r}: {e}") from e
+        if (mine.host, mine.within) == (theirs.host, theirs.within):
+            link.liveness = self._liveness.connect(mine.end, theirs.end, theirs.line, repr(theirs.agent))
+        self._ends[link.end] = link
         for message in self._issued.pop(link.end):
             link.hear(message)
-        return link.number
+        return link
 
-    def withdraw(self, endpoint: bytes) -> None:
-        self._check()
-        withdrawn = Endpoint.decode(endpoint)
-        self._issued.pop(withdrawn.name, None)
-        self._lines.withdraw(withdrawn.end)
-
-    def disconnect(self, peer: int) -> None:
-        self._check()
-        link = self._link(peer)
-        del self._links[peer], self._ends[link.end]
+    def drop_link(self, number: int, link: Link) -> None:
+        del self._ends[link.end]
         link.close("this side has closed the link")
-        if link.line is not None:
-            self._lines.hang_up(link.line)
-        self._wakeup.set()
+        if link.liveness is not None:
+            self._liveness.hang_up(link.liveness)
 
-    def lost(self, peer: int) -> str | None:
-        link = self._links.get(peer)
-        return None if link is None or link.error is None else str(link.error)
-
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        self._check()
-        link = self._link(batch.peer)
-        if batch.verb not in self._capabilities.verbs:
-            offered = " and ".join(sorted(self._capabilities.verbs)).upper()
-            raise TransportError(f"this back end 'nixl' does not {batch.verb.upper()}; it offers {offered}")
-        if batch.remote_offsets is None:
-            raise TransportError(f"a {batch.verb.upper()} needs remote_offsets")
+    def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
+        assert batch.remote_offsets is not None  # it is one-sided
         lengths, here, there = (
             np.ascontiguousarray(a, np.int64) for a in (batch.lengths, batch.local_offsets, batch.remote_offsets)
         )
@@ -223,42 +182,32 @@ class NixlTransport(Transport):
         if len(lengths) and not lengths.all():
             some = lengths > 0
             local, remote = (local[0], local[1][some]), (remote[0], remote[1][some])
-        number, self._next_batch = self._next_batch, self._next_batch + 1
         operation: Literal["read", "write"] = "read" if batch.verb is Verb.READ else "write"
-        flight = Flight(number, operation, link, batch.local, local, remote, after, self._crew)
+        flight = Flight(number, operation, link, local, remote, after, self._pool)
         self._flights[number] = flight
         self._listen()
         now = time.monotonic()
         self._advance(flight, now)
         self._schedule(now)
-        return number
 
-    def poll(self) -> list[Completion]:
-        self._check()
-        self._lines.handle(self._wakeup.clear())
+    def stop(self, number: int, link: Link) -> None:
+        self._flights[number].give_up("it was aborted", time.monotonic())
+
+    def advance(self, readable: AbstractSet[Hashable]) -> None:
+        self._liveness.handle(readable)
         self._listen()
         now = time.monotonic()
         for flight in list(self._flights.values()):
             self._advance(flight, now)
-        self._lingering = [f for f in self._lingering if f.linger(self._nixl)]
-        ended, self._ended = self._ended, []
+        for flight in [f for f in self._lingering if not f.linger(self._nixl)]:
+            self._lingering.remove(flight)
+            self.quieted(flight.number)
         self._schedule(now)
-        return ended
 
-    def abort(self, batch: int) -> None:
-        self._check()
-        flight = self._flights.get(batch)
-        if flight is not None:
-            flight.give_up("it was aborted", time.monotonic())
-            self._wakeup.set()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def shut_down(self) -> None:
         with suppress(TransportError):  # so that nobody is told who has told us already
             self._listen()
-        for link in self._links.values():
+        for link in self.links.values():
             link.close("this side has closed its back end")
         going = [*self._flights.values(), *self._lingering]
         until = time.monotonic() + DRAIN_S
@@ -266,20 +215,16 @@ class NixlTransport(Transport):
             time.sleep(0.0005)
         for flight in going:
             flight.drop(self._nixl)
-        self._crew.close()
+        self._pool.close()
         self._nixl.close()
-        self._lines.close()
-        self._wakeup.close()
-
-    def fileno(self) -> int:
-        return self._wakeup.fileno()
+        self._liveness.close()
 
     def _advance(self, flight: Flight, now: float) -> None:
         end = flight.advance(self._nixl, now, now + BUDGET_S)
         if end is None:
             return
         del self._flights[flight.number]
-        self._ended.append(end)
+        self.complete(end)
         if not end.quiet:
             self._lingering.append(flight)
 
@@ -293,24 +238,11 @@ class NixlTransport(Transport):
                 self._issued[name] += kind
 
     def _schedule(self, now: float) -> None:
-        """Have ``fileno`` polled readable when there is something to look at."""
-        if self._ended:
-            self._wakeup.set()
+        """Have ``poll`` called when there is something to look at."""
         due = [f.due(now) for f in self._flights.values()]
         if self._lingering:
             due.append(now + LINGER_S)
-        self._wakeup.at(min(due, default=None))
-
-    def _link(self, peer: int) -> Link:
-        if peer not in self._links:
-            raise TransportError(f"there is no link {peer}; it was closed, or never made")
-        return self._links[peer]
-
-    def _check(self) -> None:
-        if self._closed:
-            raise TransportError(f"the back end of {self.agent!r} is closed")
-        if threading.get_ident() != self._owner:
-            raise TransportError("back end 'nixl' serves the thread that made it, and no other")
+        self.wakeup.at(min(due, default=None))
 
 
 def _memory_kinds(agent: Agent) -> frozenset[str]:

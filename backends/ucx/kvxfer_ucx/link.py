@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Annotated
-
-from msgspec import Meta
 
 from kvxfer.errors import KvxferError, PeerError
 from kvxfer.transport import Completion, Fence, Verb
-from kvxfer.transport.endpoint import EndpointBase
 from kvxfer_ucx.connection import Connection
+from kvxfer_ucx.endpoint import Endpoint
 from kvxfer_ucx.messages import OK, TRUNCATED, Pieces, Posted
 
-__all__ = ["STREAMS", "Half", "Link", "Offer"]
+__all__ = ["STREAMS", "Half", "Link"]
 
 STREAMS = 1 << 42
 """Stream numbers of a link and direction are below this."""
@@ -43,22 +40,6 @@ SWEEP_S = 0.05
 _DATA, _ACK, _WELCOME, _BYE = 0, 1, 2, 3
 
 
-class Offer(EndpointBase, frozen=True):
-    """An endpoint, as it travels to the peer.
-
-    ``address``: of the worker that waits for the peer. ``tag``: 64 random bits from which the tags of all messages to this
-    side of the link are made. Nobody else knows them, although UCX takes tagged messages from everybody who reaches it.
-    ``plain``: all of this side's memory is host memory. ``format``: of all that travels between two of us: endpoints, tags.
-    """
-
-    backend = "ucx"
-    format = 3
-
-    address: Annotated[bytes, Meta(min_length=1, max_length=1 << 16)]
-    tag: Annotated[int, Meta(ge=0)]
-    plain: bool
-
-
 @dataclass(eq=False)
 class Half:
     """This side's half of a batch.
@@ -69,7 +50,6 @@ class Half:
 
     number: int
     verb: Verb
-    memory: int
     stream: int
     pieces: Pieces
     nbytes: int
@@ -101,13 +81,13 @@ class Half:
 class Link:
     """A link from this side, ``mine``, to ``theirs``. All methods on the data thread.
 
-    Each side makes an endpoint and welcomes the other. Its end is final: once ``cause`` is set, every batch ends with that error,
+    Each side makes an endpoint and welcomes the other. Its end is final: once ``broken`` is set, every batch ends with that error,
     and a new link has to be made.
     """
 
-    def __init__(self, connection: Connection, mine: Offer, theirs: Offer, now: float, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, mine: Endpoint, theirs: Endpoint, now: float, timeout_s: float) -> None:
         self.connection, self.mine, self.theirs = connection, mine, theirs
-        self.cause: KvxferError | None = None
+        self.broken: KvxferError | None = None
         self.gone = False
         self._messages = connection.messages
         self._chunk_s, self._chunks = timeout_s / CHUNKS, CHUNKS
@@ -149,24 +129,20 @@ class Link:
         """Take a batch, and post what may go now: what was packed before it may be ready meanwhile, and who submits several
         does not step before the last. Returns batches that have ended with that."""
         self._waiting.append(half)
-        ended = self._start() if self._open and self.cause is None else []
+        ended = self._start() if self._open and self.broken is None else []
         self._interval = FENCE_INTERVAL_S[0]
         return ended
 
-    def halves(self) -> list[Half]:
-        """Batches whose memory is, or may be, in use."""
-        return [*self._waiting, *self._going, *self._stuck]
-
     def due(self, now: float) -> float:
         """When ``step`` has to be called although UCX reports nothing."""
-        if self.cause is None and self._open:
+        if self.broken is None and self._open:
             return now + self._interval if self._waiting else math.inf
-        return self._due if self.cause is None or self._going else math.inf
+        return self._due if self.broken is None or self._going else math.inf
 
     def step(self, now: float) -> list[Completion]:
         """See how far things are; returns the batches that have ended."""
         ended: list[Completion] = []
-        if self.cause is None:
+        if self.broken is None:
             self._open = self._open or self._meet()
             if self._open and self._waiting:
                 ended += self._start()
@@ -174,9 +150,9 @@ class Link:
             ended += self._finish(now)
         if self._said:
             self._said = [p for p in self._said if not p.done()]
-        if self.cause is None:
+        if self.broken is None:
             self._look_for_trouble(now)
-        if self.cause is not None:
+        if self.broken is not None:
             ended += self._end(now)
         elif now >= self._swept + SWEEP_S:
             self._swept = now
@@ -185,9 +161,9 @@ class Link:
 
     def fail(self, cause: KvxferError, now: float) -> None:
         """End the link. Batches end in the next steps, as soon as UCX has let go of their memory."""
-        if self.cause is not None:
+        if self.broken is not None:
             return
-        self.cause, self._due = cause, now + DRAIN_S
+        self.broken, self._due = cause, now + DRAIN_S
         if self._heard and self.connection.trouble() is None:
             self._say(_BYE, 0, True)  # over shared memory UCX would not tell
         for posted in self._heard:
@@ -198,15 +174,16 @@ class Link:
 
     def quiet(self) -> bool:
         """Whether the link has ended, and nothing of it is in flight."""
-        if self.cause is None or self._waiting or self._going:
+        if self.broken is None or self._waiting or self._going:
             return False
         posted: list[Posted | Half] = [*self._heard, *self._said, *self._stuck]
         return all(p.done() for p in posted) and self.connection.closed()
 
-    def drop(self) -> None:
-        """Forget all that UCX keeps for a link that is ``quiet``."""
-        self.gone, self._stuck = True, []
+    def drop(self) -> list[int]:
+        """Forget all that UCX keeps for a link that is ``quiet``. Returns the batches that were not quiet when they ended."""
+        stuck, self.gone, self._stuck = self._stuck, True, []
         self.connection.destroy()
+        return [half.number for half in stuck]
 
     def _meet(self) -> bool:
         """Whether the two sides have met. One that has heard the other's welcome answers it, and waits for the receipt: only with
@@ -265,7 +242,7 @@ class Link:
         ended: list[Completion] = []
         for half in [h for h in self._going if h.done()]:
             status = half.status()
-            if half.verb is Verb.RECV and status in (OK, TRUNCATED) and self.cause is None:
+            if half.verb is Verb.RECV and status in (OK, TRUNCATED) and self.broken is None:
                 self._say(_ACK, half.stream, status == OK)
             if status == OK:
                 ended.append(Completion(half.number))
@@ -299,9 +276,9 @@ class Link:
         return f"{half.verb} of {half.nbytes} bytes with {self.theirs.agent!r}"
 
     def _error(self, half: Half) -> KvxferError:
-        assert self.cause is not None
-        return type(self.cause)(f"{self._what(half)} failed: {self.cause}")
+        assert self.broken is not None
+        return type(self.broken)(f"{self._what(half)} failed: {self.broken}")
 
     @staticmethod
-    def _tag(receiver: Offer, kind: int, stream: int) -> int:
+    def _tag(receiver: Endpoint, kind: int, stream: int) -> int:
         return receiver.tag ^ (stream << 2 | kind)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from kvxfer.backend.ucx import confined
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.settings import near, read
-from kvxfer.transport.ucx import confined
 from kvxfer_ucx import cuda
 from kvxfer_ucx.library import Library
 
@@ -38,7 +38,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         listen: where UCX opens ports. A loopback address, the default: nowhere, since it uses nothing but shared memory and
-            GPUs; another one: at the network device that has it; ``0.0.0.0``: at all. See ``kvxfer.transport.ucx``.
+            GPUs; another one: at the network device that has it; ``0.0.0.0``: at all. See ``kvxfer.backend.ucx``.
         ports: range of TCP ports to take them from, as in ``"20000-20999"``; ``None``: any. Each link takes one for each device.
         connect_timeout_s: seconds until a link that is not yet made counts as failed.
         ucx: settings of UCX without the prefix ``UCX_``, as in ``{"TLS": "tcp", "NET_DEVICES": "eth0"}``.

@@ -6,22 +6,22 @@ import ctypes
 import logging
 import math
 import secrets
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
+from kvxfer.backend import Base
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
-from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Transport, Verb
-from kvxfer.transport.memories import Memories
-from kvxfer.transport.wakeup import Wakeup
+from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
+from kvxfer_ucx.endpoint import Endpoint
 from kvxfer_ucx.library import load
-from kvxfer_ucx.link import STREAMS, Half, Link, Offer
+from kvxfer_ucx.link import STREAMS, Half, Link
 from kvxfer_ucx.messages import News, Pieces
 from kvxfer_ucx.options import Options, make_context
 
@@ -54,7 +54,7 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 _log = logging.getLogger("kvxfer.ucx")
 
 
-class UcxTransport(Transport):
+class UcxTransport(Base[Endpoint, Link]):
     """Moves bytes with UCX's tagged messages, through ucxx. ``Options`` says what ``options`` may hold.
 
     The data thread is the only one: ``fileno`` is readable when UCX has work, and ``poll`` does it.
@@ -64,29 +64,23 @@ class UcxTransport(Transport):
     contract = 1
     inherits = frozenset({"listen"})
     guarded = "loopback"
+    endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
-        super().__init__(agent, options)
         self._options = Options.parse(options)
         self._library = load()
-        self._thread = threading.get_ident()
-        self._memories = Memories()
-        self._offers: dict[bytes, tuple[Offer, Connection]] = {}
-        self._links: dict[int, Link] = {}
-        self._numbers = 0
-        self._sealed = self._closed = False
+        self._kinds = _memory_kinds()
+        self._context = make_context(self._library, self._options)
+        super().__init__(agent, options)
+        self._connections: dict[int, Connection] = {}  # of endpoints that are not used yet, by their tags
         self._on_host = True  # all memory registered so far
         self._awake: set[Connection] = set()  # those that have to be driven; the descriptors of the others report
         self._ending: list[Link] = []
-        self._ended: list[Completion] = []
         self._busy = False
         self._moved = 0.0  # when UCX last had anything to do
         # Whether something goes on of which ``News`` does not tell.
         self._unsettled = False
         self._news = News()
-        self._kinds = _memory_kinds()
-        self._context = make_context(self._library, self._options)
-        self._wakeup = Wakeup()
 
     @classmethod
     def probe(cls) -> Probe:
@@ -121,91 +115,48 @@ class UcxTransport(Transport):
             quiet="backend_reset",
         )
 
-    def register(self, regions: Sequence[Region]) -> int:
-        self._check()
-        if self._sealed:
-            raise TransportError("all memory must be registered before the first endpoint is made")
-        memory = self._memories.add(regions, self._kinds)
-        self._on_host = self._plain()
-        for device in {r.device for r in regions if r.device != "cpu"}:
+    def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
+        devices = {r.device for r in regions if r.device != "cpu"}
+        for device in devices:
             cuda.use(int(device.partition(":")[2] or 0))
-        return memory
+        self._on_host = self._plain() and not devices
 
-    def deregister(self, memory: int) -> None:
-        self._check()
-        for link in [*self._links.values(), *self._ending]:
-            if any(h.memory == memory for h in link.halves()):
-                raise TransportError(
-                    f"memory {memory} is in use by a batch with {link.theirs.agent!r}; abort that first"
-                )
-        self._memories.remove(memory)
-
-    def endpoint(self) -> bytes:
-        self._check()
-        self._sealed = True
+    def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         connection = Connection(self._library, self._context, self._news)
-        offer = Offer(self.agent, connection.address, secrets.randbits(64), self._plain())
-        data = offer.encode()
-        self._offers[data] = offer, connection
-        return data
+        mine = Endpoint(self.agent, connection.address, secrets.randbits(64), self._plain())
+        self._connections[mine.tag] = connection
+        return mine
 
-    def connect(self, mine: bytes, theirs: bytes) -> int:
-        self._check()
-        their = Offer.decode(theirs)
-        if mine not in self._offers:
-            raise TransportError("the first argument of connect is not an unused endpoint of this transport")
-        if mine == theirs:
-            raise TransportError("the two endpoints are the same")
-        own, connection = self._offers.pop(mine)
-        self._wakeup.add(connection.epoll, connection)
-        self._numbers += 1
-        self._links[self._numbers] = Link(connection, own, their, time.monotonic(), self._options.connect_timeout_s)
-        self._wakeup.set()
-        return self._numbers
+    def drop_endpoint(self, mine: Endpoint) -> None:
+        self._connections.pop(mine.tag).destroy()  # it never was connected to anybody
 
-    def withdraw(self, endpoint: bytes) -> None:
-        self._check()
-        _, connection = self._offers.pop(endpoint, (None, None))
-        if connection is not None:
-            connection.destroy()  # it never was connected to anybody
+    def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
+        connection = self._connections.pop(mine.tag)
+        self.wakeup.add(connection.epoll, connection)
+        return Link(connection, mine, theirs, time.monotonic(), self._options.connect_timeout_s)
 
-    def disconnect(self, peer: int) -> None:
-        self._check()
-        link = self._links.pop(peer, None)
-        if link is not None:
-            link.fail(TransportError("the link was closed on this side"), time.monotonic())
-            self._ending.append(link)
-            self._wakeup.set()
+    def drop_link(self, number: int, link: Link) -> None:
+        link.fail(TransportError("the link was closed on this side"), time.monotonic())
+        self._ending.append(link)
 
-    def lost(self, peer: int) -> str | None:
-        link = self._links.get(peer)
-        return None if link is None or link.cause is None else str(link.cause)
-
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        self._check()
-        if batch.verb not in (Verb.SEND, Verb.RECV):
-            raise TransportError(f"back end 'ucx' has no {batch.verb}; it has send and recv")
-        link = self._links.get(batch.peer)
-        if link is None:
-            raise TransportError(f"there is no link {batch.peer}; it was never made or is disconnected")
+    def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         if not 0 <= batch.stream < STREAMS:
             raise TransportError(f"stream number {batch.stream} is not in [0, {STREAMS})")
-        if any((h.verb, h.stream) == (batch.verb, batch.stream) for h in link.halves()):
-            raise TransportError(f"{batch.verb} {batch.stream} is in flight on link {batch.peer} already")
         pieces, nbytes = self._pieces(batch, merge=link.plain)
-        self._numbers += 1
-        self._ended += link.submit(Half(self._numbers, batch.verb, batch.local, batch.stream, pieces, nbytes, after))
-        self._wakeup.set()
-        return self._numbers
+        for end in link.submit(Half(number, batch.verb, batch.stream, pieces, nbytes, after)):
+            self.complete(end)
 
-    def poll(self) -> list[Completion]:
-        self._check()
-        self._awake.update(self._wakeup.clear())  # type: ignore[arg-type]
+    def stop(self, number: int, link: Link) -> None:
+        why = f"batch {number} was aborted on this side, which ends the link: UCX cannot take back a message"
+        link.fail(TransportError(why), time.monotonic())
+
+    def advance(self, readable: AbstractSet[Hashable]) -> None:
+        self._awake.update(readable)  # type: ignore[arg-type]
         start = time.monotonic()
         self._step(start)
         now = spun = time.monotonic()
         asleep = watching = False
-        while not (asleep or watching or self._ended) and now < start + SLICE_S:
+        while not (asleep or watching or self.completions) and now < start + SLICE_S:
             if self._progress(start + SLICE_S):
                 self._moved = spun = time.monotonic()
                 if self._news.here or self._unsettled:
@@ -216,58 +167,35 @@ class UcxTransport(Transport):
                 # From here on the descriptors report; one is not armed if something came in meanwhile.
                 asleep = not watching and self._arm()
         if not asleep and not watching:
-            self._wakeup.set()
+            self.wakeup.set()
         now = time.monotonic()
         due = self._due(now)
-        self._wakeup.at(min(due or math.inf, now + WATCH_EVERY_S) if watching else due)
-        ended, self._ended = self._ended, []
-        return ended
+        self.wakeup.at(min(due or math.inf, now + WATCH_EVERY_S) if watching else due)
 
-    def abort(self, batch: int) -> None:
-        self._check()
-        for link in self._links.values():
-            if any(h.number == batch for h in link.halves()):
-                why = f"batch {batch} was aborted on this side, which ends the link: UCX cannot take back a message"
-                link.fail(TransportError(why), time.monotonic())
-                self._wakeup.set()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def shut_down(self) -> None:
         now = time.monotonic()
-        for link in self._links.values():
+        for link in self.links.values():
             link.fail(TransportError("the transport was closed on this side"), now)
-        self._ending += self._links.values()
-        self._links = {}
-        for _, connection in self._offers.values():
+        self._ending += self.links.values()
+        self.links.clear()
+        for connection in self._connections.values():
             connection.destroy()
-        self._offers.clear()
+        self._connections.clear()
         while self._ending and time.monotonic() < now + CLOSE_S:
             self._step(time.monotonic())
             self._progress(time.monotonic() + SLICE_S)
         if self._ending:
             _log.warning("%s: UCX did not let go of %d links in %g s", self.agent, len(self._ending), CLOSE_S)
             _kept.extend([*self._ending, self._context])
-        self._wakeup.close()
         self._awake.clear()
         self._ending, self._context = [], None
 
-    def fileno(self) -> int | None:
-        return self._wakeup.fileno()
-
-    def _check(self) -> None:
-        if self._closed:
-            raise TransportError(f"the transport of {self.agent!r} is closed")
-        if threading.get_ident() != self._thread:
-            raise TransportError(f"the transport of {self.agent!r} belongs to the thread that made it")
-
     def _pieces(self, batch: Batch, merge: bool) -> tuple[Pieces, int]:
         """Where the runs lie that are not empty (with ``merge``, neighbours together), and their bytes in all."""
-        only = self._memories.only(batch.local, batch.local_offsets, batch.lengths)
+        only = self.memories.only(batch.local, batch.local_offsets, batch.lengths)
         if only is not None:
             return [only], only[1]
-        addresses, lengths = self._memories.addresses(batch.local, batch.local_offsets, batch.lengths), batch.lengths
+        addresses, lengths = self.memories.addresses(batch.local, batch.local_offsets, batch.lengths), batch.lengths
         if not lengths.all():
             full = lengths > 0
             addresses, lengths = addresses[full], lengths[full]
@@ -281,7 +209,7 @@ class UcxTransport(Transport):
         return pieces, int(lengths.sum())
 
     def _plain(self) -> bool:
-        return all(r.device == "cpu" for m in self._memories for r in self._memories.regions(m))
+        return all(r.device == "cpu" for m in self.memories for r in self.memories.regions(m))
 
     def _progress(self, until: float) -> bool:
         """Let UCX work; whether it had anything to do."""
@@ -297,7 +225,7 @@ class UcxTransport(Transport):
 
     def _step(self, now: float) -> None:
         self._news.here = self._busy = self._unsettled = False
-        for link in self._links.values():
+        for link in self.links.values():
             self._advance(link, now)
             self._busy |= link.busy
         for link in self._ending:
@@ -306,21 +234,23 @@ class UcxTransport(Transport):
 
     def _advance(self, link: Link, now: float) -> None:
         connection = link.connection
-        self._ended += link.step(now)
+        for end in link.step(now):
+            self.complete(end)
         if link.gone:
             return
         if link.quiet():
-            self._wakeup.remove(connection.epoll)
+            self.wakeup.remove(connection.epoll)
             self._awake.discard(connection)
-            link.drop()
+            for number in link.drop():
+                self.quieted(number)
             return
-        self._unsettled |= link.cause is not None
-        if connection.messages.posted or link.cause is not None:
+        self._unsettled |= link.broken is not None
+        if connection.messages.posted or link.broken is not None:
             connection.messages.posted = False
             self._awake.add(connection)
 
     def _due(self, now: float) -> float | None:
-        due = min([link.due(now) for link in [*self._links.values(), *self._ending]], default=math.inf)
+        due = min([link.due(now) for link in [*self.links.values(), *self._ending]], default=math.inf)
         return None if due == math.inf else due
 
 

@@ -53,6 +53,8 @@ class ByteStream:
 
     def frame_end(self, offset: int) -> int:
         """Where the frame that begins at ``offset`` (0, or the end of another frame) ends."""
+        if len(self._ends) == 1 and self.nbytes < LONG:
+            return self.nbytes
         i = int(np.searchsorted(self._ends, offset, side="right"))
         start, length = int(self._starts[i]), int(self._lengths[i])
         if length >= LONG:
@@ -85,6 +87,9 @@ class ByteStream:
 
     def _copy(self, offset: int, data: Bytes, inward: bool) -> None:
         end = offset + len(data)
+        if len(self._ends) == 1:
+            self._part(0, offset, end, data, inward)
+            return
         i = int(np.searchsorted(self._ends, offset, side="right"))
         j = int(np.searchsorted(self._ends, end, side="left")) + 1
         if offset > int(self._starts[i]) or end < int(self._ends[i]):

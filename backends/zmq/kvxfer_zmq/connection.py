@@ -8,14 +8,19 @@ from collections.abc import Hashable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvxfer.transport.wakeup import Wakeup
+from kvxfer.backend.wakeup import Wakeup
+from kvxfer_zmq.endpoint import Endpoint
 from kvxfer_zmq.options import Options
-from kvxfer_zmq.wire import Endpoint, Header, password, routing_id
+from kvxfer_zmq.wire import Header, password, routing_id
 
-__all__ = ["NOBLOCK", "Connection", "readable"]
+__all__ = ["NOBLOCK", "Connection", "receive", "waiting"]
 
 QUEUED_MESSAGES = 8
 """Messages that ZeroMQ holds for a link on this side; so many can be cut off only together with the link."""
+
+COPIED = 16 << 10
+"""Bytes up to which a copy costs less than to be told that ZeroMQ needs the memory no more."""
+_LET_GO = zmq.MessageTracker()
 
 # Plain numbers: arithmetic on zmq's flag types costs microseconds.
 NOBLOCK, SNDMORE, POLLIN, POLLOUT = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -30,9 +35,20 @@ _EVENTS = (
 )
 
 
-def readable(socket: zmq.Socket[bytes]) -> bool:
+def waiting(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message waits. Asking is what makes the socket's descriptor tell of the next one."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """The frames of a message, or none where none waits."""
+    frames: list[zmq.Frame] = []
+    try:
+        while not frames or frames[-1].more:  # asking the socket for that costs three times as much
+            frames.append(socket.recv(NOBLOCK, copy=False))
+    except zmq.Again:
+        pass
+    return frames
 
 
 class Connection:
@@ -91,7 +107,7 @@ class Connection:
 
     def watch(self, now: float) -> None:
         """See what became of the connection; may set ``lost``."""
-        while readable(self._monitor):
+        while waiting(self._monitor):
             event = recv_monitor_message(self._monitor, NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._reached = True
@@ -119,14 +135,18 @@ class Connection:
     def say(self, header: Header, payload: bytes = b"") -> None:
         """Send a short message."""
         try:
-            self._dealer.send_multipart([header.encode(), payload], NOBLOCK)
+            self._dealer.send(header.encode(), NOBLOCK | SNDMORE)
+            self._dealer.send(payload, NOBLOCK)
         except zmq.Again:
             pass  # there was room, so the connection has just been lost; ``watch`` will see it
 
     def lend(self, header: Header, payload: memoryview) -> zmq.MessageTracker | None:
-        """Send memory without a copy; the tracker is done when ZeroMQ has let go of it. ``None``: not sent."""
+        """Send memory, without a copy unless it is little; the tracker is done when ZeroMQ has let go of it. ``None``: not sent."""
         try:
             self._dealer.send(header.encode(), NOBLOCK | SNDMORE)
+            if payload.nbytes <= COPIED:
+                self._dealer.send(payload, NOBLOCK)
+                return _LET_GO
             return self._dealer.send(payload, NOBLOCK, copy=False, track=True)
         except zmq.Again:
             return None  # as in ``say``

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import PeerError
 from kvxfer.transport.contract import Completion, Fence, Verb
-from kvxfer.transport.wakeup import Wakeup
 from kvxfer_zmq.bytestream import FRAME, ByteStream
 from kvxfer_zmq.connection import Connection
+from kvxfer_zmq.endpoint import Endpoint
 from kvxfer_zmq.options import Options
-from kvxfer_zmq.wire import Endpoint, Header, Kind
+from kvxfer_zmq.wire import Header, Kind
 
 __all__ = ["Link", "Post"]
 
@@ -77,7 +78,7 @@ class Link:
         done: Callable[[Completion], None],
         say_bye: Callable[[Link, str], None],
     ) -> None:
-        self.mine, self.theirs = mine, theirs
+        self.number, self.mine, self.theirs = number, mine, theirs
         self.due: float | None = None
         self.broken: str | None = None
         self._done, self._say_bye = done, say_bye
@@ -102,10 +103,6 @@ class Link:
         """Whether anything has not ended yet."""
         return bool(self._sends or self._recvs or self._retiring)
 
-    def uses(self, verb: Verb, stream: int) -> bool:
-        """Whether the stream number was used before (they must rise)."""
-        return stream <= self._last[verb]
-
     def post(self, post: Post) -> None:
         """Take over one half of a stream."""
         verb, stream = post.verb, post.stream
@@ -129,14 +126,11 @@ class Link:
         elif post.after is None:
             self._start(post)
 
-    def abort(self, number: int) -> bool:
-        """End one half; returns whether it was one of this link's."""
-        for posts in (self._sends, self._recvs):
-            for post in posts.values():
-                if post.number == number:
-                    self._end_early(post, "aborted here", "the other side aborted it")
-                    return True
-        return any(post.number == number for post, _, _ in self._retiring)
+    def abort(self, number: int) -> None:
+        """End one half early. One that is only waiting for ZeroMQ to let go of its memory goes on to wait."""
+        for post in [*self._sends.values(), *self._recvs.values()]:
+            if post.number == number:
+                self._end_early(post, "aborted here", "the other side aborted it")
 
     def advance(self, now: float, until: float) -> bool:
         """Do what can be done without waiting, sending no longer than ``until``. Returns whether to call again at
@@ -295,7 +289,8 @@ class Link:
 
     def _send_frame(self) -> bool:
         """Send one frame of the first stream that may; returns whether there was one."""
-        for stream, post in list(self._sendable.items()):
+        while self._sendable:
+            stream, post = next(iter(self._sendable.items()))
             nbytes = post.data.nbytes
             end = post.data.frame_end(post.passed) if post.passed < nbytes else nbytes
             # Grants move in steps larger than a frame, so one that is short of a whole frame will be moved.

@@ -1,4 +1,4 @@
-"""What goes over the wire: endpoints (by somebody else's channel) and messages (by ZeroMQ).
+"""What goes over ZeroMQ: how a dialer introduces itself, and messages.
 
 Every link has two connections, one for each direction: each side dials the other's ROUTER socket with a DEALER of its
 own, and everything it has to say goes that way. A dialer shows the listener's token as a password before ZeroMQ takes anything
@@ -9,17 +9,13 @@ only the two that exchanged endpoints can speak on a link. A message is a header
 from __future__ import annotations
 
 import enum
-import secrets
 import struct
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from msgspec import Meta
+from kvxfer_zmq.endpoint import TOKEN_BYTES
 
-from kvxfer.transport.endpoint import EndpointBase
+__all__ = ["Header", "Kind", "password", "routing_id", "split_routing_id"]
 
-__all__ = ["Endpoint", "Header", "Kind", "new_token", "password", "routing_id", "split_routing_id"]
-
-TOKEN_BYTES = 16
 ROUTING_ID_BYTES = 2 * TOKEN_BYTES + 1
 _HEADER = struct.Struct("<BQQQ")
 
@@ -67,20 +63,6 @@ class Header(NamedTuple):
         if kind not in _KINDS:
             raise ValueError(f"unknown kind of message {kind}")
         return cls(_KINDS[kind], stream, a, b)
-
-
-class Endpoint(EndpointBase, frozen=True):
-    """One end of a link. ``token`` is known to the two ends only."""
-
-    backend = "zmq"
-    format = 3
-
-    address: Annotated[str, Meta(pattern="^(tcp|ipc)://")]
-    token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-
-
-def new_token() -> bytes:
-    return secrets.token_bytes(TOKEN_BYTES)
 
 
 def routing_id(listener: bytes, dialer: bytes) -> bytes:

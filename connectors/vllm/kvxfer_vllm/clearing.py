@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.geometry import Cache, UncoveredBytes, uncovered
-from kvxfer.geometry.plan import Ints
+from kvxfer.values import BlockTable
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class Clearing:
         # Not the stream of the forward passes: these need not end first, and the host has not to wait for them.
         self._streams = [torch.cuda.Stream(device) for device in devices]
 
-    def before(self, blocks: Sequence[Ints], start: int, tokens: int) -> None:
+    def before(self, blocks: BlockTable, start: int, tokens: int) -> None:
         """Clear what loading the tokens ``[start, tokens)`` into these blocks may leave as it is. Done when this returns, so
         that the load may begin."""
         import torch

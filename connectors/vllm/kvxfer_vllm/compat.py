@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.errors import ConfigError
-from kvxfer.schedule import Group
+from kvxfer.values import Group
 
 __all__ = [
     "HIT_SOURCE",

@@ -9,37 +9,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from kvxfer.geometry import Rank
 from kvxfer.identity import TransferId
-from kvxfer.schedule import NULL, Group, PrefillTracker, StepCommands, Table
-from kvxfer_vllm.holds import Holds, blocks_of
+from kvxfer.schedule import OfferSchedule, StepCommands
+from kvxfer.values import BlockTable, Group
+from kvxfer_vllm.holds import Holds
 
 __all__ = ["Giving"]
 
 
 class Giving:
-    """``windows``: for each group how many tokens a token attends to, 0 for all; ``world``: ranks that report."""
+    """``world``: ranks that report."""
 
-    def __init__(
-        self, tracker: PrefillTracker, holds: Holds, groups: Sequence[Group], windows: Sequence[int], world: int
-    ) -> None:
+    def __init__(self, tracker: OfferSchedule, holds: Holds, groups: Sequence[Group], world: int) -> None:
         self._tracker, self._holds, self._world = tracker, holds, world
-        self._groups, self._windows = tuple(groups), tuple(windows)
-        self._ends: dict[str, Table] = {}  # what windows held at the end of a prompt
+        self._groups = tuple(groups)
+        self._windows = any(group.window for group in groups)
+        self._ends: dict[str, BlockTable] = {}  # what windows held at the end of a prompt
         self._held: dict[str, TransferId] = {}  # finished requests whose blocks vLLM keeps
         self._freed: list[str] = []  # those of them that it may free
         self._orphans: dict[TransferId, int] = {}  # aborted, with blocks that may still be read: the last generation
         self._quiet: dict[TransferId, dict[Rank, int]] = {}  # ranks that are done, up to which generation
 
-    def runs(self, request: str, computed: int, scheduled: int, table: Table) -> None:
-        """The request runs in this step; see ``PrefillTracker.step``."""
+    def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
+        """The request runs in this step; see ``OfferSchedule.step``."""
         self._tracker.step(request, computed, scheduled, table)
         total = self._tracker.total(request)
-        if computed + scheduled >= total and request not in self._ends and any(self._windows):
-            end = tuple(map(_end, self._groups, self._windows, table, [total] * len(table)))
-            if self._holds.keep(request, blocks_of(end)):
+        if computed + scheduled >= total and request not in self._ends and self._windows:
+            end = table.only(_end(group, total) for group in self._groups)
+            if self._holds.keep(request, end.ids()):
                 self._ends[request] = end
 
     def preempted(self, request: str) -> None:
@@ -48,11 +47,14 @@ class Giving:
         if self._ends.pop(request, None) is not None:
             self._holds.drop(request)
 
-    def finished(self, request: str, transfer: TransferId | None, table: Table, whole: bool, *, found: bool) -> bool:
+    def finished(
+        self, request: str, transfer: TransferId | None, table: BlockTable, whole: bool, *, found: bool
+    ) -> bool:
         """The request is over; ``transfer``: what it offered. True: vLLM keeps its blocks. ``found``: others can find our
         ranks, so somebody may be reading."""
-        offered = blocks_of(self._tracker.offered(request))
-        held = self._tracker.finish(request, _filled(table, self._ends.pop(request, None)), whole)
+        end = self._ends.pop(request, None)
+        offered = self._tracker.offered(request).ids()
+        held = self._tracker.finish(request, table if end is None else table.filled(end), whole)
         if transfer is None:
             return held
         if held:
@@ -106,18 +108,7 @@ class Giving:
         return sum(map(len, (self._ends, self._held, self._freed, self._orphans, self._quiet)))
 
 
-def _end(group: Group, window: int, row: Sequence[int], total: int) -> tuple[int, ...]:
-    """The blocks that the last prompt token attends to in a window. vLLM gives the first of them up with that token at the
-    latest, and a consumer computes it itself."""
-    first = max(0, total - window) // group.block
-    return (NULL,) * first + tuple(row[first : group.blocks(total)]) if window else ()
-
-
-def _filled(table: Table, end: Table | None) -> Table:
-    """A table with the blocks that we have kept in place of those that vLLM has given up."""
-    if end is None:
-        return table
-    return tuple(
-        tuple(k if b == NULL else b for b, k in zip_longest(row, kept[: len(row)], fillvalue=NULL))
-        for row, kept in zip(table, end, strict=True)
-    )
+def _end(group: Group, total: int) -> tuple[int, int]:
+    """The positions of the blocks that the last prompt token attends to in a window. vLLM gives the first of them up with that
+    token at the latest, and a consumer computes it itself."""
+    return (max(0, total - group.window) // group.block_tokens, group.blocks(total)) if group.window else (0, 0)

@@ -11,9 +11,7 @@ import logging
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from kvxfer.schedule import NULL, Table
-
-__all__ = ["Holds", "blocks_of"]
+__all__ = ["Holds"]
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -68,8 +66,3 @@ class Holds:
     def __len__(self) -> int:
         """References held."""
         return sum(map(len, self._kept.values()))
-
-
-def blocks_of(table: Table) -> tuple[int, ...]:
-    """The blocks of a table."""
-    return tuple(b for row in table for b in row if b != NULL)

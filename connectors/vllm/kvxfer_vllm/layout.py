@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvxfer.errors import ConfigError
-from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
-from kvxfer.geometry.plan import Ints
+from kvxfer.geometry import Cache, Heads, Region, View
+from kvxfer.values import NULL, BlockTable, Group, Ints, Rank
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 from kvxfer_vllm.drafts import draft_of
 from kvxfer_vllm.pages import Form, encoding_of, form_of, group_pages, pieces, replicated, total_heads, writer_of
 
-__all__ = ["Layout", "expand"]
+__all__ = ["Layout"]
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -82,18 +82,16 @@ class Layout:
         )
         return cls(Cache(regions.found, tuple(groups), views, rank), tuple(ratios))
 
-    def tables(self, tables: tuple[tuple[int, ...], ...]) -> tuple[Ints, ...]:
-        """Logical block tables as kernel block tables."""
-        return tuple(expand(t, r) for t, r in zip(tables, self.ratios, strict=True))
+    def table(self, logical: BlockTable) -> BlockTable:
+        """The block table of the kernels' blocks: logical block b is kernel block b * ratio and the ratio - 1 that follow."""
+        if set(self.ratios) <= {1}:
+            return logical
+        return BlockTable.of(_expand(row, ratio) for row, ratio in zip(logical, self.ratios, strict=True))
 
 
-def expand(table: tuple[int, ...], ratio: int) -> Ints:
-    """Block ids of kernel blocks: logical block b is the kernel blocks b * ratio and the ratio - 1 that follow."""
-    ids = np.asarray(table, dtype=np.int64)
-    if ratio == 1:
-        return ids
+def _expand(ids: Ints, ratio: int) -> Ints:
     wide = ids[:, None] * ratio + np.arange(ratio, dtype=np.int64)
-    wide[ids < 0] = -1
+    wide[ids < 0] = NULL
     return wide.ravel()
 
 

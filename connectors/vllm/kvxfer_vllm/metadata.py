@@ -23,12 +23,11 @@ T = TypeVar("T")
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """Scheduler to all workers, each step. ``loads``: the vLLM request that each want belongs to. ``doomed``: requests
+    """Scheduler to all workers, each step. ``doomed``: requests
     whose load failed before it began, and their blocks. ``freed``: requests whose blocks vLLM may free, which it takes
     from its workers only. ``facts``: what all KV of the engine depends on from now on, if that is news."""
 
     commands: StepCommands = field(default_factory=StepCommands)
-    loads: dict[TransferId, str] = field(default_factory=dict)
     doomed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     renewals: tuple[TransferId, ...] = ()
     freed: tuple[str, ...] = ()

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
-from kvxfer.geometry import Rank
 from kvxfer.identity import Address, Source, TransferId, digest, external_id, new_epoch
-from kvxfer.schedule import NULL, Quorum, Schedule, ScheduleError
+from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
 from kvxfer.security import Security
-from kvxfer.session import Directory, Member, Named, Renew, Settle
+from kvxfer.session import Decline, Directory, Member, Named, Renew
+from kvxfer.values import BlockTable, Rank
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
 from kvxfer_vllm.giving import Giving
-from kvxfer_vllm.holds import Holds, blocks_of
+from kvxfer_vllm.holds import Holds
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.metadata import Handshake, Report, Step
 from kvxfer_vllm.migration import params_of
 from kvxfer_vllm.recurrent import leave_last_token
-from kvxfer_vllm.settings import counts_media, groups_of, windows_of
+from kvxfer_vllm.settings import counts_media, groups_of
 from kvxfer_vllm.taking import Taking
 
 if TYPE_CHECKING:
@@ -73,13 +73,12 @@ class SchedulerHalf:
         self._recurrent = any(group.kind == "state" for group in groups)
         self._schedule = Schedule(groups, self._source if self._world > 1 else None)
         self._holds = Holds(kv_cache_config.num_blocks // 4)
-        self._giving = Giving(self._schedule.producer, self._holds, groups, windows_of(kv_cache_config), self._world)
+        self._giving = Giving(self._schedule.producer, self._holds, groups, self._world)
         self._taking = Taking(self._schedule.consumer, self._holds)
-        self._quorum = Quorum()
+        self._quorum = RankAgreement()
         self._seen: set[str] = set()
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, TransferId] = {}  # request -> what it loads
-        self._step_loads: dict[TransferId, str] = {}
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads that failed before they began, and their blocks
         self._computed: dict[str, int] = {}  # request -> local tokens at its last match
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
@@ -154,11 +153,8 @@ class SchedulerHalf:
             except ScheduleError as e:
                 # An exception here would end the engine; a load that fails at once costs this request only.
                 log.error("request %s cannot be loaded: %s", name, e)
-                self._doomed[name] = blocks_of(table)
+                self._doomed[name] = table.ids()
                 self._schedule.consumer.finish(name, f"the consumer cannot load it: {e}")
-                return
-            if external:
-                self._step_loads[self._loads[name]] = name
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request is over. True: its blocks stay until all ranks have reported them quiet."""
@@ -212,15 +208,15 @@ class SchedulerHalf:
         if self._offers:
             self._follow(output)
         renewals = self._notices()
-        for release in self._schedule.consumer.releases():
-            named = Named(release.transfer, release.digest)
-            self._tell(release.source, Settle(release.source.epoch, (named,), release.reason))
+        for decline in self._schedule.consumer.declines():
+            named = Named(decline.transfer, decline.digest)
+            self._tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason))
         self._renew()
         commands = self._schedule.commands()
-        for want in commands.wants:
-            self._taking.begins(self._step_loads[want.transfer], blocks_of(want.blocks))
-        step = Step(commands, self._step_loads, self._doomed, renewals, self._giving.step(commands), self._news)
-        self._step_loads, self._doomed, self._news = {}, {}, None
+        for fetch in commands.fetches:
+            self._taking.begins(fetch.handle, fetch.blocks.ids())
+        step = Step(commands, self._doomed, renewals, self._giving.step(commands), self._news)
+        self._doomed, self._news = {}, None
         return step
 
     def _follow(self, output: SchedulerOutput) -> None:
@@ -275,7 +271,7 @@ class SchedulerHalf:
         for source, named in by_source.items():
             self._tell(source, Renew(source.epoch, tuple(named)))
 
-    def _tell(self, source: Source, message: Renew | Settle) -> None:
+    def _tell(self, source: Source, message: Renew | Decline) -> None:
         self._directory.tell(source, message)
 
     def update(self, output: KVConnectorOutput) -> None:
@@ -372,9 +368,9 @@ class SchedulerHalf:
         return len(self._schedule) + sum(map(len, kept))
 
 
-def _table(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def _table(block_ids: Sequence[Sequence[int]]) -> BlockTable:
     """vLLM's block table with its null block spelt as ours."""
-    return tuple(tuple(NULL if b == NULL_BLOCK else b for b in row) for row in block_ids)
+    return BlockTable.of(block_ids, NULL_BLOCK)
 
 
 def _embeds(tensor: Any, is_token: Sequence[bool] | None) -> bytes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.schedule import Group
+from kvxfer.values import Group
 from kvxfer_vllm import recurrent
 from kvxfer_vllm.migration import check_hosts, translate
 from kvxfer_vllm.pages import group_pages
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["counts_media", "groups_of", "hits_may_differ", "settings_of", "windows_of"]
+__all__ = ["counts_media", "groups_of", "hits_may_differ", "settings_of"]
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -51,12 +51,7 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
     for i, group in enumerate(pages):
         if group.kind == "state":
             recurrent.check_spec(i, group.specs[0])
-    return tuple(Group(group.kind, group.block) for group in pages)
-
-
-def windows_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """For each group how many tokens a token attends to, itself included; 0 for all."""
-    return tuple(group.window for group in group_pages(kv_cache_config))
+    return tuple(Group(group.block, group.kind, group.window) for group in pages)
 
 
 def counts_media(vllm_config: VllmConfig) -> bool:

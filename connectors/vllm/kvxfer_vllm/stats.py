@@ -6,18 +6,22 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvxfer.failures import FailureKind
 from kvxfer.session import Ended, Stats
 
 __all__ = ["KVXferPromMetrics", "KVXferStats"]
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
+DELIVERED = "delivered"
+
 COUNTS = ("corrupt", "direct", "staged")
 """What of an agent's stats only ever grows."""
 
 
 class KVXferStats(KVConnectorStats):
-    """``data["loads"]``: one ``[outcome, bytes, seconds]`` for each load that has ended on a rank. ``data["counts"]``: by
+    """``data["loads"]``: one ``[outcome, bytes, seconds]`` for each load that has ended on a rank; its outcome is
+    ``delivered`` or the kind of its failure. ``data["counts"]``: by
     how much the agents' counts have grown. ``data["quarantined"]``: bytes, of the ranks where they have changed."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -27,7 +31,7 @@ class KVXferStats(KVConnectorStats):
 
     def record(self, event: Ended) -> None:
         """A load has ended."""
-        self.data["loads"].append([str(event.outcome.kind), event.nbytes, event.seconds])
+        self.data["loads"].append([str(event.outcome.kind or DELIVERED), event.nbytes, event.seconds])
 
     def note(self, rank: str, before: Stats | None, now: Stats) -> None:
         """A rank's agent says this now, and said that before."""
@@ -55,7 +59,7 @@ class KVXferStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         loads, counts = self.data["loads"], self.data["counts"]
-        good = [x for x in loads if x[0] == "delivered"]
+        good = [x for x in loads if x[0] == DELIVERED]
         seconds = sum(x[2] for x in good)
         return {
             "loads": len(loads),
@@ -86,7 +90,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         )
         self._loads = self._counter_cls(
             name="kvxfer_transfers",
-            documentation="Loads that have ended, by outcome.",
+            documentation="Loads that have ended: delivered, or by the kind of their failure.",
             labelnames=[*labelnames, "outcome"],
         )
         self._parts = self._counter_cls(
@@ -112,14 +116,14 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 self._parts.labels(*values, way)
             self._bytes.labels(*values)
             self._seconds.labels(*values)
-            for outcome in ("delivered", "failed", "cancelled"):
-                self._loads.labels(*values, outcome)
+            for outcome in (DELIVERED, *FailureKind):
+                self._loads.labels(*values, str(outcome))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         for outcome, nbytes, seconds in transfer_stats_data["loads"]:
             self._loads.labels(*values, outcome).inc()
-            if outcome == "delivered":
+            if outcome == DELIVERED:
                 self._bytes.labels(*values).inc(nbytes)
                 self._seconds.labels(*values).observe(seconds)
         counts = transfer_stats_data["counts"]

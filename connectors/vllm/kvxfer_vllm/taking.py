@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvxfer.geometry import Rank
-from kvxfer.schedule import Intake
+from kvxfer.schedule import FetchSchedule
 from kvxfer_vllm.holds import Holds
 
 __all__ = ["Taking"]
 
 
 class Taking:
-    def __init__(self, intake: Intake, holds: Holds) -> None:
+    def __init__(self, intake: FetchSchedule, holds: Holds) -> None:
         self._intake, self._holds = intake, holds
         self._blocks: dict[str, tuple[int, ...]] = {}  # of requests whose load is under way
         self._moving: dict[str, set[Rank]] = {}  # failed, and where it still writes

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvxfer import memory
 from kvxfer.config import Config
 from kvxfer.geometry import Rank
-from kvxfer.session import Agent, Ended, Fetch, Offered, Stats
+from kvxfer.session import Agent, Ended, Stats
 from kvxfer_vllm import compat
 from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.layout import Layout
@@ -38,11 +40,10 @@ class WorkerHalf:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._requests: dict[str, str] = {}  # fetch handle -> vLLM request
-        self._blocks: dict[str, set[int]] = {}  # fetch handle -> logical blocks that it fills
+        self._blocks: dict[str, set[int]] = {}  # request -> logical blocks that its fetch fills
         self._failed_blocks: set[int] = set()
         self._failing: set[str] = set()  # fetches that ended badly and are not quiet yet
-        self._early: dict[str, str] = {}  # those of them that vLLM was told of -> request
+        self._early: set[str] = set()  # those of them that vLLM was told of
         self._quarantine = kv_cache_config.num_blocks // 4 if compat.HOLDS_BLOCKS else 0  # blocks of such, at most
         self._stats = KVXferStats()
         self._noted: Stats | None = None
@@ -92,27 +93,14 @@ class WorkerHalf:
         self._received.update(step.doomed)
         self._failed.update(step.doomed)
         self._failed_blocks.update(*step.doomed.values())
-        for want in step.commands.wants:
-            request = step.loads[want.transfer]
-            self._requests[str(want.transfer)] = request
-            self._blocks[str(want.transfer)] = {b for row in want.blocks for b in row if b >= 0}
-            blocks = layout.tables(want.blocks)
+        for fetch in step.commands.fetches:
+            self._blocks[fetch.handle] = set(fetch.blocks.ids())
+            blocks = layout.table(fetch.blocks)
             if self._clearing is not None:
-                self._clearing.before(blocks, want.start, want.tokens)
-            agent.fetch(
-                Fetch(
-                    str(want.transfer),
-                    want.transfer,
-                    want.digest,
-                    want.source,
-                    blocks,
-                    want.start,
-                    want.tokens,
-                    want.own,
-                )
-            )
+                self._clearing.before(blocks, fetch.start, fetch.tokens)
+            agent.fetch(replace(fetch, blocks=blocks))
         for cancel in step.commands.cancels:
-            agent.cancel(str(cancel.transfer), cancel.reason)
+            agent.cancel(cancel.handle, cancel.reason)
 
     def after_forward(self, step: Step) -> None:
         """Offer what this step has computed, behind a fence on the device."""
@@ -121,17 +109,7 @@ class WorkerHalf:
             return
         fence = memory.fence(layout.cache.regions[0].device)
         for offer in step.commands.offers:
-            agent.offer(
-                Offered(
-                    offer.transfer,
-                    offer.digest,
-                    offer.generation,
-                    offer.tokens,
-                    layout.tables(offer.blocks),
-                    offer.final,
-                ),
-                after=fence,
-            )
+            agent.offer(replace(offer, blocks=layout.table(offer.blocks)), after=fence)
 
     def collect(self) -> None:
         """Take in what has ended since the last step."""
@@ -144,35 +122,35 @@ class WorkerHalf:
             elif isinstance(event, Ended):
                 self._stats.record(event)
                 if event.outcome.delivered:
-                    self._report.delivered.setdefault(self._requests[event.handle], set()).add(event.generation)
+                    self._report.delivered.setdefault(event.handle, set()).add(event.generation)
                 else:
                     self._failing.add(event.handle)
             else:
                 self._still(event.handle)
-        for handle in self._failing - self._early.keys():
+        for handle in self._failing - self._early:
             self._give_up(handle)
 
-    def _still(self, handle: str) -> None:
+    def _still(self, request: str) -> None:
         """A fetch is quiet."""
-        request, blocks = self._requests.pop(handle), self._blocks.pop(handle)
-        if handle in self._early:
-            del self._early[handle]
+        blocks = self._blocks.pop(request)
+        if request in self._early:
+            self._early.discard(request)
             self._quarantine += len(blocks)
             self._report.still.setdefault(request, set()).add(self._on[1].cache.rank)
         else:
             self._received.add(request)
-            if handle in self._failing:
+            if request in self._failing:
                 self._failed.add(request)
                 self._failed_blocks |= blocks
-        self._failing.discard(handle)
+        self._failing.discard(request)
 
-    def _give_up(self, handle: str) -> None:
+    def _give_up(self, request: str) -> None:
         """A fetch has failed, and may be long in getting quiet. The request need not wait for that if its blocks are
         kept from other use meanwhile."""
-        request, blocks = self._requests[handle], self._blocks[handle]
+        blocks = self._blocks[request]
         if len(blocks) <= self._quarantine:
             self._quarantine -= len(blocks)
-            self._early[handle] = request
+            self._early.add(request)
             self._received.add(request)
             self._failed.add(request)
             self._report.moving.setdefault(request, set()).add(self._on[1].cache.rank)
@@ -209,7 +187,7 @@ class WorkerHalf:
 
     def __len__(self) -> int:
         """How much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        kept = self._requests, self._blocks, self._failing, self._early, self._sent, self._received, self._failed
+        kept = self._blocks, self._failing, self._early, self._sent, self._received, self._failed
         return sum(map(len, kept)) + bool(self._report)
 
 

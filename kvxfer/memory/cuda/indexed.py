@@ -1,4 +1,4 @@
-"""Packing with nothing but torch's indexing, where there is no Triton: an index a row, a launch for each strided copy and region."""
+"""Packing with torch's indexing alone, where there is no Triton: an index a row, a launch for each copy and region."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def move_indexed(
     space: Space, strided: StridedCopy, side: Side, stream: int, wrap: Callable[[int, int], Any], *, pack: bool
 ) -> None:
-    """Between the copy's rows on one side and the packed stream at address ``stream``. ``wrap``: (address, bytes) to a
-    uint8 tensor over them."""
+    """Move bytes between a copy's rows on one side and the packed stream.
+
+    Args:
+        space: The memory that holds the rows.
+        strided: The copy.
+        side: Which of its sides is in ``space``.
+        stream: Address of the packed stream.
+        wrap: Makes a uint8 tensor over (address, bytes).
+        pack: Whether to move into the stream, or else out of it.
+    """
     rows, places = (strided.src_rows, strided.src_at) if side == "source" else (strided.dst_rows, strided.dst_at)
     base, size = strided.stream()
     regions = space.of_cells(rows)

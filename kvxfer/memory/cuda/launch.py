@@ -1,5 +1,7 @@
-"""From plans to kernel launches: tables for the device, sizes of tiles. Needs torch and Triton, but no CUDA: under
-Triton's interpreter the same runs on host memory."""
+"""From plans to kernel launches: tables for the device, sizes of tiles.
+
+Needs torch and Triton, but no CUDA: under Triton's interpreter the same runs on host memory.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ _TILE, _WARPS = 1 << 12, 16
 """Words of 8 bytes that a program moves at once, 64 bytes a lane, and its warps."""
 
 _SHARE = 2
-"""Multiprocessors for each program that moves. These pack faster than a link moves; on all of them they would slow what brings packed
-pieces to another GPU meanwhile, NCCL's kernels and copy engines (``kvxfer bench pieces``)."""
+"""Multiprocessors for each program that moves. Half of them pack faster than a link moves. On all of them, packing
+would slow what brings packed pieces to another GPU meanwhile: NCCL's kernels and copy engines (``kvxfer bench pieces``)."""
 
 _HASHED, _HASHED_WARPS, _HASHERS = 1 << 11, 2, 8
 """Words and warps of a program that hashes, and how many of those a multiprocessor gets."""
@@ -40,19 +42,31 @@ _HASHED_WORDS = 16
 """Words of a row that are hashed at once. Few, so that few lanes share a row: each of them works out where it is."""
 
 _LONG = 1 << 14
-"""Bytes of rows that are long: to read where they are takes little beside moving them."""
+"""Bytes of a row from which on the time to read where it is does not matter beside the time to move it."""
 
 _SPAN = 1 << 16
 """Bytes of a row that one job moves, so that few long rows keep many programs busy."""
 
 QUICK_S = 0.001
-"""After so long without a launch the next one is slow: what it needs has left the processor's caches."""
+"""Seconds without a launch after which the next one is slow: what it needs has left the processor's caches."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Launch:
-    """One strided copy's, but for where the packed stream is. ``cells``, ``near``: what kernels read. ``longest``: bytes of a row.
-    ``grain``: what all places and sizes are multiples of."""
+    """The launch of one strided copy, complete except for the address of the packed stream.
+
+    Attributes:
+        nbytes: Bytes to move.
+        table: The segments, in host memory.
+        cells: Offsets of the cells, on the device.
+        near: The segments where the kernel reads them.
+        segments: Number of segments.
+        rows: Rows of a segment.
+        axes: Length and stride of the two axes.
+        longest: Bytes of the longest row.
+        grain: Power of two that divides all places and sizes.
+        pack: Whether to move into the packed stream.
+    """
 
     nbytes: int
     table: Table
@@ -67,8 +81,13 @@ class _Launch:
 
 
 class Launcher:
-    """Launches for one space, on one stream (``None`` under the interpreter, where all is done on return). ``processors``:
-    multiprocessors of its device. Used by one thread at a time."""
+    """Launches kernels for one space, on one stream. Used by one thread at a time.
+
+    Args:
+        space: The memory that is packed and unpacked.
+        processors: Multiprocessors of its device.
+        stream: A ``torch.cuda.Stream``; ``None`` under the interpreter, where all is done on return.
+    """
 
     def __init__(self, space: Space, processors: int, stream: Any = None) -> None:
         self._space, self._processors, self._stream = space, processors, stream
@@ -85,17 +104,26 @@ class Launcher:
         self._last = -inf  # when something was launched
 
     def move(self, plan: CopyPlan, side: Side, packed: int, *, pack: bool) -> Fence:
-        """Between the rows of a plan on one side and the packed stream at this address.
-        Raises ``ValueError`` when a row would leave its region."""
+        """Move bytes between the rows of a plan on one side and the packed stream at this address.
+
+        Raises:
+            ValueError: A row would leave its region.
+        """
         return self.begin(self.prepare(plan, side, pack=pack), packed)
 
     def prepare(self, plan: CopyPlan, side: Side, *, pack: bool) -> list[_Launch]:
-        """What ``move`` does before its first launch; for ``begin``, which may take it once. Raises as it does."""
+        """Do what ``move`` does before its first launch. ``begin`` takes the result, once.
+
+        Raises:
+            ValueError: A row would leave its region.
+        """
         return [self._prepare(strided, side, pack) for strided in plan.copies]
 
     def rehearse(self, launches: Sequence[_Launch], packed: int) -> None:
-        """Unless there was a launch just now, go through these and move nothing, so that what has to be compiled is, and the next time
-        is quick."""
+        """Launch these kernels with nothing to move, unless there was a launch just now.
+
+        What must be compiled is compiled then, and the next launch is quick.
+        """
         if time.monotonic() < self._last + QUICK_S:
             return
         for launch in launches:
@@ -145,8 +173,11 @@ class Launcher:
         )
 
     def _start(self, launch: _Launch, packed: int, *, empty: bool = False) -> None:
-        """Triton looks at every argument of a launch to find what was compiled for such; since its kernel depends on constants and
-        on which numbers are wide alone, it is found by these."""
+        """Launch one kernel.
+
+        For each launch Triton looks at every argument, to find the variant that was compiled for such arguments. The
+        variants of this kernel differ in constants and in which numbers are wide, so it is looked up by these alone.
+        """
         longest, axes, n_rows = launch.longest, launch.axes, launch.rows
         unit = gcd(launch.grain, packed)
         words = _power(min(_TILE, longest // min(unit, 8)))
@@ -176,8 +207,11 @@ class Launcher:
         self._compiled[constants + wide] = compiled  # None under the interpreter
 
     def _near(self, table: Table, longest: int) -> Any:
-        """The table as a kernel reads it: where the host wrote it if rows are long, since to copy it costs the host as much as a
-        launch, and on the device if they are short, since then the kernel would wait for the bus most of the time."""
+        """Return the table where a kernel should read it.
+
+        For long rows that is where the host wrote it: a copy would cost the host as much as a launch. For short rows it
+        is the device: the kernel would wait for the bus most of the time.
+        """
         if longest >= _LONG or self._stream is None:
             return table.tensor
         with self._on_stream():
@@ -188,7 +222,13 @@ class Launcher:
         return Done() if self._stream is None else self._events.record(self._stream)
 
     def digests(self, part: LogicalCopy, side: Side, out: Any) -> Iterator[Callable[[], Any]]:
-        """Launches that add the checksum of a part, read on one side, to ``out`` (int64 ``[1]``, on the device), each once."""
+        """Yield launches that add the checksum of a logical copy, read on one side, to ``out``; call each once.
+
+        Args:
+            part: What to read.
+            side: Where to read it.
+            out: int64 ``[1]``, on the device.
+        """
         view_group = part.view_group
         for tokens, places, first in spans(part, side):
             units, keys = self._units_of(view_group, tokens)
@@ -225,8 +265,11 @@ class Launcher:
             )
 
     def _cells_of(self, pattern: CopyPattern, side: Side, places: Ints, size: Ints) -> tuple[Any, int]:
-        """Cells of a pattern on the device, as bytes from ``memory``, and what all of them and all strides are
-        multiples of; checked to stay inside their regions at these places."""
+        """Return a pattern's cells on the device, and the power of two that divides them and all strides.
+
+        Raises:
+            ValueError: At these places some row leaves its region.
+        """
         sides = self._cells.setdefault(pattern, {})
         if side not in sides:
             at = pattern.src_cells if side == "source" else pattern.dst_cells
@@ -266,23 +309,23 @@ class Launcher:
 
 
 def _axes(pattern: CopyPattern, side: Side) -> tuple[int, ...]:
-    """(n1, stride1, n2, stride2) of a pattern of at most two axes."""
+    """Return (n1, stride1, n2, stride2) of a pattern of at most two axes."""
     axes = [(n, s if side == "source" else d) for n, s, d in pattern.axes]
     (n1, stride1), (n2, stride2) = [(1, 0)] * (2 - len(axes)) + axes
     return n1, stride1, n2, stride2
 
 
 def _grain(values: Ints) -> int:
-    """The largest power of two up to 16 that divides all values."""
+    """Return the largest power of two up to 16 that divides all values."""
     bits = int(np.bitwise_or.reduce(values)) | 16
     return bits & -bits
 
 
 def _power(n: int) -> int:
-    """The smallest power of two that is at least ``n``, and at least 1."""
+    """Return the smallest power of two that is at least ``n``, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def _signed(x: int) -> int:
-    """A 64-bit number as kernels take it."""
+    """Return a 64-bit number as kernels take it."""
     return (x + (1 << 63)) % (1 << 64) - (1 << 63)

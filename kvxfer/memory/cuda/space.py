@@ -26,7 +26,11 @@ __all__ = ["CudaSpace", "allocate"]
 
 
 class CudaSpace(Space):
-    """Memory of one device; packs into memory of that device or pinned host memory. ``owner`` is kept alive with it."""
+    """Memory of one device, which packs into memory of that device or into pinned host memory.
+
+    Attributes:
+        owner: An object that is kept alive with the space.
+    """
 
     by_itself = True
 
@@ -106,7 +110,7 @@ class CudaSpace(Space):
 
     @contextmanager
     def _on_stream(self, after: Fence | None) -> Iterator[None]:
-        """What is started inside runs on the space's stream, once the fence has passed."""
+        """Run what is started inside on the space's stream, once the fence has passed."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._wait(after)
             yield
@@ -147,12 +151,16 @@ class _Raw:
 
 
 def wrap(address: int, nbytes: int, device: str) -> Any:
-    """uint8 tensor over memory that somebody else owns."""
+    """Return a uint8 tensor over memory that somebody else owns."""
     return torch.as_tensor(_Raw(address, nbytes), device=device)
 
 
 def allocate(nbytes: int, device: str) -> Space:
-    """Device memory, or pinned host memory (``device`` "cpu"), which kernels address as it is."""
+    """Allocate device memory, or pinned host memory (``device`` "cpu"), which kernels address as it is.
+
+    Raises:
+        KvxferError: The device has not that much left.
+    """
     try:
         if device == "cpu":
             held = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)

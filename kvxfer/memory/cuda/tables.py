@@ -19,7 +19,13 @@ _SEGMENTS = 512
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """``columns``: int64 ``[3, pitch]`` in the memory of ``tensor``."""
+    """A table of segments.
+
+    Attributes:
+        tensor: Pinned host memory.
+        columns: The same as an array, int64 ``[3, pitch]``.
+        pitch: Segments for which there is room.
+    """
 
     tensor: Any
     columns: Ints
@@ -27,15 +33,17 @@ class Table:
 
 
 class Tables:
-    """Tables, each used again once the device has read it: there are about as many as launches were ever prepared or
-    under way at once."""
+    """Tables that are used again once the device has read them.
+
+    There are about as many as there ever were launches prepared or under way at once.
+    """
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._given: deque[tuple[Fence, Table]] = deque()
 
     def take(self, segments: int) -> Table:
-        """A table with room for so many."""
+        """Return a table with room for this many segments."""
         if self._given and self._given[0][0].passed():
             _, table = self._given.popleft()
             if table.pitch >= segments:

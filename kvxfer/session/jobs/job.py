@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer.failures import Failure
 from kvxfer.geometry import Region
 from kvxfer.session.staging import Staging
 from kvxfer.session.values import Move, PartRef
@@ -43,7 +44,7 @@ class Job:
         self.action = action
         self.wire = wire
         self.batches: set[int] = set()
-        self.error: str | None = None
+        self.error: Failure | None = None
         self.quiet = True
         self.collateral = False
         self.nbytes = action.plan.nbytes
@@ -100,16 +101,16 @@ class Job:
     def slot(self, piece: int, offset: int, nbytes: int) -> None:
         """The peer speaks of a piece; only staged jobs care."""
 
-    def stop(self, reason: str) -> None:
+    def stop(self, why: Failure) -> None:
         """Submit nothing more; the first reason counts."""
         if self.error is None:
-            self.error = reason
+            self.error = why
 
     def completed(self, done: Completion) -> None:
         self.batches.discard(done.batch)
         self.quiet &= done.quiet
         if done.error is not None:
-            self.stop(str(done.error) or type(done.error).__name__)
+            self.stop(Failure.of(done.error))
 
     def _submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         number = self.wire.transport.submit(batch, after)

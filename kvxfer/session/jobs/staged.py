@@ -10,6 +10,7 @@ from itertools import chain, islice
 import numpy as np
 
 from kvxfer.errors import TransportError
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import CopyPlan
 from kvxfer.session.jobs.job import PIECES, STAGE, Job, SlotSink, Wire
 from kvxfer.session.staging import Slot
@@ -35,6 +36,10 @@ def _pieces(action: Move) -> Iterator[CopyPlan]:
     a library that shares its link among two of equal length ends both at once, and then stands still."""
     nbytes = action.piece_bytes
     return action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
+
+
+def _misfit(piece: int, nbytes: int, plan: CopyPlan) -> Failure:
+    return Failure(FailureKind.MISUSE, f"piece {piece} has {nbytes} bytes at the peer and {plan.nbytes} here")
 
 
 class Staged(Job):
@@ -85,8 +90,8 @@ class Staged(Job):
     def waiting_on_device(self) -> bool:
         return bool(self.unpacking)
 
-    def stop(self, reason: str) -> None:
-        super().stop(reason)
+    def stop(self, why: Failure) -> None:
+        super().stop(why)
         self._ahead, self._rest = None, iter(())
         self._unpackers.clear()
 
@@ -256,9 +261,9 @@ class StagedServe(Staged):
         if taken is not None:
             self.staging.give(taken.slot)
 
-    def stop(self, reason: str) -> None:
+    def stop(self, why: Failure) -> None:
         """Slots may still be read by the consumer, which does no harm here; what it reads is not confirmed any more."""
-        super().stop(reason)
+        super().stop(why)
         for piece in [*self.held.values(), *self._packing]:
             self.staging.give(piece.slot)
         self.held.clear()
@@ -282,7 +287,7 @@ class Named(Staged):
         if plan is None:
             return
         if plan.nbytes != nbytes:
-            self.stop(f"piece {piece} has {nbytes} bytes at the peer and {plan.nbytes} here")
+            self.stop(_misfit(piece, nbytes, plan))
             return
         self._named.append((piece, offset))
 
@@ -355,7 +360,7 @@ class StagedLend(Staged):
         if lent is None:
             return
         if lent.plan.nbytes != nbytes:
-            self.stop(f"piece {piece} has {nbytes} bytes at the producer and {lent.plan.nbytes} here")
+            self.stop(_misfit(piece, nbytes, lent.plan))
             return
         self._written.append(self.held.pop(piece))
 
@@ -368,8 +373,8 @@ class StagedLend(Staged):
             self.sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
         self.get_ready()
 
-    def stop(self, reason: str) -> None:
-        super().stop(reason)
+    def stop(self, why: Failure) -> None:
+        super().stop(why)
         for piece in self._written:
             self.staging.give(piece.slot)
         self._written.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, World, assert_equal
-from kvxfer.testing.party import Runs
+from kvxfer.testing.participant import Runs
 
 LARGE = Runs.of([0], [0], [3_000_000])
 
@@ -58,15 +58,15 @@ class Deaths(Suite):
         does not touch memory that was quiet, and a new link works."""
         a, b, c = world.local(), world.mortal(), world.other()
         world.allocate(a, b, c)
-        for party in (a, c):
-            party.allocate(SIZES, 7)  # what is in flight with b may still change the first memory
+        for participant in (a, c):
+            participant.allocate(SIZES, 7)  # what is in flight with b may still change the first memory
         link, other_link = world.link(a, b), world.link(a, c)
         world.move(link, part.way, *part.sides(a, b), Runs.of([0], [0], [10]))
         batches = link.halves(part.way, *part.sides(a, b), LARGE)
-        for batch in [batch for party, batch in batches if party is b]:
+        for batch in [batch for participant, batch in batches if participant is b]:
             b.submit(batch)
         b.stop()
-        started = Started([(a, a.submit(batch)) for party, batch in batches if party is a])
+        started = Started([(a, a.submit(batch)) for participant, batch in batches if participant is a])
         for size in (10, 100_000, 1_000_000):
             world.move(other_link, part.way, a, c, Runs.of([0], [0], [size]), 1, 1)
         for _, number in started.halves:

@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance.harness import Part, Started, Suite, Way, World, assert_equal
-from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport.contract import Batch, Verb
 
 LARGE = Runs.of([0], [0], [3_000_000])
@@ -25,10 +25,10 @@ class Endings(Suite):
         source, target = (b, a) if way is Way.READ else (a, b)
         started = [link.start(way, source, target, LARGE) for _ in range(8)]
         for s in started:
-            for party, number in s.halves:
-                party.abort(number)
+            for participant, number in s.halves:
+                participant.abort(number)
         results = world.finish(*started)
-        quiet = [world.make_quiet(party, link, results) for party, _ in started[0].halves]
+        quiet = [world.make_quiet(participant, link, results) for participant, _ in started[0].halves]
         if all(quiet):
             after = target.content(0)
             source.fill(0, seed=4242)
@@ -43,14 +43,14 @@ class Endings(Suite):
         world.allocate(a, b)
         link = world.link(a, b)
         halves = link.halves(part.way, *part.sides(a, b), LARGE)
-        for party, batch in sorted(halves, key=lambda half: half[0] is not a):
+        for participant, batch in sorted(halves, key=lambda half: half[0] is not a):
             # The second half, if there is one, comes when the first is over: it cannot succeed either.
-            started = Started([(party, party.submit(batch))])
+            started = Started([(participant, participant.submit(batch))])
             world.run(0.05)
-            party.abort(started.halves[0][1])
+            participant.abort(started.halves[0][1])
             [result] = world.finish(started)
             if part.way is Way.SEND:
-                other = b if party is a else a
+                other = b if participant is a else a
                 assert result.error is not None and other.name in result.error, "the error does not name the peer"
         if self.capabilities().abort == "peer" or not result.quiet:
             a.disconnect(link.peers[a.name])
@@ -64,8 +64,8 @@ class Endings(Suite):
         a, b, link = world.pair()
         started = link.start(way, a, b, Runs.of([0], [0], [1000]))
         world.succeed(started)
-        for party, number in started.halves:
-            party.abort(number)
+        for participant, number in started.halves:
+            participant.abort(number)
         a.abort(987_654)
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
@@ -138,10 +138,10 @@ class Endings(Suite):
 
     def test_close_after_the_owner_thread_ended(self, world: World) -> None:
         """When the thread that made a transport has ended, another one may close it."""
-        made: list[LocalParty] = []
+        made: list[LocalParticipant] = []
         thread = threading.Thread(target=lambda: made.append(world.local()))
         thread.start()
         thread.join(self.patience_s)
-        [party] = made
-        party.close()
-        assert party.closed
+        [participant] = made
+        participant.close()
+        assert participant.closed

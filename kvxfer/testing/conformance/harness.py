@@ -1,4 +1,4 @@
-"""What the clauses stand on: parties, links between them, and the one loop that waits."""
+"""What the clauses stand on: participants, links between them, and the one loop that waits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.testing.party import Bytes, LocalParty, Party, Result, Runs
-from kvxfer.testing.peer import RemoteParty
+from kvxfer.testing.participant import Bytes, LocalParticipant, Participant, Result, Runs
 from kvxfer.testing.ready import ready
+from kvxfer.testing.remote_participant import RemoteParticipant
 from kvxfer.transport.contract import Batch, Capabilities, Fence, Transport, Verb
 
 __all__ = ["SIZES", "HostFence", "Link", "Part", "Started", "Suite", "Way", "World"]
 
 SIZES = (3 << 20 | 1, 70_003)
-"""Regions of a party's memory unless a clause says otherwise: odd, and more than one."""
+"""Regions of a participant's memory unless a clause says otherwise: odd, and more than one."""
 
 
 class Way(enum.Enum):
@@ -32,12 +32,12 @@ class Way(enum.Enum):
 
 
 class Part(NamedTuple):
-    """What the party under test does: it submits (one half of) a transfer whose ``role`` it is."""
+    """What the participant under test does: it submits (one half of) a transfer whose ``role`` it is."""
 
     way: Way
     role: Literal["source", "target"]
 
-    def sides(self, me: Party, other: Party) -> tuple[Party, Party]:
+    def sides(self, me: Participant, other: Participant) -> tuple[Participant, Participant]:
         """(source, target)."""
         return (me, other) if self.role == "source" else (other, me)
 
@@ -63,10 +63,10 @@ class HostFence:
 class Started:
     """The submitted batches of one transfer."""
 
-    halves: list[tuple[Party, int]] = field(default_factory=list)
+    halves: list[tuple[Participant, int]] = field(default_factory=list)
 
     def results(self) -> list[Result | None]:
-        return [party.result(batch) for party, batch in self.halves]
+        return [participant.result(batch) for participant, batch in self.halves]
 
     def over(self) -> bool:
         return all(r is not None for r in self.results())
@@ -77,14 +77,14 @@ class Started:
 
 @dataclass
 class Link:
-    """A link and each end's number for it. ``peers``: by the party's name."""
+    """A link and each end's number for it. ``peers``: by the participant's name."""
 
     peers: dict[str, int]
     streams: dict[str, int] = field(default_factory=dict)
 
     def halves(
-        self, way: Way, source: Party, target: Party, runs: Runs, memory: int = 0, target_memory: int = 0
-    ) -> list[tuple[Party, Batch]]:
+        self, way: Way, source: Participant, target: Participant, runs: Runs, memory: int = 0, target_memory: int = 0
+    ) -> list[tuple[Participant, Batch]]:
         """The batches that move ``runs`` from source to target, and who submits each."""
         here, there = self.peers[source.name], self.peers[target.name]
         if way is Way.READ:
@@ -102,79 +102,81 @@ class Link:
     def start(
         self,
         way: Way,
-        source: Party,
-        target: Party,
+        source: Participant,
+        target: Participant,
         runs: Runs,
         memory: int = 0,
         target_memory: int = 0,
         fences: Mapping[str, Fence] | None = None,
     ) -> Started:
-        """Submit all halves. ``fences``: by the name of the party whose half waits for it."""
+        """Submit all halves. ``fences``: by the name of the participant whose half waits for it."""
         started = Started()
-        for party, batch in self.halves(way, source, target, runs, memory, target_memory):
-            started.halves.append((party, party.submit(batch, (fences or {}).get(party.name))))
+        for participant, batch in self.halves(way, source, target, runs, memory, target_memory):
+            started.halves.append((participant, participant.submit(batch, (fences or {}).get(participant.name))))
         return started
 
-    def half(self, part: Part, me: Party, other: Party, runs: Runs) -> Batch:
-        """The batch that the party under test submits."""
-        return next(batch for party, batch in self.halves(part.way, *part.sides(me, other), runs) if party is me)
+    def half(self, part: Part, me: Participant, other: Participant, runs: Runs) -> Batch:
+        """The batch that the participant under test submits."""
+        return next(
+            batch for participant, batch in self.halves(part.way, *part.sides(me, other), runs) if participant is me
+        )
 
 
 class World:
-    """All parties of one test, and the loop that gives them time."""
+    """All participants of one test, and the loop that gives them time."""
 
     def __init__(self, suite: Suite) -> None:
         self._suite = suite
-        self._local: list[LocalParty] = []
-        self._remote: list[RemoteParty] = []
+        self._local: list[LocalParticipant] = []
+        self._remote: list[RemoteParticipant] = []
         self._names = 0
 
-    def local(self) -> LocalParty:
-        """A party in this process and thread."""
-        party = LocalParty(self._suite.backend, self._suite.options, self._name("local"), self._device())
-        self._local.append(party)
-        return party
+    def local(self) -> LocalParticipant:
+        """A participant in this process and thread."""
+        participant = LocalParticipant(self._suite.backend, self._suite.options, self._name("local"), self._device())
+        self._local.append(participant)
+        return participant
 
-    def mortal(self, name: str | None = None) -> Party:
-        """A party that can be killed, stopped and resumed."""
+    def mortal(self, name: str | None = None) -> Participant:
+        """A participant that can be killed, stopped and resumed."""
         return self._suite.make_mortal(self, name or self._name("mortal"))
 
-    def process(self, name: str) -> RemoteParty:
-        """A party in a process of its own."""
-        party = RemoteParty(self._suite.backend, self._suite.options, name, self._device(), self.turn)
-        self._remote.append(party)
-        return party
+    def process(self, name: str) -> RemoteParticipant:
+        """A participant in a process of its own."""
+        participant = RemoteParticipant(self._suite.backend, self._suite.options, name, self._device(), self.turn)
+        self._remote.append(participant)
+        return participant
 
-    def other(self) -> Party:
-        """A second party, in this process if the back end can have two there."""
+    def other(self) -> Participant:
+        """A second participant, in this process if the back end can have two there."""
         return self.local() if self._suite.in_process else self.process(self._name("process"))
 
-    def pair(self) -> tuple[LocalParty, Party, Link]:
-        """Two connected parties with a memory of ``SIZES`` each."""
+    def pair(self) -> tuple[LocalParticipant, Participant, Link]:
+        """Two connected participants with a memory of ``SIZES`` each."""
         a, b = self.local(), self.other()
         self.allocate(a, b)
         return a, b, self.link(a, b)
 
-    def allocate(self, *parties: Party) -> None:
-        for i, party in enumerate(parties):
-            party.allocate(SIZES, seed=100 + i)
+    def allocate(self, *participants: Participant) -> None:
+        for i, participant in enumerate(participants):
+            participant.allocate(SIZES, seed=100 + i)
 
-    def link(self, a: Party, b: Party) -> Link:
+    def link(self, a: Participant, b: Participant) -> Link:
         mine, theirs = a.endpoint(), b.endpoint()
         return Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
 
-    def half_link(self, a: Party, b: Party) -> Link:
+    def half_link(self, a: Participant, b: Participant) -> Link:
         """A link to which only ``a`` has connected so far."""
         return Link({a.name: a.connect(a.endpoint(), b.endpoint()), b.name: -1})
 
     def turn(self, wait: float = 0.01) -> None:
-        """Wait for something to do, ``wait`` seconds at most, then let each local party poll if it should."""
-        parties = [p for p in self._local if not p.closed]
-        waits = [(p, *p.wait()) for p in parties]
+        """Wait for something to do, ``wait`` seconds at most, then let each local participant poll if it should."""
+        participants = [p for p in self._local if not p.closed]
+        waits = [(p, *p.wait()) for p in participants]
         timeout = min([wait, *(t for _, _, t in waits)])
         readable = ready([fd for _, fd, _ in waits if fd is not None], timeout)
-        for party, fd, _ in waits:
-            party.turn(fd in readable)
+        for participant, fd, _ in waits:
+            participant.turn(fd in readable)
 
     def run(self, seconds: float) -> None:
         """Let everything go on for a while."""
@@ -190,10 +192,10 @@ class World:
             assert time.monotonic() < until, f"{what} took longer than {seconds:g} s"
             self.turn()
 
-    def submit(self, party: Party, batch: Batch) -> Started:
+    def submit(self, participant: Participant, batch: Batch) -> Started:
         """Submit to a peer that is gone, which may be refused at once: then nothing has started."""
         try:
-            return Started([(party, party.submit(batch))])
+            return Started([(participant, participant.submit(batch))])
         except TransportError:
             return Started()
 
@@ -209,7 +211,14 @@ class World:
         assert not errors, errors
 
     def move(
-        self, link: Link, way: Way, source: Party, target: Party, runs: Runs, memory: int = 0, target_memory: int = 0
+        self,
+        link: Link,
+        way: Way,
+        source: Participant,
+        target: Participant,
+        runs: Runs,
+        memory: int = 0,
+        target_memory: int = 0,
     ) -> None:
         """Move runs and check that exactly those bytes have changed."""
         before, wanted = target.content(target_memory), source.content(memory)
@@ -217,30 +226,30 @@ class World:
         assert_equal(target.content(target_memory), overlay(before, wanted, runs), "the target's memory")
         assert_equal(source.content(memory), wanted, "the source's memory")
 
-    def make_quiet(self, party: Party, link: Link, results: list[Result]) -> bool:
+    def make_quiet(self, participant: Participant, link: Link, results: list[Result]) -> bool:
         """Do what the back end says makes memory quiet after these results; false if nothing does."""
         if all(r.quiet for r in results):
             return True
         scope = self._suite.capabilities().quiet
         assert scope != "batch", "capabilities.quiet is 'batch', so every failed batch must be quiet"
         if scope == "peer_close":
-            party.disconnect(link.peers[party.name])
+            participant.disconnect(link.peers[participant.name])
             self.run(0.05)
         elif scope == "backend_reset":
-            party.close()
+            participant.close()
         return scope != "never"
 
     def close(self) -> None:
-        """End all parties, whatever became of them."""
-        for party in self._remote:
-            party.end()
+        """End all participants, whatever became of them."""
+        for participant in self._remote:
+            participant.end()
         for local in self._local:
             local.close()
             local.free()
 
-    def adopt(self, party: LocalParty) -> None:
-        """Take over a party that a suite has made itself."""
-        self._local.append(party)
+    def adopt(self, participant: LocalParticipant) -> None:
+        """Take over a participant that a suite has made itself."""
+        self._local.append(participant)
 
     def _name(self, kind: str) -> str:
         self._names += 1
@@ -290,22 +299,22 @@ class Suite:
         """The ways of moving that the back end offers."""
         return [way for way in Way if Verb(way.value) in cls.capabilities().verbs]
 
-    def device(self, party: int) -> str:
-        """Where the memory of a test's first, second ... party lies: one GPU for the first, another (if there is one)
+    def device(self, participant: int) -> str:
+        """Where the memory of a test's first, second ... participant lies: one GPU for the first, another (if there is one)
         for all others, so that every transfer crosses."""
         if self.memory != "cuda":
             return self.memory
         import torch
 
-        return "cuda:0" if party == 0 else f"cuda:{torch.cuda.device_count() - 1}"
+        return "cuda:0" if participant == 0 else f"cuda:{torch.cuda.device_count() - 1}"
 
-    def make_mortal(self, world: World, name: str) -> Party:
-        """A party that can be killed and stopped. A back end that lives in one process overrides this."""
+    def make_mortal(self, world: World, name: str) -> Participant:
+        """A participant that can be killed and stopped. A back end that lives in one process overrides this."""
         return world.process(name)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run a clause once for each ``way`` that the back end offers, or that is ``one_sided``, or for each ``part``
-        that one party can have in them, if it takes an argument of that name."""
+        that one participant can have in them, if it takes an argument of that name."""
         choices: dict[str, tuple[Any, ...]] = {"way": tuple(Way), "one_sided": (Way.READ, Way.WRITE), "part": PARTS}
         for name in choices.keys() & metafunc.fixturenames:
             try:

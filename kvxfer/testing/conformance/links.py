@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance.harness import Link, Part, Started, Suite, Way, World, assert_equal, overlay
-from kvxfer.testing.party import Runs
+from kvxfer.testing.participant import Runs
 
 LARGE = Runs.of([0], [0], [3_000_000])
 
@@ -18,9 +18,9 @@ LARGE = Runs.of([0], [0], [3_000_000])
 class Links(Suite):
     def test_endpoints_are_fresh_and_small(self, world: World) -> None:
         """Each call of ``endpoint`` describes one link to be; it is sent inside a hello, so it is at most 1 MiB."""
-        party = world.local()
-        world.allocate(party)
-        endpoints = [party.endpoint() for _ in range(5)]
+        participant = world.local()
+        world.allocate(participant)
+        endpoints = [participant.endpoint() for _ in range(5)]
         assert len(set(endpoints)) == 5
         assert all(isinstance(e, bytes) and 0 < len(e) <= 1 << 20 for e in endpoints)
 
@@ -78,8 +78,8 @@ class Links(Suite):
         world.run(0.2)
         assert not started.over()
         link = Link({a.name: link.peers[a.name], b.name: b.connect(theirs, mine)})
-        for party, batch in link.halves(part.way, *part.sides(a, b), LARGE):
-            if party is b:
+        for participant, batch in link.halves(part.way, *part.sides(a, b), LARGE):
+            if participant is b:
                 started.halves.append((b, b.submit(batch)))
         world.succeed(started)
         assert_equal(part.sides(a, b)[1].content(0), overlay(before, source, LARGE), "the target's memory")
@@ -99,8 +99,8 @@ class Links(Suite):
         a, b, link = world.pair()
         for who in ((a,), (b,), (a, b)):
             world.move(link, way, a, b, Runs.of([0], [0], [5000]))
-            for party in who:
-                party.disconnect(link.peers[party.name])
+            for participant in who:
+                participant.disconnect(link.peers[participant.name])
             world.run(0.05)
             link = world.link(a, b)
             world.move(link, way, b, a, Runs.of([0], [0], [5000]))

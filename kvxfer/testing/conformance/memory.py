@@ -7,14 +7,14 @@ import pytest
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, Way, World, assert_equal
-from kvxfer.testing.party import Buffer, Runs
+from kvxfer.testing.participant import Buffer, Runs
 
 
 class Memory(Suite):
     def test_memories_are_numbered_in_order(self, world: World) -> None:
         """The peer names a memory by its number, so the numbers are 0, 1, 2 ... in the order of registration."""
-        party = world.local()
-        assert [party.allocate([4096], seed) for seed in range(3)] == [0, 1, 2]
+        participant = world.local()
+        assert [participant.allocate([4096], seed) for seed in range(3)] == [0, 1, 2]
 
     def test_impossible_regions_are_refused(self, world: World) -> None:
         """A region without bytes or address, or on a device of an unknown kind, raises ``TransportError``."""
@@ -31,31 +31,31 @@ class Memory(Suite):
 
     def test_a_memory_may_be_empty(self, world: World) -> None:
         """A memory without regions is a memory: it has a number, and nothing can be moved from it."""
-        party = world.local()
-        assert party.transport.register([]) == 0
-        assert party.allocate([4096], 1) == 1
+        participant = world.local()
+        assert participant.transport.register([]) == 0
+        assert participant.allocate([4096], 1) == 1
 
     def test_overlapping_memories_work(self, world: World) -> None:
         """Two memories may share bytes (a cache, and a part of it). Within one memory the regions may not overlap:
         that is refused or works, but never ends in wrong bytes."""
-        party, buffer = world.local(), Buffer(8192, self.device(0))
+        participant, buffer = world.local(), Buffer(8192, self.device(0))
         base = buffer.region.address
-        party.transport.register([buffer.region])
-        party.transport.register([Region(base + 1024, 4096, self.device(0))])
+        participant.transport.register([buffer.region])
+        participant.transport.register([Region(base + 1024, 4096, self.device(0))])
         try:
-            party.transport.register([buffer.region, Region(base + 1024, 4096, self.device(0))])
+            participant.transport.register([buffer.region, Region(base + 1024, 4096, self.device(0))])
         except TransportError:
             pass  # refusing is fine
-        party.close()
+        participant.close()
         buffer.free()
 
     def test_unknown_memory_is_refused(self, world: World, way: Way) -> None:
         """A batch that names a local memory which was never registered raises ``TransportError`` from ``submit``."""
         a, b, link = world.pair()
         runs = Runs.of([0], [0], [10])
-        for party, batch in link.halves(way, a, b, runs, memory=7, target_memory=7):
+        for participant, batch in link.halves(way, a, b, runs, memory=7, target_memory=7):
             with pytest.raises(TransportError):
-                party.submit(batch)
+                participant.submit(batch)
 
     def test_offsets_outside_are_refused(self, world: World, way: Way) -> None:
         """Local runs must lie inside one region of the registered memory. Before it, behind it, in the gap between two
@@ -72,9 +72,9 @@ class Memory(Suite):
             (0, SIZES[0] + 1),
         ):
             runs = Runs.of([0, bad_offset], [0, bad_offset], [1, length])
-            for party, batch in link.halves(way, a, b, runs):
+            for participant, batch in link.halves(way, a, b, runs):
                 with pytest.raises(TransportError):
-                    party.submit(batch)
+                    participant.submit(batch)
         world.move(link, way, a, b, Runs.of([0], [0], [100]))
 
     def test_remote_offsets_outside_fail(self, world: World, one_sided: Way) -> None:
@@ -87,9 +87,9 @@ class Memory(Suite):
                 halves = link.halves(one_sided, a, b, Runs.of([offset], [0], [10]), memory=memory)
             else:
                 halves = link.halves(one_sided, a, b, Runs.of([0], [offset], [10]), target_memory=memory)
-            [(party, batch)] = halves
+            [(participant, batch)] = halves
             try:
-                started = Started([(party, party.submit(batch))])
+                started = Started([(participant, participant.submit(batch))])
             except TransportError:
                 continue
             [result] = world.finish(started)
@@ -101,16 +101,16 @@ class Memory(Suite):
         """After ``deregister`` the number is refused, the memory may be freed, and the others still work. NIXL for one
         would take a stale registration and fault: check the number yourself."""
         a, b = world.local(), world.other()
-        for party in (a, b):
-            party.allocate([1 << 20], 1)
-            party.allocate([1 << 20], 2)
+        for participant in (a, b):
+            participant.allocate([1 << 20], 1)
+            participant.allocate([1 << 20], 2)
         link = world.link(a, b)
         world.move(link, way, a, b, Runs.of([5], [7], [100_000]))
-        for party in (a, b):
-            party.deregister(0)
-        for party, batch in link.halves(way, a, b, Runs.of([0], [0], [10])):
+        for participant in (a, b):
+            participant.deregister(0)
+        for participant, batch in link.halves(way, a, b, Runs.of([0], [0], [10])):
             with pytest.raises(TransportError):
-                party.submit(batch)
+                participant.submit(batch)
         with pytest.raises(TransportError):
             a.transport.deregister(0)
         with pytest.raises(TransportError):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from kvxfer.testing.conformance.harness import Suite, World
-from kvxfer.testing.party import LocalParty, Runs
+from kvxfer.testing.participant import LocalParticipant, Runs
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5
 IDLE_CPU = 0.03
@@ -135,7 +135,7 @@ class Resources(Suite):
         way = self.ways()[0]
         world.move(link, way, a, b, Runs.of([0], [0], [100_000]))
         world.run(0.3)
-        used, turns, here = 1.0, float("inf"), sum(isinstance(party, LocalParty) for party in (a, b))
+        used, turns, here = 1.0, float("inf"), sum(isinstance(participant, LocalParticipant) for participant in (a, b))
         for _ in range(IDLE_STRETCHES):
             stretch = _idle(world, here)
             used, turns = min(used, stretch[0]), min(turns, stretch[1])

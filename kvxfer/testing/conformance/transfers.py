@@ -7,7 +7,7 @@ import pytest
 
 from kvxfer.geometry.cache import GAP
 from kvxfer.testing.conformance.harness import SIZES, HostFence, Part, Started, Suite, Way, World, assert_equal, overlay
-from kvxfer.testing.party import Runs
+from kvxfer.testing.participant import Runs
 
 SECOND = -(-SIZES[0] // GAP) * GAP + GAP
 """Flat offset of the second region."""
@@ -101,9 +101,9 @@ class Transfers(Suite):
     def test_several_memories(self, world: World, way: Way) -> None:
         """Batches may use any pair of registered memories (the cache and a staging area, say)."""
         a, b = world.local(), world.other()
-        for party in (a, b):
+        for participant in (a, b):
             for seed in range(3):
-                party.allocate(SIZES, seed)
+                participant.allocate(SIZES, seed)
         link = world.link(a, b)
         for here, there in ((0, 2), (2, 1), (1, 1)):
             world.move(link, way, a, b, Runs.of([10, SECOND], [SECOND, 10], [1000, 1001]), here, there)
@@ -118,8 +118,8 @@ class Transfers(Suite):
         if first == "target":
             halves.reverse()
         started = Started()
-        for party, batch in halves:
-            started.halves.append((party, party.submit(batch)))
+        for participant, batch in halves:
+            started.halves.append((participant, participant.submit(batch)))
             world.run(0.1)
         world.succeed(started)
         assert_equal(b.content(0), overlay(before, source, runs), "the target's memory")
@@ -157,9 +157,9 @@ class Transfers(Suite):
         a, b, link = world.pair()
         source, target = (b, a) if way is Way.READ else (a, b)
         fenced = [a, b] if way is Way.SEND and self.in_process else [a]
-        for party in fenced:
+        for participant in fenced:
             before, runs, fence = target.content(0), Runs.of([0], [7], [100_000]), HostFence()
-            started = link.start(way, source, target, runs, fences={party.name: fence})
+            started = link.start(way, source, target, runs, fences={participant.name: fence})
             world.run(0.2)
             assert not started.over()
             assert_equal(target.content(0), before, "the target's memory before the fence")

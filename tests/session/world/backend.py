@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer import memory
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.session.values import Move, Moved, PartRef
 from kvxfer.transport import Verb
@@ -24,7 +25,9 @@ class Backend:
     def move(self, agent: Agent, move: Move) -> None:
         link = agent.links.get(move.ref.link)
         if link is None or not link.works:
-            self._tell(agent, Moved(move.ref, "not connected", True, 0, collateral=True))
+            self._tell(
+                agent, Moved(move.ref, Failure(FailureKind.PEER_LOST, "not connected"), True, 0, collateral=True)
+            )
             return
         op = Op(agent, move.ref, move.verb, link, move.plan, move.stream, move.check)
         if agent.role == "producer":
@@ -55,7 +58,7 @@ class Backend:
     def _regain(self, op: Op) -> None:
         if not op.quiet:
             op.quiet = True
-            self._tell(op.agent, Moved(op.ref, "ended earlier", True, 0))
+            self._tell(op.agent, Moved(op.ref, Failure(FailureKind.CANCELLED, "ended earlier"), True, 0))
 
     def check_quiet(self, agent: Agent, transfer: TransferId, generations: range) -> None:
         """The producer's memory of a transfer was given back: nothing of it may move."""
@@ -145,7 +148,10 @@ class Backend:
         checksum = None
         if error is None and op.check is not None and self.world.setting.by_itself:
             checksum = memory.space(op.agent.cache.regions).checksum(op.check, "destination").value
-        self._tell(op.agent, Moved(op.ref, error, quiet, 0 if error else op.plan.nbytes, collateral, checksum=checksum))
+        failure = None if error is None else Failure(FailureKind.BACKEND_FAILED, error)
+        self._tell(
+            op.agent, Moved(op.ref, failure, quiet, 0 if error else op.plan.nbytes, collateral, checksum=checksum)
+        )
         if not quiet and not op.lends:
             self.world.later(QUIET, None, lambda: self._calm(op))
 
@@ -155,7 +161,7 @@ class Backend:
         if incoming and op.link.consumer.alive and not op.link.closed:
             self._copy(op)
         op.quiet = True
-        self._tell(op.agent, Moved(op.ref, "ended earlier", True, 0))
+        self._tell(op.agent, Moved(op.ref, Failure(FailureKind.CANCELLED, "ended earlier"), True, 0))
 
     def _tell(self, agent: Agent, moved: Moved) -> None:
         def tell() -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import Quorum
-from kvxfer.session.values import Action, Ended, Fetch, Offered, Released
+from kvxfer.schedule import RankAgreement
+from kvxfer.session.values import Action, Ended, Released
+from kvxfer.values import BlockTable, Fetch, Offer
 from tests.session.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, TIMEOUT, UNIT, Agent, check, content
 
 if TYPE_CHECKING:
@@ -97,8 +99,8 @@ class ProducerEngine:
             cell = agent.view()[0, life.blocks[t // P_TOKENS], t % P_TOKENS]
             cell[:] = np.frombuffer(content(transfer, life.generation, r, t).to_bytes(UNIT, "little"), np.uint8)
         life.tokens, life.told = max(life.tokens, tokens), life.generation
-        table = np.array(life.blocks[: -(-tokens // P_TOKENS)], np.int64)
-        offer = Offered(transfer, b"digest", life.generation, tokens, (table,), tokens == life.total)
+        table = BlockTable.of([life.blocks[: -(-tokens // P_TOKENS)]])
+        offer = Offer(transfer, b"digest", life.generation, tokens, table, tokens == life.total)
         agent.tally.offered(transfer, life.generation)
 
         def call() -> list[Action]:
@@ -113,7 +115,8 @@ class ProducerEngine:
         transfer, generation = life.transfer, life.generation
 
         def call() -> list[Action]:
-            actions = agent.machine.revoke(transfer, generation, reason, gone, self.world.now)
+            why = Failure(FailureKind.WITHDRAWN if gone else FailureKind.REVOKED, reason)
+            actions = agent.machine.revoke(transfer, generation, why, gone, self.world.now)
             if declared:
                 agent.tally.take_in()
             return actions
@@ -186,7 +189,7 @@ class ConsumerEngine:
         self.names = count(1)
         self.wishes: dict[tuple[int, str], Wish] = {}
         self.outcomes: Counter[str] = Counter()
-        self.quorum = Quorum()
+        self.quorum = RankAgreement()
         self.ranks: dict[str, list[Ended]] = defaultdict(list)  # request -> what its ranks have reported
 
     def fetch(self, transfer: TransferId, total: int, source: Source) -> None:
@@ -200,7 +203,7 @@ class ConsumerEngine:
             if blocks is None:
                 continue
             agent.view()[:, blocks] = FREE
-            spec = Fetch(name, transfer, b"digest", source, (np.array(blocks, np.int64),), start, total)
+            spec = Fetch(name, transfer, b"digest", source, BlockTable.of([blocks]), start, total)
             self.wishes[r, name] = Wish(spec, blocks, agent.owner[blocks[0]], world.now + TIMEOUT)
             world.perform(agent, agent.machine.fetch(spec, world.now))
 
@@ -219,7 +222,7 @@ class ConsumerEngine:
             check(wish.ended is None, f"second outcome {event} after {wish.ended}")
             check(self.world.now <= wish.due + 1.0, f"{event} came after its deadline, which was {wish.due}")
             wish.ended = event
-            self.outcomes[event.outcome.kind] += 1
+            self.outcomes[event.outcome.kind or "delivered"] += 1
             self._count(event)
         else:
             check(wish.ended is not None, f"{event} before its outcome")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.session import messages as m
 from kvxfer.session.values import LinkInfo
@@ -105,7 +106,7 @@ class Network:
         c = link.consumer
         if c.links.get(link.name) is link and c.alive:
             call = c.machine.link_reset if again and link.up_c else c.machine.link_down
-            self.world.perform(c, call(link.name, reason, self.world.now))
+            self.world.perform(c, call(link.name, Failure(FailureKind.PEER_LOST, reason), self.world.now))
 
     def _lost_at_producer(self, link: Link, reason: str) -> None:
         p = link.producer
@@ -113,7 +114,7 @@ class Network:
             link.up_p = False
             p.links.pop(link.id, None)
             self.world.backend.fail(p, link, "the link was closed")
-            self.world.perform(p, p.machine.link_down(link.id, reason, self.world.now))
+            self.world.perform(p, p.machine.link_down(link.id, Failure(FailureKind.PEER_LOST, reason), self.world.now))
 
     # --- messages --------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ class Network:
         if link is None:
             return
         if isinstance(msg, m.Want):
-            agent.tries[msg.attempt] = agent.owner[int(m.unpack_blocks(msg.blocks[0])[0])]
+            agent.tries[msg.attempt] = agent.owner[int(msg.blocks[0][0])]
         frame = m.encode(msg)
         to = link.producer if agent is link.consumer else link.consumer
         copies = 1

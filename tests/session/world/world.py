@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer import memory
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Rank
 from kvxfer.identity import Source
 from kvxfer.session.consumer import Consumer
@@ -154,7 +155,13 @@ class World:
         def read() -> None:
             if agent.alive:
                 value = memory.space(agent.cache.regions).checksum(action.plan, action.side).value
-                done = Hashed(action.ref, value, None if self.calm or not self.script.chance(2) else "it failed")
+                done = Hashed(
+                    action.ref,
+                    value,
+                    None
+                    if self.calm or not self.script.chance(2)
+                    else Failure(FailureKind.BACKEND_FAILED, "it failed"),
+                )
                 self.later(0.2, None, lambda: tell(done))
 
         def tell(done: Hashed) -> None:
@@ -164,7 +171,7 @@ class World:
         self.later(LATEST, ("hash", agent.epoch), read)
 
     def _resolve(self, agent: Agent, source: Source) -> None:
-        route: Resolved | str = "the engine there has restarted"
+        route: Resolved | Failure = Failure(FailureKind.PEER_LOST, "the engine there has restarted")
         if source == self.source:
             route = Resolved(tuple(Lane((f"p{p.rank}", p.epoch), RANKS, Rank(0, p.rank)) for p in self.producers))
         self.perform(agent, agent.machine.resolved(source, route, self.now))

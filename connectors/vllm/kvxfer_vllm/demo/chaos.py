@@ -16,26 +16,31 @@ CLIENTS = 3
 PREFILLS = 2
 
 
-class Havoc:
-    """What happens to the servers. Each method returns when the server is as it was, or its successor answers."""
+class FaultInjector:
+    """Kills and pauses a stage's servers, at random from a seed.
 
-    DEEDS = ("kill prefill", "kill prefill", "pause prefill", "pause prefill", "pause decode", "kill decode")
+    Attributes:
+        injected: How often each of ``FAULTS`` was injected.
+    """
+
+    FAULTS = ("kill prefill", "kill prefill", "pause prefill", "pause prefill", "pause decode", "kill decode")
 
     def __init__(self, stage: Stage, seed: int, say: Say) -> None:
         self._stage, self._say = stage, say
         self._random = random.Random(seed)
-        self.deeds: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
 
-    def strike(self) -> None:
+    def inject(self) -> None:
+        """Inject one fault. Return when the server is as it was, or its successor answers, and after a few seconds' rest."""
         name = self._random.choice(self._stage.prefills)
-        deed = self._random.choice(self.DEEDS)
-        self._say(f"{deed} ({name})" if "prefill" in deed else deed)
-        self.deeds[deed] += 1
-        if deed == "kill prefill":
+        fault = self._random.choice(self.FAULTS)
+        self._say(f"{fault} ({name})" if "prefill" in fault else fault)
+        self.injected[fault] += 1
+        if fault == "kill prefill":
             self._kill(name)
-        elif deed == "kill decode":
+        elif fault == "kill decode":
             self._kill("decode")
-        elif deed == "pause prefill":
+        elif fault == "pause prefill":
             self._pause(name, self._random.uniform(1, 12))  # also longer than peers wait for a sign of life
         else:
             self._pause("decode", self._random.uniform(0.5, 4))
@@ -52,16 +57,22 @@ class Havoc:
 
 
 def chaos(model: Path, logs: Path, settings: Mapping[str, Any], seconds: float, seed: int, say: Say) -> dict[str, Any]:
-    """Run it for about `seconds` after the servers have started; returns `under_load`'s report. Raises ServerError if a
-    server does not start."""
-    with staged(model, logs, settings, PREFILLS, say) as (stage, expected):
-        havoc = Havoc(stage, seed, say)
+    """Inject faults for about ``seconds`` after the servers have started, while clients use them.
 
-        def strike() -> None:
+    Returns:
+        ``under_load``'s report, with the seed and the number of faults of each kind.
+
+    Raises:
+        ServerError: A server does not start.
+    """
+    with staged(model, logs, settings, PREFILLS, say) as (stage, expected):
+        faults = FaultInjector(stage, seed, say)
+
+        def inject_faults() -> None:
             until = time.monotonic() + seconds
             while time.monotonic() < until:
-                havoc.strike()
+                faults.inject()
             say("calm again")
 
-        report = under_load(stage, expected, CLIENTS, seed, strike)
-    return {"seed": seed, "havoc": dict(sorted(havoc.deeds.items())), **report}
+        report = under_load(stage, expected, CLIENTS, seed, inject_faults)
+    return {"seed": seed, "faults": dict(sorted(faults.injected.items())), **report}

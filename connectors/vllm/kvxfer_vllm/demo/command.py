@@ -86,8 +86,8 @@ def _settings(backend: str, config: str) -> dict[str, Any]:
 
 def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, Any]:
     from kvxfer_vllm.demo.model import write_model
+    from kvxfer_vllm.demo.prompts import PROMPTS, compare, objections
     from kvxfer_vllm.demo.servers import running
-    from kvxfer_vllm.demo.story import PROMPTS, compare, objections
 
     progress.print(f"Starting three vLLM servers: plain, prefill, decode (back end {settings['backend']})")
     start = time.monotonic()
@@ -177,8 +177,8 @@ def _show_chaos(report: dict[str, Any], console: Console) -> None:
     for end, count in report["requests"].items():
         table.add_row(end, str(count))
     console.print(table)
-    deeds = ", ".join(f"{deed} {count}x" for deed, count in report["havoc"].items())
-    console.print(f"Meanwhile: {deeds}.")
+    faults = ", ".join(f"{fault} {count}x" for fault, count in report["faults"].items())
+    console.print(f"Meanwhile: {faults}.")
     for name, has in report["resources"].items():
         then, now = has["before"], has["after"]
         changes = ", ".join(f"{what} {then[what]} -> {now[what]}" for what in then)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer_vllm.demo.metrics import total
+from kvxfer_vllm.demo.prompts import OUTPUT_TOKENS, PROMPTS
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import NoAnswer, Server, ServerError, await_ready, connector, free_port
-from kvxfer_vllm.demo.story import OUTPUT_TOKENS, PROMPTS
 
 HANG_S = 90.0
 """A request that has no answer by then counts as hung: the deadlines below, a pause, and two busy cores."""

@@ -21,7 +21,7 @@ import typer
 from kvxfer_vllm.demo.load import staged, under_load
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
-from kvxfer_vllm.demo.story import PROMPTS
+from kvxfer_vllm.demo.prompts import PROMPTS
 
 
 def mixed_load(

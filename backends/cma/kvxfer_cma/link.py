@@ -1,0 +1,69 @@
+"""One link to another process of this host, and the way into that process's memories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvxfer.backend import Memories
+from kvxfer.errors import PeerError, TransportError
+from kvxfer_cma import vm
+from kvxfer_cma.endpoint import Endpoint
+from kvxfer_cma.options import Options
+from kvxfer_cma.ring import Asker
+
+__all__ = ["Link", "way_in"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link to a peer.
+
+    Attributes:
+        mine: the name of this side's end.
+        peer: the agent at the other end.
+        remote: the peer's memories, at the addresses that they have there.
+        processes: a way into each of these memories; empty if ``asker`` is set.
+        asker: who has copies made through shared memory.
+        broken: never known before a batch has failed.
+    """
+
+    mine: bytes
+    peer: str
+    remote: Memories
+    processes: Mapping[int, vm.Process]
+    asker: Asker | None
+    broken: None = None
+
+
+def way_in(peer: Endpoint, options: Options, pid_namespace: int) -> dict[int, vm.Process] | None:
+    """Return the way into each of the peer's memories, or ``None`` if copies have to go through shared memory.
+
+    Args:
+        peer: what the other side has told of itself.
+        options: whose ``mode`` decides; ``auto`` tries the straight way.
+        pid_namespace: of this process.
+
+    Raises:
+        TransportError: there is no way in, and the options allow no other.
+    """
+    if options.mode == "shm":
+        return None
+    if peer.pid_namespace != pid_namespace:
+        if options.mode == "auto":
+            return None
+        raise TransportError(
+            f"{peer.agent} runs in another pid namespace (container): share one (`--pid=container:NAME`, "
+            "Kubernetes `shareProcessNamespace`), or use `mode: shm`"
+        )
+    processes = {m.number: vm.Process(peer.pid, peer.agent, m.key_address, m.key) for m in peer.memories}
+    try:
+        for process in processes.values():
+            process.ready()
+    except vm.Refused as e:
+        if options.mode == "auto":
+            return None
+        raise TransportError(str(e)) from e
+    except PeerError:
+        return processes  # gone already: its batches will say so
+    return processes

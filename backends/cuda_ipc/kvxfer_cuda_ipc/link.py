@@ -1,0 +1,57 @@
+"""One link to another process of this host, and a batch on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvxfer.backend import Liveness
+from kvxfer.transport import Fence
+from kvxfer_cuda_ipc.endpoint import Endpoint
+from kvxfer_cuda_ipc.gpu import Gpu
+from kvxfer_cuda_ipc.lowering import Lowering
+from kvxfer_cuda_ipc.tables import Launch
+
+__all__ = ["Job", "Link"]
+
+
+@dataclass(eq=False)
+class Link:
+    """A link to a peer.
+
+    Attributes:
+        liveness: whether the peer is there.
+        peer: what it has told of itself.
+        lowerings: for each of our GPUs, which reaches the peer's memories at addresses of its own.
+    """
+
+    liveness: Liveness
+    peer: Endpoint
+    lowerings: dict[int, Lowering]
+
+    @property
+    def broken(self) -> str | None:
+        """Why it cannot be used any more."""
+        return self.liveness.down
+
+
+@dataclass(eq=False)
+class Job:
+    """A batch.
+
+    Attributes:
+        launches: those still to be started.
+        last: number of the last one that was; 0: none.
+        begun: when the first was, by ``time.monotonic``.
+        nbytes: of those that were started.
+        error: how the batch will end, unless it is ``None``.
+    """
+
+    link: Link
+    gpu: Gpu
+    after: Fence | None
+    launches: deque[Launch]
+    last: int = 0
+    begun: float | None = None
+    nbytes: int = 0
+    error: Exception | None = None

@@ -1,0 +1,42 @@
+"""What one side tells the other so that it can be reached."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvxfer.backend import EndpointBase
+
+__all__ = ["MOST_BYTES", "TOKEN_BYTES", "Endpoint", "Token", "new_token"]
+
+TOKEN_BYTES = 16
+MOST_BYTES = 4096
+"""Of an endpoint, and of one message."""
+
+Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
+class Endpoint(EndpointBase, frozen=True):
+    """One side of a link to be. ``token``: secret name of the link on this side. ``device``: which GPU. ``channels``: at
+    most, for both sides must have the same. ``release``: of the library, for two releases do not understand each other.
+    ``format``: of everything in this file."""
+
+    backend = "nccl"
+    format = 3
+    most_bytes = MOST_BYTES
+
+    host: str
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: Token
+    device: str
+    channels: Annotated[int, Meta(ge=1, le=32)]
+    release: str
+
+    def __str__(self) -> str:
+        return f"{self.agent!r} at {self.host}:{self.port}"
+
+
+def new_token() -> bytes:
+    return secrets.token_bytes(TOKEN_BYTES)

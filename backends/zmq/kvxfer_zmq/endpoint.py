@@ -1,0 +1,28 @@
+"""What one side tells the other so that it can be reached."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvxfer.backend import EndpointBase
+
+__all__ = ["TOKEN_BYTES", "Endpoint", "new_token"]
+
+TOKEN_BYTES = 16
+
+
+class Endpoint(EndpointBase, frozen=True):
+    """One end of a link. ``token`` is known to the two ends only."""
+
+    backend = "zmq"
+    format = 3
+
+    address: Annotated[str, Meta(pattern="^(tcp|ipc)://")]
+    token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
+def new_token() -> bytes:
+    return secrets.token_bytes(TOKEN_BYTES)

@@ -1,0 +1,283 @@
+"""``Base``: what all back ends have in common beside their libraries, written once."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from kvxfer.backend.endpoint import EndpointBase
+from kvxfer.backend.memories import Memories
+from kvxfer.backend.wakeup import Wakeup
+from kvxfer.errors import TransportError
+from kvxfer.geometry.cache import Region
+from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Transport, Verb
+
+__all__ = ["ONE_SIDED", "Base"]
+
+ONE_SIDED = frozenset({Verb.READ, Verb.WRITE})
+"""Verbs of which only one side submits."""
+
+
+class _Link(Protocol):
+    """What ``Base`` has to know of a link."""
+
+    @property
+    def broken(self) -> Exception | str | None:
+        """Why the link is of no more use, or ``None`` while that is not known."""
+
+
+E = TypeVar("E", bound=EndpointBase)
+L = TypeVar("L", bound=_Link)
+
+
+class Base(Transport, Generic[E, L]):
+    """A transport that keeps the tables, and asks its subclass for what is done with them.
+
+    The contract's own methods are here: they check thread, lifecycle and arguments, number links and batches, and then call
+    one of the methods that a subclass has to have: ``make_endpoint``, ``make_link``, ``drop_link``, ``start``, ``stop``,
+    ``advance`` and ``shut_down``; and ``add_memory``, ``drop_memory``, ``drop_endpoint``, ``start_plan`` where there is
+    something to do. All of these are called on the thread that made the object (``shut_down`` after that has ended, perhaps
+    on another), and raise ``TransportError`` when they cannot do what is asked; then nothing has changed.
+
+    ``E`` is the class of endpoints and ``L`` that of links, anything with an attribute ``broken``.
+
+    Attributes:
+        endpoint_type: the class ``E``.
+        late_memory: whether memory may be registered after the first endpoint was made, beyond the contract.
+        memories: what is registered.
+        links: by number, those that were made and not closed.
+        unused: endpoints by their bytes, those that were neither connected nor withdrawn.
+        wakeup: what ``fileno`` tells of. It wakes by itself after each call of the contract that changes something.
+        completions: for the next ``poll`` to return.
+        closed: whether ``close`` was called.
+    """
+
+    endpoint_type: type[E]
+    late_memory: ClassVar[bool] = False
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        """Make the tables. Call it after whatever may fail, since the wake-up has descriptors."""
+        super().__init__(agent, options)
+        self.memories = Memories()
+        self.links: dict[int, L] = {}
+        self.unused: dict[bytes, E] = {}
+        self.completions: list[Completion] = []
+        self.closed = False
+        self.wakeup = Wakeup()
+        self._thread, self._ident = threading.current_thread(), threading.get_ident()
+        self._sealed = False
+        self._numbers = 0
+        self._streams: dict[tuple[int, Verb], int] = {}
+        self._in_flight: dict[int, tuple[L, int]] = {}
+        self._unquiet: dict[int, tuple[L, int]] = {}
+
+    # What a subclass does
+
+    def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
+        """Make memory known to the library; its number and regions are checked, and in the table afterwards."""
+
+    def drop_memory(self, memory: int) -> None:
+        """Take memory back from the library; no batch uses it any more."""
+
+    @abstractmethod
+    def make_endpoint(self, memories: Collection[int], writable: bool) -> E:
+        """Return a fresh endpoint. Its peer needs ``memories`` to read them, or if ``writable`` to write to them."""
+
+    def drop_endpoint(self, mine: E) -> None:
+        """Give back what is kept for an endpoint that was withdrawn."""
+
+    @abstractmethod
+    def make_link(self, number: int, mine: E, theirs: E) -> L:
+        """Return the new link of two endpoints. Must not block; what is submitted meanwhile waits."""
+
+    @abstractmethod
+    def drop_link(self, number: int, link: L) -> None:
+        """Close a link at once. What is in flight on it ends by ``complete``, now or in ``advance``."""
+
+    @abstractmethod
+    def start(self, number: int, link: L, batch: Batch, after: Fence | None) -> None:
+        """Start a batch whose verb is among the capabilities. On a link that is broken it ends by ``complete``."""
+
+    def start_plan(self, number: int, link: L, batch: PlanBatch, after: Fence | None) -> None:
+        """Start a batch that has a plan. Only if ``Capabilities.factored`` is true."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def stop(self, number: int, link: L) -> None:
+        """End a batch that is in flight, soon, by ``complete``; with it all others of the link if abort is ``peer``."""
+
+    @abstractmethod
+    def advance(self, readable: AbstractSet[Hashable]) -> None:
+        """Let everything go on. ``readable``: keys of the descriptors that ``wakeup`` was given and that are readable."""
+
+    @abstractmethod
+    def shut_down(self) -> None:
+        """End everything and give back all but ``wakeup``. Completions are of no use any more."""
+
+    # What a subclass calls
+
+    def complete(self, completion: Completion) -> None:
+        """Take the one end of a batch. If it is not quiet, ``quieted`` follows when it is, or the link's or this object's end."""
+        use = self._in_flight.pop(completion.batch)
+        if not completion.quiet:
+            self._unquiet[completion.batch] = use
+        self.completions.append(completion)
+
+    def quieted(self, number: int) -> None:
+        """Note that a batch which had ended otherwise touches no memory of this side any more."""
+        self._unquiet.pop(number, None)
+
+    def number(self) -> int:
+        """Return a number that nothing else of this transport has."""
+        self._numbers += 1
+        return self._numbers
+
+    def link(self, peer: int) -> L:
+        """Return a link by its number.
+
+        Raises:
+            TransportError: there is none.
+        """
+        link = self.links.get(peer)
+        if link is None:
+            raise TransportError(f"there is no link {peer}: it was closed, or never made")
+        return link
+
+    def check(self) -> None:
+        """Check that this transport is open, and that the calling thread may use it.
+
+        Raises:
+            TransportError: it is not, or may not.
+        """
+        if self.closed:
+            raise TransportError(f"the transport of {self.agent!r} is closed")
+        if threading.get_ident() != self._ident:
+            raise TransportError(f"the transport of {self.agent!r} belongs to the thread that made it")
+
+    # The contract
+
+    def register(self, regions: Sequence[Region]) -> int:
+        self.check()
+        if self._sealed and not self.late_memory:
+            raise TransportError("memory must be registered before the first endpoint is made")
+        kinds = self.capabilities.memory
+        Memories.check(regions, kinds)
+        self.add_memory(self.memories.next, regions)
+        return self.memories.add(regions, kinds)
+
+    def deregister(self, memory: int) -> None:
+        self.check()
+        if any(memory == used for _, used in self._in_flight.values()):
+            raise TransportError(f"memory {memory} is used by a batch in flight: abort it, or wait for its end")
+        if any(memory == used for _, used in self._unquiet.values()):
+            raise TransportError(
+                f"memory {memory} is used by a batch that failed and is not quiet: wait until it is, or close the back end"
+            )
+        self.memories.remove(memory)
+        self.drop_memory(memory)
+
+    def endpoint(self) -> bytes:
+        return self.endpoint_lending(list(self.memories), True)
+
+    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
+        self.check()
+        self._sealed = True
+        mine = self.make_endpoint(memories, writable)
+        data = mine.encode()
+        self.unused[data] = mine
+        return data
+
+    def connect(self, mine: bytes, theirs: bytes) -> int:
+        self.check()
+        own, their = self.unused.get(mine), self.endpoint_type.decode(theirs)
+        if own is None:
+            raise TransportError("the first argument of connect is no unused endpoint of this transport")
+        if mine == theirs:
+            raise TransportError("both endpoints are the same; connect takes one of each side")
+        number = self.number()
+        link = self.make_link(number, own, their)
+        del self.unused[mine]
+        self.links[number] = link
+        self.wakeup.set()
+        return number
+
+    def withdraw(self, endpoint: bytes) -> None:
+        self.check()
+        mine = self.unused.pop(endpoint, None)
+        if mine is not None:
+            self.drop_endpoint(mine)
+
+    def disconnect(self, peer: int) -> None:
+        self.check()
+        link = self.links.pop(peer, None)
+        if link is None:
+            return
+        for verb in Verb:
+            self._streams.pop((peer, verb), None)
+        self.drop_link(peer, link)
+        if self.capabilities.quiet == "peer_close":
+            self._unquiet = {number: use for number, use in self._unquiet.items() if use[0] is not link}
+        self.wakeup.set()
+
+    def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
+        self.check()
+        link, can = self.link(batch.peer), self.capabilities
+        if batch.verb not in can.verbs:
+            offered = ", ".join(sorted(v.upper() for v in can.verbs))
+            raise TransportError(f"back end {self.name!r} has no {batch.verb.upper()}; it offers {offered}")
+        one_sided, line = batch.verb in ONE_SIDED, (batch.peer, batch.verb)
+        if not one_sided and batch.stream <= self._streams.get(line, -1):
+            raise TransportError(f"stream {batch.stream} comes too late on link {batch.peer}: their numbers must rise")
+        number = self.number()
+        self._in_flight[number] = link, batch.local
+        try:
+            if isinstance(batch, Batch):
+                if one_sided and batch.remote_offsets is None:
+                    raise TransportError(f"a {batch.verb.upper()} needs one remote offset a run")
+                self.start(number, link, batch, after)
+            elif can.factored:
+                self.start_plan(number, link, batch, after)
+            else:
+                raise TransportError(f"back end {self.name!r} takes no plans: its capabilities are not factored")
+        except BaseException:
+            self._in_flight.pop(number, None)
+            raise
+        if not one_sided:
+            self._streams[line] = batch.stream
+        self.wakeup.set()
+        return number
+
+    def poll(self) -> list[Completion]:
+        self.check()
+        self.advance(self.wakeup.clear())
+        done, self.completions = self.completions, []
+        return done
+
+    def abort(self, batch: int) -> None:
+        self.check()
+        if batch in self._in_flight:
+            self.stop(batch, self._in_flight[batch][0])
+            self.wakeup.set()
+
+    def lost(self, peer: int) -> str | None:
+        link = self.links.get(peer)
+        return None if link is None or link.broken is None else str(link.broken)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        if threading.get_ident() != self._ident and self._thread.is_alive():
+            raise TransportError(f"the transport of {self.agent!r} belongs to another thread, which is still alive")
+        self.closed = True
+        try:
+            self.shut_down()
+        finally:
+            self.wakeup.close()
+            for table in (self.links, self.unused, self._in_flight, self._unquiet):
+                table.clear()
+
+    def fileno(self) -> int | None:
+        return self.wakeup.fileno()

@@ -1,0 +1,84 @@
+"""An endpoint as bytes: of which back end it is, in which format, and that it has come as it went. What every back end needs."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from typing import Any, ClassVar, Self, TypeVar
+
+import msgspec
+
+from kvxfer.errors import TransportError
+
+__all__ = ["EndpointBase"]
+
+_CHECK_BYTES = 4
+
+T = TypeVar("T", bound="EndpointBase")
+
+
+class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one side of a link tells the other, checked when it is read. Subclasses are frozen too, say of which ``backend`` they are,
+    and have another ``format`` whenever what they say has changed; their fields have types and limits as msgspec knows them.
+
+    ``agent``: whose it is, for messages to humans. ``most_bytes``: of one that is encoded; what ``Transport.endpoint`` promises, or less.
+    """
+
+    backend: ClassVar[str]
+    format: ClassVar[int]
+    most_bytes: ClassVar[int] = 1 << 20
+
+    agent: str
+
+    def encode(self) -> bytes:
+        """Raises ``TransportError`` for more than ``most_bytes``."""
+        said = f"{self.backend} {self.format} ".encode() + msgspec.msgpack.encode(self)
+        if len(said) + _CHECK_BYTES > self.most_bytes:
+            raise TransportError(
+                f"what back end {self.backend!r} has to tell its peers takes {len(said)} bytes, more than {self.most_bytes}; "
+                "register fewer, longer regions"
+            )
+        return said + _check(said)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Raises ``TransportError`` for anything but what ``encode`` of this very class made."""
+        said = data[:-_CHECK_BYTES]
+        if len(data) > cls.most_bytes or data[-_CHECK_BYTES:] != _check(said):
+            raise TransportError(
+                f"these bytes are no endpoint of back end {cls.backend!r}, or were altered on their way"
+            )
+        name, format_, packed = (said.split(b" ", 2) + [b"", b""])[:3]
+        if name != cls.backend.encode():
+            other = name[:32].decode("ascii", "replace")
+            raise TransportError(f"these bytes are an endpoint of back end {other!r}, not of {cls.backend!r}")
+        if format_ != str(cls.format).encode():
+            package = f"kvxfer-{cls.backend.replace('_', '-')}"
+            raise TransportError(
+                f"the peer's endpoint of back end {cls.backend!r} has format {format_[:32].decode('ascii', 'replace')}, this side's "
+                f"{cls.format}; install the same release of {package} on both"
+            )
+        try:
+            return _decoder(cls).decode(packed)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            raise TransportError(f"these bytes are no endpoint of back end {cls.backend!r}: {e}") from None
+
+
+_building = threading.Lock()
+_decoders: dict[type[EndpointBase], msgspec.msgpack.Decoder[Any]] = {}
+
+
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder of a class, made once.
+
+    msgspec works a class out when it is first decoded, and another thread that decodes it meanwhile crashes the process
+    (0.22.0, in ``mpack_decode``): a process with several agents has several data threads.
+    """
+    with _building:
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        return _decoders[kind]
+
+
+def _check(said: bytes) -> bytes:
+    return zlib.crc32(said).to_bytes(_CHECK_BYTES)

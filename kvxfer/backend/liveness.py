@@ -1,0 +1,182 @@
+"""How the two ends of a link between processes of one host know that the other is there.
+
+Memory that another process shares stays readable after that process has closed the link or died, so something else must
+tell. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it means; it then
+stays silent. An end is up once both ends have done so, and down as soon as either socket closes, which the kernel sees to
+when a process dies.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+
+from kvxfer.backend.wakeup import Wakeup
+
+__all__ = ["LINK_BYTES", "Liveness", "LivenessLinks"]
+
+LINK_BYTES = 16
+"""Length of the name of a link's end: random, and known to nobody but the peer."""
+
+MOST_STRANGERS = 64
+"""Sockets that have not said yet what they are for; of more, the oldest is closed."""
+
+
+class Liveness:
+    """One end of a link. ``up``: the peer has connected too. ``down``: why it cannot be used any more, or ``None``."""
+
+    def __init__(self, mine: bytes, theirs: bytes, peer: str) -> None:
+        self.mine, self.theirs, self.peer = mine, theirs, peer
+        self.up = False
+        self.down: str | None = None
+        self._sockets: list[socket.socket] = []
+
+    def check(self) -> None:
+        """Look whether the peer is still there, without waiting."""
+        if self.down is None and any(_closed(s) for s in self._sockets):
+            self.down = f"{self.peer} is gone, or has closed this link; connect again"
+
+
+class LivenessLinks:
+    """The ends of all links of a transport.
+
+    Attributes:
+        name: where peers announce themselves.
+    """
+
+    def __init__(self, backend: str, wakeup: Wakeup) -> None:
+        """Listen; ``wakeup`` wakes from then on when ``handle`` has something to do."""
+        self.name = f"kvxfer-{backend}-{os.urandom(16).hex()}"
+        self._wakeup = wakeup
+        self._offered: dict[bytes, Liveness | None] = {}
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._early: dict[bytes, tuple[bytes, socket.socket]] = {}  # by our link: who was there before we connected
+        # The abstract namespace belongs to the network namespace, and leaves no file behind.
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(128)
+        wakeup.add(self._listener.fileno(), self._listener)
+
+    def offer(self, link: bytes) -> None:
+        self._offered[link] = None
+
+    def unused(self, link: bytes) -> bool:
+        """Whether this end was offered and has not been connected."""
+        return self._offered.get(link, self) is None
+
+    def withdraw(self, link: bytes) -> None:
+        """Take back what was offered, unless it has been connected."""
+        if self.unused(link):
+            del self._offered[link]
+            if link in self._early:
+                self._early.pop(link)[1].close()
+
+    def connect(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Liveness:
+        """Announce ourselves to the peer, whose end and place (its ``name``) these are. A peer that cannot be reached gives one that
+        is down."""
+        end = self._offered[mine] = Liveness(mine, theirs, peer)
+        dialled = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            dialled.connect(f"\0{name}")
+            dialled.send(theirs + mine)
+        except OSError as e:
+            dialled.close()
+            end.down = (
+                f"cannot reach {peer} ({e}): it has ended, or the two run in containers that share no network namespace"
+            )
+            return end
+        self._attach(end, dialled)
+        if mine in self._early:
+            self._announced(end, *self._early.pop(mine))
+        return end
+
+    def hang_up(self, end: Liveness) -> None:
+        """Tell the peer that the link is closed. Idempotent."""
+        self._offered.pop(end.mine, None)
+        end.down = end.down or f"the link to {end.peer} was closed on this side"
+        self._detach(end)
+
+    def handle(self, readable: Iterable[object]) -> None:
+        """Take what ``wakeup`` named: announcements, and sockets that were closed."""
+        for source in readable:
+            if source is self._listener:
+                self._accept()
+            elif isinstance(source, socket.socket) and source in self._strangers:
+                self._hear(source)
+            elif isinstance(source, Liveness):
+                source.check()
+                if source.down is not None:
+                    self._detach(source)
+
+    def close(self) -> None:
+        for end in list(self._offered.values()):
+            if end is not None:
+                self.hang_up(end)
+        for stranger in list(self._strangers):
+            self._turn_out(stranger)
+        for _, early in self._early.values():
+            early.close()
+        self._wakeup.remove(self._listener.fileno())
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            stranger = self._listener.accept()[0]
+        except (BlockingIOError, ConnectionError):
+            return  # gone before we came
+        stranger.setblocking(False)
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._turn_out(next(iter(self._strangers)))
+        self._strangers[stranger] = None
+        self._wakeup.add(stranger.fileno(), stranger)
+
+    def _turn_out(self, stranger: socket.socket) -> None:
+        del self._strangers[stranger]
+        self._wakeup.remove(stranger.fileno())
+        stranger.close()
+
+    def _hear(self, stranger: socket.socket) -> None:
+        try:
+            said = stranger.recv(2 * LINK_BYTES + 1)
+        except OSError:
+            said = b""
+        del self._strangers[stranger]
+        self._wakeup.remove(stranger.fileno())
+        mine, theirs = said[:LINK_BYTES], said[LINK_BYTES:]
+        if len(said) != 2 * LINK_BYTES or mine not in self._offered or mine in self._early:
+            stranger.close()  # not one of ours; it sees the socket close, and that is its answer
+            return
+        end = self._offered[mine]
+        if end is None:
+            self._early[mine] = theirs, stranger
+        else:
+            self._announced(end, theirs, stranger)
+
+    def _announced(self, end: Liveness, theirs: bytes, heard: socket.socket) -> None:
+        if theirs != end.theirs or end.up or end.down is not None:
+            heard.close()
+            return
+        self._attach(end, heard)
+        end.up = True
+
+    def _attach(self, end: Liveness, held: socket.socket) -> None:
+        end._sockets.append(held)
+        self._wakeup.add(held.fileno(), end)
+
+    def _detach(self, end: Liveness) -> None:
+        for held in end._sockets:
+            self._wakeup.remove(held.fileno())
+            held.close()
+        end._sockets.clear()
+
+
+def _closed(held: socket.socket) -> bool:
+    """The peer never sends anything on an announced socket, so whatever can be read is its end."""
+    try:
+        held.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,296 @@
+"""One side of a transfer benchmark, in a process of its own, driven by ``transfer.py``.
+
+Two figures are taken. *Transport*: both data threads are given the same part, from when the later one takes it up to the
+later end. *Session*: the producer has offered, the consumer fetches, from when it has heard of the offer to the outcome.
+Rounds follow each other at once, as under load, or each after a pause: on a machine that is shared the caches of a core
+that has been idle for milliseconds are somebody else's, and what is done next takes several times as long.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvxfer.bench.meeting import WAIT_S, Meeting
+from kvxfer.bench.raw import Raw, find
+from kvxfer.bench.shapes import Model, Pool
+from kvxfer.config import Config, Integrity
+from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
+from kvxfer.geometry.plan import Ints
+from kvxfer.identity import Source, TransferId
+from kvxfer.session import Agent, Directory, Ended, Released, results
+from kvxfer.session.mover import Mover
+from kvxfer.session.parts import piece_bytes
+from kvxfer.session.terms import Terms, stager
+from kvxfer.session.values import Move, Moved, PartRef
+from kvxfer.transport import Verb, load
+from kvxfer.values import BlockTable, Fetch, Offer
+
+__all__ = ["BenchEngine", "Setup"]
+
+T = TransferId("bench", 0)
+
+
+@dataclass(frozen=True)
+class Setup:
+    role: str  # "producer" or "consumer"
+    backend: str
+    options: dict[str, Any]
+    model: Model
+    blocks: int
+    device: str
+    staging_bytes: int
+
+
+class BenchEngine:
+    """Its methods are called in turn, on one thread."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._pool = Pool(setup.model, setup.blocks, setup.device)
+        if setup.role == "producer":
+            self._pool.fill()
+        self._config = Config(
+            backend=setup.backend,
+            backend_options=setup.options,
+            transfer_timeout=WAIT_S,
+            staging_bytes=setup.staging_bytes,
+        )
+        self._agents: dict[Integrity, tuple[Agent, Directory]] = {}
+        self._mover: Mover | None = None
+        self._raw: Raw | None = None
+        self._rounds = 0
+
+    # --- transport -------------------------------------------------------------------------------------------------
+
+    def open_mover(self) -> bytes:
+        """Start a data thread of its own; returns the endpoint for the other side."""
+        backend = load(self._config.backend)
+        self._results: deque[tuple[float, Any]] = deque()
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        cache = self._pool.cache
+        self._mover = Mover(
+            self._config.backend,
+            lambda: backend(self._setup.role, self._config.backend_options),
+            cache.regions,
+            stager(cache, self._config.staging_bytes),
+            self._note,
+            grace=5.0,
+            quarantine_limit=1 << 62,
+        )
+        self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
+        self._mover.endpoint("link", 1, self._setup.role)  # type: ignore[arg-type]
+        self._mine = bytes(self._take(results.Endpoint).endpoint)
+        return self._mine
+
+    def connect(self, theirs: bytes) -> str:
+        assert self._mover is not None
+        self._mover.connect("link", 1, self._mine, theirs)
+        self._take(results.Connected)
+        return self._terms.mode
+
+    def move(self, src: Ints, dst: Ints, pipe: Connection, rounds: int, pause: float) -> list[dict[str, float]]:
+        """Move all the blocks so often, each time after so many seconds; ``pipe`` leads to the other side."""
+        peer = Meeting(pipe)
+        return [self._move(src, dst, peer, pause) for _ in range(rounds)]
+
+    def _move(self, src: Ints, dst: Ints, peer: Meeting, pause: float) -> dict[str, float]:
+        assert self._mover is not None
+        producer, mode = self._setup.role == "producer", self._terms.mode
+        plan = self._plan(src, dst)
+        info = _Info(self._terms.piece_bytes, self._terms.stage_below)
+        piece = piece_bytes(plan, info)  # type: ignore[arg-type]
+        incoming = {"read": Verb.READ, "write": Verb.WRITE if piece else None, "sendrecv": Verb.RECV}[mode]
+        outgoing = {"read": Verb.READ if piece else None, "write": Verb.WRITE, "sendrecv": Verb.SEND}[mode]
+        verb = outgoing if producer else incoming
+        begun = done = 0.0
+        self._rounds += 1
+        time.sleep(pause)
+        if incoming and outgoing:
+            peer.meet()
+        if verb is not None:
+            ref = PartRef(self._setup.role, "link", T, 1, self._rounds)  # type: ignore[arg-type]
+            self._mover.move(Move(ref, verb, plan, self._rounds, piece))
+            begun, done = self._until_moved(ref, peer)
+        return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
+
+    def _plan(self, src: Ints, dst: Ints) -> CopyPlan:
+        return self._planner.plan((src,), (dst,), 0, len(src) * self._pool.cache.groups[0].block_tokens)
+
+    def _note(self, result: Any) -> None:
+        """On the data thread."""
+        self._results.append((time.monotonic(), result))  # a clock that all processes of a host share
+        os.eventfd_write(self._news, 1)
+
+    def _until_moved(self, ref: PartRef, peer: Meeting) -> tuple[float, float]:
+        """Wait for the part's end, passing word of staged pieces between the two data threads; its beginning and end."""
+        assert self._mover is not None
+        while ready := wait([self._news, peer.pipe], WAIT_S):
+            if peer.pipe in ready and (words := peer.hear()) is not None:
+                self._mover.slot(ref, *words)
+            for at, result in self._heard():
+                match result:
+                    case Moved(failure=None, seconds=seconds):
+                        return at - seconds, at
+                    case Moved(failure=why):
+                        raise RuntimeError(f"the part ended with: {why}")
+                    case results.SlotReady():
+                        peer.tell(result.piece, result.offset, result.nbytes)
+                    case results.SlotTaken():
+                        peer.tell(result.piece, 0, 0)
+        raise TimeoutError("the part did not end")
+
+    def _heard(self) -> Iterator[tuple[float, Any]]:
+        """What the data thread has said, and when."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._news)
+        while self._results:
+            yield self._results.popleft()
+
+    def _take(self, kind: type) -> Any:
+        wait([self._news], WAIT_S)
+        _, result = next(self._heard(), (0.0, None))
+        error = getattr(result, "error", None)
+        if not isinstance(result, kind) or error:
+            raise RuntimeError(f"expected {kind.__name__}, got {result}")
+        return result
+
+    # --- the library by itself -------------------------------------------------------------------------------------
+
+    def open_raw(self) -> bytes | None:
+        """The endpoint for the other side; ``None`` where the back end names no such library."""
+        made = find(self._setup.backend)
+        if made is None:
+            return None
+        self._raw = made(self._setup.role == "producer", self._pool.cache.regions[0], self._setup.options)
+        return self._raw.endpoint()
+
+    def connect_raw(self, theirs: bytes) -> bool:
+        """Whether ``move_raw`` takes both sides."""
+        assert self._raw is not None
+        self._raw.connect(theirs)
+        return self._raw.two_sided
+
+    def move_raw(
+        self, src: Ints, dst: Ints, pipe: Connection | None, rounds: int, ways: Sequence[bool]
+    ) -> list[list[dict[str, float]]]:
+        """The same blocks so often with a message or descriptor a run (``True``), or as many bytes in one, in turns.
+        ``pipe`` leads to the other side, if that takes part."""
+        assert self._raw is not None
+        peer = None if pipe is None else Meeting(pipe)
+        out: list[list[dict[str, float]]] = []
+        for _ in range(rounds):
+            out.append([])
+            for scattered in ways:
+                plan = self._plan(src, dst)
+                runs = plan.runs()
+                here, there = (runs.src, runs.dst) if self._setup.role == "producer" else (runs.dst, runs.src)
+                lengths = runs.length
+                if not scattered:
+                    here = there = np.zeros(1, np.int64)
+                    lengths = np.array([plan.nbytes])
+                if peer is not None:
+                    peer.meet()
+                begun = time.monotonic()
+                self._raw.move(here, there, lengths)
+                out[-1].append({"begun": begun, "done": time.monotonic(), "runs": len(lengths)})
+        return out
+
+    # --- session ---------------------------------------------------------------------------------------------------
+
+    def open_agent(self, integrity: Integrity) -> Source:
+        """An agent for transfers that are checked so; there may be one for each way."""
+        if self._mover is not None:
+            self._mover.close(10.0)
+            self._mover = None
+        config = msgspec.structs.replace(self._config, integrity=integrity)
+        agent = Agent(self._pool.cache, config, self._setup.role)
+        directory = Directory(self._setup.role, agent.epoch, "127.0.0.1", 0)
+        self._agents[integrity] = agent, directory
+        directory.publish((agent.member,))
+        return directory.source
+
+    def offer(self, numbers: Sequence[int], src: Ints) -> None:
+        """Offer transfers to all ways of checking."""
+        tokens = len(src) * self._pool.cache.groups[0].block_tokens
+        for number in numbers:
+            for agent, _ in self._agents.values():
+                agent.offer(Offer(TransferId("bench", number), b"d", 1, tokens, BlockTable.of([src]), True))
+
+    def fetch(
+        self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source], pause: float
+    ) -> list[dict[Integrity, dict[str, float]]]:
+        """Loads one after the other, each after so many seconds, in all ways in turn; ``call_s`` is what the engine's thread
+        pays, ``fetch_s`` the time to its outcome, ``session_s`` that without the wait for the producer's word."""
+        return [{way: self._fetch(way, n, dst, source, pause) for way, source in sources.items()} for n in numbers]
+
+    def _fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source, pause: float) -> dict[str, float]:
+        agent, _ = self._agents[integrity]
+        tokens = len(dst) * self._pool.cache.groups[0].block_tokens
+        spec = Fetch(str(number), TransferId("bench", number), b"d", source, BlockTable.of([dst]), 0, tokens)
+        time.sleep(pause)
+        begun = time.perf_counter()
+        agent.fetch(spec)
+        called = time.perf_counter()
+        out: dict[str, float] = {}
+        released = False
+        while not (out and released):
+            for event in agent.events():
+                released |= isinstance(event, Released)
+                if isinstance(event, Ended):
+                    if not event.outcome.delivered:
+                        raise RuntimeError(str(event.outcome))
+                    out = {
+                        "fetch_s": event.seconds,
+                        "session_s": event.seconds - event.waited,
+                        "call_s": called - begun,
+                        "bytes": event.nbytes,
+                    }
+            if time.perf_counter() > begun + WAIT_S:
+                raise TimeoutError("the fetch did not end")
+            time.sleep(0.0001)
+        return out
+
+    # --- both ------------------------------------------------------------------------------------------------------
+
+    def cache(self) -> Cache:
+        return self._pool.cache
+
+    def know(self, other: Cache) -> None:
+        """The other side's cache, before anything is moved. What depends on the two caches alone is worked out once, as on a
+        link between agents."""
+        cache = self._pool.cache
+        source, sink = (cache, other) if self._setup.role == "producer" else (other, cache)
+        view = cache.views[0]
+        assignments = [ShardAssignment(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
+        self._planner = Planner(source, sink, assignments)
+
+    def clear(self) -> None:
+        self._pool.clear()
+
+    def matches(self, mine: Ints, theirs: Ints) -> bool:
+        return self._pool.matches(np.asarray(mine), np.asarray(theirs))
+
+    def close(self) -> None:
+        if self._mover is not None:
+            self._mover.close(10.0)
+        if self._raw is not None:
+            self._raw.close()
+        for agent, directory in self._agents.values():
+            agent.close()
+            directory.close()
+
+
+@dataclass(frozen=True)
+class _Info:
+    piece_bytes: int
+    stage_below: int

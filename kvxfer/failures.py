@@ -1,0 +1,107 @@
+"""Failures as values: what a transfer can fail with, and how it ended."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+__all__ = ["ADVICE", "DELIVERED", "Failure", "FailureKind", "Outcome"]
+
+
+class FailureKind(enum.StrEnum):
+    """Everything that a transfer can fail with: a closed set, the same on the wire, in logs and in metrics."""
+
+    NEVER_OFFERED = "never_offered"
+    WITHDRAWN = "withdrawn"
+    REVOKED = "revoked"
+    DIGEST_DIFFERS = "digest_differs"
+    INCOMPATIBLE = "incompatible"
+    PEER_UNREACHABLE = "peer_unreachable"
+    PEER_LOST = "peer_lost"
+    TIMED_OUT = "timed_out"
+    CORRUPT = "corrupt"
+    REFUSED = "refused"
+    OVERLOADED = "overloaded"
+    CANCELLED = "cancelled"
+    BACKEND_FAILED = "backend_failed"
+    MISUSE = "misuse"
+
+
+ADVICE: Mapping[FailureKind, str] = MappingProxyType(
+    {
+        FailureKind.NEVER_OFFERED: "look whether the producer's engine ran this request, and as far as was wanted",
+        FailureKind.WITHDRAWN: "look in the producer's log for why its engine gave the request up, or raise its 'lease'",
+        FailureKind.REVOKED: "the producer preempts requests: give it more memory, or fewer requests at a time",
+        FailureKind.DIGEST_DIFFERS: "let the router give both engines the params of one request",
+        FailureKind.INCOMPATIBLE: "run the same model, configuration and version of kvxfer on both engines",
+        FailureKind.PEER_UNREACHABLE: "look whether the peer runs, and whether its 'advertise' and 'port' lead to it",
+        FailureKind.PEER_LOST: "look whether the peer still runs, and for what its log says last",
+        FailureKind.TIMED_OUT: "look at the load of both engines, or raise 'transfer_timeout' or 'lease'",
+        FailureKind.CORRUPT: "check the network and memory of both hosts, or use another back end",
+        FailureKind.REFUSED: "check 'peers' and 'key_file' on both engines",
+        FailureKind.OVERLOADED: "give the producer fewer requests at a time, or more memory for staging",
+        FailureKind.CANCELLED: "nothing needs to be done: an engine or a client changed its mind",
+        FailureKind.BACKEND_FAILED: "run `kvxfer doctor` on both hosts, or choose another back end",
+        FailureKind.MISUSE: "report it to whoever maintains the connector or the peer: it broke the protocol",
+    }
+)
+"""What an operator can do about each kind."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why something did not happen. Words are made from it when it is shown, and never read back.
+
+    Attributes:
+        kind: what programs may act upon.
+        detail: what happened, in a clause for people.
+        peer: the other side as an operator would look for it; empty where there is none, or the detail is its word.
+        advice: what to do about it; by default what ``ADVICE`` says of the kind.
+    """
+
+    kind: FailureKind
+    detail: str
+    peer: str = ""
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.advice:
+            msgspec.structs.force_setattr(self, "advice", ADVICE[self.kind])
+
+    def __str__(self) -> str:
+        with_peer = f" (peer {self.peer})" if self.peer else ""
+        return f"{self.kind}{with_peer}: {self.detail}; {self.advice}"
+
+    @classmethod
+    def of(cls, error: BaseException, kind: FailureKind = FailureKind.BACKEND_FAILED, peer: str = "") -> Failure:
+        """Return what was raised as a failure: of the error's own kind, if it has one, else of ``kind``."""
+        own = getattr(error, "kind", None)
+        return cls(own if isinstance(own, FailureKind) else kind, str(error) or type(error).__name__, peer)
+
+    def about(self, before: str, peer: str | None = None) -> Failure:
+        """Return the same failure with more said before its detail, and of this peer if one is given."""
+        return Failure(self.kind, before + self.detail, self.peer if peer is None else peer, self.advice)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a transfer ended on this side: delivered, or with a failure."""
+
+    failure: Failure | None = None
+
+    @property
+    def delivered(self) -> bool:
+        """Whether it was delivered."""
+        return self.failure is None
+
+    @property
+    def kind(self) -> FailureKind | None:
+        """What it failed with; ``None`` when it was delivered."""
+        return None if self.failure is None else self.failure.kind
+
+    def __str__(self) -> str:
+        return "delivered" if self.failure is None else str(self.failure)
+
+
+DELIVERED = Outcome()

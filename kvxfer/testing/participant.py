@@ -1,0 +1,249 @@
+"""One side of a conversation under test: a transport, its memory, and a record of how its batches ended.
+
+The record is strict: a completion for a batch that was not submitted, or a second one, is an error at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.geometry.cache import Region, flat_starts
+from kvxfer.transport.contract import Batch, Fence, Transport, Verb
+
+__all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a batch ended. ``error`` is the message, ``None`` for success."""
+
+    error: str | None
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What to move: flat offsets at the source and at the destination, and lengths; int64 arrays of one length."""
+
+    src: Ints
+    dst: Ints
+    lengths: Ints
+
+    @classmethod
+    def of(cls, src: Sequence[int] | Ints, dst: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> Runs:
+        return cls(np.asarray(src, np.int64), np.asarray(dst, np.int64), np.asarray(lengths, np.int64))
+
+
+class Buffer:
+    """Memory of one device, reached through the host. ``device``: ``cpu`` or ``cuda:N``."""
+
+    def __init__(self, nbytes: int, device: str) -> None:
+        self._map: mmap.mmap | None = None
+        self._tensor: Any = None
+        if device == "cpu":
+            # Mapped, and not from the heap: after ``free`` an access would be noticed.
+            self._map = mmap.mmap(-1, nbytes)
+            address = np.frombuffer(self._map, np.uint8).ctypes.data
+        else:
+            import torch
+
+            self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)
+            address = self._tensor.data_ptr()
+        self.region = Region(address, nbytes, device)
+
+    def get(self) -> Bytes:
+        """A copy of the content on the host."""
+        if self._map is not None:
+            return np.frombuffer(self._map, np.uint8).copy()
+        return np.asarray(self._tensor.cpu().numpy())
+
+    def put(self, content: Bytes) -> None:
+        """Overwrite all of it."""
+        if self._map is not None:
+            np.frombuffer(self._map, np.uint8)[:] = content
+            return
+        import torch
+
+        self._tensor.copy_(torch.from_numpy(content.copy()))
+        torch.cuda.synchronize(self.region.device)
+
+    def free(self) -> None:
+        if self._map is not None:
+            self._map.close()
+        self._map = self._tensor = None
+
+
+class Participant(Protocol):
+    """What a clause may do with one side, wherever it runs. Methods raise what the transport's own raise; a memory is
+    seen as one array over its flat offset space (gaps between regions are zero)."""
+
+    name: str
+
+    def allocate(self, sizes: Sequence[int], seed: int) -> int: ...
+    def content(self, memory: int) -> Bytes: ...
+    def fill(self, memory: int, seed: int) -> None: ...
+    def deregister(self, memory: int) -> None: ...
+    def endpoint(self) -> bytes: ...
+    def connect(self, mine: bytes, theirs: bytes) -> int: ...
+    def disconnect(self, peer: int) -> None: ...
+    def submit(self, batch: Batch, after: Fence | None = None) -> int: ...
+    def result(self, batch: int) -> Result | None: ...
+    def abort(self, batch: int) -> None: ...
+    def close(self) -> None: ...
+    def kill(self) -> None: ...
+    def stop(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class LocalParticipant:
+    """A participant in this process. ``turn`` has to be called for anything to happen, by whoever waits."""
+
+    def __init__(self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str) -> None:
+        self.name = name
+        self.transport = backend(name, options)
+        self._device = device
+        self._memories: dict[int, list[Buffer]] = {}
+        self._pending: set[int] = set()
+        self._results: dict[int, Result] = {}
+        self._touched = True
+        self._polled = 0.0
+        self.closed = False
+
+    def allocate(self, sizes: Sequence[int], seed: int) -> int:
+        """New memory of one region a size, with random content, registered; returns its number."""
+        buffers = [Buffer(n, self._device) for n in sizes]
+        memory = self.transport.register([b.region for b in buffers])
+        self._memories[memory] = buffers
+        self.fill(memory, seed)
+        return memory
+
+    def fill(self, memory: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for b in self._memories[memory]:
+            b.put(random.integers(0, 256, b.region.nbytes, dtype=np.uint8))
+
+    def content(self, memory: int) -> Bytes:
+        buffers = self._memories[memory]
+        starts = flat_starts(tuple(b.region for b in buffers))
+        flat = np.zeros(starts[-1] + buffers[-1].region.nbytes, np.uint8)
+        for start, b in zip(starts, buffers, strict=True):
+            flat[start : start + b.region.nbytes] = b.get()
+        return flat
+
+    def deregister(self, memory: int) -> None:
+        """Deregister it and free it."""
+        self._touched = True
+        self.transport.deregister(memory)
+        for b in self._memories.pop(memory):
+            b.free()
+
+    def endpoint(self) -> bytes:
+        return self.transport.endpoint()
+
+    def connect(self, mine: bytes, theirs: bytes) -> int:
+        self._touched = True
+        return self.transport.connect(mine, theirs)
+
+    def disconnect(self, peer: int) -> None:
+        self._touched = True
+        self.transport.disconnect(peer)
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        self._touched = True
+        number = self.transport.submit(batch, after)
+        assert number not in self._pending and number not in self._results, f"batch number {number} was used twice"
+        self._pending.add(number)
+        return number
+
+    def result(self, batch: int) -> Result | None:
+        return self._results.get(batch)
+
+    def abort(self, batch: int) -> None:
+        self._touched = True
+        self.transport.abort(batch)
+
+    def close(self) -> None:
+        """Idempotent. The memory stays, so that a clause can look at it."""
+        self.closed = True
+        self.transport.close()
+
+    def free(self) -> None:
+        for buffers in self._memories.values():
+            for b in buffers:
+                b.free()
+        self._memories.clear()
+
+    def wait(self) -> tuple[int | None, float]:
+        """When ``turn`` should be called next: a descriptor to wait for (or none), and for how long at most."""
+        fd = self.transport.fileno()
+        if self._touched:
+            return fd, 0.0
+        if fd is not None:
+            return fd, 1.0
+        active, idle = self.transport.poll_interval_s
+        return None, max(0.0, self._polled + (active if self._pending else idle) - time.monotonic())
+
+    def turn(self, readable: bool) -> None:
+        """Poll, if it is time to: the descriptor is readable, the interval is over, or another method was called since.
+
+        Nothing else makes this poll, so a back end that forgets to wake its thread is found out."""
+        due = self.transport.fileno() is None and self.wait()[1] <= 0
+        if not (readable or due or self._touched):
+            return
+        self._touched, self._polled = False, time.monotonic()
+        for done in self.transport.poll():
+            assert done.batch not in self._results, f"batch {done.batch} completed twice"
+            assert done.batch in self._pending, f"batch {done.batch} completed, but was never submitted"
+            self._pending.remove(done.batch)
+            error = None if done.error is None else f"{type(done.error).__name__}: {done.error}"
+            self._results[done.batch] = Result(error, done.quiet)
+
+    def kill(self) -> None:
+        raise NotImplementedError("a participant in this process cannot be killed")
+
+    def stop(self) -> None:
+        raise NotImplementedError("a participant in this process cannot be stopped")
+
+    def resume(self) -> None:
+        raise NotImplementedError("a participant in this process cannot be resumed")
+
+
+def batch_to_wire(batch: Batch) -> dict[str, Any]:
+    """A batch as JSON for a participant in another process."""
+    wire: dict[str, Any] = {
+        "verb": batch.verb.value,
+        "peer": batch.peer,
+        "local": batch.local,
+        "lengths": batch.lengths.tolist(),
+        "local_offsets": batch.local_offsets.tolist(),
+        "remote": batch.remote,
+        "stream": batch.stream,
+    }
+    if batch.remote_offsets is not None:
+        wire["remote_offsets"] = batch.remote_offsets.tolist()
+    return wire
+
+
+def batch_from_wire(wire: dict[str, Any]) -> Batch:
+    remote = wire.get("remote_offsets")
+    return Batch(
+        Verb(wire["verb"]),
+        wire["peer"],
+        wire["local"],
+        np.array(wire["lengths"], np.int64),
+        np.array(wire["local_offsets"], np.int64),
+        wire["remote"],
+        None if remote is None else np.array(remote, np.int64),
+        wire["stream"],
+    )

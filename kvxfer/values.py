@@ -1,0 +1,233 @@
+"""The facts that every part of kvxfer speaks of, one type each: block tables, groups, ranks, offers and fetches.
+
+Values only: frozen, compared by content, hashable, good for pickle and for msgpack. They cross module, process and host
+borders as they are; the wire puts its own envelope around them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.identity import Generation, Source, TransferId
+
+__all__ = ["NULL", "BlockTable", "Failure", "FailureKind", "Fetch", "Group", "Ints", "Offer", "Outcome", "Rank"]
+
+Ints = npt.NDArray[np.int64]
+
+NULL = -1
+"""The id of "no block here"."""
+
+_LITTLE = np.dtype("<i4")
+_ID_BYTES = 4
+_NULL_BYTES = b"\xff" * _ID_BYTES
+_MOST_GROUPS = 128
+
+
+class Rank(msgspec.Struct, frozen=True, order=True):
+    """A worker's place in its engine.
+
+    Attributes:
+        pp: pipeline stage, from 0.
+        tp: tensor-parallel rank, from 0.
+    """
+
+    pp: int = 0
+    tp: int = 0
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A KV-cache group: the layers that share one block table.
+
+    Attributes:
+        block_tokens: tokens that a block of the table holds. Where kernels use smaller blocks than the scheduler, the
+            group and the table are both of the scheduler's blocks, or both of the kernels'. For a ``state`` with one
+            block for the whole request: the greatest length that a request can have.
+        kind: ``full`` keeps every block for the life of a request. ``window`` gives up blocks that fall behind (sliding
+            window, chunked local attention). ``state`` keeps a recurrent state: the block at position ``p`` holds the
+            one after the last computed token of ``[p * block_tokens, (p + 1) * block_tokens)``; only that of the last
+            token is taken over. ``local`` is moved by nobody and listed in no offer and no fetch; a cache that peers
+            see has none.
+        window: of a ``window``, how many tokens a token attends to at most, itself included; else 0.
+    """
+
+    block_tokens: int
+    kind: Literal["full", "window", "state", "local"] = "full"
+    window: int = 0
+
+    def blocks(self, tokens: int) -> int:
+        """Return how many blocks ``tokens`` tokens take."""
+        return -(-tokens // self.block_tokens)
+
+    def moved(self, tokens: int) -> tuple[int, int]:
+        """Return the positions ``[first, past)`` of the blocks that can be moved of ``tokens`` tokens."""
+        if self.kind == "local" or not tokens:
+            return 0, 0
+        past = self.blocks(tokens)
+        return past - 1 if self.kind == "state" else 0, past
+
+
+class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A request's blocks: for each KV-cache group the block ids by position.
+
+    Block ``i`` of a group holds the tokens ``[i * block_tokens, (i + 1) * block_tokens)``; ``NULL`` stands where there
+    is no block. ``table[g]`` is the row of a group as int64 ``[blocks]``, and iteration gives all rows so.
+
+    Attributes:
+        rows: each group's ids as little-endian int32, one after the other.
+
+    Raises:
+        ValueError: a row is not of whole int32, or holds an id below -1. From a peer: ``PeerError`` at the decoder.
+    """
+
+    rows: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_GROUPS)] = ()
+
+    def __post_init__(self) -> None:
+        for g, row in enumerate(self.rows):
+            if len(row) % _ID_BYTES:
+                raise ValueError(f"block table, group {g}: {len(row)} bytes are not a whole number of int32")
+            if row and np.minimum.reduce(np.frombuffer(row, _LITTLE)) < NULL:
+                raise ValueError(f"block table, group {g}: it holds an id below -1")
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[int] | npt.NDArray[Any]], null: int = NULL) -> BlockTable:
+        """Make a table from one sequence or array of integers for each group.
+
+        Args:
+            rows: the ids by position.
+            null: the id by which the engine says that there is no block.
+
+        Raises:
+            ValueError: ids that are not integers, or are below -1 or above 2**31 - 1.
+        """
+        return cls(tuple(_packed(g, row, null) for g, row in enumerate(rows)))
+
+    def __getitem__(self, g: int) -> Ints:
+        return np.frombuffer(self.rows[g], _LITTLE).astype(np.int64)
+
+    def __iter__(self) -> Iterator[Ints]:
+        return (self[g] for g in range(len(self.rows)))
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"BlockTable.of({self.tolist()})"
+
+    def tolist(self) -> list[list[int]]:
+        """Return the ids as lists of int."""
+        return [row.tolist() for row in self]
+
+    def count(self, g: int) -> int:
+        """Return how many positions the row of group ``g`` has."""
+        return len(self.rows[g]) // _ID_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(map(len, self.rows))
+
+    def ids(self) -> tuple[int, ...]:
+        """Return the blocks of all groups, without ``NULL``."""
+        every = np.frombuffer(b"".join(self.rows), _LITTLE)
+        return tuple(every[every != NULL].tolist())
+
+    def only(self, spans: Iterable[tuple[int, int]]) -> BlockTable:
+        """Return the table with each row cut to the positions ``[first, past)``: ``NULL`` before, nothing behind."""
+        return BlockTable(
+            tuple(
+                _NULL_BYTES * min(first, past) + row[first * _ID_BYTES : past * _ID_BYTES]
+                for row, (first, past) in zip(self.rows, spans, strict=True)
+            )
+        )
+
+    def filled(self, other: BlockTable) -> BlockTable:
+        """Return the table with the ids of another one where it has ``NULL``; no row gets longer."""
+        rows = []
+        for mine, theirs in zip(self, other, strict=True):
+            n = min(len(mine), len(theirs))
+            mine[:n] = np.where(mine[:n] == NULL, theirs[:n], mine[:n])
+            rows.append(mine)
+        return BlockTable.of(rows)
+
+    def continues(self, earlier: BlockTable) -> bool:
+        """Whether every row begins with that of an earlier table."""
+        return all(row.startswith(old) for row, old in zip(self.rows, earlier.rows, strict=True))
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A producer's blocks that hold the KV of one prompt, as far as it is computed.
+
+    True once the step that it travels with has run: a worker publishes it behind a fence recorded after that step's
+    forward pass (and drafting). An increment repeats the whole table known so far; within one generation ``tokens``
+    only grows and a block once listed never changes.
+
+    Attributes:
+        digest: what the KV depends on (``kvxfer.identity.digest``); a fetch must name the same.
+        generation: grows with every offer that is not a continuation of the last one; never used twice by one epoch.
+            All ranks of an engine number alike.
+        tokens: tokens ``[0, tokens)`` are complete in every ``full`` group, which lists exactly
+            ``ceil(tokens / block_tokens)`` blocks. Smaller than the transfer only if not final, and then no block is
+            half filled.
+        blocks: one row for each group. ``window`` and ``state`` groups stay empty until the final offer, and list -1
+            where the engine has given a block up; a reader that wants a block that is -1 here must fail the transfer.
+        final: every group is complete; nothing follows in this generation but a revocation. May come before the engine
+            has finished the request, which thus may be read before the engine holds its blocks for readers.
+    """
+
+    transfer: TransferId
+    digest: bytes
+    generation: Generation
+    tokens: int
+    blocks: BlockTable
+    final: bool
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """A consumer's request: bring the tokens ``[start, tokens)`` of a transfer into these blocks.
+
+    Attributes:
+        handle: the engine's own name for it, unique among its live fetches.
+        digest: what the KV depends on (``kvxfer.identity.digest``); the offer must name the same.
+        source: the producer's directory.
+        blocks: for each group the destination by position; -1 where nothing is wanted (no block there, or it is cached).
+            A block that is wanted may begin before ``start``; those tokens are the engine's own and are not overwritten.
+        tokens: where a group is a ``state``, the number that the producer's final offer must have: a state of more or
+            fewer tokens is another state.
+        own: this engine's directory, for an engine of several ranks.
+    """
+
+    handle: str
+    transfer: TransferId
+    digest: bytes
+    source: Source
+    blocks: BlockTable
+    start: int
+    tokens: int
+    own: Source | None = None
+
+
+def _packed(g: int, row: Sequence[int] | npt.NDArray[Any], null: int) -> bytes:
+    """Return the ids of a row as the wire has them."""
+    try:
+        ids = np.asarray(row) if isinstance(row, np.ndarray) else np.frombuffer(array("q", row), np.int64)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(f"an array of {ids.dtype} and shape {ids.shape}")
+        if ids.size and int(ids.max()) >= 1 << 31:
+            raise OverflowError(f"{int(ids.max())} is above 2**31 - 1")
+        if ids.size and int(ids.min()) < min(NULL, null):
+            raise OverflowError(f"{int(ids.min())} is below -1")
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"block table, group {g}: block ids are a row of integers of 32 bits: {error}") from error
+    out = ids.astype(_LITTLE)
+    if null != NULL:
+        out[out == null] = NULL
+    return out.tobytes()

@@ -1,0 +1,57 @@
+"""The tutorials' programs run as they stand there, and their commands are what the project has."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "docs" / "tutorial"
+BLOCK = re.compile(r"```(\w+)(?: title=\"(.*?)\")?\n(.*?)```", re.DOTALL)
+
+
+def blocks(page: str, language: str) -> list[tuple[str, str]]:
+    """Return the title and the text of each block in that language."""
+    return [(title, text) for lang, title, text in BLOCK.findall((TUTORIAL / page).read_text()) if lang == language]
+
+
+def test_the_first_transfer_delivers(tmp_path: Path) -> None:
+    for title, text in blocks("first-transfer.md", "python"):
+        (tmp_path / title).write_text(text)
+    (_, command) = blocks("first-transfer.md", "bash")[-1]
+    assert command.split() == ["python", "prefill.py", "|", "python", "decode.py"]
+    prefill = subprocess.Popen([sys.executable, "prefill.py"], cwd=tmp_path, stdout=subprocess.PIPE)
+    try:
+        decode = subprocess.run(
+            [sys.executable, "decode.py"],
+            cwd=tmp_path,
+            stdin=prefill.stdout,
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert decode.returncode == 0, decode.stderr
+        assert decode.stdout == blocks("first-transfer.md", "text")[0][1]
+        assert prefill.wait(30) == 0
+    finally:
+        prefill.kill()
+        prefill.wait()
+        if prefill.stdout:
+            prefill.stdout.close()
+
+
+def test_the_commands_for_vllm_are_there() -> None:
+    commands = "\n".join(text for _, text in blocks("vllm.md", "bash"))
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"^make (\w+)", commands, re.M)):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    demo = (ROOT / "connectors/vllm/kvxfer_vllm/demo/command.py").read_text()
+    (arguments,) = re.findall(r'ARGS="(.*?)"', commands)
+    for option in re.findall(r"--([\w-]+)", arguments):
+        assert re.search(rf"^    {option.replace('-', '_')}: ", demo, re.M), option
+    for config in re.findall(r"--kv-transfer-config '(.*?)'", commands, re.DOTALL):
+        assert json.loads(config)["kv_connector"] == "KVXferConnector"
+    assert all(json.loads(text) for _, text in blocks("vllm.md", "json"))

@@ -1,0 +1,210 @@
+"""One name for one thing: no two public names alike, and no word that the glossary has given up."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+
+FILE_PLAN = {
+    "Endpoint": "what a link tells the other side",
+    "Library": "the wrapped library",
+    "Link": "a connection",
+    "Options": "its options",
+}
+"""Names that each back end has, once, by the file plan that all of them share; what a name stands for there."""
+
+FUNCTIONS = {
+    "allocate": "called as a function of its module, for one kind of memory each",
+    "check": "called as a function of its module, which says what is checked",
+    "decode": "called as a function of a module that is one codec",
+    "encode": "called as a function of a module that is one codec",
+    "load": "called as a function of its module, which says what is loaded",
+    "measure": "the body of a benchmark, one a module",
+}
+"""Functions that are only called with their module's name before them, and why the name is shared."""
+
+LEFT: set[str] = {
+    "Agent",
+    "Broken",
+    "Connection",
+    "Consumer",
+    "Decline",
+    "Direct",
+    "Done",
+    "Endpoint",
+    "Exported",
+    "Hello",
+    "Job",
+    "Keep",
+    "Lane",
+    "Link",
+    "Load",
+    "Member",
+    "Named",
+    "Piece",
+    "Post",
+    "Refused",
+    "Report",
+    "Rows",
+    "Runs",
+    "Side",
+    "Slot",
+    "Space",
+    "Step",
+    "Sum",
+    "Timer",
+    "Verdict",
+    "Way",
+    "answer",
+    "cache",
+    "device_of",
+    "devices",
+    "new_token",
+    "pieces",
+}
+"""Names that are still defined more than once. The list is exact: whoever renames one takes it out."""
+
+GIVEN_UP: set[str] = {
+    "Acquit",
+    "Card",
+    "Check",
+    "Giving",
+    "Gone",
+    "Have",
+    "Holding",
+    "Holds",
+    "Hub",
+    "Lane",
+    "Mailbox",
+    "Member",
+    "Movers",
+    "SchedulerHalf",
+    "Serve",
+    "Taken",
+    "Taking",
+    "Tally",
+    "Terms",
+    "Verdict",
+    "Want",
+    "Way",
+    "WorkerHalf",
+    "lineup",
+}
+"""Words from the glossary's column *not called* that are still public names. Exact as well."""
+
+TO_COME: set[str] = {
+    "AttemptClosed",
+    "BlockPins",
+    "CommitAck",
+    "CommitRequest",
+    "ConsumerMachine",
+    "ControlSockets",
+    "DataPlane",
+    "EngineDescriptor",
+    "FetchRecord",
+    "FetchRequest",
+    "LinkPolicy",
+    "LoadingBlocks",
+    "OfferRecord",
+    "OfferedBlocks",
+    "PartReady",
+    "ProducerMachine",
+    "RankDescriptor",
+    "RankFetch",
+    "RankRoute",
+    "RankServe",
+    "RemoteWritesEnded",
+    "RevocationCounter",
+    "SchedulerSide",
+    "SlotFree",
+    "WorkerSide",
+    "candidates",
+}
+"""Types and settings of the glossary that the code does not have yet. Exact as well."""
+
+
+def _distributions() -> Iterator[Path]:
+    yield ROOT / "kvxfer"
+    yield from sorted(ROOT.glob("backends/*/kvxfer_*"))
+    yield from sorted(ROOT.glob("connectors/*/kvxfer_*"))
+
+
+@cache
+def _defined() -> dict[str, list[Path]]:
+    """Return every public class and function with the files that define it at module level."""
+    found = defaultdict(list)
+    for top in _distributions():
+        for file in sorted(top.rglob("*.py")):
+            if "demo" in file.relative_to(top).parts:
+                continue
+            names = {
+                node.name
+                for node in ast.parse(file.read_text()).body
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_"
+            }
+            for name in names:
+                found[name].append(file.relative_to(ROOT))
+    return found
+
+
+@cache
+def _rows() -> list[list[str]]:
+    """Return the glossary's rows: word, meaning, in kvxfer, not called."""
+    lines = [line for line in GLOSSARY.read_text().splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| word |")]
+
+
+def _in_plan(name: str, files: list[Path]) -> bool:
+    """Return whether these are a name of the file plan, in back ends (the testing ones included) and once in each."""
+    tops = Counter(file.parts[:2] for file in files if file.parts[0] == "backends")
+    elsewhere = [file for file in files if file.parts[0] != "backends" and "testing" not in file.parts]
+    return name in FILE_PLAN and not elsewhere and max(tops.values()) == 1
+
+
+def test_no_two_public_names_are_alike() -> None:
+    several = {name: files for name, files in _defined().items() if len(files) > 1}
+    alike = {name for name, files in several.items() if name not in FUNCTIONS and not _in_plan(name, files)}
+    new = {name: [str(file) for file in several[name]] for name in alike - LEFT}
+    assert not new, "rename one of each, or give a reason above"
+    assert not LEFT - alike, "take these out of LEFT"
+
+
+def test_names_of_the_file_plan_are_used() -> None:
+    for name in FILE_PLAN:
+        assert len(_defined()[name]) > 1, f"{name} need not be listed any more"
+
+
+def test_shared_functions_are_shared() -> None:
+    for name in FUNCTIONS:
+        files = _defined()[name]
+        assert len(files) > 1, f"{name} need not be listed any more"
+        assert name[0].islower()
+
+
+def test_words_that_were_given_up_are_no_public_names() -> None:
+    words = {word for row in _rows() for word in re.findall(r"`([^`]+)`", row[3])}
+    given_up = words & _defined().keys()
+    assert not given_up - GIVEN_UP, "use the glossary's word"
+    assert not GIVEN_UP - given_up, "take these out of GIVEN_UP"
+
+
+def test_each_word_of_the_glossary_stands_there_once() -> None:
+    words = [word.strip() for row in _rows() for word in row[0].split(",")]
+    assert words == list(dict.fromkeys(words))
+    assert all(len(row) == 4 and row[1] for row in _rows())
+
+
+def test_the_glossary_names_what_the_code_has() -> None:
+    code = "\n".join(file.read_text() for top in _distributions() for file in top.rglob("*.py"))
+    identifiers = set(re.findall(r"\w+", code))
+    named = {name for row in _rows() for name in re.findall(r"`([^`]+)`", row[2])}
+    lacking = named - identifiers
+    assert not lacking - TO_COME, "the glossary names what is not there"
+    assert not TO_COME - lacking, "take these out of TO_COME"
