@@ -7,8 +7,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+from kvxfer.backend.memories import Memories
 from kvxfer.transport.contract import Completion
-from kvxfer.transport.memories import Memories
 from kvxfer_tcp.connection import Loop
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.reader import Address, Reader
@@ -71,7 +71,7 @@ def numeric(host: str, port: int) -> list[Address] | None:
 
 def _look_up(host: str, port: int, flags: int = 0) -> list[Address]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-    return [(family, address) for family, _, _, _, address in found]
+    return [(family, tuple(address)) for family, _, _, _, address in found]
 
 
 class Names:

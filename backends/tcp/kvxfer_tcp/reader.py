@@ -25,7 +25,7 @@ from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Endpoint, Header, Kind, gr
 
 __all__ = ["Address", "Read", "Reader"]
 
-Address = tuple[socket.AddressFamily, tuple[str | int, ...]]
+Address = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
 
 ASK_RUNS = 8192
 ASK_BYTES = 1 << 30
@@ -181,7 +181,9 @@ class Reader:
             ask = self._open[self._asked] = _Ask(self._asked, read, lo, hi, chunk)
             self._asked += 1
             runs = np.concatenate((read.remote[lo:hi], read.lengths[lo:hi])).astype("<i8", copy=False)
-            self._connections[0].say(Header(Kind.ASK, hi - lo, read.memory, chunk, ask.number).encode() + runs.tobytes())
+            self._connections[0].say(
+                Header(Kind.ASK, hi - lo, read.memory, chunk, ask.number).encode() + runs.tobytes()
+            )
 
     def chunk(self, header: Header) -> _Ask | None:
         """Return the request that a chunk belongs to, or ``None`` for one that has ended."""
@@ -189,13 +191,13 @@ class Reader:
         if ask is None:
             if header.request >= self._asked:
                 raise Violation(f"data of request {header.request}, which was not made")
-            if not 0 < header.count <= MOST_CHUNK:
-                raise Violation(f"a chunk of {header.count} bytes")
+            if not 0 < header.size <= MOST_CHUNK:
+                raise Violation(f"a chunk of {header.size} bytes")
             return None
         if header.chunk >= ask.table.chunks or not ask.missing[header.chunk]:
             raise Violation(f"chunk {header.chunk} of request {header.request}, which was not to come")
-        if header.count != ask.table.chunk_bytes(header.chunk):
-            raise Violation(f"a chunk of {header.count} bytes in place of {ask.table.chunk_bytes(header.chunk)}")
+        if header.size != ask.table.chunk_bytes(header.chunk):
+            raise Violation(f"a chunk of {header.size} bytes in place of {ask.table.chunk_bytes(header.chunk)}")
         ask.missing[header.chunk] = 0
         return ask
 
@@ -239,9 +241,7 @@ class Reader:
 class _Incoming(Connection):
     """A connection that this side dialled."""
 
-    def __init__(
-        self, loop: Loop, reader: Reader, options: Options, addresses: list[Address], hello: bytes
-    ) -> None:
+    def __init__(self, loop: Loop, reader: Reader, options: Options, addresses: list[Address], hello: bytes) -> None:
         self._reader, self._options = reader, options
         self._addresses = deque(addresses)
         self.connected = self._greeted = False
@@ -274,7 +274,9 @@ class _Incoming(Connection):
         if isinstance(error, Violation):
             self._reader.cut(f"it broke the protocol: {error}")
         elif self._greeted:
-            self._reader.cut(f"the connection was lost, since it closed the link or its process or host is gone ({error})")
+            self._reader.cut(
+                f"the connection was lost, since it closed the link or its process or host is gone ({error})"
+            )
         elif self.connected:
             self._reader.cut(f"it does not know this link, since it closed it or was restarted ({error})")
         elif self._addresses:
@@ -367,18 +369,18 @@ class _Incoming(Connection):
         if header.kind is Kind.DATA:
             ask = self._reader.chunk(header)
             if ask is None:
-                self._skip = header.count
+                self._skip = header.size
                 self._expect_head()
                 return
             lo, last = ask.table.spare[header.chunk] + 1, ask.table.spare[header.chunk + 1]
             # The next header comes with the end of these bytes, in one call.
             ask.table.rows[last] = self._head.address, FRAME_BYTES
-            self._ask, self._nbytes = ask, header.count
-            self._expect(ask.table, lo, last + 1, header.count + FRAME_BYTES)
-        elif header.kind is Kind.REFUSED and 0 < header.count <= MOST_REASON:
-            self._refused = header.request, header.count
-            self._text.empty(header.count)
-            self._expect(self._text, 1, 2, header.count)
+            self._ask, self._nbytes = ask, header.size
+            self._expect(ask.table, lo, last + 1, header.size + FRAME_BYTES)
+        elif header.kind is Kind.REFUSED and 0 < header.size <= MOST_REASON:
+            self._refused = header.request, header.size
+            self._text.empty(header.size)
+            self._expect(self._text, 1, 2, header.size)
         else:
             raise Violation(f"a frame {header}")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
-from kvxfer.transport.memories import Memories
 from kvxfer_tcp.connection import Connection, Loop, Violation
 from kvxfer_tcp.reader import ASK_BYTES, ASK_RUNS, LEAST_CHUNK, MOST_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import Table
@@ -99,7 +99,7 @@ class Server:
         """Take a request."""
         if len(self._queue) >= OPEN_ASKS:
             raise Violation(f"more than {OPEN_ASKS} requests at once")
-        offsets, lengths = np.frombuffer(runs, "<i8").astype(np.int64, copy=False).reshape(2, header.count)
+        offsets, lengths = np.frombuffer(runs, "<i8").astype(np.int64, copy=False).reshape(2, header.size)
         if header.memory not in self._lent or header.memory not in self._memories:
             self._refuse(header.request, f"it lends no memory {header.memory}")
             return
@@ -199,10 +199,10 @@ class _Outgoing(Connection):
                 self._server.cancel(header.request)
             elif header.kind is not Kind.ASK:
                 raise Violation(f"a frame {header}")
-            elif not 0 < header.count <= ASK_RUNS or not LEAST_CHUNK <= header.chunk <= MOST_CHUNK:
-                raise Violation(f"a request for {header.count} runs in chunks of {header.chunk} bytes")
+            elif not 0 < header.size <= ASK_RUNS or not LEAST_CHUNK <= header.chunk <= MOST_CHUNK:
+                raise Violation(f"a request for {header.size} runs in chunks of {header.chunk} bytes")
             else:
-                end = at + FRAME_BYTES + 16 * header.count
+                end = at + FRAME_BYTES + 16 * header.size
                 if len(self._in) < end:
                     break
                 self._server.ask(header, bytes(self._in[at + FRAME_BYTES : end]))

@@ -10,9 +10,9 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any
 
+from kvxfer.backend.base import Base
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
-from kvxfer_tcp.base import Base
 from kvxfer_tcp.connection import ANY, Connection, Violation
 from kvxfer_tcp.door import Door
 from kvxfer_tcp.link import Link, Names, numeric

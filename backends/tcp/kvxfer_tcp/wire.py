@@ -18,10 +18,20 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from kvxfer.transport.endpoint import EndpointBase
+from kvxfer.backend.endpoint import EndpointBase
 from kvxfer_tcp.options import MOST_CONNECTIONS
 
-__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MOST_REASON", "TOKEN_BYTES", "Endpoint", "Header", "Kind", "greeting", "new_token"]
+__all__ = [
+    "FRAME_BYTES",
+    "GREETING_BYTES",
+    "MOST_REASON",
+    "TOKEN_BYTES",
+    "Endpoint",
+    "Header",
+    "Kind",
+    "greeting",
+    "new_token",
+]
 
 TOKEN_BYTES = 16
 MAGIC = b"kvxfer\x00\x01"
@@ -40,10 +50,10 @@ class Kind(enum.IntEnum):
     """The meaning of a frame. ``request``: a number that the dialler gives, 0, 1, 2 ... on each link.
 
     FIRST, MORE: the first frame of each connection: it is the dialler's first one, on which it asks, or another.
-    ASK: read ``count`` runs of ``memory``, in chunks of ``chunk`` bytes; as many flat offsets and then lengths follow, int64.
+    ASK: read ``size`` runs of ``memory``, in chunks of ``chunk`` bytes; as many flat offsets and then lengths follow, int64.
     CANCEL: what is left of the request is of no more use.
-    DATA: chunk number ``chunk`` of the request, of ``count`` bytes, follows.
-    REFUSED: the request has failed; ``count`` bytes of text say why.
+    DATA: chunk number ``chunk`` of the request, of ``size`` bytes, follows.
+    REFUSED: the request has failed; ``size`` bytes of text say why.
     """
 
     FIRST = 1
@@ -61,7 +71,7 @@ class Header(NamedTuple):
     """The beginning of a frame."""
 
     kind: Kind
-    count: int = 0
+    size: int = 0
     memory: int = 0
     chunk: int = 0
     request: int = 0
@@ -71,7 +81,7 @@ class Header(NamedTuple):
         return _HEADER.pack(*self)
 
     @classmethod
-    def decode(cls, raw: bytes | memoryview) -> Header:
+    def decode(cls, raw: bytes | bytearray) -> Header:
         """Return the header that these bytes are.
 
         Raises:
