@@ -22,7 +22,7 @@ __all__ = ["AUTO", "ORDER", "Choice", "Objection", "choose", "lineup", "options_
 AUTO = "auto"
 
 ORDER: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("cma", "nixl", "ucx", "zmq"),
+    "cpu": ("cma", "nixl", "ucx", "tcp", "zmq"),
     "cuda": ("cuda_ipc", "nixl", "ucx", "nccl", "zmq"),
 }
 """Back ends by preference, for a memory kind: fewest copies first, and last what works everywhere."""

@@ -13,7 +13,7 @@ __all__ = ["GROUP", "PIP_LINES", "available", "load"]
 
 GROUP = "kvxfer.backends"
 
-PIP_LINES = {name: f"pip install 'kvxfer[{name}]'" for name in ("zmq", "nixl", "ucx", "nccl", "cma", "cuda-ipc")}
+PIP_LINES = {name: f"pip install 'kvxfer[{name}]'" for name in ("zmq", "tcp", "nixl", "ucx", "nccl", "cma", "cuda-ipc")}
 """Back ends that are published beside the core, and how a user gets them."""
 
 
