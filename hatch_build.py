@@ -13,6 +13,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class SiblingsHook(MetadataHookInterface):
+    """Fills in the dependencies and extras, with the siblings among them."""
+
     def update(self, metadata: dict[str, Any]) -> None:
         siblings: dict[str, str] = self.config["siblings"]
         metadata["dependencies"] = self.config["dependencies"]

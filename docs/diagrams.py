@@ -18,7 +18,7 @@ TABLES = {"lane": (LANE, LaneState, LaneEvent), "serve": (SERVE, ServeState, Ser
 
 
 def diagram(life: Life[Any, Any], states: Any) -> str:
-    """Mermaid; stimuli that lead from one state to the same other share an arrow."""
+    """Return a Mermaid diagram; stimuli that lead from one state to the same other share an arrow."""
     arrows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (before, stimulus), after in life.moves.items():
         arrows[before.name, after.name].append(stimulus)
@@ -32,7 +32,7 @@ def diagram(life: Life[Any, Any], states: Any) -> str:
 
 
 def ignored(life: Life[Any, Any], states: Any, events: Any) -> str:
-    """A table of the pairs that change nothing."""
+    """Return a table of the pairs that change nothing."""
     lines = ["| What changes nothing | in state | because |", "| --- | --- | --- |"]
     for reason, pairs in life.ignored.items():
         by_states: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
@@ -46,7 +46,7 @@ def ignored(life: Life[Any, Any], states: Any, events: Any) -> str:
 
 
 def drawn(page: str) -> str:
-    """The page with its diagrams as the tables are now."""
+    """Return the page with its diagrams as the tables are now."""
     for name, (life, states, events) in TABLES.items():
         body = f"<!-- {name} -->\n{diagram(life, states)}\n\n{ignored(life, states, events)}\n<!-- end {name} -->"
         page, found = re.subn(f"<!-- {name} -->.*?<!-- end {name} -->", lambda _, b=body: b, page, flags=re.DOTALL)

@@ -1,5 +1,6 @@
-"""Draw ``docs/images/geometry-*.svg`` from real plans, and the tables of ``docs/geometry.md`` from real refusals:
-``python docs/geometry_pictures.py``. A test fails when they are not what the code says.
+"""Draw ``docs/images/geometry-*.svg`` from real plans, and the tables of ``docs/geometry.md`` from real refusals.
+
+Run ``python docs/geometry_pictures.py``. A test fails when they are not what the code says.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Svg:
         )
 
     def ribbon(self, top: tuple[float, float], bottom: tuple[float, float], y0: float, y1: float, fill: str) -> None:
-        """A band from an interval above to an interval below."""
+        """Draw a band from an interval above to an interval below."""
         (a, b), (c, d), m = top, bottom, (y0 + y1) / 2
         self._parts.append(
             f'<path d="M{a:g},{y0:g} C{a:g},{m:g} {c:g},{m:g} {c:g},{y1:g} L{d:g},{y1:g} C{d:g},{m:g} {b:g},{m:g} {b:g},{y0:g} Z" '
@@ -72,8 +73,16 @@ class Svg:
 
 @dataclass(frozen=True)
 class Content:
-    """A sort of content: its planes, whether it has heads, and its layouts, outermost axis first (L layer, B block, P
-    plane, H head, N token). Planes that are no axis lie side by side, heads and tokens that are none are opaque."""
+    """A kind of content.
+
+    Planes that are no axis lie side by side; heads and tokens that are none are opaque.
+
+    Attributes:
+        planes: Their names.
+        headed: Whether it has heads.
+        layouts: Axes by the layout's name, the outermost first: L layer, B block, P plane, H head, N token.
+        kind: Of the block table's group.
+    """
 
     planes: tuple[str, ...]
     headed: bool
@@ -110,23 +119,23 @@ def cache(
     order: str,
     n: int,
     heads: tuple[int, int] = (0, 8),
-    of: Content = KV,
+    content: Content = KV,
     *,
     total: int = 8,
     layers: tuple[int, int] = (0, 1),
     blocks: int = 8,
     rank: Rank = FIRST,
 ) -> Cache:
-    """A rank that holds these heads and layers; a byte for each plane, head and token."""
+    """Return the cache of a rank that holds these heads and layers, with a byte for each plane, head and token."""
     count, deep = heads[1] - heads[0], layers[1] - layers[0]
-    size = {"L": deep, "B": blocks, "P": len(of.planes), "N": n, "H": count}
-    unit = (1 if "H" in order or not of.headed else count) * (1 if "N" in order or of.kind == "state" else n)
-    stride, step = {"P": unit}, unit * (1 if "P" in order else len(of.planes))
+    size = {"L": deep, "B": blocks, "P": len(content.planes), "N": n, "H": count}
+    unit = (1 if "H" in order or not content.headed else count) * (1 if "N" in order or content.kind == "state" else n)
+    stride, step = {"P": unit}, unit * (1 if "P" in order else len(content.planes))
     for axis in reversed(order):
         stride[axis] = step
         step *= size[axis]
     names = tuple(f"layer {i}" for i in range(*layers))
-    held = Heads(heads[0], count, total, stride.get("H")) if of.headed else None
+    held = Heads(heads[0], count, total, stride.get("H")) if content.headed else None
     views = tuple(
         View(
             plane,
@@ -140,22 +149,24 @@ def cache(
             held,
             stride.get("N"),
         )
-        for k, plane in enumerate(of.planes)
+        for k, plane in enumerate(content.planes)
     )
-    return Cache((Region(0, step),), (Group(n, of.kind),), views, rank)
+    return Cache((Region(0, step),), (Group(n, content.kind),), views, rank)
 
 
-def engine(of: Content, order: str, n: int, tp: int, stages: tuple[tuple[int, int], ...] = ((0, 8),)) -> list[Cache]:
-    """All ranks of an engine; content without heads is on every rank."""
+def engine(
+    content: Content, order: str, n: int, tp: int, stages: tuple[tuple[int, int], ...] = ((0, 8),)
+) -> list[Cache]:
+    """Return all ranks of an engine; content without heads is on every rank."""
     return [
-        cache(order, n, (r * 8 // tp, (r + 1) * 8 // tp), of, layers=layers, rank=Rank(pp, r))
+        cache(order, n, (r * 8 // tp, (r + 1) * 8 // tp), content, layers=layers, rank=Rank(pp, r))
         for pp, layers in enumerate(stages)
         for r in range(tp)
     ]
 
 
 def joined(src: Cache, dst: Cache) -> Planner:
-    """All that the two have in common."""
+    """Return a planner of everything that the two caches have in common."""
     assignments = []
     for i, (s, d) in enumerate(zip(src.views, dst.views, strict=True)):
         assert s.heads is not None and d.heads is not None
@@ -168,7 +179,7 @@ def joined(src: Cache, dst: Cache) -> Planner:
 
 
 def block_picture() -> Svg:
-    """Memory of one block on both sides, and the rows of the pattern between them."""
+    """Draw memory of one block on both sides, and the rows of the pattern between them."""
     both, one = (0, 2), (1, 2)
     cases = [
         ("equal pages, [N, H, C]: one row", cache("LBNH", 4, both, total=2), cache("LBNH", 4, both, total=2)),
@@ -213,7 +224,7 @@ def block_picture() -> Svg:
 
 
 def cells(c: Cache) -> Iterator[tuple[int, int, int, str]]:
-    """(offset, head, token, plane) of every unit of block 0 of the first layer, a byte each."""
+    """Yield (offset, head, token, plane) of every unit of block 0 of the first layer, a byte each."""
     for v in c.views:
         assert v.heads is not None and v.heads.stride is not None and v.token_stride is not None
         for h in range(v.heads.count):
@@ -225,7 +236,7 @@ def cells(c: Cache) -> Iterator[tuple[int, int, int, str]]:
 
 
 def segment_picture() -> Svg:
-    """Tokens along the way, cut at the borders of both tables."""
+    """Draw the tokens of a request, cut at the borders of both tables."""
     src, dst = (cache("LBNH", n, (0, 1), total=1, blocks=16) for n in (4, 6))
     tables, start, tokens = ([7, 2, 9, 4, 12, 5], [3, 11, -1, 8]), 3, 23
     (part,) = joined(src, dst).plan([tables[0]], [tables[1]], start, tokens).logical
@@ -259,7 +270,7 @@ def segment_picture() -> Svg:
 
 
 def shard_picture() -> Svg:
-    """Layers by heads, of a producer of TP 2 and two stages and a consumer of TP 4."""
+    """Draw layers by heads, of a producer of TP 2 and two stages and a consumer of TP 4."""
     producers, consumers = engine(KV, "LBHN", 4, 2, ((0, 5), (5, 8))), engine(KV, "LBHN", 4, 4)
     routes, colour = route(producers, consumers), {c.rank: COLOURS[i] for i, c in enumerate(producers)}
     svg, cell, top = Svg(760, 340), 30, 60
@@ -294,7 +305,7 @@ def _area(svg: Svg, x: float, y: float, cell: int, c: ShardAssignment, fill: str
 
 
 def stream_picture() -> Svg:
-    """Rows scattered over two layers on the producer, one long message, rows scattered otherwise on the consumer."""
+    """Draw rows scattered over two layers on the producer, one long message, and rows scattered otherwise on the consumer."""
     src, dst = (cache("LBNH", 2, (lo, 2), total=2, layers=(0, 2), blocks=4) for lo in (0, 1))
     plan = joined(src, dst).plan([[2, 0, 3]], [[1, 3, 0]], 0, 5)
     svg, left, step = Svg(880, 300), 120, 11.5
@@ -329,7 +340,7 @@ def stream_picture() -> Svg:
 
 
 def verdict(producers: list[Cache], consumers: list[Cache]) -> str:
-    """Nothing if they convert, else the axis that the refusal names."""
+    """Return nothing if the caches convert, else the axis that the refusal names."""
     try:
         for rank, r in route(producers, consumers).items():
             sink = next(c for c in consumers if c.rank == rank)
@@ -341,22 +352,26 @@ def verdict(producers: list[Cache], consumers: list[Cache]) -> str:
 
 
 def within() -> str:
-    """What two engines may differ in, for every sort of content."""
+    """Return the table of what two engines may differ in, for every kind of content."""
     lines = ["| content | layouts | block size | tensor parallelism | pipeline stages |", "|---|---|---|---|---|"]
-    for name, of in CONTENTS.items():
-        orders = list(of.layouts.values())
-        layouts = {verdict(engine(of, a, 16, 1), engine(of, b, 16, 1)) for a in orders for b in orders}
+    for name, content in CONTENTS.items():
+        orders = list(content.layouts.values())
+        layouts = {verdict(engine(content, a, 16, 1), engine(content, b, 16, 1)) for a in orders for b in orders}
         sizes = {
-            verdict(engine(of, orders[0], a, 1), engine(of, orders[0], b, 1)) for a, b in ((16, 64), (64, 16), (48, 64))
+            verdict(engine(content, orders[0], a, 1), engine(content, orders[0], b, 1))
+            for a, b in ((16, 64), (64, 16), (48, 64))
         }
-        tps = {verdict(engine(of, orders[0], 16, a), engine(of, orders[0], 16, b)) for a, b in ((1, 4), (4, 1), (2, 8))}
+        tps = {
+            verdict(engine(content, orders[0], 16, a), engine(content, orders[0], 16, b))
+            for a, b in ((1, 4), (4, 1), (2, 8))
+        }
         stages = {
-            verdict(engine(of, orders[0], 16, 1, a), engine(of, orders[0], 16, 1, b))
+            verdict(engine(content, orders[0], 16, 1, a), engine(content, orders[0], 16, 1, b))
             for a, b in ((((0, 8),), ((0, 5), (5, 8))), (((0, 5), (5, 8)), ((0, 3), (3, 8))))
         }
         cells = [_allowed(x) for x in (layouts, sizes, tps, stages)]
-        cells[0] = f"{cells[0]}: {', '.join(of.layouts)}"
-        if of.kind == "state":
+        cells[0] = f"{cells[0]}: {', '.join(content.layouts)}"
+        if content.kind == "state":
             cells[1] += " (one state a request; states along the way: equal)"
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -368,12 +383,12 @@ def _allowed(refusals: set[str]) -> str:
 
 
 def between() -> str:
-    """What is refused between sorts of content, by the axis that the refusal names."""
+    """Return the table of what is refused between kinds of content, by the axis that the refusal names."""
     lines = ["| producer, consumer | " + " | ".join(CONTENTS) + " |", "|---" * (len(CONTENTS) + 1) + "|"]
-    for name, of in CONTENTS.items():
+    for name, content in CONTENTS.items():
         row = []
         for other in CONTENTS.values():
-            found = verdict(*(engine(x, next(iter(x.layouts.values())), 16, 1) for x in (of, other)))
+            found = verdict(*(engine(x, next(iter(x.layouts.values())), 16, 1) for x in (content, other)))
             row.append(found or "converts")
         lines.append(f"| {name} | {' | '.join(row)} |")
     return "\n".join(lines)
@@ -383,7 +398,7 @@ PICTURES = {"block": block_picture, "segments": segment_picture, "shards": shard
 
 
 def drawn(page: str) -> str:
-    """The page with its tables as the code is now."""
+    """Return the page with its tables as the code is now."""
     for name, table in (("within", within), ("between", between)):
         body = f"<!-- {name} -->\n{table()}\n<!-- end {name} -->"
         page, found = re.subn(f"<!-- {name} -->.*?<!-- end {name} -->", lambda _, b=body: b, page, flags=re.DOTALL)

@@ -1,5 +1,6 @@
-"""Write the tables of ``docs/models.md`` from the catalogue of page kinds: ``python docs/models_table.py``. A test fails when
-they are not what the code says.
+"""Write the tables of ``docs/models.md`` from the catalogue of page kinds: ``python docs/models_table.py``.
+
+A test fails when they are not what the code says.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SHOWN = {"end to end": "end to end", "scheduler": "on the scheduler", "planner":
 
 
 def families() -> str:
+    """Return the table of models."""
     lines = ["| models | groups | state | shown by | last vLLM | note |", "|---|---|---|---|---|---|"]
     for f in FAMILIES:
         groups = "; ".join(dict.fromkeys(what for what, _ in f.groups))
@@ -43,6 +45,7 @@ def _state(family: Family) -> str:
 
 
 def kinds() -> str:
+    """Return the table of vLLM's cache specs."""
     lines = [
         "| spec | kept | a page | may be cut by | depends on | source | shown by |",
         "|---|---|---|---|---|---|---|",
@@ -54,6 +57,7 @@ def kinds() -> str:
 
 
 def writers() -> str:
+    """Return the table of attention back ends."""
     lines = ["| attention back end | a page |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{name.rpartition('.')[2]}` | {FORMS[form]} |" for name, form in WRITERS.items())])
 
@@ -62,7 +66,7 @@ TABLES = {"families": families, "kinds": kinds, "writers": writers}
 
 
 def drawn(page: str) -> str:
-    """The page with its tables as the code has them."""
+    """Return the page with its tables as the code has them."""
     for name, table in TABLES.items():
         body = f"<!-- {name} -->\n{table()}\n<!-- end {name} -->"
         page, found = re.subn(f"<!-- {name} -->.*?<!-- end {name} -->", lambda _, b=body: b, page, flags=re.DOTALL)

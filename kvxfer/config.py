@@ -21,32 +21,34 @@ NAMING = "kvxfer setting {!r}"
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of one engine; both engines of a pair have their own and need not agree, as long as they have a back
-    end in common.
+    """Settings of one engine.
+
+    Both engines of a pair have their own. These need not agree, as long as the engines have a back end in common.
 
     Attributes:
-        backend: name under the entry point group `kvxfer.backends`, or `module:Class`, or `auto`: for each link the first
-            of a stated order that both engines have and that can make it (see `kvxfer.transport.auto`).
-        backend_options: handed to the back end, which checks them itself; with `auto`, options by back end.
-        listen: address that control sockets bind to.
-        port: port of the engine's directory; 0 takes any free one.
-        advertise: host name or address given to peers; None gives them `listen`.
-        transfer_timeout: seconds from a consumer's *want* to the transfer's outcome.
-        lease: seconds for which a producer keeps blocks that it offered and nobody fetched or renewed.
-        peer_timeout: seconds of silence after which a peer counts as dead.
-        staging_bytes: size of the staging area, for transfers that cannot or should not go direct; None takes
-            64 MiB of host memory, or 512 MiB of a CUDA device where the back end moves such memory.
-        legacy_hosts: networks, addresses or names of engines that a request id in the form of vLLM's former
-            P2pNcclConnector may name; empty: ids are never taken for addresses.
-        key_file: path of the key that all engines of a deployment share (`kvxfer keys` makes one); None: no
+        backend: Name under the entry point group `kvxfer.backends`, or `module:Class`, or `auto`: for each link the
+            first of a stated order that both engines have and that can make it (see `kvxfer.transport.auto`).
+        backend_options: Handed to the back end, which checks them itself; with `auto`, options by back end.
+        listen: Address that control sockets bind to.
+        port: Port of the engine's directory; 0 takes any free one.
+        advertise: Host name or address given to peers; None gives them `listen`.
+        transfer_timeout: Seconds from a consumer's fetch request to the transfer's outcome.
+        lease: Seconds for which a producer keeps blocks that it offered and nobody fetched or renewed.
+        peer_timeout: Seconds of silence after which a peer counts as dead.
+        staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
+            host memory, or 512 MiB of a CUDA device where the back end moves such memory.
+        legacy_hosts: Networks, addresses or names of engines that a request id in the form of vLLM's former
+            P2pNcclConnector may name; if empty, ids are never taken for addresses.
+        key_file: Path of the key that all engines of a deployment share (`kvxfer keys` makes one); None for no
             authentication.
-        peers: who may connect and be dialled: networks, addresses, host names; None: everybody.
-        integrity: how much of what arrives is compared with a hash of what was sent: nothing, a sixteenth of each
-            part's blocks, or all. Of two engines that differ in it, the stricter one has its way.
-        layout_check: whether a connector compares at start where its engine writes KV with where kvxfer would read it, and
-            refuses to start when they differ.
-        model: a name for the weights, instead of what the engine finds out about them: two engines of one name are taken
-            to serve the same. For checkpoints that differ in form only, or that cannot be read. None: found out.
+        peers: Who may connect and be dialled: networks, addresses, host names; None for everybody.
+        integrity: How much of what arrives is compared with a hash of what was sent: nothing, a sixteenth of each
+            part's blocks, or all. If two engines differ, the stricter setting applies.
+        layout_check: Whether a connector compares at start where its engine writes KV with where kvxfer would read it,
+            and refuses to start when they differ.
+        model: A name for the weights, in place of what the engine finds out about them. Two engines of one name are
+            taken to serve the same model. For checkpoints that differ in form only, or that cannot be read. None lets
+            the engine find out.
     """
 
     backend: NonEmpty = "zmq"
@@ -70,8 +72,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Read settings as they come out of JSON, YAML or an engine's own configuration.
 
         Raises:
-            ConfigError: a key is unknown (the message names the nearest known one) or a value has the wrong
-                type or range (the message names key, value and what is expected).
+            ConfigError: A key is unknown (the message names the nearest known one) or a value has the wrong type or
+                range (the message names key, value and what is expected).
         """
         config = read(cls, mapping, NAMING)
         check_dialable(config.listen, config.advertise, NAMING)

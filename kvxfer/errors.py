@@ -11,8 +11,8 @@ class KvxferError(Exception):
     """Base of all errors that kvxfer raises on purpose.
 
     Args:
-        message: what happened.
-        kind: what a transfer that ends by it has failed with; by default that of the class.
+        message: What happened.
+        kind: What a transfer that ends by it has failed with; by default the kind of the class.
     """
 
     default: ClassVar[FailureKind] = FailureKind.MISUSE

@@ -32,7 +32,11 @@ ADVICE = (
 
 
 def check(facts: Mapping[str, str]) -> dict[str, str]:
-    """The facts, if they are few, short and printable. Raises ``ConfigError``."""
+    """Return the facts, if they are few, short and printable.
+
+    Raises:
+        ConfigError: They are not; the message names the fact.
+    """
     if len(facts) > MOST:
         raise ConfigError(f"{len(facts)} facts are more than {MOST}; state a hash of some")
     for name, text in facts.items():
@@ -45,10 +49,12 @@ def check(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -> str | None:
-    """In what two engines differ, with both values and what to do; ``None`` if in nothing.
+    """Say in what two engines differ, with both values and what to do; ``None`` if in nothing.
 
     Args:
-        there: where the others are, such as ``"at the producer"``.
+        ours: The facts of this engine.
+        theirs: The facts of the other.
+        there: Where the other is, such as ``"at the producer"``.
     """
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not names:
@@ -58,7 +64,7 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -
 
 
 def sealed(facts: Mapping[str, str]) -> str:
-    """A hash, for digests; the order of the facts is of no matter."""
+    """Return a hash of the facts for digests, whatever their order."""
     return hashlib.blake2b(key(*sorted(facts.items())), digest_size=16).hexdigest()
 
 
@@ -67,5 +73,5 @@ def _value(facts: Mapping[str, str], name: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """A peer's text for people: nothing that could pass for a line of its own."""
+    """Return a peer's text for people to read, with nothing in it that could pass for a line of its own."""
     return text if text.isprintable() else ascii(text)

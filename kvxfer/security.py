@@ -1,9 +1,9 @@
 """Who may talk to an engine's control sockets: one key for all engines of a deployment, and a list of addresses.
 
-With a key, every connection is TLS 1.3: the key is a private key with its own certificate, and either side proves that it holds
-the very same before a message is taken in. Messages are encrypted under keys made for the connection, and none can be replayed.
-The list is of those who may connect, and of those whom a request may have us dial. Bulk bytes go over the back end's own
-connections, which this does not encrypt; a peer learns where they are only over an authenticated control socket.
+With a key, every connection is TLS 1.3. The key is a private key with its own certificate, and either side proves that
+it holds the same one before a message is accepted. Messages are encrypted under keys made for the connection, and none
+can be replayed. The list says who may connect, and whom a request may make us dial. Bulk bytes go over the back end's
+own connections, which this does not encrypt; a peer learns where they are only over an authenticated control socket.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
 
 
 class Complaints:
-    """Warnings that strangers can cause: logged, but not as often as they like. Any thread."""
+    """Warnings that strangers can cause, logged at a limited rate. Any thread."""
 
     def __init__(self, log: logging.Logger, every: float = 1.0) -> None:
         self._log, self._every = log, every
@@ -52,7 +52,11 @@ _turned_away = Complaints(log)
 
 
 def make_key(path: Path) -> None:
-    """Write a new key to a file that does not exist yet, readable by its owner only. Raises ``ConfigError``."""
+    """Write a new key to a file that does not exist yet, readable by its owner only.
+
+    Raises:
+        ConfigError: The file cannot be written, or ``cryptography`` is not installed.
+    """
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -86,7 +90,12 @@ def make_key(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """What a connection begins with, on the side that takes it and on the side that makes it."""
+    """TLS contexts of a key.
+
+    Attributes:
+        server: For the side that accepts a connection.
+        client: For the side that makes it.
+    """
 
     server: ssl.SSLContext
     client: ssl.SSLContext
@@ -94,15 +103,23 @@ class Key:
 
 @dataclass(frozen=True)
 class Security:
-    """``key``: of the deployment, or ``None``: no authentication. ``peers``: the allow-list (see
-    ``kvxfer.identity.allowed``), or ``None``: everybody."""
+    """Who may talk to an engine.
+
+    Attributes:
+        key: The deployment's key; ``None`` for no authentication.
+        peers: The allow-list (see ``kvxfer.identity.allowed``); ``None`` for everybody.
+    """
 
     key: Key | None = None
     peers: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, config: Config) -> Security:
-        """As configured. Raises ``ConfigError`` when the key cannot be read or an entry of the list is none."""
+        """Return what the configuration asks for, and warn of sockets that are open to other hosts without a key.
+
+        Raises:
+            ConfigError: The key cannot be read, or an entry of the list is invalid.
+        """
         try:
             allowed(Address("127.0.0.1", 1), config.peers or ())
         except IdentityError as e:
@@ -118,25 +135,29 @@ class Security:
         return cls(_read_key(Path(config.key_file)), config.peers)
 
     def accepted(self, sock: socket.socket) -> socket.socket:
-        """A connection that somebody has made to us, to begin the handshake on if there is one."""
+        """Return the socket to use for a connection made to us; with a key, before the TLS handshake."""
         if self.key is None:
             return sock
         return self.key.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def dialled(self, sock: socket.socket) -> socket.socket:
-        """The same, of a connection that we have made."""
+        """Return the socket to use for a connection that we have made; with a key, before the TLS handshake."""
         if self.key is None:
             return sock
         return self.key.client.wrap_socket(sock, do_handshake_on_connect=False)
 
     def check_target(self, target: Address) -> None:
-        """Raises ``PeerError`` when it must not be dialled."""
+        """Refuse to dial an address that is not in the list.
+
+        Raises:
+            PeerError: It is not.
+        """
         if self.peers is not None and not allowed(target, self.peers):
             why = "it is not in the list of allowed peers; see the setting 'peers'"
             raise PeerError(why, kind=FailureKind.REFUSED)
 
     def admits(self, host: str) -> bool:
-        """Whether somebody from this address may connect."""
+        """Return whether a peer from this address may connect, and log if not."""
         if self.peers is None:
             return True
         try:
@@ -148,7 +169,7 @@ class Security:
         return admitted
 
     def turned_away(self, host: str, why: str) -> None:
-        """Somebody from this address was."""
+        """Log that a connection from this address was refused."""
         key = "" if self.key is None else "; whoever connects here needs the key"
         _turned_away("turned away a connection from %s: %s%s", host, why, key)
 
@@ -174,7 +195,7 @@ def _read_key(path: Path) -> Key:
 
 
 def _context(side: int, path: Path) -> ssl.SSLContext:
-    """TLS of which both ends have this key and its certificate, and trust no other."""
+    """Return a TLS context whose two ends both have this key and its certificate, and trust no other."""
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # it is not known by a name but by its key
@@ -187,12 +208,12 @@ def _context(side: int, path: Path) -> ssl.SSLContext:
 
 
 def _plain(address: str) -> str:
-    """An address as ZeroMQ reports it, without a scope, and IPv4 as such."""
+    """Return an address as a socket reports it without its scope, and IPv4 in its own form."""
     return address.partition("%")[0].removeprefix("::ffff:")
 
 
 def _portless(entry: str) -> str:
-    """An entry of the list without its port: those who connect come from any."""
+    """Return an entry of the list without its port, since peers connect from any."""
     host, colon, port = entry.rpartition(":")
     named = colon and port.isdigit() and (host.endswith("]") or ":" not in host)
     return host if named else entry

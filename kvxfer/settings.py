@@ -1,7 +1,7 @@
 """Settings that a user wrote, read in one way: the configuration's and the options of every back end.
 
-What is unknown is answered with the nearest that there is, a wrong value with what is expected. For whoever writes a
-back end, too: ``read(Options, options, "option {!r} of back end 'mine'")``.
+An unknown name is answered with the nearest known one, a wrong value with what is expected. Whoever writes a back end
+uses it too: ``read(Options, options, "option {!r} of back end 'mine'")``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ WILDCARDS = frozenset({"0.0.0.0", "::", "*"})
 
 
 def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
-    """The settings as a ``kind``, as they come out of JSON, YAML or an engine's own configuration.
+    """Read settings as they come out of JSON, YAML or an engine's own configuration.
 
     Args:
-        kind: a struct whose fields have defaults; their types say what is allowed.
-        naming: how to speak of a setting, with ``{!r}`` where its name goes.
+        kind: A struct whose fields have defaults; their types say what is allowed.
+        values: The settings, by name.
+        naming: What messages call a setting, with ``{!r}`` where its name goes.
 
     Raises:
-        ConfigError: a setting is unknown (the message names the nearest known one) or a value has the wrong type or
+        ConfigError: A setting is unknown (the message names the nearest known one) or a value has the wrong type or
             range (the message names setting, value and what is expected).
     """
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
@@ -48,7 +49,11 @@ def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
 
 
 def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
-    """Raises ``ConfigError`` if peers would be told to dial an address that stands for all addresses."""
+    """Refuse settings by which peers would be told to dial an address that stands for all addresses.
+
+    Raises:
+        ConfigError: ``listen`` is such an address, and ``advertise`` is not set.
+    """
     if listen in WILDCARDS and advertise is None:
         raise ConfigError(
             f"{naming.format('listen')} is {listen!r}, which is no address that a peer could dial; "
@@ -76,13 +81,13 @@ def unmapped(address: IpAddress) -> IpAddress:
 
 
 def advice(key: object, known: Iterable[str]) -> str:
-    """What to say of a name that is not known: the nearest, or all."""
+    """Return what to say of an unknown name: the nearest known one, or all."""
     names = list(known)
     return near(key, names) or f"there are {', '.join(names)}"
 
 
 def near(key: object, known: Iterable[str]) -> str | None:
-    """A question for the known name that resembles it most, or ``None`` where none does."""
+    """Return a question for the known name that resembles it most, or ``None`` if none does."""
     found = get_close_matches(str(key), list(known), n=1)
     return f"did you mean {found[0]!r}?" if found else None
 

@@ -21,24 +21,28 @@ import time
 from kvxfer.transport.contract import Probe, Transport
 
 class Good(Transport):
+    name = "good"
     contract = 1
     @classmethod
     def probe(cls):
         return Probe(usable=True, reason="works", memory=frozenset({"cpu"}), facts={"library": "1.2 [x]"})
 
 class Idle(Transport):
+    name = "idle"
     contract = 1
     @classmethod
     def probe(cls):
         return Probe(usable=False, reason="no such card")
 
 class Crashes(Transport):
+    name = "crashes"
     contract = 1
     @classmethod
     def probe(cls):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 class Prints(Transport):
+    name = "prints"
     contract = 1
     @classmethod
     def probe(cls):
@@ -46,6 +50,7 @@ class Prints(Transport):
         return Probe(usable=True, reason="works, loudly")
 
 class Hangs(Transport):
+    name = "hangs"
     contract = 1
     @classmethod
     def probe(cls):

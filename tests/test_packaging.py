@@ -29,6 +29,7 @@ LEVELS = [
     {"memory", "transport", "schedule", "security"},
     {"backend"},
     {"session"},
+    {"engine"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},
     {"cli"},

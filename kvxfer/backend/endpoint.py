@@ -53,10 +53,9 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
             other = name[:32].decode("ascii", "replace")
             raise TransportError(f"these bytes are an endpoint of back end {other!r}, not of {cls.backend!r}")
         if format_ != str(cls.format).encode():
-            package = f"kvxfer-{cls.backend.replace('_', '-')}"
             raise TransportError(
                 f"the peer's endpoint of back end {cls.backend!r} has format {format_[:32].decode('ascii', 'replace')}, this side's "
-                f"{cls.format}; install the same release of {package} on both"
+                f"{cls.format}; install the same release of it on both"
             )
         try:
             return _decoder(cls).decode(packed)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.bench.ranked import RankedEngine, Verdict
+from kvxfer.bench.ranked import LoadResult, RankedEngine
 from kvxfer.bench.remote import Remote
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Source
@@ -93,10 +93,10 @@ class _Chaos:
                 self._asked.discard(name)
                 self._hear(name, *self._remotes[name].get())
 
-    def _hear(self, name: str, verdicts: list[Verdict], complaints: list[str], holding: int) -> None:
+    def _hear(self, name: str, results: list[LoadResult], complaints: list[str], holding: int) -> None:
         self.complaints += complaints
         self._holding[name] = holding
-        for v in verdicts:
+        for v in results:
             self.outcomes[v.kind] += 1
             self.worst_late_s = max(self.worst_late_s, v.late_s)
             if v.wrong:
@@ -143,16 +143,17 @@ class _Chaos:
 
 
 def measure(seconds: float, every: float, seed: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Run the engines under harm.
+    """Run the engines under faults.
 
     Args:
-        seconds: how long.
-        every: mean seconds between two kills or stops.
-        seed: of everything that is chosen.
-        config: settings of the engines, besides their times.
+        seconds: How long.
+        every: Mean seconds between two kills or stops.
+        seed: Of everything that is chosen.
+        config: Settings of the engines, besides their times.
 
     Returns:
-        Outcomes by kind, faults by kind, the latest outcome in seconds past its deadline, and complaints: none if all held.
+        Outcomes by kind, faults by kind, the latest outcome in seconds past its deadline, and complaints: none if all
+        promises held.
     """
     rng = random.Random(seed + 1)
     world = _Chaos(seed, {**config, **TIMES})

@@ -1,8 +1,8 @@
 """``kvxfer bench control``: what the control plane can do, and what authentication costs it.
 
-Messages: one process asks, another answers over a control socket, with so many questions under way that neither waits.
-Transfers: one agent fetches single blocks from another, many at a time, over the back end ``zmq``; nearly all of what that
-takes is control. Either is measured with and without a key, in turns, and the median of the rounds is compared.
+Messages: one process asks, another answers over a control socket, with enough questions under way that neither waits.
+Transfers: one agent fetches single blocks from another, many at a time, over the back end ``zmq``; nearly all of the
+time goes to control. Both are measured with and without a key, in turns, and the medians of the rounds are compared.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ BLOCK = 4096
 spawn = mp.get_context("spawn")
 
 
-def answer(pipe: Connection, config: Config) -> None:
-    """Answer wants with haves until told to stop."""
+def answer_requests(pipe: Connection, config: Config) -> None:
+    """Answer fetch requests until told to stop."""
     hub = wire.Hub(Security.of(config))
     pipe.send(hub.listen("127.0.0.1", 0, None))
     have = m.Have(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, TABLE, 0, 0)
@@ -50,9 +50,9 @@ def answer(pipe: Connection, config: Config) -> None:
 
 
 def messages(config: Config, seconds: float) -> float:
-    """Questions and answers a second."""
+    """Return how many questions are answered in a second."""
     pipe, theirs = spawn.Pipe()
-    process = spawn.Process(target=answer, args=(theirs, config), daemon=True)
+    process = spawn.Process(target=answer_requests, args=(theirs, config), daemon=True)
     process.start()
     hub = wire.Hub(Security.of(config))
     connection = hub.dial(wire.address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)
@@ -79,6 +79,7 @@ def messages(config: Config, seconds: float) -> float:
 
 
 def engine(config: Config) -> tuple[Agent, Directory]:
+    """Make an engine of one rank with a cache of single-layer blocks."""
     memory = np.zeros(BLOCK * UNDER_WAY, np.uint8)
     view = View("kv", 0, ("layer",), (0,), UNDER_WAY, BLOCK, BLOCK, "bench")
     cache = Cache((Region(memory.ctypes.data, memory.nbytes),), (Group(16),), (view,))
@@ -90,6 +91,7 @@ def engine(config: Config) -> tuple[Agent, Directory]:
 
 
 def produce(pipe: Connection, config: Config) -> None:
+    """Offer a batch of transfers whenever told to, until told to stop."""
     agent, directory = engine(config)
     pipe.send(directory.source)
     while (first := pipe.recv()) is not None:
@@ -102,7 +104,7 @@ def produce(pipe: Connection, config: Config) -> None:
 
 
 def transfers(config: Config, seconds: float) -> float:
-    """Transfers a second."""
+    """Return how many transfers of a single block are delivered in a second."""
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=produce, args=(theirs, config), daemon=True)
     process.start()
@@ -135,7 +137,15 @@ def transfers(config: Config, seconds: float) -> float:
 
 
 def measure(seconds: float, rounds: int) -> dict[str, Any]:
-    """Medians and extremes of ``rounds`` rounds, with a key and without one in turns, by what was counted."""
+    """Measure with a key and without one, in turns.
+
+    Args:
+        seconds: Length of each measurement.
+        rounds: Measurements of each kind.
+
+    Returns:
+        Medians and extremes of the rounds, by what was counted.
+    """
     out: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
     with tempfile.TemporaryDirectory() as folder:
         make_key(Path(folder) / "key")

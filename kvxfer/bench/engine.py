@@ -42,6 +42,18 @@ T = TransferId("bench", 0)
 
 @dataclass(frozen=True)
 class Setup:
+    """What a ``BenchEngine`` is made of.
+
+    Attributes:
+        role: ``"producer"`` or ``"consumer"``.
+        backend: Name of the back end.
+        options: Its options.
+        model: Shape of the cache.
+        blocks: Blocks of the cache.
+        device: Where the cache is.
+        staging_bytes: Staging memory.
+    """
+
     role: str  # "producer" or "consumer"
     backend: str
     options: dict[str, Any]
@@ -52,7 +64,7 @@ class Setup:
 
 
 class BenchEngine:
-    """Its methods are called in turn, on one thread."""
+    """One of the two engines of a transfer benchmark. Its methods are called in turn, on one thread."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -73,7 +85,7 @@ class BenchEngine:
     # --- transport -------------------------------------------------------------------------------------------------
 
     def open_mover(self) -> bytes:
-        """Start a data thread of its own; returns the endpoint for the other side."""
+        """Start a data thread, and return the endpoint for the other side."""
         backend = load(self._config.backend)
         self._results: deque[tuple[float, Any]] = deque()
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -93,13 +105,25 @@ class BenchEngine:
         return self._mine
 
     def connect(self, theirs: bytes) -> str:
+        """Link this data thread with the other side's; return the mode in which parts are moved."""
         assert self._mover is not None
         self._mover.connect("link", 1, self._mine, theirs)
         self._take(results.Connected)
         return self._terms.mode
 
     def move(self, src: Ints, dst: Ints, pipe: Connection, rounds: int, pause: float) -> list[dict[str, float]]:
-        """Move all the blocks so often, each time after so many seconds; ``pipe`` leads to the other side."""
+        """Move all the blocks.
+
+        Args:
+            src: The producer's block ids.
+            dst: The consumer's.
+            pipe: Leads to the other side.
+            rounds: How often.
+            pause: Seconds before each round.
+
+        Returns:
+            For each round its begin and end, on a clock that all processes of a host share, and its bytes.
+        """
         peer = Meeting(pipe)
         return [self._move(src, dst, peer, pause) for _ in range(rounds)]
 
@@ -132,7 +156,7 @@ class BenchEngine:
         os.eventfd_write(self._news, 1)
 
     def _until_moved(self, ref: PartRef, peer: Meeting) -> tuple[float, float]:
-        """Wait for the part's end, passing word of staged pieces between the two data threads; its beginning and end."""
+        """Return the begin and end of a part, having passed word of staged pieces between the two data threads."""
         assert self._mover is not None
         while ready := wait([self._news, peer.pipe], WAIT_S):
             if peer.pipe in ready and (words := peer.hear()) is not None:
@@ -150,7 +174,7 @@ class BenchEngine:
         raise TimeoutError("the part did not end")
 
     def _heard(self) -> Iterator[tuple[float, Any]]:
-        """What the data thread has said, and when."""
+        """Yield what the data thread has said, and when."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._news)
         while self._results:
@@ -167,7 +191,7 @@ class BenchEngine:
     # --- the library by itself -------------------------------------------------------------------------------------
 
     def open_raw(self) -> bytes | None:
-        """The endpoint for the other side; ``None`` where the back end names no such library."""
+        """Start the library; return the endpoint for the other side, ``None`` if the back end names no library."""
         made = find(self._setup.backend)
         if made is None:
             return None
@@ -175,7 +199,7 @@ class BenchEngine:
         return self._raw.endpoint()
 
     def connect_raw(self, theirs: bytes) -> bool:
-        """Whether ``move_raw`` takes both sides."""
+        """Link the libraries; return whether ``move_raw`` takes both sides."""
         assert self._raw is not None
         self._raw.connect(theirs)
         return self._raw.two_sided
@@ -183,8 +207,19 @@ class BenchEngine:
     def move_raw(
         self, src: Ints, dst: Ints, pipe: Connection | None, rounds: int, ways: Sequence[bool]
     ) -> list[list[dict[str, float]]]:
-        """The same blocks so often with a message or descriptor a run (``True``), or as many bytes in one, in turns.
-        ``pipe`` leads to the other side, if that takes part."""
+        """Move the blocks by the library.
+
+        Args:
+            src: The producer's block ids.
+            dst: The consumer's.
+            pipe: Leads to the other side, if that takes part.
+            rounds: How often.
+            ways: In each round, in turns: with a message or descriptor for each run (``True``), or as many bytes in
+                one.
+
+        Returns:
+            For each round and way its begin and end, and the number of runs.
+        """
         assert self._raw is not None
         peer = None if pipe is None else Meeting(pipe)
         out: list[list[dict[str, float]]] = []
@@ -208,7 +243,7 @@ class BenchEngine:
     # --- session ---------------------------------------------------------------------------------------------------
 
     def open_agent(self, integrity: Integrity) -> Source:
-        """An agent for transfers that are checked so; there may be one for each way."""
+        """Start an agent whose transfers are checked in this way; there may be one for each way."""
         if self._mover is not None:
             self._mover.close(10.0)
             self._mover = None
@@ -220,7 +255,7 @@ class BenchEngine:
         return directory.source
 
     def offer(self, numbers: Sequence[int], src: Ints) -> None:
-        """Offer transfers to all ways of checking."""
+        """Offer transfers to the agents of all ways of checking."""
         tokens = len(src) * self._pool.cache.groups[0].block_tokens
         for number in numbers:
             for agent, _ in self._agents.values():
@@ -229,8 +264,18 @@ class BenchEngine:
     def fetch(
         self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source], pause: float
     ) -> list[dict[Integrity, dict[str, float]]]:
-        """Loads one after the other, each after so many seconds, in all ways in turn; ``call_s`` is what the engine's thread
-        pays, ``fetch_s`` the time to its outcome, ``session_s`` that without the wait for the producer's word."""
+        """Load transfers one after the other, each in all ways of checking in turn.
+
+        Args:
+            numbers: The transfers.
+            dst: Our block ids.
+            sources: By way of checking, where the producer is.
+            pause: Seconds before each load.
+
+        Returns:
+            For each transfer and way: ``call_s``, which the engine's thread pays; ``fetch_s``, the time to its outcome;
+            and ``session_s``, the same without the wait for the producer's word.
+        """
         return [{way: self._fetch(way, n, dst, source, pause) for way, source in sources.items()} for n in numbers]
 
     def _fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source, pause: float) -> dict[str, float]:
@@ -263,11 +308,14 @@ class BenchEngine:
     # --- both ------------------------------------------------------------------------------------------------------
 
     def cache(self) -> Cache:
+        """Return the description of the cache."""
         return self._pool.cache
 
     def know(self, other: Cache) -> None:
-        """The other side's cache, before anything is moved. What depends on the two caches alone is worked out once, as on a
-        link between agents."""
+        """Take the other side's cache, before anything is moved.
+
+        What depends on the two caches alone is computed once, as on a link between agents.
+        """
         cache = self._pool.cache
         source, sink = (cache, other) if self._setup.role == "producer" else (other, cache)
         view = cache.views[0]
@@ -275,12 +323,15 @@ class BenchEngine:
         self._planner = Planner(source, sink, assignments)
 
     def clear(self) -> None:
+        """Set the cache to zero."""
         self._pool.clear()
 
     def matches(self, mine: Ints, theirs: Ints) -> bool:
+        """Return whether our blocks ``mine`` hold what the producer's blocks ``theirs`` do."""
         return self._pool.matches(np.asarray(mine), np.asarray(theirs))
 
     def close(self) -> None:
+        """End whatever was opened."""
         if self._mover is not None:
             self._mover.close(10.0)
         if self._raw is not None:

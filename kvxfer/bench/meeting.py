@@ -19,8 +19,14 @@ class Meeting:
         self._there = False
 
     def meet(self) -> None:
-        """Return when the other side is here as well. At first this does not sleep, so that both begin at the same time; later
-        it does, so that the other side has the processor."""
+        """Return when the other side is here as well.
+
+        At first this does not sleep, so that both begin at the same time; later it does, so that the other side has the
+        processor.
+
+        Raises:
+            TimeoutError: The other side does not come within ``WAIT_S`` seconds.
+        """
         self.pipe.send(None)
         until = time.monotonic() + SPIN_S
         while not self._there:
@@ -31,10 +37,11 @@ class Meeting:
         self._there = False
 
     def tell(self, *words: int) -> None:
+        """Send words to the other side."""
         self.pipe.send(words)
 
     def hear(self) -> Any:
-        """The next words of the other side, or ``None`` if it has none and is here for the next round."""
+        """Return the next words of the other side, or ``None`` if it has none and is here for the next round."""
         words = self.pipe.recv()
         self._there |= words is None
         return words

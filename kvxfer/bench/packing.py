@@ -37,7 +37,8 @@ PAIRS = [
 ]
 
 
-def cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
+def describe_cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
+    """Describe a cache of ``blocks`` blocks in one region."""
     n, d, page = TOKENS, HEAD_BYTES, PAGE * heads // HEADS
     block, layer, v, head, token = {
         "LBNHC": (page, blocks * page, d, 2 * d, heads * 2 * d),
@@ -64,8 +65,8 @@ def cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
     return Cache((region,), (Group(n),), views)
 
 
-class Timer:
-    """Medians of rounds in which all calls take turns, in seconds of work and of the calling thread."""
+class RoundTimer:
+    """Times calls that take turns, and returns medians in seconds: of work, and of the calling thread."""
 
     def __init__(self, device: str, repeat: int) -> None:
         self._device, self._repeat = device, repeat
@@ -99,13 +100,26 @@ class Timer:
 
 
 def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int) -> dict[str, Any]:
+    """Measure one pair of layouts.
+
+    Args:
+        device: ``cpu`` or ``cuda:N``.
+        mib: MiB of KV.
+        one: The producer's layout.
+        other: The consumer's.
+        heads: Heads that are moved.
+        repeat: Rounds.
+
+    Returns:
+        Figures with their unit in the key.
+    """
     count = (mib << 20) // (LAYERS * PAGE * heads // HEADS)
     blocks = count * 5 // 4 + 1
     rng = np.random.default_rng(0)
     sizes = [LAYERS * blocks * PAGE, LAYERS * blocks * PAGE * heads // HEADS]
     held = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=device) for n in sizes]
     src, dst = (
-        cache(layout, blocks, h, Region(t.data_ptr(), t.numel(), device))
+        describe_cache(layout, blocks, h, Region(t.data_ptr(), t.numel(), device))
         for layout, h, t in ((one, HEADS, held[0]), (other, heads, held[1]))
     )
     assignments = [ShardAssignment(i, i, v.layers, 0, heads) for i, v in enumerate(dst.views)]
@@ -123,7 +137,7 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
         pinned = memory.allocate(plan.nbytes, "cpu", pinned=True)
         calls["pack_to_host"] = lambda after: source.pack(plan, pinned, 0, after)
         calls["unpack_from_host"] = lambda after: sink.unpack(plan, pinned, 0, after)
-    took = Timer(device, repeat)(calls)
+    took = RoundTimer(device, repeat)(calls)
     sent, received = source.checksum(plan, "source").value, sink.checksum(plan, "destination").value
     out: dict[str, Any] = {
         "producer": one,
@@ -147,7 +161,7 @@ def _nothing(_: object) -> None:
 
 
 def rows(device: str, mib: list[int], repeat: int) -> Iterator[dict[str, Any]]:
-    """A row of figures for each size and each pair of layouts, as they are measured."""
+    """Yield a row of figures for each size and each pair of layouts, as they are measured."""
     for size in mib:
         for one, other, heads in PAIRS:
             yield measure(device, size, one, other, heads, repeat)

@@ -1,4 +1,4 @@
-"""Two processes between which a request's blocks are moved: what one round costs, by the back end and by its library."""
+"""Two processes between which a request's blocks are moved: what a round costs, by back end and by library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from kvxfer.bench.shapes import Model
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["Pair", "devices", "pair"]
+__all__ = ["Pair", "cache_devices", "pair"]
 
 
 class Pair:
-    """``producer`` and ``consumer``: see ``BenchEngine`` for what they can be asked. Times are in seconds, from when the later one
-    began to when the later one was done."""
+    """A producer and a consumer, each a ``BenchEngine`` in a process of its own.
+
+    Times are in seconds, from when the later one began to when the later one was done.
+    """
 
     def __init__(self, producer: Remote, consumer: Remote) -> None:
         self.producer, self.consumer = producer, consumer
@@ -27,7 +29,7 @@ class Pair:
         consumer("know", producer("cache"))
 
     def connect(self) -> str:
-        """Data threads of their own on both sides, and a link between them; how parts go on it."""
+        """Start a data thread on both sides and link them; return the mode in which parts are moved."""
         p, d = self.producer, self.consumer
         ends = p("open_mover"), d("open_mover")
         p.send("connect", ends[1])
@@ -35,7 +37,17 @@ class Pair:
         return str(p.get())
 
     def move(self, src: Ints, dst: Ints, rounds: int = 1, pause: float = 0.0) -> tuple[list[float], dict[str, Any]]:
-        """Rounds by the back end, each after so many seconds; their times, and what the producer says of the last."""
+        """Move the blocks by the back end.
+
+        Args:
+            src: The producer's block ids.
+            dst: The consumer's.
+            rounds: How often.
+            pause: Seconds before each round.
+
+        Returns:
+            The time of each round, and what the producer reports of the last.
+        """
         with self._pipe() as (one, two):
             self.producer.send("move", src, dst, one, rounds, pause)
             self.consumer.send("move", src, dst, two, rounds, pause)
@@ -43,7 +55,11 @@ class Pair:
         return [_span(*sides) for sides in zip(ours, theirs, strict=True)], ours[-1]
 
     def connect_raw(self) -> bool | None:
-        """The same for the library; whether both sides take part in a round, ``None`` where there is no library."""
+        """Start the back end's library on both sides and link them.
+
+        Returns:
+            Whether both sides take part in a round; ``None`` if the back end names no library.
+        """
         p, d = self.producer, self.consumer
         theirs, ours = d("open_raw"), p("open_raw")
         if ours is None or theirs is None:
@@ -55,8 +71,18 @@ class Pair:
     def move_raw(
         self, src: Ints, dst: Ints, ways: Sequence[bool], two_sided: bool, rounds: int = 1
     ) -> tuple[list[list[float]], int]:
-        """Rounds by the library, in each of which it moves the blocks with a message or descriptor a run (``True``) or one for
-        all bytes, in turns; the times of each way, and the most runs."""
+        """Move the blocks by the library.
+
+        Args:
+            src: The producer's block ids.
+            dst: The consumer's.
+            ways: In each round, in turns: with a message or descriptor for each run (``True``), or one for all bytes.
+            two_sided: Whether both sides take part.
+            rounds: How often.
+
+        Returns:
+            The times of each way, and the most runs.
+        """
         with self._pipe() as (one, two):
             if two_sided:
                 self.producer.send("move_raw", src, dst, one, rounds, ways)
@@ -67,18 +93,22 @@ class Pair:
 
     @contextmanager
     def _pipe(self) -> Iterator[tuple[Connection, Connection]]:
-        """Between the two sides."""
+        """Connect the two sides by a pipe."""
         one, two = mp.get_context("spawn").Pipe()
         with one, two:
             yield one, two
 
     def expect(self, dst: Ints, src: Ints, what: str) -> None:
-        """Raises ``KvxferError`` unless the consumer's blocks are the producer's."""
+        """Check that the consumer's blocks are the producer's.
+
+        Raises:
+            KvxferError: Some byte differs.
+        """
         if not self.consumer("matches", dst, src):
             raise KvxferError(f"the {what} run delivered wrong bytes")
 
     def _both(self) -> tuple[Any, Any]:
-        """Both answers; when both fail, both reasons."""
+        """Return both answers; when both fail, raise both reasons."""
         try:
             ours = self.producer.get()
         except KvxferError as first:
@@ -94,7 +124,7 @@ class Pair:
 def pair(
     backend: str, options: dict[str, Any], model: Model, blocks: int, where: tuple[str, str], staging_bytes: int
 ) -> Iterator[Pair]:
-    """Two processes with a cache of ``blocks`` each, on the devices ``where``."""
+    """Start two processes with a cache of ``blocks`` each, on the devices ``where``."""
     with ExitStack() as stack:
         made = []
         for role, device in zip(("producer", "consumer"), where, strict=True):
@@ -103,8 +133,12 @@ def pair(
         yield Pair(*made)
 
 
-def devices(device: str) -> tuple[str, str]:
-    """Where the two caches go: on GPUs of their own, if there are two. Raises ``ConfigError`` where there is none."""
+def cache_devices(device: str) -> tuple[str, str]:
+    """Return where the two caches go: on GPUs of their own, if there are two.
+
+    Raises:
+        ConfigError: There is no GPU.
+    """
     if device == "cpu":
         return "cpu", "cpu"
     import torch

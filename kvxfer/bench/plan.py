@@ -26,15 +26,15 @@ _MOST_RUNS = 4 << 20
 
 
 @dataclass(frozen=True)
-class Side:
-    """One rank: name of its layout, tokens a block, heads held."""
+class RankLayout:
+    """The cache of one rank: name of its layout, tokens in a block, heads held."""
 
     layout: str
     block_tokens: int = 16
     heads: tuple[int, int] = (0, HEADS)
 
     def cache(self, tokens: int) -> Cache:
-        """With a fifth more blocks than the request needs."""
+        """Describe it with a fifth more blocks than the request needs."""
         n, (lo, hi), d = self.block_tokens, self.heads, HEAD_BYTES
         h, blocks = hi - lo, -(-tokens // self.block_tokens) * 6 // 5 + 1
         page = n * h * 2 * d
@@ -71,28 +71,37 @@ class Side:
 
 
 PAIRS = (
-    (Side("LBNHC"), Side("LBNHC")),
-    (Side("BLHNC"), Side("BLHNC")),
-    (Side("LBNHC"), Side("LBHNC")),
-    (Side("LBHNC"), Side("LBNHC")),
-    (Side("2BNHD"), Side("B2NHD")),
-    (Side("2BNHD"), Side("LBHNC")),
-    (Side("BLNHC"), Side("LBHNC")),
-    (Side("LBNHC"), Side("LBNHC", 64)),
-    (Side("LBNHC", 64), Side("LBHNC")),
-    (Side("LBHNC"), Side("LBHNC", 32)),
-    (Side("LBNHC", 48), Side("LBHNC", 64)),
-    (Side("LBNHC", 16), Side("LBHNC", 17)),
-    (Side("LBNHC"), Side("LBNHC", heads=(0, 4))),
-    (Side("LBNHC", heads=(4, 8)), Side("LBNHC")),
-    (Side("LBHNC"), Side("LBHNC", heads=(3, 4))),
-    (Side("2BNHD", heads=(2, 4)), Side("BLHNC", 32)),
+    (RankLayout("LBNHC"), RankLayout("LBNHC")),
+    (RankLayout("BLHNC"), RankLayout("BLHNC")),
+    (RankLayout("LBNHC"), RankLayout("LBHNC")),
+    (RankLayout("LBHNC"), RankLayout("LBNHC")),
+    (RankLayout("2BNHD"), RankLayout("B2NHD")),
+    (RankLayout("2BNHD"), RankLayout("LBHNC")),
+    (RankLayout("BLNHC"), RankLayout("LBHNC")),
+    (RankLayout("LBNHC"), RankLayout("LBNHC", 64)),
+    (RankLayout("LBNHC", 64), RankLayout("LBHNC")),
+    (RankLayout("LBHNC"), RankLayout("LBHNC", 32)),
+    (RankLayout("LBNHC", 48), RankLayout("LBHNC", 64)),
+    (RankLayout("LBNHC", 16), RankLayout("LBHNC", 17)),
+    (RankLayout("LBNHC"), RankLayout("LBNHC", heads=(0, 4))),
+    (RankLayout("LBNHC", heads=(4, 8)), RankLayout("LBNHC")),
+    (RankLayout("LBHNC"), RankLayout("LBHNC", heads=(3, 4))),
+    (RankLayout("2BNHD", heads=(2, 4)), RankLayout("BLHNC", 32)),
 )
 
 
 def measure(tokens: int, repeat: int) -> dict[str, Any]:
-    """Time every pair; all figures with their unit in the key, medians of ``repeat`` rounds. Times are those that the
-    processor spends on the one thread that works, so that others on the machine change them little."""
+    """Time every pair of layouts.
+
+    Times are processor time of the one thread that works, so that other load on the machine changes them little.
+
+    Args:
+        tokens: Length of the request.
+        repeat: Rounds, of which the median counts.
+
+    Returns:
+        Figures with their unit in the key.
+    """
     pairs = [_pair(a, b, tokens, repeat) for a, b in PAIRS]
     timed = [p["runs_ns_per_run"] for p in pairs if p["runs_ns_per_run"] is not None]
     return {
@@ -107,7 +116,7 @@ def measure(tokens: int, repeat: int) -> dict[str, Any]:
     }
 
 
-def _pair(one: Side, other: Side, tokens: int, repeat: int) -> dict[str, Any]:
+def _pair(one: RankLayout, other: RankLayout, tokens: int, repeat: int) -> dict[str, Any]:
     src, dst = one.cache(tokens), other.cache(tokens)
     rng = np.random.default_rng(0)
 
@@ -142,8 +151,8 @@ def _pair(one: Side, other: Side, tokens: int, repeat: int) -> dict[str, Any]:
 
 
 def _consecutive(layout: str, tokens: int) -> int:
-    """Runs of a request whose blocks follow each other, between equal layouts."""
-    cache = Side(layout).cache(tokens)
+    """Return the runs of a request whose blocks follow each other, between equal layouts."""
+    cache = RankLayout(layout).cache(tokens)
     table = BlockTable.of([range(1, 1 + -(-tokens // 16))])
     assignments = [ShardAssignment(i, i, v.layers, 0, HEADS) for i, v in enumerate(cache.views)]
     return len(Planner(cache, cache, assignments).plan(table, table, 0, tokens).runs())
@@ -156,7 +165,7 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def _size(made: CopyPlan) -> int:
-    """Bytes of the factored plan: its segments, and its patterns with their rows."""
+    """Return the bytes of the factored plan: its segments, and its patterns with their rows."""
     return sum(3 * s.counts.nbytes + 2 * s.src_rows.nbytes for s in made.copies)
 
 

@@ -24,7 +24,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.session import Agent, Directory, Ended
 from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["EACH", "RankedEngine", "Verdict"]
+__all__ = ["EACH", "RankedEngine", "LoadResult"]
 
 LAYERS, HEADS, BLOCK_TOKENS, HEAD_WORDS = 2, 4, 16, 8
 BLOCKS, EACH = 256, 6
@@ -37,15 +37,15 @@ LOOK_S = 0.002
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LoadResult:
     """What became of one load at the consumer.
 
     Attributes:
-        number: of the transfer.
+        number: Of the transfer.
         kind: ``delivered``, a kind of failure, or ``disagree`` where ranks were delivered different generations.
-        reason: why it was not delivered.
-        late_s: seconds past the deadline, less those in which this process did not run; at most 0 when in time.
-        wrong: what is wrong with the bytes, or empty.
+        reason: Why it was not delivered.
+        late_s: Seconds past the deadline, less those in which this process did not run; at most 0 when in time.
+        wrong: What is wrong with the bytes, or empty.
     """
 
     number: int
@@ -69,7 +69,7 @@ class _Use:
 
 
 class Stalls:
-    """How long this process did not run, as a thread sees it that only sleeps."""
+    """Records when this process did not run, as seen by a thread that only sleeps."""
 
     def __init__(self) -> None:
         self._gaps: deque[tuple[float, float]] = deque(maxlen=2000)
@@ -107,21 +107,22 @@ class RankedEngine:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._stalls = Stalls()
-        self._verdicts: list[Verdict] = []
+        self._results: list[LoadResult] = []
         self._complaints: list[str] = []
 
     def source(self) -> Source:
+        """Return where its directory is."""
         return self._directory.source
 
     def step(
         self, serve: list[tuple[int, int]], load: list[tuple[int, Source, bool]], seconds: float
-    ) -> tuple[list[Verdict], list[str], int]:
-        """Begin these, then work for so long.
+    ) -> tuple[list[LoadResult], list[str], int]:
+        """Begin these transfers, then work for some seconds.
 
         Args:
-            serve: transfers to offer, each with the number of generations that it goes through.
-            load: transfers to fetch, from where, and whether to cancel it at some time.
-            seconds: how long to work.
+            serve: Transfers to offer, each with the number of generations that it goes through.
+            load: Transfers to fetch, from where, and whether to cancel each at some time.
+            seconds: How long to work.
 
         Returns:
             What has ended, what is wrong, and how many transfers hold blocks.
@@ -139,9 +140,9 @@ class RankedEngine:
             if time.monotonic() >= until:
                 break
             time.sleep(LOOK_S)
-        verdicts, self._verdicts = self._verdicts, []
+        results, self._results = self._results, []
         complaints, self._complaints = self._complaints, []
-        return verdicts, complaints, len(self._uses)
+        return results, complaints, len(self._uses)
 
     def close(self) -> None:
         for agent in self._agents:
@@ -208,6 +209,9 @@ class RankedEngine:
         number = event.transfer.prompt
         use = self._uses.get(number)
         if use is None:
+            # An agent remembers for a while what has ended, and a process that is stopped for longer may hear it twice.
+            if self._stalls.since(time.monotonic() - 60) > self._config.lease:
+                return
             self._complaints.append(f"{self._role}: an event of transfer {number}, which is over: {event}")
         elif isinstance(event, Ended):
             if event.role == "consumer":
@@ -234,7 +238,7 @@ class RankedEngine:
         kind, reason = ("delivered", "") if bad is None else (str(bad.kind), str(bad))
         if bad is None and len({e.generation for e in use.ended.values()}) > 1:
             kind = "disagree"
-        self._verdicts.append(Verdict(number, kind, reason, use.late_s, use.wrong))
+        self._results.append(LoadResult(number, kind, reason, use.late_s, use.wrong))
 
     # --- blocks ----------------------------------------------------------------------------------------------------
 
@@ -289,7 +293,7 @@ def _cache(words: np.ndarray[Any, Any], rank: int, tp: int) -> Cache:
 
 
 def _words(number: int, generation: int, tokens: int, rank: int, tp: int) -> np.ndarray[Any, Any]:
-    """What a rank's blocks hold of a transfer's first tokens: int64 ``[layer, block, token, head, word]``."""
+    """Return what a rank's blocks hold of a transfer's first tokens: int64 ``[layer, block, token, head, word]``."""
     heads = HEADS // tp
     layer, block, token, head, word = np.ogrid[
         :LAYERS, : tokens // BLOCK_TOKENS, :BLOCK_TOKENS, rank * heads : (rank + 1) * heads, :HEAD_WORDS

@@ -19,10 +19,13 @@ GROUP = "kvxfer.raw"
 
 
 class Raw(Protocol):
-    """One side, in a process of its own, with one region of memory. ``sends``: bytes go from this side to the other.
-    Methods block, as plainly written programs do, and raise whatever the library raises.
+    """One side of a library's benchmark, in a process of its own, with one region of memory.
 
-    ``two_sided``: ``move`` is called on both sides; else on the receiving one only.
+    Methods block, as plainly written programs do, and raise whatever the library raises. In ``__init__``, ``sends``
+    says whether bytes go from this side to the other.
+
+    Attributes:
+        two_sided: Whether ``move`` is called on both sides, or on the receiving one only.
     """
 
     two_sided: ClassVar[bool]
@@ -30,20 +33,27 @@ class Raw(Protocol):
     def __init__(self, sends: bool, region: Region, options: Mapping[str, Any]) -> None: ...
 
     def endpoint(self) -> bytes:
-        """What the other side's ``connect`` takes."""
+        """Return what the other side's ``connect`` takes."""
 
     def connect(self, theirs: bytes) -> None:
-        """Called on both sides at the same time."""
+        """Connect. Called on both sides at the same time."""
 
     def move(self, here: Ints, there: Ints, lengths: Ints) -> None:
-        """Move runs with one message or descriptor each; offsets into this side's region and the other's. Returns when
-        all bytes have arrived, or, at the sender, may be overwritten."""
+        """Move runs with one message or descriptor each.
+
+        Return when all bytes have arrived or, at the sender, may be overwritten.
+
+        Args:
+            here: Offset of each run in this side's region.
+            there: Offset of each run in the other side's region.
+            lengths: Bytes of each run.
+        """
 
     def close(self) -> None: ...
 
 
 def find(backend: str) -> type[Raw] | None:
-    """What a back end is to be compared with. Raises what importing it raises."""
+    """Return the class that a back end is to be compared with, or ``None``. Raises what importing it raises."""
     for entry in entry_points(group=GROUP, name=backend):
         return entry.load()  # type: ignore[no-any-return]
     return None

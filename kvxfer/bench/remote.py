@@ -33,7 +33,13 @@ def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) ->
 
 
 class Remote:
-    """What ``make(*args)`` returns, in a new process. ``name`` is for errors. The object needs a ``close``."""
+    """The object that ``make(*args)`` returns, in a new process. It needs a method ``close``.
+
+    Args:
+        name: What errors call it.
+        make: Makes the object there; must be picklable.
+        args: Arguments of ``make``.
+    """
 
     def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:
         context = mp.get_context("spawn")
@@ -49,7 +55,11 @@ class Remote:
         self._pipe.send(call)
 
     def get(self, timeout: float = ANSWER_S) -> Any:
-        """The answer to the oldest ``send``. Raises ``KvxferError`` when the call failed or takes too long."""
+        """Return the answer to the oldest ``send``.
+
+        Raises:
+            KvxferError: The call failed or takes too long, or the process has died.
+        """
         if not self._pipe.poll(timeout):
             raise KvxferError(f"the {self.name} did not answer within {timeout:g} s")
         try:
@@ -77,13 +87,13 @@ class Remote:
         os.kill(self._process.pid or 0, signal.SIGCONT)
 
     def kill(self) -> None:
-        """As by ``kill -9``."""
+        """End the process with SIGKILL."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
 
     def close(self) -> None:
-        """Have it close, and wait for its end."""
+        """Let the object close, and wait for the end of its process."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._process.join(20)

@@ -17,7 +17,14 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: consecutive indic
 
 @dataclass(frozen=True)
 class Model:
-    """One rank's share of a model's cache: ``page`` bytes a block and layer."""
+    """One rank's share of a model's cache.
+
+    Attributes:
+        layers: Number of layers.
+        heads: KV heads that the rank holds.
+        head_bytes: Bytes of one head of one token, K and V together.
+        block_tokens: Tokens of a block.
+    """
 
     layers: int
     heads: int
@@ -26,11 +33,19 @@ class Model:
 
     @property
     def page(self) -> int:
+        """Bytes of one block of one layer."""
         return self.heads * self.head_bytes * self.block_tokens
 
 
 class Request:
-    """A prompt of so many tokens, scattered: its blocks ``src`` and ``dst`` among the ``blocks`` of either cache."""
+    """A prompt of some length, in scattered blocks.
+
+    Attributes:
+        blocks: Blocks that either cache needs.
+        nbytes: Bytes of the prompt's KV.
+        src: The producer's block ids, int64.
+        dst: The consumer's.
+    """
 
     def __init__(self, model: Model, tokens: int) -> None:
         need = -(-tokens // model.block_tokens)
@@ -40,7 +55,7 @@ class Request:
         self.src, self.dst = (rng.permutation(self.blocks)[:need].astype(np.int64) for _ in range(2))
 
     def __len__(self) -> int:
-        """How many blocks it fills."""
+        """Return how many blocks it fills."""
         return len(self.src)
 
 
@@ -81,7 +96,7 @@ class Pool:
         return Cache((region,), (Group(m.block_tokens),), (view,))
 
     def fill(self) -> None:
-        """Word i becomes i times a constant."""
+        """Set word i to i times a constant."""
         if self._torch is None:
             np.multiply(np.arange(len(self.words), dtype=np.int64), _GOLDEN, out=self.words)
         else:
@@ -89,12 +104,13 @@ class Pool:
             self._torch.cuda.synchronize()
 
     def clear(self) -> None:
+        """Set every word to zero."""
         self.words[:] = 0
         if self._torch is not None:
             self._torch.cuda.synchronize()
 
     def matches(self, mine: Ints, theirs: Ints) -> bool:
-        """Whether our blocks ``mine`` hold, bit by bit, what ``fill`` put into blocks ``theirs`` of such a pool."""
+        """Return whether our blocks ``mine`` hold what ``fill`` put into such a pool's blocks ``theirs``, bit by bit."""
         xp: Any = self._torch if self._torch is not None else np
         per_page = self.model.page // 8
         pages = self.words.reshape(self.model.layers, self.blocks, per_page)

@@ -67,10 +67,15 @@ class Engine:
         self._directory.publish((self._agent.member,))
 
     def source(self) -> Source:
+        """Return where its directory is."""
         return self._directory.source
 
     def step(self, calls: list[tuple[Any, ...]]) -> list[tuple[TransferId, Outcome | None]]:
-        """Do what the engine is asked for; returns what has ended: (transfer, its outcome, or ``None`` for its release)."""
+        """Do what the engine is asked for.
+
+        Returns:
+            What has ended: transfers, each with its outcome, or ``None`` for its release.
+        """
         for name, *args in calls:
             getattr(self, f"_{name}")(*args)
         return [(e.transfer, None if isinstance(e, Released) else e.outcome) for e in self._agent.events()]
@@ -90,9 +95,11 @@ class Engine:
         self._agent.cancel(str(transfer), "the client left")
 
     def matches(self, mine: list[int], theirs: list[int]) -> bool:
+        """Return whether our blocks ``mine`` hold what a producer's blocks ``theirs`` do."""
         return self._pool.matches(np.array(mine), np.array(theirs))
 
     def vitals(self) -> dict[str, float]:
+        """Return the figures that must not grow."""
         with open("/proc/self/statm") as f:
             pages = int(f.read().split()[1])
         stats = self._agent.stats()
@@ -111,8 +118,16 @@ class Engine:
 
 
 @dataclass
-class Side:
-    """An engine as it is driven: its process, free blocks, who has the others, and what it is to do next."""
+class DrivenEngine:
+    """An engine as the load drives it.
+
+    Attributes:
+        remote: Its process.
+        source: Where its directory is.
+        free: Blocks that nobody uses.
+        lent: Blocks by the transfer that has them.
+        calls: What it is asked to do next.
+    """
 
     remote: Remote
     source: Source
@@ -121,7 +136,7 @@ class Side:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     def lend(self, transfer: TransferId) -> list[int] | None:
-        """Blocks in random order; none while too few are free."""
+        """Lend blocks in random order; none while too few are free."""
         if len(self.free) < EACH:
             return None
         random.shuffle(self.free)
@@ -129,13 +144,19 @@ class Side:
         return blocks
 
 
-class Load:
-    """Drives the engines. ``counts``: what became of the transfers into the consumer that is watched. ``wrong``: what
-    should not have happened. ``late``: what should have gone well, and was too slow."""
+class LoadDriver:
+    """Drives the engines.
+
+    Attributes:
+        sides: The engines, by name.
+        counts: What became of the transfers into the consumer that is watched.
+        wrong: What should not have happened.
+        late: What should have gone well, and was too slow.
+    """
 
     def __init__(self, make: Any) -> None:
         self._make = make
-        self.sides = {name: Side(*make(name)) for name in (*WATCHED, "mortal producer", "mortal consumer")}
+        self.sides = {name: DrivenEngine(*make(name)) for name in (*WATCHED, "mortal producer", "mortal consumer")}
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.late: list[str] = []
@@ -145,12 +166,13 @@ class Load:
         self._later: list[tuple[str, tuple[Any, ...]]] = []
 
     def restart(self, name: str) -> None:
+        """Kill an engine and start its successor."""
         self.sides[name].remote.kill()
-        self.sides[name] = Side(*self._make(name))
+        self.sides[name] = DrivenEngine(*self._make(name))
         self._later = [(who, call) for who, call in self._later if who != name]
 
     def begin(self) -> None:
-        """Some more transfers, between all who exchange any."""
+        """Begin some more transfers, between all engines that exchange any."""
         for p, d in (WATCHED, ("mortal producer", "consumer"), ("producer", "mortal consumer")):
             for _ in range(LOAD):
                 self._begin(p, d)
@@ -196,7 +218,7 @@ class Load:
                 elif name == "consumer":
                     self._ended(side, transfer, outcome)
 
-    def _ended(self, side: Side, transfer: TransferId, outcome: Outcome) -> None:
+    def _ended(self, side: DrivenEngine, transfer: TransferId, outcome: Outcome) -> None:
         self.counts[str(outcome.kind or "delivered")] += 1
         fate = self._fates.pop(transfer, "")
         if fate in ("good", "anew") and not outcome.delivered:
@@ -209,13 +231,24 @@ class Load:
             self.wrong.append(f"{transfer} delivered wrong bytes")
 
     def vitals(self) -> dict[str, dict[str, float]]:
+        """Return the figures of the engines that are watched."""
         return {name: self.sides[name].remote("vitals") for name in WATCHED}
 
 
 def measure(
     seconds: float, restart_s: float, backend: str = "zmq", options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Run the load, then let everything end. Returns samples over time, counts, and what is wrong (nothing, if flat)."""
+    """Run the load, then let everything end.
+
+    Args:
+        seconds: Length of the load.
+        restart_s: Seconds between two kills.
+        backend: What moves the KV.
+        options: Its options.
+
+    Returns:
+        Samples over time, counts, and complaints: none if nothing grew and nothing went wrong.
+    """
     with _load(backend, options or {}) as load:
         begun = time.monotonic()
         rows: list[dict[str, Any]] = []
@@ -255,7 +288,7 @@ def measure(
 
 
 @contextmanager
-def _load(backend: str, options: dict[str, Any]) -> Iterator[Load]:
+def _load(backend: str, options: dict[str, Any]) -> Iterator[LoadDriver]:
     with ExitStack() as stack:
         made: dict[str, Remote] = {}
 
@@ -268,11 +301,11 @@ def _load(backend: str, options: dict[str, Any]) -> Iterator[Load]:
                 remote.close()
 
         stack.callback(close)
-        yield Load(make)
+        yield LoadDriver(make)
 
 
-def left(load: Load) -> list[str]:
-    """Blocks that have not come back."""
+def left(load: LoadDriver) -> list[str]:
+    """Return complaints about blocks that have not come back."""
     return [
         f"{name}: the blocks of {len(side.lent)} transfers did not come back"
         for name, side in load.sides.items()
@@ -281,7 +314,7 @@ def left(load: Load) -> list[str]:
 
 
 def complaints(rows: list[dict[str, Any]]) -> list[str]:
-    """What has grown between the second fifth of the samples and the last, by more than ``ALLOWED``."""
+    """Return what has grown between the second fifth of the samples and the last, by more than ``ALLOWED``."""
     n = max(len(rows) // 5, 1)
     out = []
     for name in WATCHED:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast, get_args
 import numpy as np
 import typer
 
-from kvxfer.bench.pair import Pair, devices, pair
+from kvxfer.bench.pair import Pair, cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
@@ -30,11 +30,15 @@ def measure(
     staging_bytes: int,
     integrity: Integrity = "off",
 ) -> dict[str, Any]:
-    """Run the benchmark, and the session's part also with ``integrity``; every figure with its unit in the key, GB
-    meaning 1e9 bytes, medians of ``repeat`` rounds, one after the other or (``after_pause``) 20 ms apart."""
+    """Run the benchmark, and the session's part of it also with ``integrity``.
+
+    Returns:
+        Every figure with its unit in the key, GB meaning 1e9 bytes: medians of ``repeat`` rounds, one after the other
+        or (``after_pause``) 20 ms apart.
+    """
     shape = MODELS[model]
     request = Request(shape, tokens)
-    where = devices(device)
+    where = cache_devices(device)
     out: dict[str, Any] = {
         "backend": backend,
         "device": device,
@@ -80,7 +84,7 @@ def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
 
 
 def _library(both: Pair, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[str, Any]:
-    """The back end's library by itself, with a message or descriptor a run and, in turn, with one for all bytes."""
+    """Measure the back end's library by itself: with a message or descriptor a run and, in turn, with one for all."""
     two_sided = both.connect_raw()
     if two_sided is None:
         return {}
@@ -92,7 +96,7 @@ def _library(both: Pair, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[s
 
 
 def _session(both: Pair, src: Any, dst: Any, repeat: int, integrity: Integrity) -> dict[str, Any]:
-    """Transfers through agents; those that are checked in turn with others that are not."""
+    """Measure transfers through agents; those that are checked take turns with others that are not."""
     p, d = both.producer, both.consumer
     d("clear")
     ways: tuple[Integrity, ...] = ("off",) if integrity == "off" else ("off", integrity)
@@ -124,7 +128,7 @@ def _session(both: Pair, src: Any, dst: Any, repeat: int, integrity: Integrity) 
 
 
 def _raw_copy(where: tuple[str, str], nbytes: int) -> float:
-    """One plain contiguous copy of as many bytes: memcpy, or the peer copy between the two GPUs."""
+    """Measure one contiguous copy of as many bytes: memcpy, or the peer copy between the two GPUs. Return GB/s."""
     times = []
     if where[0] == "cpu":
         a, b = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)

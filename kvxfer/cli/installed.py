@@ -13,12 +13,12 @@ _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def add_installed(program: typer.Typer, group: str, elsewhere: Mapping[str, str]) -> None:
-    """Add all commands of an entry-point group. One that cannot be imported says so when it is called, and harms no other.
+    """Add all commands of an entry-point group. One that cannot be imported says so when it is called.
 
     Args:
-        program: what they are added to.
-        group: name of the group; a command is a function as `typer.Typer.command` takes it, or a `typer.Typer`.
-        elsewhere: commands of distributions that are published beside the core, and how to get them.
+        program: What they are added to.
+        group: Name of the group. A command is a function as `typer.Typer.command` takes it, or a `typer.Typer`.
+        elsewhere: Commands of distributions that are published beside the core, and how to get them.
     """
     installed = {point.name: point for point in entry_points(group=group)}
     for name in sorted(installed.keys() | elsewhere.keys()):

@@ -1,8 +1,9 @@
-"""The program `kvxfer`. Its commands are entry points of the group `kvxfer.commands`, so that whatever is
-installed beside the core brings its own (`demo` comes with kvxfer-vllm); the core needs to know none of them.
+"""The program `kvxfer`.
 
-A command is a function as `typer.Typer.command` takes it, or a `typer.Typer` with commands of its own. All are
-imported whenever the program starts: one that needs something heavy imports it when it is called.
+Its commands are entry points of the group `kvxfer.commands`, so that whatever is installed beside the core brings its
+own (`demo` comes with kvxfer-vllm), and the core needs to know none of them. A command is a function as
+`typer.Typer.command` takes it, or a `typer.Typer` with commands of its own. All are imported whenever the program
+starts: one that needs something heavy imports it when it is called.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ELSEWHERE = {"demo": "pip install 'kvxfer-vllm[demo]'"}
 
 
 class _Program(TyperGroup):
-    """Tells errors that kvxfer raises on purpose without a traceback, from whatever command they come."""
+    """Reports errors that kvxfer raises on purpose without a traceback, from whatever command they come."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -34,7 +35,7 @@ class _Program(TyperGroup):
 
 
 def build() -> typer.Typer:
-    """The program with all commands that are installed. One that cannot be imported says so when called."""
+    """Build the program with all commands that are installed. One that cannot be imported says so when called."""
     program = typer.Typer(
         name="kvxfer", cls=_Program, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
@@ -45,7 +46,7 @@ def build() -> typer.Typer:
             bool, typer.Option("--version", help="Print it and exit.", callback=_print_version, is_eager=True)
         ] = False,
     ) -> None:
-        """Moves the KV cache of LLM requests between prefill and decode engines, over any transport."""
+        """Move the KV cache of LLM requests between prefill and decode engines, over any transport."""
 
     add_installed(program, GROUP, _ELSEWHERE)
     return program

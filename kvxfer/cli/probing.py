@@ -1,5 +1,8 @@
-"""What each installed back end says of this machine, asked in a process of its own: libraries that do not go together
-(two copies of UCX) do not meet, and one that crashes or hangs is a line of the report and not its end."""
+"""What each installed back end says of this machine, asked in a process of its own.
+
+So libraries that must not share a process (two copies of UCX) do not meet, and one that crashes or hangs costs a line
+of the report, not the report.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,27 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Found:
-    """``ports``: what a back end has opened, made as an engine would make it and with one link begun; or why it cannot be made so."""
+    """What was found out about a back end.
+
+    Attributes:
+        probe: What it says of this machine.
+        ports: What it has opened, made as an engine would make it and with one link begun; or why it cannot be made so.
+    """
 
     probe: Probe
     ports: tuple[Port, ...] | str
 
 
 def probe_all(names: Iterable[str], config: Config | None = None, patience_s: float = PATIENCE_S) -> dict[str, Found]:
-    """Probe these back ends, and open each as an engine does that is configured so. Never raises for what becomes of one: that is in
-    its probe's ``reason``."""
+    """Probe these back ends, and open each as an engine with this configuration does.
+
+    Nothing is raised for a back end that fails: the reason is in its probe.
+
+    Args:
+        names: Of the back ends.
+        config: Settings of the engine; by default all defaults.
+        patience_s: Seconds for all probes together.
+    """
     config = config or Config()
     apart = multiprocessing.get_context("spawn")
     asked: list[tuple[str, BaseProcess, Connection]] = []
@@ -67,11 +82,12 @@ def _probe(name: str, config: Config, answer: Connection) -> None:
 
 
 def _ports(name: str, config: Config) -> tuple[Port, ...] | str:
-    if config.backend not in (AUTO, name):
+    backend = registry.load(name)
+    if config.backend != AUTO and not registry.called(backend, config.backend):
         config = msgspec.structs.replace(config, backend_options={})  # they are another's
     before = listening()
     try:
-        transport = registry.load(name)("doctor", options_for(name, config))
+        transport = backend("doctor", options_for(backend, config))
         try:
             transport.endpoint()  # some open a port for each link
             return tuple(sorted(listening() - before))

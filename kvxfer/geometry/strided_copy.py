@@ -24,6 +24,11 @@ class Runs:
     dst: Ints
     length: Ints
 
+    @classmethod
+    def of(cls, src: Sequence[int] | Ints, dst: Sequence[int] | Ints, length: Sequence[int] | Ints) -> Runs:
+        """Return runs from any sequences of numbers."""
+        return cls(np.asarray(src, np.int64), np.asarray(dst, np.int64), np.asarray(length, np.int64))
+
     def __len__(self) -> int:
         return len(self.length)
 

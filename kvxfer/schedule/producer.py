@@ -130,9 +130,10 @@ class OfferSchedule:
         self._offer(prefill, prefill.total, self._cut(table, prefill.total), final=True)
         return True
 
-    def digest(self, transfer: TransferId) -> bytes:
-        """That of a transfer that is tracked."""
-        return self._transfers[transfer].digest
+    def digest(self, transfer: TransferId) -> bytes | None:
+        """Return that of a transfer that is tracked; None for any other."""
+        prefill = self._transfers.get(transfer)
+        return None if prefill is None else prefill.digest
 
     def offers(self, transfer: TransferId, digest: bytes) -> bool:
         """Whether this transfer is offered, or will be, and of this content. Any thread."""

@@ -56,9 +56,8 @@ from kvxfer.session.values import (
     Stats,
 )
 from kvxfer.session.worker import Worker
-from kvxfer.transport import Fence, Transport, load
-from kvxfer.transport.auto import lineup, options_for
-from kvxfer.transport.guard import guard
+from kvxfer.transport import Fence, Transport
+from kvxfer.transport.auto import candidates, options_for
 from kvxfer.values import Fetch, Offer
 
 __all__ = ["Agent"]
@@ -104,7 +103,7 @@ class Agent:
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         self._owner = Owner("this agent")
         self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
-        backends = lineup(config.backend, (r.device for r in cache.regions), guard(config))
+        self._backends = candidates(config, (r.device for r in cache.regions))
         self._inbox: deque[Step] = deque()
         self._taken = 0  # of what has been in the inbox
         self._tally = SharedTally()
@@ -114,7 +113,9 @@ class Agent:
             self._tally.close()
             raise
         self._movers = Movers(
-            backends, self._mover, lambda name, caps, staging: Terms.of(name, caps, staging, cache, config.integrity)
+            tuple(self._backends),
+            self._mover,
+            lambda name, caps, staging: Terms.of(name, caps, staging, cache, config.integrity),
         )
         self._hasher = Hasher(cache, self._post)
         self._examiner = Worker("kvxfer-examine", MOST_EXAMINED)
@@ -170,8 +171,9 @@ class Agent:
         )
 
     def _transport(self, name: str) -> Transport:
-        """Load a back end and make it, on its data thread: that may take seconds."""
-        return load(name)(self._name, options_for(name, self.config))
+        """Make a back end, on its data thread: that may take seconds."""
+        backend = self._backends[name]
+        return backend(self._name, options_for(backend, self.config))
 
     # --- any thread ------------------------------------------------------------------------------------------------
 

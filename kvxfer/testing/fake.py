@@ -27,7 +27,7 @@ from kvxfer.backend.base import ONE_SIDED
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.plan import Ints
 from kvxfer.settings import advice
-from kvxfer.testing.network import Fault, Network, Post, Side
+from kvxfer.testing.network import Fault, LinkEnd, Network, PendingBatch
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Verb
 
 __all__ = ["FakeTransport", "Network"]
@@ -56,7 +56,12 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``network``: the ``id`` of one; ``token``: names this end of a link."""
+    """A fake's end of a future link.
+
+    Attributes:
+        network: ``id`` of the ``Network``.
+        token: Names this end of the link.
+    """
 
     backend = "fake"
     format = 1
@@ -65,13 +70,13 @@ class Endpoint(EndpointBase, frozen=True):
     token: str
 
 
-class FakeTransport(Base[Endpoint, Side]):
-    """Options, all optional:
+class FakeTransport(Base[Endpoint, LinkEnd]):
+    """A back end within one process, which moves bytes and breaks on request.
 
-    ``network``: a ``Network``. ``verbs``: names (default: all). ``memory``: kinds. ``gathers``, ``factored``,
-    ``run_bytes``, ``abort``, ``quiet``: as in ``Capabilities``. ``delay_s``: added to every batch. ``lose``, ``corrupt``,
-    ``fail``: probability that a batch of this agent meets that fault, drawn from ``seed``. ``wakeup``: false takes
-    ``fileno`` away.
+    All options may be left out. ``verbs`` are names (default: all) and ``memory`` kinds of memory. ``gathers``,
+    ``factored``, ``run_bytes``, ``abort`` and ``quiet`` are as in ``Capabilities``. ``network`` is a ``Network``.
+    ``delay_s`` is added to every batch. ``lose``, ``corrupt`` and ``fail`` are the probabilities that a batch of this
+    agent meets that fault, drawn from ``seed``. ``wakeup: false`` takes ``fileno`` away.
     """
 
     name = "fake"
@@ -125,21 +130,21 @@ class FakeTransport(Base[Endpoint, Side]):
         with self._net.lock:
             self._net.disown(mine.token)
 
-    def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Side:
+    def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> LinkEnd:
         if theirs.network != id(self._net):
             raise TransportError(f"the endpoint of {theirs.agent!r} belongs to another network or process")
-        side = Side(self, frozenset((mine.token, theirs.token)), theirs.agent)
+        side = LinkEnd(self, frozenset((mine.token, theirs.token)), theirs.agent)
         self._net.link(side)
         return side
 
-    def drop_link(self, number: int, link: Side) -> None:
+    def drop_link(self, number: int, link: LinkEnd) -> None:
         self._net.unlink(link)
 
-    def start(self, number: int, link: Side, batch: Batch, after: Fence | None) -> None:
+    def start(self, number: int, link: LinkEnd, batch: Batch, after: Fence | None) -> None:
         remote = None if batch.remote_offsets is None else np.asarray(batch.remote_offsets, np.int64)
         self._post(number, link, batch, batch.local_offsets, remote, np.asarray(batch.lengths, np.int64), after)
 
-    def start_plan(self, number: int, link: Side, batch: PlanBatch, after: Fence | None) -> None:
+    def start_plan(self, number: int, link: LinkEnd, batch: PlanBatch, after: Fence | None) -> None:
         runs = batch.plan.runs()
         outwards = batch.verb in (Verb.WRITE, Verb.SEND)
         here, there = (runs.src, runs.dst) if outwards else (runs.dst, runs.src)
@@ -148,7 +153,7 @@ class FakeTransport(Base[Endpoint, Side]):
     def _post(
         self,
         number: int,
-        side: Side,
+        side: LinkEnd,
         batch: Batch | PlanBatch,
         local: Ints,
         remote: Ints | None,
@@ -162,14 +167,14 @@ class FakeTransport(Base[Endpoint, Side]):
         addresses = self.memories.addresses(batch.local, local, lengths)
         with self._net.lock:
             due = time.monotonic() + self._options["delay_s"] + self._net.delay_s
-            post = Post(number, batch, side, addresses, remote, lengths, after, due, self._fate(batch.verb))
+            post = PendingBatch(number, batch, side, addresses, remote, lengths, after, due, self._fate(batch.verb))
             side.posts.append(post)
             if side.broken is not None:
                 self._net.fail(post, side.broken)
             if side.other is not None:
                 side.other.owner.wake()
 
-    def stop(self, number: int, link: Side) -> None:
+    def stop(self, number: int, link: LinkEnd) -> None:
         with self._net.lock:
             for post in [p for p in link.posts if p.number == number and not p.withdrawn]:
                 self._abort(post)
@@ -182,7 +187,7 @@ class FakeTransport(Base[Endpoint, Side]):
     def shut_down(self) -> None:
         self._net.leave(self)
         if self._capabilities.quiet != "never":
-            self._net.exorcise(self)
+            self._net.drop_late(self)
 
     # What peers in other threads look at, or change, is changed under the network's lock.
 
@@ -216,13 +221,15 @@ class FakeTransport(Base[Endpoint, Side]):
     # For the network
 
     def finish(self, completion: Completion) -> None:
+        """Report a completion at the next ``poll``. Called by the network, which holds the lock."""
         self.complete(completion)
         self.wake()
 
     def wake(self) -> None:
+        """Wake the owner's thread. Called by the network, which holds the lock."""
         self.wakeup.set()
 
-    def _abort(self, post: Post) -> None:
+    def _abort(self, post: PendingBatch) -> None:
         side = post.side
         if self._capabilities.abort == "batch":
             self._net.withdraw(post, "aborted here")
@@ -232,7 +239,7 @@ class FakeTransport(Base[Endpoint, Side]):
             self._net.cut(side.other, f"{self.agent!r} aborted the link")
 
     def _next_look(self) -> float | None:
-        """When the next delay ends or a fence has to be asked again."""
+        """Return when the next delay ends or a fence has to be asked again, on the monotonic clock."""
         now = time.monotonic()
         posts = [p for side in self.links.values() for p in side.posts if not p.withdrawn]
         times = [p.due for p in posts if p.due > now]
@@ -241,6 +248,7 @@ class FakeTransport(Base[Endpoint, Side]):
         return min(times, default=None)
 
     def _fate(self, verb: Verb) -> Fault | None:
+        """Draw the fault that a batch meets, if any."""
         faults: tuple[Fault, ...] = ("lose", "corrupt", "fail")
         for fault in faults:
             chance = self._options[fault]

@@ -2,9 +2,9 @@
 
 ``{"backend": "kvxfer.testing.faults:Faulty", "backend_options": {"inner": "zmq", "lose": 0.01}}``
 
-Bytes are spoilt where they arrive (READ and RECV), after the inner back end has said that all went well; so a check
-that does not notice proves nothing. ``Zeroing`` is the negative control of anything that assignments to compare KV. All
-that concerns time is done with fences, so that the inner back end does the waiting, and ends it, in its own way.
+Bytes are corrupted where they arrive (READ and RECV), after the inner back end has said that all went well: a check
+that does not notice proves nothing. ``Zeroing`` is the negative control of anything that claims to compare KV. Whatever
+concerns time is done with fences, so that the inner back end does the waiting, and ends it, in its own way.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ ARRIVING = (Verb.READ, Verb.RECV)
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Attributes:
-    inner: the back end that does the work, and ``inner_options`` for it.
-    lose: probability that a batch never begins, and so never ends by itself.
-    fail: probability that a batch ends in an error before it begins.
-    corrupt: probability that one byte of what a batch brought is flipped.
-    zero_block: the longest run of all that a batch brought is zeroed.
-    delay_s: batches begin so much later.
-    die_after: so many batches end well; then the inner back end is closed, and its user hears nothing more.
-    seed: of the probabilities.
+    """Options of ``Faulty``.
+
+    Attributes:
+        inner: The back end that does the work.
+        inner_options: Its options.
+        lose: Probability that a batch never begins, and so never ends by itself.
+        fail: Probability that a batch ends in an error before it begins.
+        corrupt: Probability that one byte of what a batch brought is flipped.
+        zero_block: Whether the longest run of all that a batch brought is zeroed.
+        delay_s: Seconds by which batches begin later.
+        die_after: Batches that end well; then the inner back end is closed, and its user hears nothing more.
+        seed: Of the probabilities.
     """
 
     inner: str = "zmq"
@@ -55,11 +58,16 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
+        """Return the options from a configuration.
+
+        Raises:
+            ConfigError: An option is unknown or has a wrong value.
+        """
         return read(cls, options, "option {!r} of back end 'faulty'")
 
 
 class _Gate:
-    """A fence that passes after another one and not before a time (``None``: never)."""
+    """A fence that passes after another one, and not before a time (``None``: never)."""
 
     event = None
 
@@ -174,13 +182,14 @@ class Faulty(Transport):
         return self._inner.poll_interval_s
 
     def _reword(self, done: Completion) -> Completion:
-        """Say so where an abort was ours."""
+        """Say so in the error if it was we who aborted the batch."""
         if done.batch not in self._failing:
             return done
         self._failing.remove(done.batch)
         return replace(done, error=TransportError(f"{done.error} (this back end was told to let it fail)"))
 
     def _spoil(self, batch: Batch) -> None:
+        """Corrupt what a batch brought, as the options say."""
         if not batch.nbytes:
             return
         run = int(batch.lengths.argmax())
@@ -194,8 +203,7 @@ class Faulty(Transport):
 
 
 class Zeroing(Faulty):
-    """``Faulty`` with ``zero_block``: whatever arrives lacks one block of one layer (or more, where runs are
-    longer)."""
+    """``Faulty`` with ``zero_block``: what arrives lacks the longest run, a block of one layer or more."""
 
     name = "zeroing"
 

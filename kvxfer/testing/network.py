@@ -20,12 +20,12 @@ __all__ = ["Fault", "Network"]
 Fault = Literal["lose", "corrupt", "fail"]
 
 
-class Member(Protocol):
+class NetworkMember(Protocol):
     """A fake transport, as its network sees it."""
 
     agent: str
     memories: Memories
-    links: dict[int, Side]
+    links: dict[int, LinkEnd]
     dead: bool
     stopped: bool
 
@@ -36,13 +36,26 @@ class Member(Protocol):
 
 
 @dataclass(eq=False)
-class Post:
-    """A submitted batch that has not ended. ``remote``: offsets at the peer for one-sided verbs. ``withdrawn``: it has
-    ended for its owner, but holds its place in the stream so that the other half meets it and fails."""
+class PendingBatch:
+    """A submitted batch that has not ended.
+
+    Attributes:
+        number: The owner's number of it.
+        batch: What was submitted.
+        side: The owner's end of the link.
+        addresses: Local address of each run.
+        remote: Offset of each run at the peer, for one-sided verbs.
+        lengths: Bytes of each run.
+        after: A fence to wait for.
+        due: When it may begin, on the monotonic clock.
+        fate: The fault that it meets.
+        withdrawn: Whether it has ended for its owner. It keeps its place in the stream, so that the other half meets it
+            and fails.
+    """
 
     number: int
     batch: Batch | PlanBatch
-    side: Side
+    side: LinkEnd
     addresses: Ints
     remote: Ints | None
     lengths: Ints
@@ -53,55 +66,75 @@ class Post:
 
     @property
     def fenced(self) -> bool:
+        """Whether its fence has yet to pass."""
         return self.after is not None and not self.after.passed()
 
     def ready(self, now: float) -> bool:
+        """Return whether it may begin."""
         return now >= self.due and not self.fenced
 
 
 @dataclass(eq=False)
-class Side:
-    """One end of a link. ``tokens``: of both ends. ``broken``: why nothing can pass any more."""
+class LinkEnd:
+    """One end of a link.
 
-    owner: Member
+    Attributes:
+        owner: The fake whose end it is.
+        tokens: Of both ends.
+        peer_agent: Name of the peer.
+        other: The other end, once it is there.
+        broken: Why nothing can pass any more.
+        posts: Batches that have not ended.
+        last_stream: By verb, the stream number submitted last.
+    """
+
+    owner: NetworkMember
     tokens: frozenset[str]
     peer_agent: str
-    other: Side | None = None
+    other: LinkEnd | None = None
     broken: str | None = None
-    posts: list[Post] = field(default_factory=list)
+    posts: list[PendingBatch] = field(default_factory=list)
     last_stream: dict[Verb, int] = field(default_factory=dict)
 
-    def of(self, verb: Verb) -> list[Post]:
+    def of(self, verb: Verb) -> list[PendingBatch]:
+        """Return the posts of one verb."""
         return [p for p in self.posts if p.batch.verb is verb]
 
 
 @dataclass
-class Ghost:
+class LateBytes:
     """Bytes that may still move for a batch that has failed already."""
 
-    side: Side
+    side: LinkEnd
     move: Callable[[], None]
 
 
 class Network:
-    """The handle by which a test disturbs its fakes. The methods up to ``release_late`` are for tests, from any thread.
+    """The handle by which a test disturbs its fakes.
 
-    ``delay_s``: added to every batch. ``moved_bytes``: all that have moved so far.
+    The methods up to ``release_late`` are for tests, from any thread; the others are for the fakes, which hold the
+    lock.
+
+    Attributes:
+        delay_s: Seconds added to every batch.
+        moved_bytes: All bytes that have moved so far.
     """
 
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.moved_bytes = 0
         self.lock = threading.RLock()
-        self._members: list[Member] = []
-        self._owners: dict[str, Member] = {}
+        self._members: list[NetworkMember] = []
+        self._owners: dict[str, NetworkMember] = {}
         self._faults: list[tuple[Fault, str | None, Verb | None]] = []
-        self._ghosts: list[Ghost] = []
+        self._late: list[LateBytes] = []
 
     def disturb(self, fault: Fault, count: int = 1, agent: str | None = None, verb: Verb | None = None) -> None:
-        """The next ``count`` batches (of that agent and verb) are lost (no half ever completes by itself),
-        corrupted (one byte is flipped where it arrives), or fail. A RECV cannot be chosen: it is the SEND that
-        moves."""
+        """Make the next ``count`` batches (of that agent and verb) meet a fault.
+
+        They are lost (no half ever completes by itself), corrupted (one byte is flipped where it arrives), or fail. A
+        RECV cannot be chosen: it is the SEND that moves.
+        """
         with self.lock:
             self._faults += [(fault, agent, verb)] * count
 
@@ -113,44 +146,49 @@ class Network:
                 self.leave(member)
 
     def stop(self, agent: str) -> None:
-        """Nothing moves to or from this agent any more and nobody is told, as under SIGSTOP."""
+        """Move nothing to or from this agent any more and tell nobody, as under SIGSTOP."""
         self._set_stopped(agent, True)
 
     def resume(self, agent: str) -> None:
+        """Let the agent go on after ``stop``."""
         self._set_stopped(agent, False)
 
     def release_late(self) -> int:
-        """Move now the bytes of all batches that failed without being quiet and have not become quiet since, as a
-        network card that was not reset might. Returns how many there were."""
+        """Move the bytes of batches that failed without being quiet, as a network card that was not reset might.
+
+        Returns:
+            How many such batches there were that have not become quiet since.
+        """
         with self.lock:
-            ghosts, self._ghosts = self._ghosts, []
-            for ghost in ghosts:
-                ghost.move()
-            return len(ghosts)
+            late, self._late = self._late, []
+            for each in late:
+                each.move()
+            return len(late)
 
     # For the fakes, which hold the lock
 
-    def join(self, member: Member) -> None:
+    def join(self, member: NetworkMember) -> None:
+        """Add a fake."""
         self._members.append(member)
 
-    def leave(self, member: Member) -> None:
-        """The member is gone; its peers notice."""
+    def leave(self, member: NetworkMember) -> None:
+        """Remove a fake, and let its peers notice."""
         if member not in self._members:
             return
         self._members.remove(member)
         tokens = {t for t, owner in self._owners.items() if owner is member}
         self._orphan(tokens, f"{member.agent!r} is gone (its process ended, or it closed)")
 
-    def own(self, token: str, member: Member) -> None:
+    def own(self, token: str, member: NetworkMember) -> None:
         """Note whose end of a link a token stands for."""
         self._owners[token] = member
 
     def disown(self, token: str) -> None:
-        """Nothing will come of the link that this was an end of; a peer that has made its side notices."""
+        """Forget an end of a link of which nothing will come; a peer that has made its side notices."""
         self._orphan({token}, f"{self._owners[token].agent!r} has given this link up")
 
     def _orphan(self, tokens: set[str], why: str) -> None:
-        """The ends of links that these stand for are no more."""
+        """Forget these ends of links, and cut the sides that were connected to them."""
         for member in self._members:
             for side in member.links.values():
                 if side.tokens & tokens:
@@ -159,7 +197,7 @@ class Network:
         for token in tokens:
             del self._owners[token]
 
-    def link(self, side: Side) -> None:
+    def link(self, side: LinkEnd) -> None:
         """Join a new side with its other one, if that is there already."""
         for member in self._members:
             for other in member.links.values():
@@ -169,28 +207,28 @@ class Network:
         if any(token not in self._owners for token in side.tokens):
             self.cut(side, f"{side.peer_agent!r} is gone (its process ended, or it closed)")
 
-    def unlink(self, side: Side) -> None:
-        """The owner closes this side: all its posts end, the peer hears of it."""
+    def unlink(self, side: LinkEnd) -> None:
+        """Close a side for its owner: all its posts end, and the peer hears of it."""
         for post in list(side.posts):
             self.fail(post, "the link was closed here", closing=True)
         if side.owner.capabilities.quiet in ("batch", "peer_close"):
-            self._ghosts = [g for g in self._ghosts if g.side is not side]
+            self._late = [late for late in self._late if late.side is not side]
         if side.other is not None:
             self.cut(side.other, f"{side.owner.agent!r} closed the link")
 
-    def exorcise(self, member: Member) -> None:
-        """Nothing moves any more for what this member has submitted."""
-        self._ghosts = [g for g in self._ghosts if g.side.owner is not member]
+    def drop_late(self, member: NetworkMember) -> None:
+        """Forget the late bytes of everything that this member has submitted."""
+        self._late = [late for late in self._late if late.side.owner is not member]
 
     def fate(self, agent: str, verb: Verb) -> Fault | None:
-        """What a test has in store for the next batch."""
+        """Return the fault that a test has ordered for the next batch."""
         for i, (fault, only_agent, only_verb) in enumerate(self._faults):
             if verb is not Verb.RECV and only_agent in (None, agent) and only_verb in (None, verb):
                 del self._faults[i]
                 return fault
         return None
 
-    def advance(self, side: Side) -> None:
+    def advance(self, side: LinkEnd) -> None:
         """Move what can move on a link."""
         other, now = side.other, time.monotonic()
         if other is None or side.broken or other.owner.stopped or other.owner.dead:
@@ -205,13 +243,13 @@ class Network:
         self._pair(side, other, now)
         self._pair(other, side, now)
 
-    def cut(self, side: Side, why: str) -> None:
-        """Nothing passes from now on; whatever was in flight ends."""
+    def cut(self, side: LinkEnd, why: str) -> None:
+        """Break a side: whatever is in flight ends, and nothing passes from now on."""
         side.broken = side.broken or why
         for post in list(side.posts):
             self.fail(post, why)
 
-    def withdraw(self, post: Post, why: str) -> None:
+    def withdraw(self, post: PendingBatch, why: str) -> None:
         """End one batch early."""
         self.fail(post, why)
         if post.side.other is not None and post.batch.verb not in ONE_SIDED:
@@ -219,22 +257,23 @@ class Network:
             post.side.posts.append(post)
             post.side.other.owner.wake()
 
-    def fail(self, post: Post, why: str, closing: bool = False) -> None:
+    def fail(self, post: PendingBatch, why: str, closing: bool = False) -> None:
+        """End a post in an error."""
         if post.withdrawn:
             post.side.posts.remove(post)
             return
         scope = post.side.owner.capabilities.quiet
         quiet = scope == "batch" or (scope == "peer_close" and closing)
         if not quiet:
-            self._haunt(post)
+            self._keep_late(post)
         what = f"{post.batch.verb} of {post.batch.nbytes} bytes with {post.side.peer_agent!r} failed"
         self._finish(post, Completion(post.number, PeerError(f"{what}: {why}"), quiet))
 
-    def _finish(self, post: Post, completion: Completion) -> None:
+    def _finish(self, post: PendingBatch, completion: Completion) -> None:
         post.side.posts.remove(post)
         post.side.owner.finish(completion)
 
-    def _pair(self, source: Side, target: Side, now: float) -> None:
+    def _pair(self, source: LinkEnd, target: LinkEnd, now: float) -> None:
         """Let SENDs meet RECVs in the order of their streams, as on a channel without tags."""
         while (sends := source.of(Verb.SEND)) and (recvs := target.of(Verb.RECV)):
             send = min(sends, key=lambda p: p.batch.stream)
@@ -255,7 +294,7 @@ class Network:
             else:
                 self._move(send, send.addresses, recv.addresses, recv)
 
-    def _move(self, post: Post, src: Ints, dst: Ints, other_half: Post | None = None) -> None:
+    def _move(self, post: PendingBatch, src: Ints, dst: Ints, other_half: PendingBatch | None = None) -> None:
         halves = [post] if other_half is None else [post, other_half]
         if post.fate == "fail":
             for half in halves:
@@ -270,7 +309,7 @@ class Network:
         for half in halves:
             self._finish(half, Completion(half.number))
 
-    def _haunt(self, post: Post) -> None:
+    def _keep_late(self, post: PendingBatch) -> None:
         """Remember what ``post`` would have moved, for ``release_late``."""
         side, other = post.side, post.side.other
         if other is None:
@@ -279,7 +318,7 @@ class Network:
             src, dst = _ends(post, other)
         except TransportError:
             return  # it never could have moved
-        self._ghosts.append(Ghost(side, lambda: _copy(src, dst, post.lengths)))
+        self._late.append(LateBytes(side, lambda: _copy(src, dst, post.lengths)))
 
     def _set_stopped(self, agent: str, stopped: bool) -> None:
         with self.lock:
@@ -289,8 +328,12 @@ class Network:
                 member.wake()
 
 
-def _ends(post: Post, other: Side) -> tuple[Ints, Ints]:
-    """Addresses that a post moves from and to. Raises ``TransportError`` if the other side has no such place."""
+def _ends(post: PendingBatch, other: LinkEnd) -> tuple[Ints, Ints]:
+    """Return the addresses that a post moves from and to.
+
+    Raises:
+        TransportError: The other side has no such place.
+    """
     if post.remote is not None:
         there = other.owner.memories.addresses(post.batch.remote, post.remote, post.lengths)
         return (there, post.addresses) if post.batch.verb is Verb.READ else (post.addresses, there)

@@ -1,6 +1,6 @@
 """One side of a conversation under test: a transport, its memory, and a record of how its batches ended.
 
-The record is strict: a completion for a batch that was not submitted, or a second one, is an error at once.
+The record is strict: a completion for a batch that was not submitted, or a second one, fails the test at once.
 """
 
 from __future__ import annotations
@@ -14,38 +14,30 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry.cache import Region, flat_starts
+from kvxfer.geometry import Region, Runs
+from kvxfer.geometry.cache import flat_starts
 from kvxfer.transport.contract import Batch, Fence, Transport, Verb
 
 __all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
 
 Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a batch ended. ``error`` is the message, ``None`` for success."""
+    """How a batch ended.
+
+    Attributes:
+        error: The message; ``None`` for success.
+        quiet: Whether memory is neither read nor written for it any more.
+    """
 
     error: str | None
     quiet: bool
 
 
-@dataclass(frozen=True)
-class Runs:
-    """What to move: flat offsets at the source and at the destination, and lengths; int64 arrays of one length."""
-
-    src: Ints
-    dst: Ints
-    lengths: Ints
-
-    @classmethod
-    def of(cls, src: Sequence[int] | Ints, dst: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> Runs:
-        return cls(np.asarray(src, np.int64), np.asarray(dst, np.int64), np.asarray(lengths, np.int64))
-
-
 class Buffer:
-    """Memory of one device, reached through the host. ``device``: ``cpu`` or ``cuda:N``."""
+    """Memory of one device, ``cpu`` or ``cuda:N``, which the host can read and write."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         self._map: mmap.mmap | None = None
@@ -63,7 +55,7 @@ class Buffer:
         self.region = Region(address, nbytes, device)
 
     def get(self) -> Bytes:
-        """A copy of the content on the host."""
+        """Return a copy of the content on the host."""
         if self._map is not None:
             return np.frombuffer(self._map, np.uint8).copy()
         return np.asarray(self._tensor.cpu().numpy())
@@ -79,14 +71,18 @@ class Buffer:
         torch.cuda.synchronize(self.region.device)
 
     def free(self) -> None:
+        """Give the memory back."""
         if self._map is not None:
             self._map.close()
         self._map = self._tensor = None
 
 
 class Participant(Protocol):
-    """What a clause may do with one side, wherever it runs. Methods raise what the transport's own raise; a memory is
-    seen as one array over its flat offset space (gaps between regions are zero)."""
+    """What a clause may do with one side, wherever it runs.
+
+    Methods raise what the transport's own raise. A memory is seen as one array over its flat offset space, in which
+    gaps between regions are zero.
+    """
 
     name: str
 
@@ -107,7 +103,7 @@ class Participant(Protocol):
 
 
 class LocalParticipant:
-    """A participant in this process. ``turn`` has to be called for anything to happen, by whoever waits."""
+    """A participant in this process. Whoever waits has to call ``turn``, or nothing happens."""
 
     def __init__(self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str) -> None:
         self.name = name
@@ -121,7 +117,7 @@ class LocalParticipant:
         self.closed = False
 
     def allocate(self, sizes: Sequence[int], seed: int) -> int:
-        """New memory of one region a size, with random content, registered; returns its number."""
+        """Register new memory with random content, one region for each size, and return its number."""
         buffers = [Buffer(n, self._device) for n in sizes]
         memory = self.transport.register([b.region for b in buffers])
         self._memories[memory] = buffers
@@ -142,7 +138,7 @@ class LocalParticipant:
         return flat
 
     def deregister(self, memory: int) -> None:
-        """Deregister it and free it."""
+        """Deregister a memory and free it."""
         self._touched = True
         self.transport.deregister(memory)
         for b in self._memories.pop(memory):
@@ -174,7 +170,7 @@ class LocalParticipant:
         self.transport.abort(batch)
 
     def close(self) -> None:
-        """Idempotent. The memory stays, so that a clause can look at it."""
+        """Close the transport. The memory stays, so that a clause can look at it. Idempotent."""
         self.closed = True
         self.transport.close()
 
@@ -185,7 +181,7 @@ class LocalParticipant:
         self._memories.clear()
 
     def wait(self) -> tuple[int | None, float]:
-        """When ``turn`` should be called next: a descriptor to wait for (or none), and for how long at most."""
+        """Return when to call ``turn`` next: a descriptor to wait for (or none), and for how many seconds at most."""
         fd = self.transport.fileno()
         if self._touched:
             return fd, 0.0
@@ -195,9 +191,11 @@ class LocalParticipant:
         return None, max(0.0, self._polled + (active if self._pending else idle) - time.monotonic())
 
     def turn(self, readable: bool) -> None:
-        """Poll, if it is time to: the descriptor is readable, the interval is over, or another method was called since.
+        """Poll if it is time to.
 
-        Nothing else makes this poll, so a back end that forgets to wake its thread is found out."""
+        It is if the descriptor is readable, the interval is over, or another method was called since. Nothing else
+        makes this participant poll, so a back end that forgets to wake its thread is found out.
+        """
         due = self.transport.fileno() is None and self.wait()[1] <= 0
         if not (readable or due or self._touched):
             return
@@ -220,7 +218,7 @@ class LocalParticipant:
 
 
 def batch_to_wire(batch: Batch) -> dict[str, Any]:
-    """A batch as JSON for a participant in another process."""
+    """Return a batch as JSON for a participant in another process."""
     wire: dict[str, Any] = {
         "verb": batch.verb.value,
         "peer": batch.peer,
@@ -236,6 +234,7 @@ def batch_to_wire(batch: Batch) -> dict[str, Any]:
 
 
 def batch_from_wire(wire: dict[str, Any]) -> Batch:
+    """Return the batch that ``batch_to_wire`` was given."""
     remote = wire.get("remote_offsets")
     return Batch(
         Verb(wire["verb"]),

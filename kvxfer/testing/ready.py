@@ -9,7 +9,7 @@ __all__ = ["ready"]
 
 
 def ready(descriptors: Iterable[int], timeout: float) -> set[int]:
-    """Those of ``descriptors`` that are readable (or broken) within ``timeout`` seconds. Any thread."""
+    """Return those of ``descriptors`` that are readable (or broken) within ``timeout`` seconds. Any thread."""
     poll = select.poll()
     for fd in descriptors:
         poll.register(fd, select.POLLIN)

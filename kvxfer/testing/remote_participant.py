@@ -1,8 +1,8 @@
 """A participant in a process of its own, to be killed and stopped for real.
 
-``python -m kvxfer.testing.remote_participant`` reads commands from stdin and answers on stdout, one JSON line each; the first
-says which back end to make (``module:Class``, so it must be importable in the child). ``RemoteParticipant`` is the other
-end.
+``python -m kvxfer.testing.remote_participant`` reads commands from stdin and answers on stdout, one JSON line each. The
+first says which back end to make (``module:Class``, so it must be importable in the child). ``RemoteParticipant`` is
+the other end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ REPLY_S = 60.0
 
 
 class RemoteParticipant:
-    """A ``Participant`` in a child process. ``idle``: called again and again while a reply is awaited."""
+    """A ``Participant`` in a child process.
+
+    Args:
+        backend: The back end's class.
+        options: Its options.
+        name: The agent's name.
+        device: Where its memory is.
+        idle: Called again and again while a reply is awaited.
+    """
 
     def __init__(
         self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str, idle: Callable[[], None]
@@ -86,20 +94,21 @@ class RemoteParticipant:
         self._ask("abort", batch)
 
     def close(self) -> None:
-        """Close its transport; the process lives on."""
+        """Close its transport; the process goes on."""
         self._ask("close")
 
     def kill(self) -> None:
-        """SIGKILL, and wait until the process is gone."""
+        """Send SIGKILL, and wait until the process is gone."""
         self._child.kill()
         self._reap()
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it has taken effect."""
+        """Send SIGSTOP, and wait until it has taken effect."""
         self._child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._child.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
+        """Send SIGCONT."""
         self._child.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
@@ -137,6 +146,7 @@ class RemoteParticipant:
 
 
 def main() -> None:
+    """Serve commands from stdin until the parent has gone."""
     # What a library prints must not get between the replies.
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

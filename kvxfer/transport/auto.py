@@ -1,8 +1,9 @@
 """``backend: auto``: the back ends of an engine whose operator named none.
 
-They come in a stated order. The first that works here is started at once; each link is then made with the first that
-both engines have and that can make it, so that peers on this host are reached straight and others over a network. Of
-the later ones nothing is loaded before a link asks for it.
+Every installed back end that declares ``Transport.costs`` is a candidate, and so is one that the operator names as
+``module:Class`` in ``backend_options``. They come in the order of these costs. The first that works here is started at once;
+each link is then made with the first that both engines have and that can make it, so that peers on this host are reached
+straight and others over a network. Of the later ones no library is loaded before a link asks for it.
 """
 
 from __future__ import annotations
@@ -14,78 +15,67 @@ from typing import Any
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.transport.contract import Probe
-from kvxfer.transport.registry import available, load
+from kvxfer.transport.contract import Probe, Transport
+from kvxfer.transport.guard import guard
+from kvxfer.transport.registry import available, called, known, load
 
-__all__ = ["AUTO", "ORDER", "Choice", "Objection", "choose", "lineup", "options_for", "options_of"]
+__all__ = ["AUTO", "Choice", "candidates", "choose", "options_for"]
 
 AUTO = "auto"
 
-ORDER: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("cma", "nixl", "ucx", "tcp", "zmq"),
-    "cuda": ("cuda_ipc", "nixl", "ucx", "nccl", "zmq"),
-}
-"""Back ends by preference, for a memory kind: fewest copies first, and last what works everywhere."""
-
-ALONE = frozenset({"nixl", "ucx"})
-"""Of these a process has one only: each brings a UCX of its own, and with two at work progress has crashed."""
-
-Objection = Callable[[str], str | None]
-"""Why a back end, by its name, must not be used; ``None`` if it may."""
+Backend = type[Transport]
 
 _log = logging.getLogger("kvxfer.transport")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``name``: the back end to start with; ``reason``: what its probe says; ``passed``: those that do not work here, or must not be
-    used, and why; ``others``: installed ones for links that it cannot make."""
+    """What ``auto`` comes to on this machine.
 
-    name: str
+    Attributes:
+        backends: the one to start with and those for links that it cannot make, in order, by their declared names.
+        reason: what the probe of the first says.
+        passed: those that do not work here, or must not be used, and why.
+    """
+
+    backends: Mapping[str, Backend]
     reason: str
     passed: Mapping[str, str]
-    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        first, *others = self.backends
         passed = "".join(f"; {name} not, {why}" for name, why in self.passed.items())
-        others = f"; for links that it cannot make: {', '.join(self.others)}" if self.others else ""
-        return f"{self.name} ({self.reason}){passed}{others}"
+        rest = f"; for links that it cannot make: {', '.join(others)}" if others else ""
+        return f"{first} ({self.reason}){passed}{rest}"
 
 
-def lineup(backend: str, devices: Iterable[str], objection: Objection = lambda _: None) -> tuple[str, ...]:
-    """Names of the back ends that an engine may use, in order: the one that is given, or for ``AUTO`` those of
-    ``ORDER``. ``devices``: where the KV lies, as ``"cpu"`` or ``"cuda:0"``. ``objection``: why this engine must not use one. Raises
-    ``ConfigError``."""
-    if backend != AUTO:
-        if why := objection(backend):
-            raise ConfigError(f"back end {backend!r} cannot be used: {why}")
-        return (backend,)
-    kinds = {device.partition(":")[0] for device in devices}
-    choice = choose("cuda" if "cuda" in kinds else "cpu", objection=objection)
+def candidates(config: Config, devices: Iterable[str]) -> Mapping[str, Backend]:
+    """Return the back ends that an engine may use, in order, by the names that they declare.
+
+    Args:
+        config: of the engine. It names one, or ``auto``.
+        devices: where the KV lies, as ``"cpu"`` or ``"cuda:0"``.
+
+    Raises:
+        ConfigError: the one that is named cannot be loaded, or ``auto`` finds none that works.
+    """
+    if config.backend != AUTO:
+        named = load(config.backend)
+        guard(config)(named)
+        return {named.name: named}
+    kinds = sorted({device.partition(":")[0] for device in devices} - {"cpu"})
+    choice = choose(kinds[0] if kinds else "cpu", config)
     _log.info("backend auto: %s", choice)
-    return (choice.name, *choice.others)
+    return choice.backends
 
 
-def options_of(name: str, backend: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What of the configured options back end ``name`` gets: all of them, or with ``AUTO`` those under its name, as in
-    ``{"zmq": {"listen": "0.0.0.0"}}``. Raises ``ConfigError``."""
-    if backend != AUTO:
-        return options
-    known = sorted({name for order in ORDER.values() for name in order})
-    for key, value in options.items():
-        if key not in known or not isinstance(value, Mapping):
-            raise ConfigError(
-                f"with backend 'auto', backend_options holds the options of each back end under its name ({', '.join(known)}), "
-                f"as in {{'zmq': {{...}}}}; it cannot hold {key!r}: {value!r}"
-            )
-    mine: Mapping[str, Any] = options.get(name, {})
-    return mine
+def options_for(backend: Backend, config: Config) -> Mapping[str, Any]:
+    """Return what a back end gets: its options, and of the engine's settings those that it inherits.
 
-
-def options_for(name: str, config: Config) -> Mapping[str, Any]:
-    """What a back end gets of an engine that is configured so: its own options, and of the engine's settings those that it inherits.
-    Raises ``ConfigError``."""
-    backend, options = load(name), options_of(name, config.backend, config.backend_options)
+    Raises:
+        ConfigError: with ``auto``, ``backend_options`` has something else than the options of back ends.
+    """
+    options = _own(backend, config)
     if backend.inherits & options.keys():  # an address set for the back end goes with none of the engine's
         return options
     ours = {"listen": config.listen, "advertise": config.advertise or config.listen}
@@ -93,39 +83,81 @@ def options_for(name: str, config: Config) -> Mapping[str, Any]:
 
 
 def choose(
-    memory: str, probe_of: Callable[[str], Probe | None] | None = None, objection: Objection = lambda _: None
+    memory: str, config: Config | None = None, probe_of: Callable[[Backend], Probe | None] | None = None
 ) -> Choice:
-    """The first back end of ``ORDER`` that is installed and works here, and what may stand in for it. Any thread; may
-    take a second, since those up to it are tried, in this process unless ``probe_of`` knows what came of it (``None`` for
-    one that is not installed). ``objection``: as of ``lineup``. Raises ``ConfigError`` when none does, with the reason of each."""
-    order = ORDER.get(memory)
-    if order is None:
-        raise ConfigError(f"backend 'auto' knows no order for {memory} memory; name a back end")
+    """Return the first candidate that works here, and those that may stand in for it.
+
+    Any thread; may take a second, since those up to the first that works are tried in this process.
+
+    Args:
+        memory: the kind of memory to move.
+        config: of the engine, which may have a key, and options for some of them.
+        probe_of: what came of trying one, if that is known already.
+
+    Raises:
+        ConfigError: none works; the message has the reason of each.
+    """
+    config = config or Config(backend=AUTO)
+    objection = guard(config)
+    order, passed = _declared(memory, config)
+    for i, backend in enumerate(order):
+        if why := objection(backend):
+            passed[backend.name] = why
+            continue
+        probe = (probe_of and probe_of(backend)) or backend.probe()
+        if probe.usable and (memory in probe.memory or backend.last_resort):
+            rest = _beside(backend, order[i + 1 :], objection, passed)
+            return Choice({b.name: b for b in (backend, *rest)}, probe.reason, passed)
+        passed[backend.name] = probe.reason if not probe.usable else f"it does not move {memory} memory"
+    raise ConfigError(f"backend 'auto' found none that works here for {memory} memory: {passed}")
+
+
+def _declared(memory: str, config: Config) -> tuple[list[Backend], dict[str, str]]:
+    """Candidates for a kind of memory, in the order of their costs, and those that cannot be loaded with the reason."""
+    found: dict[str, Backend] = {}
     passed: dict[str, str] = {}
-    for i, name in enumerate(order):
+    for name in (*available(), *(key for key in config.backend_options if ":" in key)):
         try:
-            if why := objection(name):
-                passed[name] = why
-                continue
-            probe = (probe_of and probe_of(name)) or load(name).probe()
+            backend = load(name)
         except ConfigError as e:
             passed[name] = str(e)
             continue
-        # One that cannot reach the memory still moves it, through host memory: the last resort.
-        if probe.usable and (memory in probe.memory or name == order[-1]):
-            others = _installed(name, order[i + 1 :], objection, passed)
-            return Choice(name, probe.reason, passed, others)
-        passed[name] = probe.reason if not probe.usable else f"it does not move {memory} memory"
-    raise ConfigError(f"backend 'auto' found none that works here: {passed}")
+        if found.setdefault(backend.name, backend) is not backend:
+            passed[name] = f"another back end is called {backend.name!r}, too"
+
+    def cost(backend: Backend) -> tuple[bool, int, str]:
+        return memory not in backend.costs, backend.costs.get(memory, 0), backend.name
+
+    return sorted((b for b in found.values() if memory in b.costs or b.last_resort), key=cost), passed
 
 
-def _installed(first: str, rest: tuple[str, ...], objection: Objection, passed: dict[str, str]) -> tuple[str, ...]:
-    """Those of ``rest`` that are there, may be used, and go together with what comes before them."""
-    there, kept = available(), [first]
-    for name in rest:
-        if (name in there or ":" in name) and not (name in ALONE and ALONE.intersection(kept)):
-            if why := objection(name):
-                passed[name] = why
-            else:
-                kept.append(name)
-    return tuple(kept[1:])
+def _beside(
+    first: Backend, rest: Iterable[Backend], objection: Callable[[Backend], str | None], passed: dict[str, str]
+) -> list[Backend]:
+    """Those of ``rest`` that may be used, and go together with what comes before them."""
+    taken, kept = set(first.exclusive), []
+    for backend in rest:
+        if taken & backend.exclusive:
+            continue
+        if why := objection(backend):
+            passed[backend.name] = why
+        else:
+            kept.append(backend)
+            taken |= backend.exclusive
+    return kept
+
+
+def _own(backend: Backend, config: Config) -> Mapping[str, Any]:
+    """What of the configured options a back end gets: all of them, or with ``auto`` those under its name."""
+    if config.backend != AUTO:
+        return config.backend_options
+    mine: Mapping[str, Any] = {}
+    for key, value in config.backend_options.items():
+        if not isinstance(value, Mapping) or not (called(backend, key) or known(key)):
+            raise ConfigError(
+                "with backend 'auto', backend_options holds the options of each back end under its name "
+                f"({', '.join(available())}), as in {{'zmq': {{...}}}}; it cannot hold {key!r}: {value!r}"
+            )
+        if called(backend, key):
+            mine = value
+    return mine

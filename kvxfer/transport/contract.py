@@ -179,6 +179,18 @@ class Transport(ABC):
     peer of a link: ``always``; only while its ``listen`` is a ``loopback`` address; or ``never``, which is also for one that opens
     ports elsewhere. An agent with a key takes one that is not guarded only if the operator has named it."""
 
+    costs: ClassVar[Mapping[str, int]] = {}
+    """What it costs to move each kind of memory, in figures by which ``auto`` compares back ends; the least comes first. For
+    orientation: 10, straight from one memory into the other; 20, reads or writes that a network card carries out; 30, messages;
+    40, messages that take part of a GPU; 90, copies through the network of the host. Without a figure ``auto`` does not take it."""
+    libraries: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """What it needs, for ``kvxfer doctor``: a library's name, and names of distributions one of which has it."""
+    last_resort: ClassVar[bool] = False
+    """Whether ``auto`` takes it also for a kind of memory that it cannot move, after all that can: through host memory."""
+    exclusive: ClassVar[frozenset[str]] = frozenset()
+    """Libraries of which a process can have only one at work, such as ``ucx``: two back ends that both bring one do not go
+    together."""
+
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self.agent = agent
 

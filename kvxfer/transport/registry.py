@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, metadata
 
 from kvxfer.errors import ConfigError
 from kvxfer.settings import near
 from kvxfer.transport.contract import CONTRACT_VERSION, Transport
 
-__all__ = ["GROUP", "PIP_LINES", "available", "load"]
+__all__ = ["GROUP", "available", "called", "known", "load"]
 
 GROUP = "kvxfer.backends"
-
-PIP_LINES = {name: f"pip install 'kvxfer[{name}]'" for name in ("zmq", "tcp", "nixl", "ucx", "nccl", "cma", "cuda-ipc")}
-"""Back ends that are published beside the core, and how a user gets them."""
 
 
 def available() -> dict[str, str]:
@@ -26,9 +23,10 @@ def load(name: str) -> type[Transport]:
     """The class of back end ``name``. Raises ``ConfigError`` when it is unknown, broken or of another contract."""
     target = name if ":" in name else available().get(name)
     if target is None:
-        if name.replace("_", "-") in PIP_LINES:
-            raise ConfigError(f"back end {name!r} is not installed; {PIP_LINES[name.replace('_', '-')]}")
-        hint = near(name, [*available(), *PIP_LINES]) or f"installed are {', '.join(available()) or 'none'}"
+        extras = _extras()
+        if _extra(name) in extras:
+            raise ConfigError(f"back end {name!r} is not installed; pip install 'kvxfer[{_extra(name)}]'")
+        hint = near(name, [*available(), *extras]) or f"installed are {', '.join(available()) or 'none'}"
         raise ConfigError(f"unknown back end {name!r}; {hint}")
     module, _, attribute = target.partition(":")
     try:
@@ -37,6 +35,10 @@ def load(name: str) -> type[Transport]:
         raise ConfigError(f"back end {name!r} ({target}) cannot be loaded: {e}") from e
     if not (isinstance(cls, type) and issubclass(cls, Transport)):
         raise ConfigError(f"back end {name!r} ({target}) is not a kvxfer.transport.Transport class")
+    if not getattr(cls, "name", ""):
+        raise ConfigError(
+            f"back end {name!r} ({target}) has no name: its class needs `name = ...`, by which peers know it"
+        )
     contract = getattr(cls, "contract", None)
     if contract is None:
         raise ConfigError(
@@ -49,3 +51,41 @@ def load(name: str) -> type[Transport]:
             "install a release of it that matches"
         )
     return cls
+
+
+def called(backend: type[Transport], name: str) -> bool:
+    """Return whether a name in an engine's settings means this back end: its own, an entry point's, or ``module:Class``."""
+    if name == backend.name:
+        return True
+    if ":" not in name and name not in available():
+        return False
+    try:
+        return load(name) is backend
+    except ConfigError:
+        return False
+
+
+def known(name: str) -> bool:
+    """Return whether a back end may have this name, here or on another host where more is installed."""
+    if ":" in name or name in available() or _extra(name) in _extras():
+        return True
+    return any(_declares(other, name) for other in available())
+
+
+def _declares(installed: str, name: str) -> bool:
+    try:
+        return load(installed).name == name
+    except ConfigError:
+        return False
+
+
+def _extras() -> list[str]:
+    """Extras of the core: what is published beside it, back ends among them."""
+    try:
+        return metadata("kvxfer").get_all("Provides-Extra") or []
+    except PackageNotFoundError:  # it runs from a folder
+        return []
+
+
+def _extra(name: str) -> str:
+    return name.replace("_", "-")

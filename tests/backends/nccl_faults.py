@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.testing.conformance import Link, Started, Suite, Way, World
+from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport import Batch, Verb
@@ -114,17 +114,17 @@ class Faults(Suite):
 
     def test_sizes_that_differ_end_the_link_and_name_both(self, world: World) -> None:
         a, b, link = world.pair()
-        [(_, sent), (_, received)] = link.halves(Way.SEND, a, b, LARGE)
+        [(_, sent), (_, received)] = link.halves(TransferMode.SEND, a, b, LARGE)
         received = replace(received, lengths=np.array([2_000_000]))
         for result in world.finish(Started([(a, a.submit(sent)), (b, b.submit(received))])):
             assert result.error is not None and "3000000" in result.error and "2000000" in result.error
-        world.move(world.link(a, b), Way.SEND, a, b, LARGE)
+        world.move(world.link(a, b), TransferMode.SEND, a, b, LARGE)
 
     def test_streams_that_differ_end_the_link(self, world: World) -> None:
         """The sender skipped one: its next would end in the memory of another batch."""
         a, b, link = world.pair()
-        [_, (_, received)] = link.halves(Way.SEND, a, b, SMALL)
-        [(_, sent), _] = link.halves(Way.SEND, a, b, SMALL)
+        [_, (_, received)] = link.halves(TransferMode.SEND, a, b, SMALL)
+        [(_, sent), _] = link.halves(TransferMode.SEND, a, b, SMALL)
         for result in world.finish(Started([(a, a.submit(sent)), (b, b.submit(received))])):
             assert result.error is not None and "stream" in result.error
 
@@ -137,10 +137,10 @@ class Faults(Suite):
         peer = impostor(a, sends)
         started = self._begin(a, peer)
         peer.close()
-        world.move(other, Way.SEND, a, c, LARGE)
+        world.move(other, TransferMode.SEND, a, c, LARGE)
         [result] = world.finish(started)
         assert result.error is not None and "impostor" in result.error and result.quiet
-        world.move(other, Way.SEND, c, a, LARGE)
+        world.move(other, TransferMode.SEND, c, a, LARGE)
 
     @pytest.mark.parametrize("sends", [True, False])
     def test_a_peer_that_stops_in_init(self, world: World, impostor: Any, sends: bool) -> None:
@@ -149,14 +149,14 @@ class Faults(Suite):
         world.allocate(a, c)
         other = world.link(a, c)
         started = self._begin(a, impostor(a, sends))
-        world.move(other, Way.SEND, a, c, LARGE)
+        world.move(other, TransferMode.SEND, a, c, LARGE)
         [result] = world.finish(started)
         assert result.error is not None and "impostor" in result.error
-        world.move(other, Way.SEND, c, a, LARGE)
+        world.move(other, TransferMode.SEND, c, a, LARGE)
 
     def _begin(self, victim: LocalParticipant, peer: Impostor) -> Started:
         """Bring the victim into NCCL's init, from which it does not come back by itself."""
-        batch = Batch(peer.verb, peer.peer, 0, LARGE.lengths, LARGE.src)
+        batch = Batch(peer.verb, peer.peer, 0, LARGE.length, LARGE.src)
         started = Started([(victim, victim.submit(batch))])
         if peer.verb is Verb.SEND:
             peer.channel.say(Ready(0))
@@ -173,8 +173,8 @@ class Faults(Suite):
         world.allocate(a, b)
         link = world.link(a, b)
         source, target = (a, b) if verb is Verb.SEND else (b, a)
-        world.move(link, Way.SEND, source, target, SMALL)
-        mine = [next(h for h in link.halves(Way.SEND, source, target, LARGE) if h[0] is a) for _ in range(4)]
+        world.move(link, TransferMode.SEND, source, target, SMALL)
+        mine = [next(h for h in link.halves(TransferMode.SEND, source, target, LARGE) if h[0] is a) for _ in range(4)]
         started = Started([(a, a.submit(batch)) for _, batch in mine])
         world.run(0.1)  # so that NCCL has them
         assert not started.begun_to_end()
@@ -187,8 +187,8 @@ class Faults(Suite):
 
     def test_a_communicator_in_error(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         a, b, link = world.pair()
-        world.move(link, Way.SEND, a, b, SMALL)
-        [(_, sent), (_, received)] = link.halves(Way.SEND, a, b, LARGE)
+        world.move(link, TransferMode.SEND, a, b, SMALL)
+        [(_, sent), (_, received)] = link.halves(TransferMode.SEND, a, b, LARGE)
         started = Started([(a, a.submit(sent))])
         monkeypatch.setattr(self.pipe, "error", lambda pipe: "unhandled cuda error")
         [result] = world.finish(started)
@@ -196,11 +196,11 @@ class Faults(Suite):
         [result] = world.finish(Started([(b, b.submit(received))]))
         assert result.error is not None and a.name in result.error
         monkeypatch.undo()
-        world.move(world.link(a, b), Way.SEND, a, b, LARGE)
+        world.move(world.link(a, b), TransferMode.SEND, a, b, LARGE)
 
     def test_an_operation_that_is_refused(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         a, b, link = world.pair()
-        world.move(link, Way.SEND, a, b, SMALL)
+        world.move(link, TransferMode.SEND, a, b, SMALL)
 
         move = self.pipe.move
 
@@ -210,25 +210,25 @@ class Faults(Suite):
             move(pipe, *runs)
 
         monkeypatch.setattr(self.pipe, "move", refuse)
-        for result in world.finish(link.start(Way.SEND, a, b, LARGE)):
+        for result in world.finish(link.start(TransferMode.SEND, a, b, LARGE)):
             assert result.error is not None
         monkeypatch.undo()
-        world.move(world.link(a, b), Way.SEND, a, b, LARGE)
+        world.move(world.link(a, b), TransferMode.SEND, a, b, LARGE)
 
     def test_an_abort_that_takes_long_stops_nobody(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         a, b, link = world.pair()
         c = world.local()
         world.allocate(c)
         other = world.link(a, c)
-        world.move(link, Way.SEND, a, b, SMALL)
-        world.move(other, Way.SEND, a, c, SMALL)
+        world.move(link, TransferMode.SEND, a, b, SMALL)
+        world.move(other, TransferMode.SEND, a, c, SMALL)
         go_on, abort = threading.Event(), self.pipe.abort
         monkeypatch.setattr(self.pipe, "abort", lambda pipe: (go_on.wait(30), abort(pipe)))
-        [(_, sent), _] = link.halves(Way.SEND, a, b, LARGE)
+        [(_, sent), _] = link.halves(TransferMode.SEND, a, b, LARGE)
         started = Started([(a, a.submit(sent))])
         world.run(0.1)
         a.abort(started.halves[0][1])
-        world.move(other, Way.SEND, a, c, LARGE)
+        world.move(other, TransferMode.SEND, a, c, LARGE)
         assert not started.over(), "it ended before its memory was quiet"
         go_on.set()
         [result] = world.finish(started)
@@ -240,10 +240,10 @@ class Faults(Suite):
         a = self.participant(world, abort_timeout_s=0.3)
         world.allocate(b)
         link = world.link(a, b)
-        world.move(link, Way.SEND, a, b, SMALL)
+        world.move(link, TransferMode.SEND, a, b, SMALL)
         go_on, abort = threading.Event(), self.pipe.abort
         monkeypatch.setattr(self.pipe, "abort", lambda pipe: (go_on.wait(30), abort(pipe)))
-        [(_, sent), _] = link.halves(Way.SEND, a, b, LARGE)
+        [(_, sent), _] = link.halves(TransferMode.SEND, a, b, LARGE)
         started = Started([(a, a.submit(sent))])
         world.run(0.1)
         a.abort(started.halves[0][1])
@@ -258,26 +258,26 @@ class Faults(Suite):
         a, b = self.participant(world, channels=16), self.participant(world, channels=4)
         link = world.link(a, b)
         for source, target in ((a, b), (b, a)):
-            world.move(link, Way.SEND, source, target, LARGE)
+            world.move(link, TransferMode.SEND, source, target, LARGE)
 
     def test_both_sides_start_at_once(self, world: World) -> None:
         """Two communicators are made at the same time, one a direction, and neither waits for the other."""
         a, b = world.local(), world.other()
         world.allocate(a, b)
         mine, theirs = a.endpoint(), b.endpoint()
-        link = Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+        link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
         there, back = Runs.of([0], [0], [1_500_000]), Runs.of([1_500_000], [1_500_000], [1_500_000])
         started = []
         for _ in range(4):
-            started += [link.start(Way.SEND, a, b, there), link.start(Way.SEND, b, a, back)]
+            started += [link.start(TransferMode.SEND, a, b, there), link.start(TransferMode.SEND, b, a, back)]
         world.succeed(*started)
 
     def test_idle_communicators_are_closed_and_made_anew(self, world: World) -> None:
         a, b = self.participant(world, idle_close_s=1.0), self.participant(world, idle_close_s=1.0)
         link = world.link(a, b)
         for _ in range(3):
-            world.move(link, Way.SEND, a, b, LARGE)
-            world.move(link, Way.SEND, b, a, SMALL)
+            world.move(link, TransferMode.SEND, a, b, LARGE)
+            world.move(link, TransferMode.SEND, b, a, SMALL)
             assert open_pipes(a) == open_pipes(b) == 2
             world.wait_for(lambda: open_pipes(a) == open_pipes(b) == 0, "the closing of idle communicators")
 
@@ -285,7 +285,7 @@ class Faults(Suite):
         a, b = self.participant(world, idle_close_s=0.001), self.participant(world, idle_close_s=0.001)
         link = world.link(a, b)
         for i in range(20 if self.memory == "cpu" else 5):
-            world.move(link, Way.SEND, a, b, Runs.of([i], [i], [1000 + i]))
+            world.move(link, TransferMode.SEND, a, b, Runs.of([i], [i], [1000 + i]))
 
     @pytest.mark.parametrize(
         "word",
@@ -297,17 +297,17 @@ class Faults(Suite):
     ) -> None:
         a, b, link = world.pair()
         peer = impostor(a, sends=False)
-        started = Started([(a, a.submit(Batch(Verb.SEND, peer.peer, 0, LARGE.lengths, LARGE.src)))])
+        started = Started([(a, a.submit(Batch(Verb.SEND, peer.peer, 0, LARGE.length, LARGE.src)))])
         peer.channel.say(word)
         [result] = world.finish(started)
         assert result.error is not None and "impostor" in result.error
-        world.move(link, Way.SEND, a, b, SMALL)
+        world.move(link, TransferMode.SEND, a, b, SMALL)
 
     def test_a_flood_of_announcements_costs_the_link(self, world: World, impostor: Any) -> None:
         a = world.local()
         world.allocate(a)
         peer = impostor(a, sends=True)
-        started = Started([(a, a.submit(Batch(Verb.RECV, peer.peer, 0, LARGE.lengths, LARGE.src)))])
+        started = Started([(a, a.submit(Batch(Verb.RECV, peer.peer, 0, LARGE.length, LARGE.src)))])
         peer.expect(Ready)
         for stream in range(5000):
             peer.channel.say(Sent(stream, 1))
@@ -324,7 +324,7 @@ class Faults(Suite):
         def loop() -> None:
             peers: list[Participant] = [self.peer(world) for _ in range(self.peers)]
             links = [world.link(hub, peer) for peer in peers]
-            world.succeed(*(k.start(Way.SEND, hub, p, SMALL) for k, p in zip(links, peers, strict=True)))
+            world.succeed(*(k.start(TransferMode.SEND, hub, p, SMALL) for k, p in zip(links, peers, strict=True)))
             for i, (link, peer) in enumerate(zip(links, peers, strict=True)):
                 if i % 2:
                     hub.disconnect(link.peers[hub.name])

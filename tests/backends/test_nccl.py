@@ -16,7 +16,7 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.identity import TransferId
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Link, Started, Suite, Way, World
+from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
 from kvxfer_nccl import NcclTransport
 from kvxfer_nccl.binding import Binding
 from kvxfer_nccl.endpoint import Endpoint
@@ -72,9 +72,9 @@ class DeviceFence:
 
 def test_the_stream_waits_for_a_fence_with_an_event(world: World) -> None:
     a, b, link = world.pair()
-    world.move(link, Way.SEND, a, b, SMALL)
+    world.move(link, TransferMode.SEND, a, b, SMALL)
     fence, before = DeviceFence(), b.content(0)
-    started = link.start(Way.SEND, a, b, LARGE, fences={a.name: fence})
+    started = link.start(TransferMode.SEND, a, b, LARGE, fences={a.name: fence})
     world.run(0.1)
     assert not started.begun_to_end() and (b.content(0) == before).all()
     fence.event.set()
@@ -123,8 +123,8 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
             break
     b.disconnect(b.connect(theirs, mine))
     world.run(0.05)
-    link = Link({a.name: a.connect(mine, theirs), b.name: -1})
-    [(_, batch), _] = link.halves(Way.SEND, a, b, SMALL)
+    link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: -1})
+    [(_, batch), _] = link.halves(TransferMode.SEND, a, b, SMALL)
     [result] = world.finish(Started([(a, a.submit(batch))]), seconds=5)
     assert result.error is not None and "closed" in result.error
 

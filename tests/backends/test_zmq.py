@@ -15,7 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Started, Suite, Way, World
+from kvxfer.testing.conformance import Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
@@ -49,31 +49,31 @@ def world() -> Iterator[World]:
 
 def test_sizes_that_differ_fail_both_halves(world: World) -> None:
     a, b, link = world.pair()
-    [(_, sent), _] = link.halves(Way.SEND, a, b, Runs.of([0], [0], [1000]))
+    [(_, sent), _] = link.halves(TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
     received = Batch(Verb.RECV, link.peers[b.name], 0, np.array([999]), np.array([0]))
     before = b.content(0)
     results = world.finish(Started([(a, a.submit(sent)), (b, b.submit(received))]))
     for result in results:
         assert result.error is not None and "1000" in result.error and "999" in result.error
     assert_equal(b.content(0), before, "the receiver's memory")
-    world.move(link, Way.SEND, a, b, Runs.of([0], [0], [1000]))
+    world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
 
 
 def test_one_stream_that_is_stuck_stops_no_other(world: World) -> None:
     a, b, link = world.pair()
-    _, (_, stuck) = link.halves(Way.SEND, a, b, Runs.of([0], [0], [3_000_000]))
+    _, (_, stuck) = link.halves(TransferMode.SEND, a, b, Runs.of([0], [0], [3_000_000]))
     started = Started([(b, b.submit(stuck))])
-    world.move(link, Way.SEND, a, b, Runs.of([0], [0], [3_000_000]))
+    world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [3_000_000]))
     assert not started.over()
 
 
 def test_a_skipped_stream_fails(world: World) -> None:
     """The sender went on to the next stream, so the one in between never comes."""
     a, b, link = world.pair()
-    _, (_, skipped) = link.halves(Way.SEND, a, b, Runs.of([0], [0], [1000]))
+    _, (_, skipped) = link.halves(TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
     started = Started([(b, b.submit(skipped))])
     world.run(0.05)
-    world.succeed(link.start(Way.SEND, a, b, Runs.of([0], [0], [1000])))
+    world.succeed(link.start(TransferMode.SEND, a, b, Runs.of([0], [0], [1000])))
     [result] = world.finish(started)
     assert result.error is not None and "skipped" in result.error
 
@@ -147,7 +147,7 @@ def test_a_peer_that_breaks_the_protocol_costs_its_link_only(world: World, impos
     [result] = world.finish(started)
     assert result.error is not None and "impostor" in result.error and "protocol" in result.error
     assert_equal(victim.content(0), before, "the victim's memory")
-    world.move(good, Way.SEND, other, victim, Runs.of([0], [0], [1000]))
+    world.move(good, TransferMode.SEND, other, victim, Runs.of([0], [0], [1000]))
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -208,7 +208,7 @@ def test_strangers_hurt_nobody(world: World) -> None:
                 raw.sendall(payload)
         world.run(0.2)
         for size in (1000, 2_000_000):
-            world.move(link, Way.SEND, a, b, Runs.of([0], [0], [size]))
+            world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [size]))
     finally:
         context.destroy(0)
 
@@ -233,7 +233,7 @@ def test_strangers_fill_no_memory(world: World) -> None:
                     world.run(0.0)
             world.run(0.001)
         assert resident() - before < 32 << 20, mechanism
-    world.move(link, Way.SEND, a, b, Runs.of([0], [0], [1000]))
+    world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
 
 
 def resident() -> int:

@@ -43,6 +43,13 @@ def test_the_first_transfer_delivers(tmp_path: Path) -> None:
             prefill.stdout.close()
 
 
+def test_two_engines_connect_as_the_page_says() -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "connect-an-engine.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "loaded 39 tokens\n"
+
+
 def test_the_commands_for_vllm_are_there() -> None:
     commands = "\n".join(text for _, text in blocks("vllm.md", "bash"))
     makefile = (ROOT / "Makefile").read_text()

@@ -1,13 +1,14 @@
 """Tiny models with two KV-cache groups, of random weights by which greedy output depends on the whole prompt within reach.
 
-Gemma 2: layers with a sliding window beside layers with full attention. LFM 2: layers with a recurrent state (a short
-convolution) beside layers with full attention.
+Gemma 2: layers with a sliding window beside layers with full attention. LFM 2 and Nemotron H: layers with a recurrent state (a
+short convolution, Mamba 2) beside layers with full attention.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ from kvxfer_vllm.demo.model import LAYERS, SPREAD, VOCAB, write_model
 
 Weights = dict[str, np.ndarray]
 
+EXACT_POSITIONS = ["--compilation-config", '{"custom_ops": ["all", "-rotary_embedding"]}']
+"""Server flags that have torch rotate queries and keys. The operator of vLLM 0.32 for CPUs takes the heads of a three-dimensional
+tensor for tokens, which LFM 2 gives it: what its attention computes then depends on how many heads a rank holds, and so do the
+tokens, on servers without any connector."""
+
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 128, 256, 4, 2, 32
 WINDOW = 64
 """Tokens; two blocks of 32."""
 TAPS = 3
 """Tokens that a short convolution sees."""
+MAMBA, STATE = "M*M-", 16
+"""The layers of ``write_mamba``, as Nemotron H writes them, and the width of a head's state."""
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -133,6 +141,65 @@ def _recurrent_weights(rng: np.random.Generator) -> Weights:
                 f"{layer}.conv.in_proj.weight": _linear(rng, 3 * HIDDEN, HIDDEN),
                 f"{layer}.conv.conv.weight": 4 * _linear(rng, HIDDEN, 1, TAPS),
                 f"{layer}.conv.out_proj.weight": _linear(rng, HIDDEN, HIDDEN),
+            }
+    return weights
+
+
+def write_mamba(folder: Path, groups: int = 1) -> None:
+    """Nemotron H: Mamba 2, attention without positions, and a dense layer. Of one group of B and C all ranks hold replicas."""
+    config = {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": MAMBA,
+        "num_hidden_layers": len(MAMBA),
+        "layer_norm_epsilon": 1e-5,
+        "mlp_hidden_act": "relu2",
+        "ssm_state_size": STATE,
+        "mamba_num_heads": HEADS,
+        "mamba_head_dim": HEAD_DIM,
+        "mamba_hidden_act": "silu",
+        "n_groups": groups,
+        "conv_kernel": TAPS,
+        "chunk_size": 128,
+        "use_conv_bias": True,
+        "tie_word_embeddings": False,
+    }
+    _write(folder, config, partial(_mamba_weights, groups=groups))
+
+
+def _mamba_weights(rng: np.random.Generator, groups: int) -> Weights:
+    inner = HEADS * HEAD_DIM
+    channels = inner + 2 * groups * STATE
+    weights = {
+        "backbone.embeddings.weight": _linear(rng, VOCAB, HIDDEN),
+        "backbone.norm_f.weight": _norm(1),
+        "lm_head.weight": _linear(rng, VOCAB, HIDDEN),
+    }
+    for i, kind in enumerate(MAMBA):
+        layer = f"backbone.layers.{i}"
+        weights[f"{layer}.norm.weight"] = _norm(1)
+        if kind == "M":
+            weights |= {
+                f"{layer}.mixer.in_proj.weight": _linear(rng, inner + channels + HEADS, HIDDEN),
+                f"{layer}.mixer.conv1d.weight": 4 * _linear(rng, channels, 1, TAPS),
+                f"{layer}.mixer.conv1d.bias": _linear(rng, channels),
+                f"{layer}.mixer.A_log": np.linspace(-4, -1, HEADS, dtype=np.float32),  # forgets in 3 to 50 tokens
+                f"{layer}.mixer.D": _norm(1, HEADS),
+                f"{layer}.mixer.dt_bias": _linear(rng, HEADS),
+                f"{layer}.mixer.norm.weight": _norm(1, inner),
+                f"{layer}.mixer.out_proj.weight": _linear(rng, HIDDEN, inner),
+            }
+        elif kind == "*":
+            weights |= {
+                f"{layer}.mixer.q_proj.weight": 2 * _linear(rng, HEADS * HEAD_DIM, HIDDEN),
+                f"{layer}.mixer.k_proj.weight": _linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
+                f"{layer}.mixer.v_proj.weight": _linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
+                f"{layer}.mixer.o_proj.weight": _linear(rng, HIDDEN, HEADS * HEAD_DIM),
+            }
+        else:
+            weights |= {
+                f"{layer}.mixer.up_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
+                f"{layer}.mixer.down_proj.weight": _linear(rng, HIDDEN, INTERMEDIATE),
             }
     return weights
 

@@ -15,7 +15,7 @@ from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
 from kvxfer.memory import fence
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Suite, Way, World
+from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.conformance.deaths import Deaths
 from kvxfer.testing.conformance.harness import assert_equal, overlay
 from kvxfer.testing.conformance.transfers import LAYOUTS, Transfers
@@ -80,8 +80,8 @@ def test_all_layouts_between_processes(world: World) -> None:
     world.allocate(a, b)
     link = world.link(a, b)
     for runs in LAYOUTS.values():
-        for way in (Way.READ, Way.WRITE):
-            source, target = (b, a) if way is Way.READ else (a, b)
+        for way in (TransferMode.READ, TransferMode.WRITE):
+            source, target = (b, a) if way is TransferMode.READ else (a, b)
             world.move(link, way, source, target, runs)
 
 
@@ -99,14 +99,14 @@ def test_death_in_the_middle_of_a_copy(world: World) -> None:
     for participant in (a, b):
         participant.allocate([size], 1)
     link = world.link(a, b)
-    started = [link.start(Way.READ, b, a, Runs.of([0], [0], [size])) for _ in range(400)]
+    started = [link.start(TransferMode.READ, b, a, Runs.of([0], [0], [size])) for _ in range(400)]
     b.kill()
     results = world.finish(*started, seconds=10)
     assert results[-1].error is not None
     assert all(r.quiet and (r.error is None or "short-lived" in r.error) for r in results)
     c = world.local()
     c.allocate([1 << 20], 2)
-    world.move(world.link(a, c), Way.READ, c, a, Runs.of([0], [5], [1_000_000]))
+    world.move(world.link(a, c), TransferMode.READ, c, a, Runs.of([0], [5], [1_000_000]))
 
 
 def test_work_of_the_engine_comes_first(world: World) -> None:
@@ -118,7 +118,7 @@ def test_work_of_the_engine_comes_first(world: World) -> None:
     tensor = a._memories[0][0]._tensor
     runs = Runs.of([0], [0], [1_000_000])
     tensor.fill_(1)  # the first use of a kernel loads it, for which the driver waits for the GPU
-    world.move(link, Way.WRITE, a, b, runs)
+    world.move(link, TransferMode.WRITE, a, b, runs)
     before = b.content(0)
     with torch.cuda.device(tensor.device):
         stream = torch.cuda.Stream()
@@ -126,7 +126,7 @@ def test_work_of_the_engine_comes_first(world: World) -> None:
             torch.cuda._sleep(1_000_000_000)
             tensor.fill_(77)
             after = fence(str(tensor.device))
-    started = link.start(Way.WRITE, a, b, runs, fences={a.name: after})
+    started = link.start(TransferMode.WRITE, a, b, runs, fences={a.name: after})
     assert not after.passed(), "the GPU was done before the batch was submitted: nothing was tested"
     world.succeed(started)
     assert_equal(b.content(0), overlay(before, np.full(tensor.numel(), 77, np.uint8), runs), "the target's memory")
@@ -177,7 +177,9 @@ def test_everything_is_given_back(world: World) -> None:
     participant, other = world.local(), world.process("other")
     for p in (participant, other):
         p.allocate([256 << 20], 1)
-    world.succeed(world.link(participant, other).start(Way.READ, other, participant, Runs.of([0], [0], [1 << 20])))
+    world.succeed(
+        world.link(participant, other).start(TransferMode.READ, other, participant, Runs.of([0], [0], [1 << 20]))
+    )
     participant.close()
     free = torch.cuda.mem_get_info(0)[0]
     for _ in range(20):

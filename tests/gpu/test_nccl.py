@@ -16,7 +16,7 @@ import pytest
 
 from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Suite, Way, World
+from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer_nccl import NcclTransport
 from kvxfer_nccl.binding import Way as Pair
@@ -130,11 +130,11 @@ def free() -> list[int]:
 def rate(world: World, link: Any, a: LocalParticipant, b: LocalParticipant, size: int, count: int) -> float:
     """GB/s of ``count`` messages of ``size`` bytes, all in flight."""
     runs = Runs.of([0], [0], [size])
-    world.succeed(link.start(Way.SEND, a, b, runs))
+    world.succeed(link.start(TransferMode.SEND, a, b, runs))
     best = 0.0
     for _ in range(5):
         begun = time.perf_counter()
-        world.succeed(*[link.start(Way.SEND, a, b, runs) for _ in range(count)])
+        world.succeed(*[link.start(TransferMode.SEND, a, b, runs) for _ in range(count)])
         best = max(best, size * count / (time.perf_counter() - begun) / 1e9)
     return best
 
@@ -178,7 +178,7 @@ def test_memory_and_speed_by_channels(world: World, channels: int) -> None:
         for _ in range(4):
             link = world.link(a, b)
             begun = time.perf_counter()
-            world.succeed(link.start(Way.SEND, a, b, SMALL))
+            world.succeed(link.start(TransferMode.SEND, a, b, SMALL))
             first = time.perf_counter() - begun
             now = free()
             taken.append([f"{(x - y) / MIB:.0f}" for x, y in zip(before, now, strict=True)])
@@ -205,10 +205,10 @@ def test_memory_and_speed_by_channels(world: World, channels: int) -> None:
 def test_an_idle_communicator_gives_its_memory_back(world: World) -> None:
     """With the settings as shipped, on either GPU, besides what NCCL takes once for a process."""
     a, b = (participant(world, MIB) for _ in range(2))
-    world.succeed(world.link(a, b).start(Way.SEND, a, b, SMALL))
+    world.succeed(world.link(a, b).start(TransferMode.SEND, a, b, SMALL))
     before = free()
     links = [world.link(a, b) for _ in range(4)]
-    world.succeed(*(link.start(Way.SEND, a, b, SMALL) for link in links))
+    world.succeed(*(link.start(TransferMode.SEND, a, b, SMALL) for link in links))
     took = [(x - y) / 4 / MIB for x, y in zip(before, free(), strict=True)]
     print(f"\nMiB a communicator on (sender, receiver) GPU, {Options().channels} channels: {took}")
     world.wait_for(lambda: open_pipes(a) == open_pipes(b) == 0, "the closing of idle communicators")
@@ -222,11 +222,11 @@ def test_submitting_is_quick(world: World) -> None:
     """Printed: what a message costs the data thread, both halves."""
     a, b = (participant(world, 64 * MIB) for _ in range(2))
     link = world.link(a, b)
-    world.succeed(link.start(Way.SEND, a, b, SMALL))
+    world.succeed(link.start(TransferMode.SEND, a, b, SMALL))
     calls = []
     for _ in range(200):
         begun = time.perf_counter()
-        started = link.start(Way.SEND, a, b, SMALL)
+        started = link.start(TransferMode.SEND, a, b, SMALL)
         a.turn(True)
         b.turn(True)
         calls.append(time.perf_counter() - begun)

@@ -51,17 +51,22 @@ class Counted(FakeTransport):
 class Near(Counted):
     """Works within one ``network`` only, as those do that work on one host."""
 
+    name = "near"
+
 
 class Far(Counted):
-    pass
+    name = "far"
 
 
 class Missing(Counted):
+    name = "missing"
+
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         raise TransportError("libfar.so: no such file")
 
 
-NEAR, FAR, MISSING = (f"tests.session.test_lineup:{c.__name__}" for c in (Near, Far, Missing))
+OURS = {f"tests.session.test_lineup:{c.__name__}": c for c in (Near, Far, Missing)}
+NEAR, FAR, MISSING = OURS
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +77,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(auto, "ORDER", {"cpu": names})
+    """Have these installed, and no others; ours come in this order, and before real ones."""
+    monkeypatch.setattr(auto, "available", lambda: dict.fromkeys(names, ""))
+    for place, cls in enumerate(OURS[name] for name in names if name in OURS):
+        monkeypatch.setattr(cls, "costs", {"cpu": place})
 
 
 Make = Callable[..., Engine]
@@ -153,9 +161,9 @@ def test_an_engine_starts_with_the_first_that_can(make: Make, monkeypatch: pytes
     """As one whose memory the preferred back end refuses to register."""
     order(monkeypatch, MISSING, FAR)
     p, d = make(), make()
-    assert d.agents[0].member.backends == (FAR,)
+    assert d.agents[0].member.backends == ("far",)
     assert deliver(p, d, "x").delivered
-    order(monkeypatch, MISSING, MISSING)
+    order(monkeypatch, MISSING)
     with pytest.raises(TransportError, match="libfar"):
         make()
     order(monkeypatch, NEAR, FAR)
@@ -184,7 +192,7 @@ def test_an_engine_that_names_one_meets_one_that_names_none(make: Make, engine: 
 def test_engines_with_none_in_common_are_told_both(make: Make, engine: Make) -> None:  # noqa: F811
     outcome = deliver(engine({"backend": "zmq"}, seed=9), make(), "x")
     assert outcome.kind is FailureKind.INCOMPATIBLE
-    assert all(repr(name) in outcome.failure.detail for name in ("zmq", NEAR, FAR)), outcome
+    assert all(repr(name) in outcome.failure.detail for name in ("zmq", "near", "far")), outcome
 
 
 class Told:

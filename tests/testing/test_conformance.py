@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer.errors import PeerError
 from kvxfer.testing import ConformanceSuite, FakeTransport
-from kvxfer.testing.conformance import Part, Way, World
+from kvxfer.testing.conformance import Part, TransferMode, World
 from kvxfer.testing.conformance.transfers import LAYOUTS
 from kvxfer.testing.fake import Endpoint
 from kvxfer.transport import Batch, Completion, Fence
@@ -161,8 +161,8 @@ class ClosesQuietly(FakeTransport):
         super().close()
 
 
-WAYS = {"way": Way.READ}
-PART = {"part": Part(Way.READ, "target")}
+WAYS = {"way": TransferMode.READ}
+PART = {"part": Part(TransferMode.READ, "target")}
 
 DEFECTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (TellsEarly, "test_complete_means_visible", WAYS),
@@ -173,9 +173,9 @@ DEFECTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (BelievesAnyOffset, "test_offsets_outside_are_refused", WAYS),
     (IgnoresFences, "test_nothing_is_touched_before_the_fence", WAYS),
     (ForgetsToAskTheFence, "test_nothing_is_touched_before_the_fence", WAYS),
-    (IgnoresAborts, "test_a_half_without_its_other_half_can_be_aborted", {"part": Part(Way.SEND, "target")}),
+    (IgnoresAborts, "test_a_half_without_its_other_half_can_be_aborted", {"part": Part(TransferMode.SEND, "target")}),
     (SaysQuietTooSoon, "test_aborted_batches_end_and_stay_ended", WAYS),
-    (NamesNobody, "test_disconnecting_in_flight", {"part": Part(Way.SEND, "source"), "closer": "far"}),
+    (NamesNobody, "test_disconnecting_in_flight", {"part": Part(TransferMode.SEND, "source"), "closer": "far"}),
     (Spins, "test_idle_costs_nothing", {}),
     (LeaksMemory, "test_nothing_leaks", {}),
     (LeaksMemory, "test_links_do_not_leak", {}),
@@ -184,7 +184,7 @@ DEFECTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (RepeatsItsEndpoint, "test_endpoints_are_fresh_and_small", {}),
     (TakesAnyOption, "test_an_unknown_option_is_named", {}),
     (TakesUsedMemoryBack, "test_memory_in_use_cannot_be_deregistered", PART),
-    (ClosesQuietly, "test_closing_in_flight", {"part": Part(Way.SEND, "target"), "closer": "far"}),
+    (ClosesQuietly, "test_closing_in_flight", {"part": Part(TransferMode.SEND, "target"), "closer": "far"}),
 ]
 
 
@@ -233,7 +233,7 @@ def test_layouts_are_what_they_say() -> None:
     """Runs that overlapped at the destination would make the right answer depend on order."""
     for name, runs in LAYOUTS.items():
         order = np.argsort(runs.dst)
-        ends = (runs.dst + runs.lengths)[order]
-        starts, lengths = runs.dst[order], runs.lengths[order]
+        ends = (runs.dst + runs.length)[order]
+        starts, lengths = runs.dst[order], runs.length[order]
         full = lengths > 0
         assert (ends[full][:-1] <= starts[full][1:]).all(), name

@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.errors import ConfigError
 from kvxfer.testing import ConformanceSuite, Network
-from kvxfer.testing.conformance import Link, Suite, Way, World
+from kvxfer.testing.conformance import ParticipantLink, Suite, TransferMode, World
 from kvxfer.testing.conformance.harness import overlay
 from kvxfer.testing.faults import Faulty, Zeroing
 from kvxfer.testing.participant import LocalParticipant, Runs
@@ -32,7 +32,7 @@ class TestLate(ConformanceSuite):
     rounds = 20
 
 
-Meet = Callable[..., tuple[World, LocalParticipant, LocalParticipant, Link]]
+Meet = Callable[..., tuple[World, LocalParticipant, LocalParticipant, ParticipantLink]]
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def meet() -> Iterator[Meet]:
         world.close()
 
 
-@pytest.mark.parametrize("way, verbs", [(Way.SEND, ("send", "recv")), (Way.READ, ("read",))])
-def test_zeroing_blanks_the_longest_run_of_each_arrival(meet: Meet, way: Way, verbs: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("way, verbs", [(TransferMode.SEND, ("send", "recv")), (TransferMode.READ, ("read",))])
+def test_zeroing_blanks_the_longest_run_of_each_arrival(meet: Meet, way: TransferMode, verbs: tuple[str, ...]) -> None:
     world, a, b, link = meet(Zeroing, verbs)
     for _ in range(2):
         expected = overlay(b.content(0), a.content(0), RUNS)
@@ -76,7 +76,7 @@ def test_corruption_flips_one_byte(meet: Meet) -> None:
     world, a, b, link = meet(corrupt=1.0)
     expected = overlay(b.content(0), a.content(0), RUNS)
     source = a.content(0)
-    world.succeed(link.start(Way.SEND, a, b, RUNS))
+    world.succeed(link.start(TransferMode.SEND, a, b, RUNS))
     wrong = np.flatnonzero(b.content(0) != expected)
     assert len(wrong) == 1 and 2000 <= wrong[0] < 5000
     assert (a.content(0) == source).all()
@@ -87,14 +87,14 @@ def test_corruption_happens_about_as_often_as_asked(meet: Meet) -> None:
     spoilt = 0
     for _ in range(60):
         expected = overlay(b.content(0), a.content(0), RUNS)
-        world.succeed(link.start(Way.SEND, a, b, RUNS))
+        world.succeed(link.start(TransferMode.SEND, a, b, RUNS))
         spoilt += not (b.content(0) == expected).all()
     assert 5 <= spoilt <= 35
 
 
 def test_a_lost_batch_ends_by_abort_only(meet: Meet) -> None:
     world, a, b, link = meet(lose=1.0)
-    started = link.start(Way.SEND, a, b, RUNS)
+    started = link.start(TransferMode.SEND, a, b, RUNS)
     world.run(0.2)
     assert not started.begun_to_end()
     for participant, number in started.halves:
@@ -104,7 +104,7 @@ def test_a_lost_batch_ends_by_abort_only(meet: Meet) -> None:
 
 def test_a_lost_batch_ends_with_its_link(meet: Meet) -> None:
     world, a, b, link = meet(lose=1.0)
-    started = link.start(Way.SEND, a, b, RUNS)
+    started = link.start(TransferMode.SEND, a, b, RUNS)
     a.disconnect(link.peers[a.name])
     b.disconnect(link.peers[b.name])
     assert all(r.error is not None for r in world.finish(started))
@@ -113,16 +113,18 @@ def test_a_lost_batch_ends_with_its_link(meet: Meet) -> None:
 def test_failure_is_reported(meet: Meet) -> None:
     world, a, b, link = meet(fail=1.0)
     before = b.content(0)
-    assert all(r.error is not None and "told" in r.error for r in world.finish(link.start(Way.SEND, a, b, RUNS)))
+    assert all(
+        r.error is not None and "told" in r.error for r in world.finish(link.start(TransferMode.SEND, a, b, RUNS))
+    )
     assert (b.content(0) == before).all()
 
 
 def test_death_is_silent_here_and_noticed_there(meet: Meet) -> None:
     world, a, b, link = meet(verbs=("read",), die_after=3)
     for i in range(3):
-        world.move(link, Way.READ, a, b, Runs.of([i], [i], [100]))
+        world.move(link, TransferMode.READ, a, b, Runs.of([i], [i], [100]))
     world.run(0.05)
-    [result] = world.finish(link.start(Way.READ, b, a, RUNS))
+    [result] = world.finish(link.start(TransferMode.READ, b, a, RUNS))
     assert result.error is not None and b.name in result.error
 
 

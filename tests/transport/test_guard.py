@@ -12,9 +12,8 @@ from kvxfer.config import Config
 from kvxfer.security import make_key
 from kvxfer.session import Agent
 from kvxfer.testing.fake import FakeTransport
-from kvxfer.transport import auto
-from kvxfer.transport.auto import lineup
-from kvxfer.transport.guard import guard
+from kvxfer.transport import auto, load
+from kvxfer.transport.auto import candidates
 from tests.session.conftest import engine
 
 __all__ = ["engine"]
@@ -23,14 +22,21 @@ __all__ = ["engine"]
 class Near(FakeTransport):
     """Asks everybody for a secret."""
 
+    name = "near"
+    costs = {"cpu": 3}
+
 
 class Loose(FakeTransport):
     """Asks nobody, but opens nothing on loopback."""
 
+    name = "loose"
+    costs = {"cpu": 1}
     guarded = "loopback"
 
 
 class Open(FakeTransport):
+    name = "open"
+    costs = {"cpu": 2}
     guarded = "never"
 
 
@@ -39,17 +45,17 @@ NEAR, LOOSE, OPEN = (f"tests.transport.test_guard:{c.__name__}" for c in (Near, 
 
 @pytest.fixture(autouse=True)
 def order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "ORDER", {"cpu": (LOOSE, OPEN, NEAR)})
+    monkeypatch.setattr(auto, "available", lambda: dict.fromkeys((LOOSE, OPEN, NEAR), ""))
 
 
 @pytest.mark.parametrize(
     ("key", "listen", "options", "left"),
     [
-        (False, "0.0.0.0", {}, (LOOSE, OPEN, NEAR)),
-        (True, "127.0.0.1", {}, (LOOSE, NEAR)),
-        (True, "10.0.0.7", {}, (NEAR,)),
-        (True, "10.0.0.7", {LOOSE: {}}, (LOOSE, NEAR)),
-        (True, "0.0.0.0", {OPEN: {}}, (OPEN, NEAR)),
+        (False, "0.0.0.0", {}, ("loose", "open", "near")),
+        (True, "127.0.0.1", {}, ("loose", "near")),
+        (True, "10.0.0.7", {}, ("near",)),
+        (True, "10.0.0.7", {LOOSE: {}}, ("loose", "near")),
+        (True, "0.0.0.0", {OPEN: {}}, ("open", "near")),
     ],
 )
 def test_what_auto_takes(key: bool, listen: str, options: dict[str, Any], left: tuple[str, ...], caplog: Any) -> None:
@@ -57,16 +63,16 @@ def test_what_auto_takes(key: bool, listen: str, options: dict[str, Any], left: 
         backend="auto", listen=listen, advertise="node", key_file="key" if key else None, backend_options=options
     )
     with caplog.at_level(logging.INFO):
-        assert lineup("auto", ["cpu"], guard(config)) == left
-    for name in {LOOSE, OPEN, NEAR} - set(left):
+        assert tuple(candidates(config, ["cpu"])) == left
+    for name in {"loose", "open", "near"} - set(left):
         assert name in caplog.text and "needs no key" in caplog.text
     for name in options:
-        assert f"back end {name} is used although a key is set" in caplog.text
+        assert f"back end {load(name).name} is used although a key is set" in caplog.text
 
 
 def test_who_names_one_has_it_and_is_warned(caplog: Any) -> None:
     config = Config(backend=OPEN, key_file="key")
-    assert lineup(OPEN, ["cpu"], guard(config)) == (OPEN,)
+    assert tuple(candidates(config, ["cpu"])) == ("open",)
     assert "used although a key is set" in caplog.text
 
 
@@ -75,5 +81,5 @@ def test_an_engine_with_a_key_says_what_it_left_out(engine: Any, tmp_path: Path,
     with caplog.at_level(logging.INFO):
         e = engine({"backend": "auto"}, key_file=str(tmp_path / "key"))
     agent: Agent = e.agents[0]
-    assert agent.member.backends == (LOOSE, NEAR)
-    assert f"{OPEN} not, a key is set" in caplog.text
+    assert agent.member.backends == ("loose", "near")
+    assert "open not, a key is set" in caplog.text

@@ -448,7 +448,7 @@ class Engine:
 
     @property
     def address(self) -> Any:
-        return ours(self.scheduler.connector)._sched._source
+        return ours(self.scheduler.connector)._sched.side.source
 
     def is_at(self, source: Any) -> bool:
         """Whether a consumer that names this source means us."""

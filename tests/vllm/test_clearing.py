@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvxfer.config import Config
+from kvxfer.engine import Step
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import StepCommands
@@ -24,7 +25,7 @@ from kvxfer.values import NULL, BlockTable, Fetch
 from kvxfer_vllm import worker as half
 from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.layout import Layout
-from kvxfer_vllm.metadata import Step
+from kvxfer_vllm.metadata import StepMetadata
 from tests.vllm.conftest import Make
 from tests.vllm.engine import BLOCK, STATEFUL, prompt
 
@@ -75,6 +76,7 @@ class Fetched:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors, self.member, self.seen = tensors, None, {}  # type: ignore[var-annotated]
+        self.cache = Cache((Region(4096, 4096),), (), ())
 
     def fetch(self, fetch: Fetch) -> None:
         self.seen = {name: t.clone() for name, t in self.tensors.items()}
@@ -90,11 +92,11 @@ def load(
     monkeypatch.setattr("vllm.distributed.parallel_state.get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(half, "Agent", lambda *args: agent)
     monkeypatch.setattr(Layout, "of", lambda *args: described(tensors, kv))
-    worker = half.WorkerHalf(Config(layout_check=False), SimpleNamespace(kv_transfer_config=None), kv)  # type: ignore[arg-type]
+    worker = half.WorkerHooks(Config(layout_check=False), SimpleNamespace(kv_transfer_config=None), kv)  # type: ignore[arg-type]
     worker.register(tensors)
     source = Source("127.0.0.1", 1, 1)
     fetch = Fetch("request", TransferId("x", 0), b"d", source, BlockTable.of(blocks), start, tokens)
-    worker.load(Step(StepCommands(fetches=(fetch,))))
+    worker.load(StepMetadata(Step(StepCommands(fetches=(fetch,)))))
     assert agent.seen, "nothing was fetched"
     return agent.seen
 

@@ -199,7 +199,10 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
     p, d = make(), make()
     text = prompt(60)
     params = prefill(p, text)
-    tracker, told = ours(p.scheduler.connector)._sched._schedule.producer, ours(d.scheduler.connector)._sched._directory
+    tracker, told = (
+        ours(p.scheduler.connector)._sched.side._schedule.producer,
+        ours(d.scheduler.connector)._sched.side.directory,
+    )
     [transfer] = tracker.held
     before, epoch = p.free, p.address.epoch
     guessed, known = Named(transfer, b"guessed"), Named(transfer, tracker.digest(transfer))

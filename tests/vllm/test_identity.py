@@ -258,7 +258,7 @@ def card(e: Engine, security: Security, seconds: float = 5.0) -> m.Card | None:
 
 def test_workers_and_directory_state_the_same(make: Make) -> None:
     e = make(ranks=2)
-    stated = ours(e.scheduler.connector)._sched._facts
+    stated = ours(e.scheduler.connector)._sched.side.facts
     assert stated["weights"] == "dummy"
     assert [agent.facts for agent in e.agents] == [stated, stated]
 
@@ -328,7 +328,9 @@ def test_a_directory_takes_the_key_and_states_the_facts(make: Make, tmp_path: Pa
     make_key(key)
     e = make(extra={"key_file": str(key)})
     half = ours(e.scheduler.connector)._sched
-    half._directory.publish((m.Member("tcp://127.0.0.1:1", 1, Cache((), (), ()), ("zmq",)),))  # the played one is none
+    half.side.directory.publish(
+        (m.Member("tcp://127.0.0.1:1", 1, Cache((), (), ()), ("zmq",)),)
+    )  # the played one is none
     told = card(e, Security.of(Config(key_file=str(key))))
-    assert told is not None and told.facts == half._facts
+    assert told is not None and told.facts == half.side.facts
     assert card(e, OPEN, 1.0) is None, "whoever has no key is told the addresses of all ranks"

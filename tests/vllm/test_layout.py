@@ -1,4 +1,4 @@
-"""vLLM's tensors as a cache: a recurrent state, which only the same rank of an engine of the same size can take over."""
+"""vLLM's tensors as a cache: recurrent states, and which of them engines of another size can take over."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ BLOCKS, PAGE = 6, 96
 STATES = {"shapes": ((3, 8), (10,)), "dtypes": (torch.bfloat16, torch.float32)}  # 48 + 40 bytes in pages of 96
 
 
-def cache(rank: int = 0, size: int = 1, **more: Any) -> Cache:
+def cache(rank: int = 0, size: int = 1, layer: Any = None, **more: Any) -> Cache:
     spec = MambaSpec(**{"block_size": 2048, "page_size_padded": PAGE, **STATES, **more})
     names = ["layer.0", "layer.1"]
     kv = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, spec)])
-    memory = torch.zeros(len(names) * BLOCKS * PAGE, dtype=torch.int8)
-    tensors = {n: memory[i * BLOCKS * PAGE :][: BLOCKS * PAGE].view(BLOCKS, 1, 1, PAGE) for i, n in enumerate(names)}
-    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=size))
+    page = PAGE if layer is None else spec.page_size_bytes
+    memory = torch.zeros(len(names) * BLOCKS * page, dtype=torch.int8)
+    tensors = {n: memory[i * BLOCKS * page :][: BLOCKS * page].view(BLOCKS, 1, 1, page) for i, n in enumerate(names)}
+    layers = SimpleNamespace(static_forward_context=dict.fromkeys(names, layer))
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=size), compilation_config=layers)
     out = Layout.of(tensors, kv, config, Rank(0, rank)).cache
     out.check()
     return out
@@ -50,6 +52,33 @@ def test_each_rank_takes_over_its_own_slice() -> None:
 def test_slices_do_not_make_a_whole(of: int, to: int) -> None:
     with pytest.raises(Incompatible, match="of 2 ranks"):
         route([cache(rank, of) for rank in range(of)], [cache(rank, to) for rank in range(to)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "fits", "whole", "share"),
+    [
+        ("ShortConv", 1, True, ((2, 8),), ((2, 4),)),
+        ("MambaMixer2", 1, True, ((2, 4 * 3 + 2 * 5), (4, 3, 5)), ((2, 2 * 3 + 2 * 5), (2, 3, 5))),
+        ("MambaMixer2", 2, False, ((2, 4 * 3 + 2 * 10), (4, 3, 5)), ((2, 2 * 3 + 2 * 5), (2, 3, 5))),
+        ("MambaMixer", 1, False, ((2, 8), (8, 3)), ((2, 4), (4, 3))),
+        ("QwenGatedDeltaNetAttention", 1, False, ((2, 8 + 8 + 6), (2, 3, 4)), ((2, 4 + 4 + 3), (1, 3, 4))),
+    ],
+)
+def test_only_what_servers_have_been_tried_with_fits_other_sizes(
+    kind: str, groups: int, fits: bool, whole: Any, share: Any
+) -> None:
+    """The others' shares are known, and have places, but they are refused by name."""
+    layer = type(kind, (), {"__module__": "vllm.layers", "norm": SimpleNamespace(n_groups=groups)})()
+    dtypes = (torch.float32,) * len(whole)
+    known: dict[str, Any] = {"dtypes": dtypes, "page_size_padded": None, "layer": layer}
+    one = [cache(shapes=whole, **known)]
+    two = [cache(rank, 2, shapes=share, **known) for rank in range(2)]
+    for p, d in ((one, two), (two, one)):
+        if fits:
+            assert set(route(p, d)) == {c.rank for c in d}
+        else:
+            with pytest.raises(Incompatible, match=f"{kind}.*of . ranks"):
+                route(p, d)
 
 
 @pytest.mark.parametrize("more", [{"dtypes": (torch.float16, torch.float32)}, {"shapes": ((8, 3), (10,))}])

@@ -7,8 +7,6 @@ computed all.
 
 from __future__ import annotations
 
-import functools
-import re
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from vllm import _custom_ops as ops
-from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -35,77 +29,17 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
-    get_kv_quant_mode,
 )
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Incompatible
-from tests.vllm.sides import BLOCKS, Layer, Side, backend, engine, fill, law, load, table
-
-ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-DIM = 16
+from tests.vllm.sides import BLOCKS, Layer, backend, engine, fill, law, load, table
+from tests.vllm.writers import DIM, ORDERS, attention, gemma4, gpu, heads_of, hybrid, make, mimo, nas, numbers
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, 9)
-
-
-def gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
-    """What the device is that the caches say to lie on."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major, minor=0))
-
-
-def heads_of(spec: Any, total: int, rank: int, size: int) -> range:
-    """The model's heads that a rank holds, as ``QKVParallelLinear`` gives them out."""
-    first = rank * spec.num_kv_heads if size <= total else rank * total // size
-    return range(first, first + spec.num_kv_heads)
-
-
-def numbers(what: str, total: int, positions: np.ndarray, dim: int) -> torch.Tensor:
-    """``[tokens, total, dim]`` numbers that no other token, head or plane has."""
-    return _drawn(what, total, dim)[torch.from_numpy(positions)]
-
-
-@functools.cache
-def _drawn(what: str, total: int, dim: int) -> torch.Tensor:
-    draw = np.random.default_rng(sum(what.encode())).standard_normal((256, total, dim))
-    return torch.from_numpy(draw.astype(np.float32))
-
-
-def make(cls: Any, **given: Any) -> Any:
-    """A spec, without what this release's class has no field for."""
-    return cls(**{name: value for name, value in given.items() if name in {f.name for f in fields(cls)}})
-
-
-def split(total: int) -> Any:
-    """How many KV heads a rank gets."""
-    return lambda size: max(1, total // size)
-
-
-# --- K and V of each head: reshape_and_cache_flash writes key_cache[block, slot, head], value_cache likewise; the two are
-#     [..., :head_size] and [..., head_size:] of the cache (vllm/v1/attention/backends/flash_attn.py, do_kv_cache_update)
-
-
-def write_kv(total: int) -> Any:
-    def write(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, positions: np.ndarray) -> None:
-        heads = list(heads_of(spec, total, rank, size))
-        key_cache, value_cache = t.transpose(1, 2).split([spec.head_size, spec.head_size_v], dim=-1)
-        rows = torch.from_numpy(blocks[positions // t.shape[2]]), torch.from_numpy(positions % t.shape[2])
-        key_cache[rows] = numbers("k", total, positions, spec.head_size)[:, heads].to(t.dtype)
-        value_cache[rows] = numbers("v", total, positions, spec.head_size_v)[:, heads].to(t.dtype)
-
-    return write
-
-
-def attention(total: int, cls: Any = FullAttentionSpec, by: Any = FlashAttentionBackend, **more: Any) -> Layer:
-    given = {"head_size": DIM, "head_size_v": DIM, "dtype": torch.bfloat16, **more}
-    return Layer(
-        lambda size, block: make(cls, block_size=block, num_kv_heads=split(total)(size), **given),
-        write_kv(total),
-        by,
-        {"sliding_window": given.get("sliding_window"), "kv_cache_dtype": "auto"},
-    )
 
 
 KINDS = {
@@ -379,36 +313,6 @@ def test_pages_of_unknown_content_in_too_many_pieces_stop_the_start() -> None:
 # --- heads by layer
 
 
-def gemma4(full: int, sliding: int) -> Any:
-    """Layer 0 sliding, layer 1 full."""
-    return Gemma4TextConfig(
-        num_hidden_layers=2,
-        layer_types=["sliding_attention", "full_attention"],
-        num_attention_heads=32,
-        num_key_value_heads=sliding,
-        num_global_key_value_heads=full,
-        attention_k_eq_v=True,
-    )
-
-
-def mimo(full: int, sliding: int) -> Any:
-    return {"num_key_value_heads": full, "swa_num_key_value_heads": sliding, "num_attention_heads": 64}
-
-
-def nas(full: int, sliding: int) -> Any:
-    """Layer 0 has ``sliding`` heads, though none of its layers has a window."""
-    blocks = [SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=32 // n)) for n in (sliding, full)]
-    return SimpleNamespace(num_attention_heads=32, block_configs=blocks, to_dict=lambda: {"num_key_value_heads": full})
-
-
-def hybrid(full: int, sliding: int) -> dict[str, Layer]:
-    """One group, as without vLLM's hybrid manager: both kinds of layers keep all blocks."""
-    return {
-        "model.layers.0.self_attn.attn": attention(sliding, sliding_window=64),
-        "model.layers.1.self_attn.attn": attention(full),
-    }
-
-
 MODELS = {"gemma4": (gemma4, 4, 16), "mimo": (mimo, 4, 8), "nemotron nas": (nas, 2, 8), "uniform": (mimo, 8, 8)}
 
 
@@ -444,52 +348,6 @@ def test_a_number_of_heads_that_the_spec_names_is_believed() -> None:
     p = engine(layers, 32, 8, hf=hf)
     d, whole = (engine(layers, 32, 2, hf=hf) for _ in range(2))
     law(layers, p, d, whole, (32, 32), 70)
-
-
-# --- what bytes depend on
-
-NAMES = [
-    "float16",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "fp8_inc",
-    "int8_per_token_head",
-    "fp8_per_token_head",
-    "nvfp4",
-    "nvfp4_4over6",
-    "turboquant_k8v4",
-    "turboquant_4bit_nc",
-    "int4_per_token_head",
-]
-DTYPES = ["auto", *(name for name in NAMES if name in STR_DTYPE_TO_TORCH_DTYPE)]
-
-
-@functools.cache
-def stored(cache_dtype: str) -> list[Side]:
-    """An engine that was asked for this cache dtype."""
-    dtype = STR_DTYPE_TO_TORCH_DTYPE.get(cache_dtype, torch.bfloat16)
-    plain = attention(2, by=TritonAttentionBackend, dtype=dtype, kv_quant_mode=get_kv_quant_mode(cache_dtype))
-    layer = Layer(plain.spec, plain.write, plain.backend, {"kv_cache_dtype": cache_dtype})
-    return engine({"model.layers.0.attn": layer}, 32)
-
-
-@pytest.mark.parametrize(("one", "other"), [(a, b) for i, a in enumerate(DTYPES) for b in DTYPES[i + 1 :]])
-def test_caches_of_other_dtypes_are_refused_by_name(one: str, other: str) -> None:
-    for p, d in ((one, other), (other, one)):
-        with pytest.raises(Incompatible, match="^encoding|^plane") as refused:
-            load(stored(p), stored(d), [1], [1], 0, 32)
-        if {one, other} == {"fp8_e4m3", "fp8_e5m2"}:
-            assert re.search("float8_e4m3fn", str(refused.value)) and re.search("float8_e5m2", str(refused.value))
-
-
-@pytest.mark.parametrize(("one", "other"), [("fp8", "fp8_e4m3"), ("auto", "bfloat16")])
-def test_names_of_one_dtype_are_one(one: str, other: str) -> None:
-    load(stored(one), stored(other), [1], [1], 0, 32)
-
-
-def test_a_layer_that_is_left_out_of_quantisation_says_so_itself() -> None:
-    layer = {"model.layers.0.attn": attention(2)}
-    load(engine(layer, 32, cache_dtype="fp8_e4m3"), engine(layer, 32, cache_dtype="auto"), [1], [1], 0, 32)
 
 
 # --- layers that share a cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer_vllm.scheduler import SchedulerHalf
+from kvxfer_vllm.scheduler import SchedulerHooks
 from tests.vllm.cases import CACHES, OFFER, RUNNERS, both, check, crowd, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import FULL, prompt
@@ -120,11 +120,11 @@ def test_tables_told_in_increments(
     make: Make, monkeypatch: pytest.MonkeyPatch, resumes_as_new: bool, blocks: int, budget: int
 ) -> None:
     """vLLM 0.29 shows new blocks only; the whole table is put together from those, across preemptions."""
-    step = SchedulerHalf.step
+    step = SchedulerHooks.step
 
-    def without(self: SchedulerHalf, output: Any) -> Any:
+    def without(self: SchedulerHooks, output: Any) -> Any:
         output.kv_connector_block_state = None
         return step(self, output)
 
-    monkeypatch.setattr(SchedulerHalf, "step", without)
+    monkeypatch.setattr(SchedulerHooks, "step", without)
     test_preemption_of_the_producer(make, FULL, resumes_as_new, blocks, budget)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvxfer_vllm.holds import Holds
+from kvxfer.engine import BlockPins
 from tests.vllm.cases import HOLDING, OFFER, both, check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, Engine, Group, answer, prompt
@@ -24,7 +24,7 @@ HELD = pytest.mark.parametrize("held", [True, False], ids=["held", "control"])
 def references(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the negative control references are believed to be held, and are not."""
     if not held:
-        monkeypatch.setattr(Holds, "keep", lambda self, holder, blocks: True)
+        monkeypatch.setattr(BlockPins, "keep", lambda self, holder, blocks: True)
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class CmaTransport(Base[Endpoint, Link]):
     name = "cma"
     contract = 1
     guarded = "always"
+    costs = {"cpu": 10}
     endpoint_type = Endpoint
     late_memory = True
 

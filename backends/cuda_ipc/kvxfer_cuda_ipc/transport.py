@@ -53,6 +53,8 @@ class CudaIpcTransport(Base[Endpoint, Link]):
     name = "cuda_ipc"
     contract = 1
     guarded = "always"
+    costs = {"cuda": 10}
+    libraries = {"cuda-bindings": ("cuda-bindings",)}
     endpoint_type = Endpoint
     late_memory = True
 

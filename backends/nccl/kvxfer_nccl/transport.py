@@ -42,6 +42,8 @@ class NcclTransport(Base[Endpoint, Link]):
     name = "nccl"
     contract = 1
     inherits = frozenset({"listen", "advertise"})
+    costs = {"cuda": 40}
+    libraries = {"nccl": ("nccl4py", "nvidia-nccl-cu13", "nvidia-nccl-cu12")}
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:

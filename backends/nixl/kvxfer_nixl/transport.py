@@ -47,6 +47,9 @@ class NixlTransport(Base[Endpoint, Link]):
     contract = 1
     inherits = frozenset({"listen"})
     guarded = "loopback"
+    costs = {"cpu": 20, "cuda": 20}
+    exclusive = frozenset({"ucx"})  # it brings one, and with two at work progress has crashed
+    libraries = {"nixl": ("nixl",)}
     endpoint_type = Endpoint
     late_memory = True
 

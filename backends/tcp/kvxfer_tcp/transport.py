@@ -36,6 +36,7 @@ class TcpTransport(Base[Endpoint, Link]):
     contract = 1
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
+    costs = {"cpu": 80}
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:

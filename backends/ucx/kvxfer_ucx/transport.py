@@ -64,6 +64,9 @@ class UcxTransport(Base[Endpoint, Link]):
     contract = 1
     inherits = frozenset({"listen"})
     guarded = "loopback"
+    costs = {"cpu": 30, "cuda": 30}
+    exclusive = frozenset({"ucx"})  # it brings one, and with two at work progress has crashed
+    libraries = {"ucxx": ("ucxx-cu12", "ucxx-cu13", "ucxx")}
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:

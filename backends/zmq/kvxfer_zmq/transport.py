@@ -37,6 +37,9 @@ class ZmqTransport(Base[Endpoint, Link]):
     contract = 1
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
+    costs = {"cpu": 90}
+    last_resort = True
+    libraries = {"pyzmq": ("pyzmq",)}
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""``KVXferConnector``: vLLM's hooks, each handed to the scheduler half or the worker half. No logic lives here.
+"""``KVXferConnector``: vLLM's hooks, each handed to what stands in the scheduler or in a worker. No logic lives here.
 
 The way of a load: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` (scheduler.py) queue a want;
 ``build_connector_meta`` ships it; ``start_load_kv`` (worker.py) gives it to the rank's agent (kvxfer.session), whose
@@ -19,11 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvxfer_vllm import compat, logs
-from kvxfer_vllm.metadata import Report, Step
-from kvxfer_vllm.scheduler import SchedulerHalf
+from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
+from kvxfer_vllm.scheduler import SchedulerHooks
 from kvxfer_vllm.settings import groups_of, hits_may_differ, settings_of
 from kvxfer_vllm.stats import KVXferPromMetrics, KVXferStats
-from kvxfer_vllm.worker import WorkerHalf
+from kvxfer_vllm.worker import WorkerHooks
 
 if TYPE_CHECKING:
     import torch
@@ -48,17 +48,17 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         compat.check_groups(groups)
         self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")
         self._hits_may_differ = self._kv_transfer_config.is_kv_consumer and hits_may_differ(kv_cache_config)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._scheduler: SchedulerHooks | None = None
+        self._worker: WorkerHooks | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
+            self._scheduler = SchedulerHooks(config, vllm_config, kv_cache_config)
         else:
-            self._worker = WorkerHalf(config, vllm_config, kv_cache_config)
+            self._worker = WorkerHooks(config, vllm_config, kv_cache_config)
 
     # --- scheduler -------------------------------------------------------------------------------------------------
 
     @property
-    def _sched(self) -> SchedulerHalf:
+    def _sched(self) -> SchedulerHooks:
         assert self._scheduler is not None
         return self._scheduler
 
@@ -97,7 +97,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._sched.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        return self._sched.holding
+        return self._sched.waiting
 
     def reset_cache(self) -> bool:
         """Called when vLLM drops its caches with ``reset_connector``, as it does around a change of weights."""
@@ -114,14 +114,14 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- worker ----------------------------------------------------------------------------------------------------
 
     @property
-    def _work(self) -> WorkerHalf:
+    def _work(self) -> WorkerHooks:
         assert self._worker is not None
         return self._worker
 
     @property
-    def _step(self) -> Step:
+    def _step(self) -> StepMetadata:
         step = self._get_connector_metadata()
-        assert isinstance(step, Step)
+        assert isinstance(step, StepMetadata)
         return step
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -132,7 +132,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._work.handshake() if compat.stands_alone(self) else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, Step)
+        assert isinstance(kv_connector_metadata, StepMetadata)
         self._work.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = self._work.failed_blocks()
         return set() if compat.REPORTS_BY_REQUEST else blocks
 
-    def build_connector_worker_meta(self) -> Report | None:
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
         return self._work.report()
 
     def get_kv_connector_stats(self) -> KVXferStats | None:

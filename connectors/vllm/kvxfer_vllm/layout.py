@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvxfer_vllm.drafts import draft_of
-from kvxfer_vllm.pages import Form, encoding_of, form_of, group_pages, pieces, replicated, total_heads, writer_of
+from kvxfer_vllm.pages import (
+    Form,
+    encoding_of,
+    fits_other_sizes,
+    form_of,
+    group_pages,
+    pieces,
+    replicated,
+    total_heads,
+    writer_of,
+)
 
 __all__ = ["Layout"]
 
@@ -208,9 +218,8 @@ class _Pages:
                 f"layer {self._name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known"
             )
         found = pieces(self._layer, self._spec, self._rank, self._size, t.device.type)
-        # Between other numbers of ranks each share has its place, but servers have been seen to go on with other tokens.
-        of = f"of {self._size} ranks"
-        return [self._described(p.plane, p.unit, f"{p.encoding}/{of}", p.heads, None, p.offset) for p in found]
+        of = "" if fits_other_sizes(self._layer) else f"/of {self._size} ranks"
+        return [self._described(p.plane, p.unit, p.encoding + of, p.heads, None, p.offset) for p in found]
 
     def _heads(self) -> Heads:
         """The range of the layer's KV heads that this rank holds; ranks beyond their number hold replicas. Where their total

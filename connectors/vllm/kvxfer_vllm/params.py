@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvxfer.engine import Ticket
 from kvxfer.identity import External, Source, TransferId
 
 __all__ = ["answer", "digest_of", "is_load", "is_offer", "offered_id", "wanted"]
@@ -34,14 +35,7 @@ def offered_id(params: Mapping[str, Any], epoch: int, external: External) -> Tra
 
 
 def answer(
-    transfer: TransferId,
-    digest: bytes,
-    source: Source,
-    engine: str,
-    request: str,
-    tp: int,
-    table: Sequence[Sequence[int]],
-    tokens: int,
+    ticket: Ticket, engine: str, request: str, tp: int, table: Sequence[Sequence[int]], tokens: int
 ) -> dict[str, Any]:
     """What P returns for its router to give to D."""
     return {
@@ -50,13 +44,13 @@ def answer(
         "remote_block_ids": [list(row) for row in table],
         "remote_engine_id": engine,
         "remote_request_id": request,
-        "remote_host": source.host,
-        "remote_port": source.port,
+        "remote_host": ticket.source.host,
+        "remote_port": ticket.source.port,
         "remote_num_tokens": tokens,
         "tp_size": tp,
-        TRANSFER: transfer.base,
-        EPOCH: f"{source.epoch:x}",
-        DIGEST: digest.hex(),
+        TRANSFER: ticket.transfer.base,
+        EPOCH: f"{ticket.source.epoch:x}",
+        DIGEST: ticket.digest.hex(),
     }
 
 

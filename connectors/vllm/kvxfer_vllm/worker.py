@@ -1,21 +1,20 @@
-"""The worker half: gives the step's commands to this rank's agent, and tells vLLM what has ended."""
+"""In a worker: vLLM's worker hooks turned into calls of ``kvxfer.engine.WorkerSide``, and what vLLM is told by workers."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
-from kvxfer import memory
 from kvxfer.config import Config
-from kvxfer.geometry import Rank
-from kvxfer.session import Agent, Ended, Stats
+from kvxfer.engine import Report, WorkerSide
+from kvxfer.session import Agent, Stats
+from kvxfer.values import Rank
 from kvxfer_vllm import compat
 from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.layout_check import check_layout
-from kvxfer_vllm.metadata import Handshake, Report, Step
+from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.stats import KVXferStats
 
 if TYPE_CHECKING:
@@ -23,33 +22,29 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["WorkerHalf"]
+__all__ = ["WorkerHooks"]
 
 log = logging.getLogger("kvxfer.vllm")
 
 
-class WorkerHalf:
+class WorkerHooks:
     """One rank. All methods run on the worker's main thread."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config, self._vllm, self._kv = config, vllm_config, kv_cache_config
-        self._agent: Agent | None = None
-        self._layout: Layout | None = None
+        self._side: WorkerSide | None = None
         self._clearing: Clearing | None = None
         self._report = Report()
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._blocks: dict[str, set[int]] = {}  # request -> logical blocks that its fetch fills
         self._failed_blocks: set[int] = set()
-        self._failing: set[str] = set()  # fetches that ended badly and are not quiet yet
-        self._early: set[str] = set()  # those of them that vLLM was told of
-        self._quarantine = kv_cache_config.num_blocks // 4 if compat.HOLDS_BLOCKS else 0  # blocks of such, at most
+        self._blocks: dict[str, set[int]] = {}  # of loads under way, for vLLM that takes failed ones by block
         self._stats = KVXferStats()
         self._noted: Stats | None = None
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
-        """The cache is allocated: describe it and start the agent."""
+        """Describe the cache, which is allocated, and start the agent."""
         from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
         rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
@@ -65,130 +60,91 @@ class WorkerHalf:
 
     def start(self, agent: Agent, layout: Layout) -> None:
         """Take up work with this agent, whose cache is laid out so."""
-        self._agent, self._layout = agent, layout
-        self._report.members[layout.cache.rank] = agent.member
+        self._side = WorkerSide(
+            agent,
+            table=layout.table,
+            before_load=None if self._clearing is None else self._clearing.before,
+            on_ended=lambda event: self._stats.record(event),
+            quarantine=self._kv.num_blocks // 4 if compat.HOLDS_BLOCKS else 0,
+        )
 
     @property
-    def _on(self) -> tuple[Agent, Layout]:
-        assert self._agent is not None and self._layout is not None, "register_kv_caches was not called"
-        return self._agent, self._layout
+    def _on(self) -> WorkerSide:
+        assert self._side is not None, "register_kv_caches was not called"
+        return self._side
 
     def handshake(self) -> Handshake | None:
-        return None if self._agent is None else Handshake(self._agent.member)
+        """Return where the agent listens; None before there is one."""
+        return None if self._side is None else Handshake(self._side.agent.member)
 
-    def before_forward(self, step: Step) -> None:
-        """Revocations take effect before this step can reuse a block, and a change of weights before it loads or offers."""
-        agent, _ = self._on
-        if step.facts is not None:
-            agent.identify(step.facts)
-        for revoke in step.commands.revokes:
-            agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone)
-        for transfer in step.renewals:
-            agent.renew(transfer)
+    def before_forward(self, metadata: StepMetadata) -> None:
+        """Apply what must be known before this step can reuse a block."""
+        self._on.begin(metadata.step)
 
-    def load(self, step: Step) -> None:
-        """Begin this step's loads, and end those that are no longer wanted."""
-        agent, layout = self._on
-        self._sent.update(step.freed)
-        self._received.update(step.doomed)
-        self._failed.update(step.doomed)
-        self._failed_blocks.update(*step.doomed.values())
-        for fetch in step.commands.fetches:
+    def load(self, metadata: StepMetadata) -> None:
+        """Begin this step's loads, end those that are no longer wanted, and take over what vLLM is to be told."""
+        self._sent.update(metadata.freed)
+        self._received.update(metadata.doomed)
+        self._failed.update(metadata.doomed)
+        self._failed_blocks.update(*metadata.doomed.values())
+        for fetch in metadata.step.commands.fetches:
             self._blocks[fetch.handle] = set(fetch.blocks.ids())
-            blocks = layout.table(fetch.blocks)
-            if self._clearing is not None:
-                self._clearing.before(blocks, fetch.start, fetch.tokens)
-            agent.fetch(replace(fetch, blocks=blocks))
-        for cancel in step.commands.cancels:
-            agent.cancel(cancel.handle, cancel.reason)
+        self._on.load(metadata.step)
 
-    def after_forward(self, step: Step) -> None:
-        """Offer what this step has computed, behind a fence on the device."""
-        agent, layout = self._on
-        if not step.commands.offers:
-            return
-        fence = memory.fence(layout.cache.regions[0].device)
-        for offer in step.commands.offers:
-            agent.offer(replace(offer, blocks=layout.table(offer.blocks)), after=fence)
+    def after_forward(self, metadata: StepMetadata) -> None:
+        """Offer what this step has computed."""
+        self._on.after_forward(metadata.step)
 
     def collect(self) -> None:
         """Take in what has ended since the last step."""
-        agent, layout = self._on
-        for event in agent.events():
-            if event.role == "producer":
-                if not isinstance(event, Ended):
-                    ranks = self._report.released.setdefault(event.transfer, {})
-                    ranks[layout.cache.rank] = max(event.generation, ranks.get(layout.cache.rank, -1))
-            elif isinstance(event, Ended):
-                self._stats.record(event)
-                if event.outcome.delivered:
-                    self._report.delivered.setdefault(event.handle, set()).add(event.generation)
-                else:
-                    self._failing.add(event.handle)
-            else:
-                self._still(event.handle)
-        for handle in self._failing - self._early:
-            self._give_up(handle)
-
-    def _still(self, request: str) -> None:
-        """A fetch is quiet."""
-        blocks = self._blocks.pop(request)
-        if request in self._early:
-            self._early.discard(request)
-            self._quarantine += len(blocks)
-            self._report.still.setdefault(request, set()).add(self._on[1].cache.rank)
-        else:
-            self._received.add(request)
-            if request in self._failing:
-                self._failed.add(request)
+        report = self._on.collect()
+        self._received.update(report.over)
+        self._failed.update(report.failed)
+        for name in report.over:
+            blocks = self._blocks.pop(name)
+            if name in report.failed:
                 self._failed_blocks |= blocks
-        self._failing.discard(request)
-
-    def _give_up(self, request: str) -> None:
-        """A fetch has failed, and may be long in getting quiet. The request need not wait for that if its blocks are
-        kept from other use meanwhile."""
-        blocks = self._blocks[request]
-        if len(blocks) <= self._quarantine:
-            self._quarantine -= len(blocks)
-            self._early.add(request)
-            self._received.add(request)
-            self._failed.add(request)
-            self._report.moving.setdefault(request, set()).add(self._on[1].cache.rank)
+        self._report = self._report.merge(report)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """(requests whose blocks vLLM may free, those whose load is over, those of them whose load failed), each
-        reported once. The blocks of a load are quiet, or in the report as still moving."""
+        """Return requests whose blocks vLLM may free, those whose load is over, and those of them whose load failed.
+
+        Each is returned once. The blocks of a load are quiet, or in the report as still written.
+        """
         out = self._sent, self._received, self._failed
         self._sent, self._received, self._failed = set(), set(), set()
         return out
 
     def failed_blocks(self) -> set[int]:
-        """Logical blocks of failed loads, each reported once."""
+        """Return the scheduler's blocks of failed loads, each once."""
         out, self._failed_blocks = self._failed_blocks, set()
         return out
 
-    def report(self) -> Report | None:
+    def report(self) -> ReportMetadata | None:
+        """Return what the scheduler side must know; None if that is nothing."""
         out, self._report = self._report, Report()
-        return out or None
+        return ReportMetadata(out) if out else None
 
     def stats(self) -> KVXferStats | None:
-        if self._agent is not None:
-            before, self._noted = self._noted, self._agent.stats()
-            rank = self._on[1].cache.rank
-            self._stats.note(f"{rank.pp}.{rank.tp}", before, self._noted)
+        """Return what has been counted since the last call; None if that is nothing."""
+        if self._side is not None:
+            agent = self._side.agent
+            before, self._noted = self._noted, agent.stats()
+            self._stats.note(f"{agent.cache.rank.pp}.{agent.cache.rank.tp}", before, self._noted)
         if self._stats.is_empty():
             return None
         out, self._stats = self._stats, KVXferStats()
         return out
 
     def close(self) -> None:
-        if self._agent is not None:
-            self._agent.close()
+        """Close the agent."""
+        if self._side is not None:
+            self._side.close()
 
     def __len__(self) -> int:
-        """How much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        kept = self._blocks, self._failing, self._early, self._sent, self._received, self._failed
-        return sum(map(len, kept)) + bool(self._report)
+        """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
+        kept: tuple[Sized, ...] = self._sent, self._received, self._failed, self._blocks
+        return sum(map(len, kept)) + bool(self._report) + (0 if self._side is None else len(self._side))
 
 
 def _ask_for_tile_registers() -> None:

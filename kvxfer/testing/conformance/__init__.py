@@ -1,4 +1,6 @@
-"""The suite that proves a back end. A back end's whole test file is one subclass::
+"""The suite that proves a back end.
+
+A back end's whole test file is one subclass::
 
     from kvxfer.testing import ConformanceSuite
 
@@ -18,13 +20,13 @@ pytest.register_assert_rewrite(f"{__name__}.harness", *(f"{__name__}.{theme}" fo
 from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402
 from kvxfer.testing.conformance.declaration import Declaration  # noqa: E402
 from kvxfer.testing.conformance.endings import Endings  # noqa: E402
-from kvxfer.testing.conformance.harness import Link, Part, Started, Suite, Way, World  # noqa: E402
+from kvxfer.testing.conformance.harness import Part, ParticipantLink, Started, Suite, TransferMode, World  # noqa: E402
 from kvxfer.testing.conformance.links import Links  # noqa: E402
 from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.resources import Resources  # noqa: E402
 from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
 
-__all__ = ["ConformanceSuite", "Link", "Part", "Started", "Suite", "Way", "World"]
+__all__ = ["ConformanceSuite", "ParticipantLink", "Part", "Started", "Suite", "TransferMode", "World"]
 
 
 class ConformanceSuite(Declaration, Memory, Transfers, Links, Endings, Deaths, Resources):

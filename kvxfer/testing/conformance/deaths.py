@@ -11,12 +11,17 @@ LARGE = Runs.of([0], [0], [3_000_000])
 
 
 class Deaths(Suite):
+    """Clauses about peers that die or stop."""
+
     @pytest.mark.parametrize("moment", ["before", "during", "after"])
     def test_the_peer_is_killed(self, world: World, part: Part, moment: str) -> None:
-        """The death of a peer's process, before it has connected, with batches in flight, or between them, ends every
-        batch of that link within ``notice_s`` seconds with an error that names the peer and the cause: those in flight,
-        and those submitted later (for these ``submit`` may raise at once). What had completed stays complete. ``lost``
-        says why the link is of no more use, or never calls one lost."""
+        """The death of a peer's process ends every batch of that link.
+
+        It ends them within ``notice_s`` seconds with an error that names the peer and the cause, whether the peer died
+        before it connected, with batches in flight, or between batches. That holds for batches in flight and for those
+        submitted later (for these ``submit`` may raise at once). What had completed stays complete. ``lost`` either
+        says why the link is of no more use, or never calls a link lost.
+        """
         a, b = world.local(), world.mortal()
         world.allocate(a, b)
         in_flight = []
@@ -40,8 +45,10 @@ class Deaths(Suite):
             assert b.name in error and len(cause.split()) > 3, f"the peer is {b.name!r}; the error: {error}"
 
     def test_a_restarted_peer_is_a_new_one(self, world: World, part: Part) -> None:
-        """A process that died and came back under the same name is reached with a new endpoint; its predecessor's link
-        does not get in the way."""
+        """A process that died and came back under the same name is reached with a new endpoint.
+
+        Its predecessor's link does not get in the way.
+        """
         a, b = world.local(), world.mortal()
         world.allocate(a, b)
         link = world.link(a, b)
@@ -53,9 +60,11 @@ class Deaths(Suite):
         world.move(link, part.way, *part.sides(a, again), Runs.of([0], [0], [1000]))
 
     def test_the_peer_is_stopped(self, world: World, part: Part) -> None:
-        """A stopped peer (SIGSTOP, a hung host) is never noticed by most libraries. So nothing blocks meanwhile; other
-        peers are served; ``abort`` ends the batch; and when the peer comes back, what it still does for that batch
-        does not touch memory that was quiet, and a new link works."""
+        """A stopped peer (SIGSTOP, or a hung host) blocks nobody, although most libraries never notice it.
+
+        Other peers are served, and ``abort`` ends the batch. When the peer comes back, what it still does for that
+        batch does not touch memory that was quiet, and a new link works.
+        """
         a, b, c = world.local(), world.mortal(), world.other()
         world.allocate(a, b, c)
         for participant in (a, c):

@@ -11,19 +11,24 @@ from kvxfer.transport.contract import CONTRACT_VERSION, Verb
 
 
 class Declaration(Suite):
-    def test_the_class_can_be_found(self) -> None:
-        """``module:Class`` loads it, it has a name, and it was written for this contract.
+    """Clauses about what a back end declares."""
 
-        ``name`` is what users write into their configuration and what entry points are called; ``contract`` is a
-        constant of yours: do not copy ``CONTRACT_VERSION`` at run time if you pin it."""
+    def test_the_class_can_be_found(self) -> None:
+        """``module:Class`` loads the class, it has a name, and it was written for this contract.
+
+        ``name`` is what users write into their configuration and what entry points are called. ``contract`` is a
+        constant of yours: do not copy ``CONTRACT_VERSION`` at run time if you pin it.
+        """
         cls = self.backend
         assert cls.name and cls.name == cls.name.lower()
         assert cls.contract == CONTRACT_VERSION
         assert registry.load(f"{cls.__module__}:{cls.__qualname__}") is cls
 
     def test_capabilities_are_consistent(self) -> None:
-        """There is a way to move bytes; SEND and RECV come together; the memory under test is among the kinds; and
-        the answer does not change over time."""
+        """There is a way to move bytes, SEND and RECV come together, and the memory under test is among the kinds.
+
+        The answer does not change over time.
+        """
         transport = self.backend("agent", self.options)
         try:
             c = transport.capabilities
@@ -39,8 +44,10 @@ class Declaration(Suite):
             transport.close()
 
     def test_probe_tells_without_a_trace(self) -> None:
-        """``probe`` gives a verdict in words, and leaves the process's environment as it was: libraries that change
-        ``UCX_*`` or ``LD_*`` on import would change what another back end sees."""
+        """``probe`` gives a verdict in words, and leaves the process's environment as it was.
+
+        A library that changes ``UCX_*`` or ``LD_*`` when it is imported would change what another back end sees.
+        """
         before = dict(os.environ)
         probe = self.backend.probe()
         assert probe.usable, probe.reason

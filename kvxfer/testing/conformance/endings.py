@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.testing.conformance.harness import Part, Started, Suite, Way, World, assert_equal
+from kvxfer.testing.conformance.harness import Part, Started, Suite, TransferMode, World, assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport.contract import Batch, Verb
 
@@ -17,12 +17,16 @@ LARGE = Runs.of([0], [0], [3_000_000])
 
 
 class Endings(Suite):
-    def test_aborted_batches_end_and_stay_ended(self, world: World, way: Way) -> None:
-        """An aborted batch ends once, soon, with an error (or it was quicker, and succeeded). After it ended quiet,
-        or after what ``capabilities.quiet`` names was done, memory is neither read nor written any more for it:
-        bytes that come late must not land. If your library cannot promise that, say so in ``quiet``."""
+    """Clauses about batches and transports that end early."""
+
+    def test_aborted_batches_end_and_stay_ended(self, world: World, way: TransferMode) -> None:
+        """An aborted batch ends once, soon, with an error (or it was quicker, and succeeded).
+
+        After it ended quiet, or after what ``capabilities.quiet`` names was done, memory is neither read nor written
+        for it any more: bytes that come late must not land. If your library cannot promise that, say so in ``quiet``.
+        """
         a, b, link = world.pair()
-        source, target = (b, a) if way is Way.READ else (a, b)
+        source, target = (b, a) if way is TransferMode.READ else (a, b)
         started = [link.start(way, source, target, LARGE) for _ in range(8)]
         for s in started:
             for participant, number in s.halves:
@@ -36,9 +40,11 @@ class Endings(Suite):
             assert_equal(target.content(0), after, "the target's memory after the end")
 
     def test_a_half_without_its_other_half_can_be_aborted(self, world: World, part: Part) -> None:
-        """When the peer never takes part, abort ends the batch all the same. What it ended (``capabilities.abort``: one
-        batch, or everything with the peer) does not stop what comes after: on the same link, which ``lost`` must not call
-        lost then, or on a new one."""
+        """When the peer never takes part, ``abort`` ends the batch all the same.
+
+        ``capabilities.abort`` says what it ends: one batch, or everything with the peer. That does not stop what comes
+        after: it works on the same link, which ``lost`` must not call lost then, or on a new one.
+        """
         a, b = world.local(), world.other()
         world.allocate(a, b)
         link = world.link(a, b)
@@ -49,7 +55,7 @@ class Endings(Suite):
             world.run(0.05)
             participant.abort(started.halves[0][1])
             [result] = world.finish(started)
-            if part.way is Way.SEND:
+            if part.way is TransferMode.SEND:
                 other = b if participant is a else a
                 assert result.error is not None and other.name in result.error, "the error does not name the peer"
         if self.capabilities().abort == "peer" or not result.quiet:
@@ -59,7 +65,7 @@ class Endings(Suite):
         assert a.transport.lost(link.peers[a.name]) is None, "a link that works is called lost"
         world.move(link, part.way, *part.sides(a, b), Runs.of([0], [5], [100_000]))
 
-    def test_aborting_what_is_over_does_nothing(self, world: World, way: Way) -> None:
+    def test_aborting_what_is_over_does_nothing(self, world: World, way: TransferMode) -> None:
         """Unknown and finished numbers are ignored: an abort often crosses the completion."""
         a, b, link = world.pair()
         started = link.start(way, a, b, Runs.of([0], [0], [1000]))
@@ -71,11 +77,14 @@ class Endings(Suite):
 
     @pytest.mark.parametrize("closer", ["near", "far"])
     def test_closing_in_flight(self, world: World, part: Part, closer: str) -> None:
-        """``close`` ends everything at once. Afterwards this side's memory is quiet (unless ``quiet`` is ``never``) and
-        may be freed; the peer's batches, and those that it submits later, end with an error that names this side."""
+        """``close`` ends everything at once, on both sides.
+
+        Afterwards this side's memory is quiet (unless ``quiet`` is ``never``) and may be freed. The peer's batches, and
+        those that it submits later, end with an error that names this side.
+        """
         a, b, link = world.pair()
         started = [link.start(part.way, *part.sides(a, b), LARGE) for _ in range(8)]
-        if part.way is Way.SEND:
+        if part.way is TransferMode.SEND:
             # One that cannot have ended yet, since its other half is missing.
             started.append(Started([(a, a.submit(link.half(part, a, b, LARGE)))]))
         world.turn()
@@ -89,18 +98,20 @@ class Endings(Suite):
         results = world.finish(*(Started([(p, n) for p, n in s.halves if p is staying]) for s in started))
         if staying is a:
             late = world.submit(a, link.half(part, a, b, LARGE))
-            last = results[-1:] if part.way is Way.SEND else []
+            last = results[-1:] if part.way is TransferMode.SEND else []
             assert all(r.error is not None for r in [*last, *world.finish(late)]), "nobody was there to take part"
             results += world.finish(late)
         errors = [r.error for r in results if r.error is not None]
         assert all(closing.name in e for e in errors), f"errors must name the peer {closing.name!r}: {errors}"
 
     def test_after_close_everything_is_refused(self, world: World) -> None:
-        """``close`` can be called twice; any other method then raises ``TransportError``. (``capabilities`` still
-        answers.)"""
+        """``close`` can be called twice; any other method then raises ``TransportError``.
+
+        ``capabilities`` still answers.
+        """
         a, b, link = world.pair()
         mine, t = a.endpoint(), a.transport
-        batch = Batch(Verb.SEND, link.peers[a.name], 0, LARGE.lengths, LARGE.src)
+        batch = Batch(Verb.SEND, link.peers[a.name], 0, LARGE.length, LARGE.src)
         a.close()
         a.close()
         calls: list[Callable[[], Any]] = [
@@ -115,7 +126,7 @@ class Endings(Suite):
             with pytest.raises(TransportError):
                 call()
 
-    def test_the_wrong_thread_is_refused_or_safe(self, world: World, way: Way) -> None:
+    def test_the_wrong_thread_is_refused_or_safe(self, world: World, way: TransferMode) -> None:
         """Another thread gets ``TransportError`` or is served as well; nothing breaks for the owner either way."""
         a, b, link = world.pair()
         seen: list[BaseException] = []

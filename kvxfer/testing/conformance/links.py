@@ -1,4 +1,4 @@
-"""Links: how they begin, what is no endpoint, how they end in good order."""
+"""Links: how they begin, what is no endpoint, and how they end in good order."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ import sys
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.testing.conformance.harness import Link, Part, Started, Suite, Way, World, assert_equal, overlay
+from kvxfer.testing.conformance.harness import (
+    Part,
+    ParticipantLink,
+    Started,
+    Suite,
+    TransferMode,
+    World,
+    assert_equal,
+    overlay,
+)
 from kvxfer.testing.participant import Runs
 
 LARGE = Runs.of([0], [0], [3_000_000])
 
 
 class Links(Suite):
+    """Clauses about links between two transports."""
+
     def test_endpoints_are_fresh_and_small(self, world: World) -> None:
-        """Each call of ``endpoint`` describes one link to be; it is sent inside a hello, so it is at most 1 MiB."""
+        """Each call of ``endpoint`` describes one future link.
+
+        It is sent inside a hello, so it has at most 1 MiB.
+        """
         participant = world.local()
         world.allocate(participant)
         endpoints = [participant.endpoint() for _ in range(5)]
         assert len(set(endpoints)) == 5
         assert all(isinstance(e, bytes) and 0 < len(e) <= 1 << 20 for e in endpoints)
 
-    def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: Way) -> None:
-        """Nothing is kept of it: who dials peers that never answer makes endpoints for ever. One that was connected, or withdrawn
-        before, is ignored."""
+    def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: TransferMode) -> None:
+        """Nothing is kept of a withdrawn endpoint: whoever dials peers that never answer makes endpoints for ever.
+
+        ``withdraw`` ignores an endpoint that was connected, or withdrawn before.
+        """
         a, b = world.local(), world.other()
         world.allocate(a, b)
         mine, theirs = a.endpoint(), b.endpoint()
-        link = Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+        link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
 
         def blocks_after(count: int) -> int:
             for _ in range(count):
@@ -45,9 +61,11 @@ class Links(Suite):
         assert kept < 1000, f"{kept} blocks of Python's memory are kept of 1000 endpoints"
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
-    def test_malformed_endpoints_are_refused(self, world: World, way: Way) -> None:
-        """What is no endpoint raises ``TransportError``; what was altered is refused or fails its batches. Neither
-        hurts the transport. An endpoint comes from the network: never unpickle it."""
+    def test_malformed_endpoints_are_refused(self, world: World, way: TransferMode) -> None:
+        """What is no endpoint raises ``TransportError``; an altered endpoint is refused, or its batches fail.
+
+        Neither harms the transport. An endpoint comes from the network: never unpickle it.
+        """
         a, b, link = world.pair()
         good = b.endpoint()
         for bad in (b"", b"\0" * 64, b"\xff" * 64, b"hello", good[: len(good) // 2], good[:-1]):
@@ -72,19 +90,19 @@ class Links(Suite):
         a, b = world.local(), world.other()
         world.allocate(a, b)
         mine, theirs = a.endpoint(), b.endpoint()
-        link = Link({a.name: a.connect(mine, theirs), b.name: -1})
+        link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: -1})
         before, source = part.sides(a, b)[1].content(0), part.sides(a, b)[0].content(0)
         started = Started([(a, a.submit(link.half(part, a, b, LARGE)))])
         world.run(0.2)
         assert not started.over()
-        link = Link({a.name: link.peers[a.name], b.name: b.connect(theirs, mine)})
+        link = ParticipantLink({a.name: link.peers[a.name], b.name: b.connect(theirs, mine)})
         for participant, batch in link.halves(part.way, *part.sides(a, b), LARGE):
             if participant is b:
                 started.halves.append((b, b.submit(batch)))
         world.succeed(started)
         assert_equal(part.sides(a, b)[1].content(0), overlay(before, source, LARGE), "the target's memory")
 
-    def test_two_links_are_independent(self, world: World, way: Way) -> None:
+    def test_two_links_are_independent(self, world: World, way: TransferMode) -> None:
         """Two agents may have several links (one for each direction of dialling); closing one leaves the other."""
         a, b, one = world.pair()
         two = world.link(a, b)
@@ -94,7 +112,7 @@ class Links(Suite):
         world.run(0.05)
         world.move(two, way, a, b, Runs.of([0], [7], [2000]))
 
-    def test_reconnecting(self, world: World, way: Way) -> None:
+    def test_reconnecting(self, world: World, way: TransferMode) -> None:
         """After a link was closed by either side or both, the same two agents can make a new one with new endpoints."""
         a, b, link = world.pair()
         for who in ((a,), (b,), (a, b)):
@@ -111,13 +129,15 @@ class Links(Suite):
         a.disconnect(link.peers[a.name])
         for peer in (link.peers[a.name], 12_345, -1):
             with pytest.raises(TransportError):
-                a.submit(Link({a.name: peer, b.name: 0}).half(part, a, b, LARGE))
+                a.submit(ParticipantLink({a.name: peer, b.name: 0}).half(part, a, b, LARGE))
 
     @pytest.mark.parametrize("closer", ["near", "far"])
     def test_disconnecting_in_flight(self, world: World, part: Part, closer: str) -> None:
-        """Closing a link ends what is in flight on it, on both sides, never silently: at once on the side that
-        closes, on the other as soon as it hears of it. A one-sided batch may have been quicker; then its bytes are
-        right."""
+        """Closing a link ends what is in flight on it, on both sides, never silently.
+
+        It ends at once on the side that closes, and on the other as soon as that hears of it. A one-sided batch may
+        have been quicker; then its bytes are right.
+        """
         a, b, link = world.pair()
         source, target = part.sides(a, b)
         expected = source.content(0)[:3_000_000]
@@ -126,7 +146,7 @@ class Links(Suite):
         closing.disconnect(link.peers[closing.name])
         results = world.finish(*started)
         errors = [r.error for r in results if r.error is not None]
-        assert part.way is not Way.SEND or len(errors) == len(results), "a SEND or RECV alone cannot succeed"
+        assert part.way is not TransferMode.SEND or len(errors) == len(results), "a SEND or RECV alone cannot succeed"
         assert all(b.name in error for error in errors), f"errors must name the peer {b.name!r}: {errors}"
         if len(errors) < len(results):
             assert_equal(target.content(0)[:3_000_000], expected, "what was moved")

@@ -1,4 +1,4 @@
-"""Registered memory: what is known, what is refused, what is forgotten."""
+"""Registered memory: what is accepted, what is refused, what is forgotten."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
-from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, Way, World, assert_equal
+from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, TransferMode, World, assert_equal
 from kvxfer.testing.participant import Buffer, Runs
 
 
 class Memory(Suite):
+    """Clauses about registered memory."""
+
     def test_memories_are_numbered_in_order(self, world: World) -> None:
         """The peer names a memory by its number, so the numbers are 0, 1, 2 ... in the order of registration."""
         participant = world.local()
@@ -36,8 +38,10 @@ class Memory(Suite):
         assert participant.allocate([4096], 1) == 1
 
     def test_overlapping_memories_work(self, world: World) -> None:
-        """Two memories may share bytes (a cache, and a part of it). Within one memory the regions may not overlap:
-        that is refused or works, but never ends in wrong bytes."""
+        """Two memories may share bytes (a cache, and a part of it).
+
+        Within one memory the regions may not overlap: that is refused or works, but never ends in wrong bytes.
+        """
         participant, buffer = world.local(), Buffer(8192, self.device(0))
         base = buffer.region.address
         participant.transport.register([buffer.region])
@@ -49,7 +53,7 @@ class Memory(Suite):
         participant.close()
         buffer.free()
 
-    def test_unknown_memory_is_refused(self, world: World, way: Way) -> None:
+    def test_unknown_memory_is_refused(self, world: World, way: TransferMode) -> None:
         """A batch that names a local memory which was never registered raises ``TransportError`` from ``submit``."""
         a, b, link = world.pair()
         runs = Runs.of([0], [0], [10])
@@ -57,9 +61,12 @@ class Memory(Suite):
             with pytest.raises(TransportError):
                 participant.submit(batch)
 
-    def test_offsets_outside_are_refused(self, world: World, way: Way) -> None:
-        """Local runs must lie inside one region of the registered memory. Before it, behind it, in the gap between two
-        regions, across the gap, of negative or absurd length: ``TransportError`` from ``submit``, nothing started."""
+    def test_offsets_outside_are_refused(self, world: World, way: TransferMode) -> None:
+        """Local runs must lie inside one region of the registered memory.
+
+        Those before it, behind it, in the gap between two regions, across the gap, or of negative or absurd length
+        raise ``TransportError`` from ``submit``, and nothing is started.
+        """
         a, b, link = world.pair()
         for bad_offset, length in (
             (-1, 10),
@@ -77,13 +84,15 @@ class Memory(Suite):
                     participant.submit(batch)
         world.move(link, way, a, b, Runs.of([0], [0], [100]))
 
-    def test_remote_offsets_outside_fail(self, world: World, one_sided: Way) -> None:
-        """Batches whose remote runs leave the peer's memory end with an error, from ``submit`` or as their completion,
-        and move nothing."""
+    def test_remote_offsets_outside_fail(self, world: World, one_sided: TransferMode) -> None:
+        """Batches whose remote runs leave the peer's memory end with an error, and move nothing.
+
+        The error comes from ``submit`` or as their completion.
+        """
         a, b, link = world.pair()
         before = a.content(0), b.content(0)
         for memory, offset in ((9, 0), (0, 1 << 40), (0, SIZES[0] - 5), (0, -1)):
-            if one_sided is Way.READ:
+            if one_sided is TransferMode.READ:
                 halves = link.halves(one_sided, a, b, Runs.of([offset], [0], [10]), memory=memory)
             else:
                 halves = link.halves(one_sided, a, b, Runs.of([0], [offset], [10]), target_memory=memory)
@@ -97,9 +106,11 @@ class Memory(Suite):
         assert_equal(a.content(0), before[0], "the source's memory")
         assert_equal(b.content(0), before[1], "the target's memory")
 
-    def test_deregistered_memory_is_forgotten(self, world: World, way: Way) -> None:
-        """After ``deregister`` the number is refused, the memory may be freed, and the others still work. NIXL for one
-        would take a stale registration and fault: check the number yourself."""
+    def test_deregistered_memory_is_forgotten(self, world: World, way: TransferMode) -> None:
+        """After ``deregister`` the number is refused, the memory may be freed, and the others still work.
+
+        NIXL, for one, would take a stale registration and fault: check the number yourself.
+        """
         a, b = world.local(), world.other()
         for participant in (a, b):
             participant.allocate([1 << 20], 1)

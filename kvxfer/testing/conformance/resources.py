@@ -32,8 +32,11 @@ def _threads() -> int:
 
 
 def _resident() -> int:
-    """Bytes of memory in use. What waits for the garbage collector, or was freed and is kept by the allocator, is given back
-    first: a leak would be served from that, and not be seen."""
+    """Return the bytes of memory in use.
+
+    Garbage, and what was freed and is kept by the allocator, is given back first: a leak would be served from there,
+    and would not show.
+    """
     gc.collect()
     if _trim is not None:
         _trim(ctypes.c_size_t(0))
@@ -42,7 +45,7 @@ def _resident() -> int:
 
 
 def _idle(world: World, transports: int) -> tuple[float, float]:
-    """What each of the transports here uses while nothing is to be done: share of a core, polls a second."""
+    """Measure what each transport uses while there is nothing to do: share of a core, and polls a second."""
     cpu, start, turns = time.process_time(), time.monotonic(), 0
     while time.monotonic() < start + IDLE_S:
         world.turn(0.5)
@@ -52,8 +55,11 @@ def _idle(world: World, transports: int) -> tuple[float, float]:
 
 
 def _lost(rounds: Callable[[int], object], count: int) -> int:
-    """Bytes by which ``count`` rounds made the process grow. The stretch that added least stands for all: a leak is in each,
-    while allocators and libraries grow in jumps (NCCL by 32 MiB, in the eighth round or the twentieth)."""
+    """Return the bytes by which ``count`` rounds made the process grow.
+
+    The stretch of rounds that added least stands for all. A leak is in each of them, while allocators and libraries
+    grow in jumps (NCCL by 32 MiB, in the eighth round or the twentieth).
+    """
     grown = []
     for i in range(RSS_STRETCHES):
         before = _resident()
@@ -63,10 +69,14 @@ def _lost(rounds: Callable[[int], object], count: int) -> int:
 
 
 class Resources(Suite):
+    """Clauses about what a back end costs and leaves behind."""
+
     def test_nothing_leaks(self, world: World) -> None:
-        """After ``rounds`` of connecting, moving, disconnecting and closing, the process has the descriptors and
-        threads it had after the first few, and about the memory. (Libraries keep a little for good on first use;
-        that is fine.)"""
+        """After many rounds of connecting, moving and closing, descriptors, threads and memory are what they were.
+
+        They are compared with the state after the first few of ``rounds``, since libraries keep a little for good on
+        first use. That is fine.
+        """
         way = self.ways()[0]
 
         def rounds(count: int) -> None:
@@ -86,7 +96,7 @@ class Resources(Suite):
         self._stays(world, rounds, "a round")
 
     def test_links_do_not_leak(self, world: World) -> None:
-        """The same for links that come and go while the transport stays."""
+        """Links that come and go while the transport stays leave nothing behind either."""
         way = self.ways()[0]
         a, b = world.local(), world.other()
         world.allocate(a, b)
@@ -115,7 +125,7 @@ class Resources(Suite):
         assert lost < RSS_SLACK, f"{lost / self.rounds:.0f} bytes of memory were lost {what}"
 
     def test_a_peer_that_came_too_early_leaves_nothing(self, world: World) -> None:
-        """It has connected, and on this side the endpoint is withdrawn: what its coming has cost here is given back."""
+        """What it cost that a peer connected to an endpoint which is then withdrawn is given back."""
         a, b, _ = world.pair()
         world.run(0.3)
         descriptors = _descriptors()
@@ -128,9 +138,11 @@ class Resources(Suite):
         world.wait_for(lambda: _descriptors() <= descriptors, "the release of descriptors")
 
     def test_idle_costs_nothing(self, world: World) -> None:
-        """Connected and with nothing to do, a transport and its threads use less than 3 % of a core, and it wants to be
-        polled less than 200 times a second: no thread spins, and ``fileno`` is readable only when there is something to
-        do. The least of some stretches counts: a host that is busy with other work inflates what little there is."""
+        """A connected transport with nothing to do uses less than 3 % of a core and 200 polls a second.
+
+        No thread spins, and ``fileno`` is readable only when there is something to do. The least of some stretches
+        counts: a host that is busy with other work inflates what little there is.
+        """
         a, b, link = world.pair()
         way = self.ways()[0]
         world.move(link, way, a, b, Runs.of([0], [0], [100_000]))

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from kvxfer.geometry.cache import GAP
-from kvxfer.testing.conformance.harness import SIZES, HostFence, Part, Started, Suite, Way, World, assert_equal, overlay
+from kvxfer.testing.conformance.harness import (
+    SIZES,
+    HostFence,
+    Part,
+    Started,
+    Suite,
+    TransferMode,
+    World,
+    assert_equal,
+    overlay,
+)
 from kvxfer.testing.participant import Runs
 
 SECOND = -(-SIZES[0] // GAP) * GAP + GAP
@@ -44,22 +54,26 @@ LAYOUTS = {
 
 
 class Transfers(Suite):
+    """Clauses about moving bytes."""
+
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_exactly_these_bytes(self, world: World, way: Way, layout: str) -> None:
-        """Every byte of every run arrives at its place, and no other byte of either side's memory changes: for none,
-        one and thousands of runs, of any length (zero included) and alignment, in any order, over several regions.
-        Offsets are flat: map them with ``Memories.addresses``."""
+    def test_exactly_these_bytes(self, world: World, way: TransferMode, layout: str) -> None:
+        """Every byte of every run arrives at its place, and no other byte of either side's memory changes.
+
+        That holds for none, one and thousands of runs, of any length (zero included) and alignment, in any order, over
+        several regions. Offsets are flat: map them with ``Memories.addresses``.
+        """
         a, b, link = world.pair()
         world.move(link, way, a, b, LAYOUTS[layout])
 
-    def test_back_and_forth(self, world: World, way: Way) -> None:
+    def test_back_and_forth(self, world: World, way: TransferMode) -> None:
         """A link works in both directions, again and again."""
         a, b, link = world.pair()
         for size in (1, 1000, 1_000_000, 3):
             world.move(link, way, a, b, Runs.of([9], [0], [size]))
             world.move(link, way, b, a, Runs.of([0], [1], [size]))
 
-    def test_many_at_once_both_ways(self, world: World, way: Way) -> None:
+    def test_many_at_once_both_ways(self, world: World, way: TransferMode) -> None:
         """Dozens of batches in flight, in both directions at once, end once each, and all bytes are right."""
         a, b, link = world.pair()
         before = a.content(0), b.content(0)
@@ -78,7 +92,7 @@ class Transfers(Suite):
         assert_equal(a.content(0), before[0], "the first side's memory")
         assert_equal(b.content(0), before[1], "the second side's memory")
 
-    def test_several_peers_at_once(self, world: World, way: Way) -> None:
+    def test_several_peers_at_once(self, world: World, way: TransferMode) -> None:
         """One transport serves several peers at the same time, and mixes none of them up."""
         hub = world.local()
         others = [world.other() for _ in range(3)]
@@ -98,7 +112,7 @@ class Transfers(Suite):
             assert_equal(other.content(0), overlay(at_others[i], at_hub, there[i]), f"the memory of peer {i}")
         assert_equal(hub.content(0), expected_hub, "the hub's memory")
 
-    def test_several_memories(self, world: World, way: Way) -> None:
+    def test_several_memories(self, world: World, way: TransferMode) -> None:
         """Batches may use any pair of registered memories (the cache and a staging area, say)."""
         a, b = world.local(), world.other()
         for participant in (a, b):
@@ -109,8 +123,11 @@ class Transfers(Suite):
             world.move(link, way, a, b, Runs.of([10, SECOND], [SECOND, 10], [1000, 1001]), here, there)
 
     @pytest.mark.parametrize("first", ["source", "target"])
-    def test_the_halves_may_come_in_either_order(self, world: World, way: Way, first: str) -> None:
-        """The other half may be submitted a while later. (For one-sided verbs: the peer does nothing at all.)"""
+    def test_the_halves_may_come_in_either_order(self, world: World, way: TransferMode, first: str) -> None:
+        """The other half may be submitted a while later.
+
+        With one-sided verbs the peer does nothing at all.
+        """
         a, b, link = world.pair()
         before, source = b.content(0), a.content(0)
         runs = Runs.of([0], [5], [2_000_000])
@@ -124,9 +141,12 @@ class Transfers(Suite):
         world.succeed(started)
         assert_equal(b.content(0), overlay(before, source, runs), "the target's memory")
 
-    def test_complete_means_visible(self, world: World, way: Way) -> None:
-        """When any half completes, the bytes are in the target's memory: whoever is told so, over any channel, may use
-        them. A SEND that completes when the bytes have left is not enough, nor is a WRITE that is still in a cache."""
+    def test_complete_means_visible(self, world: World, way: TransferMode) -> None:
+        """When any half completes, the bytes are in the target's memory.
+
+        Whoever is told so, over any channel, may use them. A SEND that completes when the bytes have left is not
+        enough, nor is a WRITE that is still in a cache.
+        """
         a, b, link = world.pair()
         for i in range(20):
             a.fill(0, seed=1000 + i)
@@ -137,9 +157,11 @@ class Transfers(Suite):
             assert_equal(b.content(0), expected, "the target's memory at the first completion")
             world.succeed(started)
 
-    def test_after_completion_the_source_is_free(self, world: World, way: Way) -> None:
-        """Once the source's half (of a one-sided batch: the batch) is complete, its memory may be overwritten at
-        once."""
+    def test_after_completion_the_source_is_free(self, world: World, way: TransferMode) -> None:
+        """Once the source's half is complete, its memory may be overwritten at once.
+
+        The source's half of a one-sided batch is the batch.
+        """
         a, b, link = world.pair()
         runs = Runs.of([0], [0], [2_000_000])
         for i in range(5):
@@ -151,12 +173,14 @@ class Transfers(Suite):
             world.succeed(started)
             assert_equal(b.content(0), expected, "the target's memory")
 
-    def test_nothing_is_touched_before_the_fence(self, world: World, way: Way) -> None:
-        """A half submitted with ``after`` neither reads nor writes its memory before the fence has passed, and goes on
-        by itself soon after: the back end wakes its thread to ask (see ``Wakeup.at``)."""
+    def test_nothing_is_touched_before_the_fence(self, world: World, way: TransferMode) -> None:
+        """A half submitted with ``after`` neither reads nor writes its memory before the fence has passed.
+
+        It goes on by itself soon after: the back end wakes its thread to ask (see ``Wakeup.at``).
+        """
         a, b, link = world.pair()
-        source, target = (b, a) if way is Way.READ else (a, b)
-        fenced = [a, b] if way is Way.SEND and self.in_process else [a]
+        source, target = (b, a) if way is TransferMode.READ else (a, b)
+        fenced = [a, b] if way is TransferMode.SEND and self.in_process else [a]
         for participant in fenced:
             before, runs, fence = target.content(0), Runs.of([0], [7], [100_000]), HostFence()
             started = link.start(way, source, target, runs, fences={participant.name: fence})
@@ -170,8 +194,10 @@ class Transfers(Suite):
             assert_equal(target.content(0), expected, "the target's memory after the fence")
 
     def test_a_fence_does_no_harm_to_what_follows(self, world: World, part: Part) -> None:
-        """Batches submitted behind one that waits for its fence may wait with it (channels are ordered) or overtake it;
-        all of them end well, and the first is not forgotten."""
+        """Batches submitted behind one that waits for its fence may wait with it or overtake it.
+
+        They may have to wait because channels are ordered. All of them end well, and the first is not forgotten.
+        """
         a, b, link = world.pair()
         source, target = part.sides(a, b)
         pieces = [Runs.of([i * 10_000], [i * 10_000 + 7], [10_000]) for i in range(4)]

@@ -55,12 +55,14 @@ _STATE = ("recurrent state", "MambaSpec")
 _RING = ("rows not yet compressed", "CircularBufferSpec")
 
 _E2E_PAIR, _E2E_GROUPS = "tests/e2e/test_pair.py", "tests/e2e/test_groups.py"
+_E2E_STATES = "tests/e2e/test_states.py"
 _SCHEDULER, _PAGES = "tests/vllm/test_multi.py", "tests/vllm/test_pages.py"
 _STATES = "tests/vllm/test_states.py"
 _HEADS = "KV heads differ by layer"
 _EQUAL_BLOCKS = "block sizes must be equal"
 _WHOLE = "pages of unknown content: tensor parallel sizes and block sizes must be equal"
 _NO_CUT = "tensor parallel sizes must be equal"
+_ONE_GROUP = f"{_NO_CUT} unless `n_groups` is 1"
 
 FAMILIES = (
     Family("Llama 2, 3", ("LlamaForCausalLM",), (_FULL,), "end to end", _E2E_PAIR),
@@ -145,7 +147,23 @@ FAMILIES = (
         _PAGES,
         _WHOLE,
     ),
-    Family("LFM 2", ("Lfm2ForCausalLM",), (_FULL, _STATE), "end to end", "tests/e2e/test_groups.py", _NO_CUT),
+    Family(
+        "LFM 2",
+        ("Lfm2ForCausalLM",),
+        (_FULL, _STATE),
+        "end to end",
+        _E2E_STATES,
+        "on CPUs, with other tensor parallel sizes, see [below](#recurrent-states)",
+    ),
+    Family("Nemotron H and Nano 2", ("NemotronHForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES, _ONE_GROUP),
+    Family(
+        "Granite 4, Falcon H1, Zamba 2",
+        ("GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "Zamba2ForCausalLM"),
+        (_FULL, _STATE),
+        "scheduler",
+        _STATES,
+        _ONE_GROUP,
+    ),
     Family(
         "Qwen 3 Next, Qwen 3.5",
         ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
@@ -154,20 +172,7 @@ FAMILIES = (
         _STATES,
         _NO_CUT,
     ),
-    Family(
-        "Nemotron H and Nano 2, Granite 4, Falcon H1, Jamba, Zamba 2",
-        (
-            "NemotronHForCausalLM",
-            "GraniteMoeHybridForCausalLM",
-            "FalconH1ForCausalLM",
-            "JambaForCausalLM",
-            "Zamba2ForCausalLM",
-        ),
-        (_FULL, _STATE),
-        "scheduler",
-        _STATES,
-        _NO_CUT,
-    ),
+    Family("Jamba", ("JambaForCausalLM",), (_FULL, _STATE), "scheduler", _STATES, _NO_CUT),
     Family("Kimi Linear", ("KimiLinearForCausalLM",), (_LATENT, _STATE), "planner", _PAGES, _NO_CUT),
     Family(
         "Whisper",

@@ -6,7 +6,8 @@ by their classes, with the sections that their weights are cut into. The convolu
 channels stand where others have heads, so that either of vLLM's two orders is moved into either. Behind the rows for inputs
 vLLM keeps others for drafts, which are nobody else's.
 
-Of any other layer, the bytes go to the same rank of an engine of the same size.
+Of any other layer, the bytes go to the same rank of an engine of the same size. So do those of layers that no real servers of
+different sizes have been tried with.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from typing import Any
 
 from kvxfer.geometry import Heads, Rank
 
-__all__ = ["Piece", "pieces"]
+__all__ = ["Piece", "fits_other_sizes", "pieces"]
+
+_TRIED = frozenset({"ShortConv", "MambaMixer2"})
+"""Layers whose states real servers of different tensor parallel sizes have gone on with (``tests/e2e/test_states.py``)."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,15 @@ def pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> list[Pi
         encoding = f"{kind}/state/{_plain(spec.dtypes[1])}/{'x'.join(map(str, shape))}/{device}"
         out.append(Piece("state", unit, encoding, Heads(rank.tp * own, own, size * own, unit), rows * channels * item))
     return out
+
+
+def fits_other_sizes(layer: Any) -> bool:
+    """Return whether a layer's states may go to an engine of another tensor parallel size, as far as their planes fit."""
+    kind = type(layer)
+    if not kind.__module__.startswith("vllm.") or kind.__name__ not in _TRIED:
+        return False
+    # Mamba 2 of several groups shares them out, of one group replicates it: only that has been tried.
+    return kind.__name__ != "MambaMixer2" or getattr(getattr(layer, "norm", None), "n_groups", None) == 1
 
 
 @dataclass(frozen=True)

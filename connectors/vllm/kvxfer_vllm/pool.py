@@ -1,0 +1,27 @@
+"""vLLM's block pool as kvxfer pins blocks in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["VllmBlockPool"]
+
+
+class VllmBlockPool:
+    """A ``kvxfer.engine.BlockPool`` over vLLM's ``BlockPool``."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """See ``kvxfer.engine.BlockPool``."""
+        self._pool.touch([self._pool.blocks[b] for b in blocks])
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """See ``kvxfer.engine.BlockPool``."""
+        self._pool.free_blocks([self._pool.blocks[b] for b in blocks])
+
+    def used(self) -> int:
+        """See ``kvxfer.engine.BlockPool``. vLLM's null block is never free, and nobody's."""
+        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())

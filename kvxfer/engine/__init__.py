@@ -1,0 +1,27 @@
+"""What an engine needs around its scheduler and in each of its workers, so that it has to write hooks only.
+
+``SchedulerSide`` stands in the process that schedules, one per engine: it follows requests, keeps the directory by which
+other engines find this one, and says with each step what the workers are to do (``Step``). ``WorkerSide`` stands in each
+worker, over its ``kvxfer.Agent``: it does that, and reports what has ended (``Report``). ``BlockPins`` keeps blocks from
+reuse where the engine lets go of them while a transfer may still touch them; it works on any pool that counts references
+(``BlockPool``).
+
+One step of an engine, in its own order:
+
+1. The scheduler plans a step, calls ``preempted``, ``runs`` and ``allocated`` for what it planned, then ``step()``, and
+   ships the ``Step`` to all workers (a plain value: pickle will do).
+2. Each worker calls ``begin(step)`` before its forward pass touches a block, ``load(step)``, computes, and calls
+   ``after_forward(step)``; then ``collect()``, whose ``Report`` goes back to the scheduler. Reports of several ranks may be
+   merged on the way.
+3. The scheduler passes it to ``report()``, which says which requests have been loaded, which have failed to be, and whose
+   blocks are to be freed.
+
+Nothing here knows an engine, a tensor library or a transport.
+"""
+
+from kvxfer.engine.exchange import Report, Step
+from kvxfer.engine.pins import BlockPins, BlockPool
+from kvxfer.engine.scheduler import SchedulerSide, Ticket, Update
+from kvxfer.engine.worker import WorkerSide
+
+__all__ = ["BlockPins", "BlockPool", "Report", "SchedulerSide", "Step", "Ticket", "Update", "WorkerSide"]

@@ -1,0 +1,91 @@
+"""The consumer's blocks: which requests are being loaded, on which ranks that is over, and what must not be reused yet.
+
+Of a load that has failed, some blocks may still be written to. The engine is told of the failure at once and goes on
+elsewhere, while we pin those blocks until all ranks have reported them quiet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvxfer.engine.pins import BlockPins
+from kvxfer.schedule import FetchSchedule
+from kvxfer.values import Rank
+
+__all__ = ["LoadingBlocks"]
+
+
+class LoadingBlocks:
+    """Loads from their command to their end; one thread.
+
+    Args:
+        schedule: what is loaded.
+        pins: holds what may still be written.
+        ranks: how many ranks report.
+    """
+
+    def __init__(self, schedule: FetchSchedule, pins: BlockPins, ranks: int) -> None:
+        self._schedule, self._pins, self._ranks = schedule, pins, ranks
+        self._blocks: dict[str, tuple[int, ...]] = {}  # of requests whose load is under way
+        self._over: dict[str, set[Rank]] = {}  # where it is over, of those
+        self._writing: dict[str, set[Rank]] = {}  # failed, and where it still writes
+        self._reported: set[str] = set()  # those of them that the engine knows to be over
+
+    def begins(self, request: str, blocks: tuple[int, ...]) -> None:
+        """Take in that a load into these blocks is on its way to the workers."""
+        self._blocks[request] = blocks
+
+    def __contains__(self, request: str) -> bool:
+        """Whether its load is under way."""
+        return request in self._blocks
+
+    def blocks(self, request: str) -> tuple[int, ...]:
+        """Return those of a request whose load is under way."""
+        return self._blocks.get(request, ())
+
+    def writing(self, request: str, ranks: Iterable[Rank]) -> None:
+        """Take in that it has failed, and these ranks still write.
+
+        The engine, which has the blocks yet, hears of it next.
+        """
+        if request not in self._writing:
+            self._pins.keep(request, self.blocks(request))
+            self._schedule.preempt(request)
+        self._writing.setdefault(request, set()).update(ranks)
+
+    def quiet(self, request: str, ranks: Iterable[Rank]) -> None:
+        """Take in that those ranks no longer do."""
+        self._writing.get(request, set()).difference_update(ranks)
+        if request in self._writing and not self._writing[request]:
+            del self._writing[request]
+            self._pins.drop(request)
+            if request in self._reported:
+                self._reported.remove(request)
+                self._schedule.loaded(request)
+
+    def over_on(self, request: str, ranks: Iterable[Rank]) -> bool:
+        """Take in that the load is over on these ranks; True if that was all of them."""
+        if request not in self:
+            return False
+        over = self._over.setdefault(request, set())
+        over.update(ranks)
+        return len(over) >= self._ranks
+
+    def over(self, request: str) -> None:
+        """Take in that all ranks have reported the load, well or badly."""
+        if self._blocks.pop(request, None) is None:
+            return
+        self._over.pop(request, None)
+        if request in self._writing:
+            self._reported.add(request)
+        else:
+            self._schedule.loaded(request)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether blocks are pinned of which the engine may know no request."""
+        return bool(self._writing)
+
+    def __len__(self) -> int:
+        """Return how much is remembered."""
+        return len(self._blocks) + len(self._over) + len(self._writing) + len(self._reported)

@@ -1,0 +1,130 @@
+"""The producer's blocks, where the engine lets go of them before others have: kept until all ranks are done with them.
+
+- A request that ended well: the engine keeps its blocks itself, until it is told that they are to be freed.
+- The end of a prompt in a window: given up while the request goes on, so we pin it.
+- A request that is aborted: freed at once, so we pin what it has offered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvxfer.engine.pins import BlockPins
+from kvxfer.identity import Generation, TransferId
+from kvxfer.schedule import OfferSchedule, StepCommands
+from kvxfer.values import BlockTable, Group, Rank
+
+__all__ = ["OfferedBlocks"]
+
+
+class OfferedBlocks:
+    """Blocks that others may be reading; one thread.
+
+    Args:
+        schedule: what is offered.
+        pins: holds what the engine gives up.
+        groups: the engine's KV-cache groups.
+        ranks: how many ranks report.
+    """
+
+    def __init__(self, schedule: OfferSchedule, pins: BlockPins, groups: Sequence[Group], ranks: int) -> None:
+        self._schedule, self._pins, self._ranks = schedule, pins, ranks
+        self._groups = tuple(groups)
+        self._windows = any(group.window for group in groups)
+        self._ends: dict[str, BlockTable] = {}  # what windows held at the end of a prompt
+        self._held: dict[str, TransferId] = {}  # finished requests whose blocks the engine keeps
+        self._orphans: dict[TransferId, Generation] = {}  # aborted, with blocks that may be read: the last generation
+        self._done: dict[TransferId, dict[Rank, Generation]] = {}  # ranks that are done, up to which generation
+
+    def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
+        """Take in that the request runs in this step; see ``OfferSchedule.step``."""
+        self._schedule.step(request, computed, scheduled, table)
+        total = self._schedule.total(request)
+        if computed + scheduled >= total and request not in self._ends and self._windows:
+            end = table.only(_end(group, total) for group in self._groups)
+            if self._pins.keep(request, end.ids()):
+                self._ends[request] = end
+
+    def preempted(self, request: str) -> None:
+        """Take in that the engine has taken the request's blocks.
+
+        What of them was offered is revoked, and no longer proved to be good to whoever reads it. It is not kept, since
+        the engine needs the room.
+        """
+        if self._ends.pop(request, None) is not None:
+            self._pins.drop(request)
+
+    def finished(
+        self, request: str, transfer: TransferId | None, table: BlockTable, complete: bool, *, found: bool
+    ) -> bool:
+        """Take in that the request is over; True if the engine must keep its blocks.
+
+        Args:
+            transfer: what it offered, if anything.
+            found: whether others can find our ranks, so that somebody may be reading.
+        """
+        end = self._ends.pop(request, None)
+        offered = self._schedule.offered(request).ids()
+        held = self._schedule.finish(request, table if end is None else table.filled(end), complete)
+        if transfer is None:
+            return held
+        if held:
+            self._held[request] = transfer
+            return True
+        self._pins.drop(request)
+        if offered and found and self._pins.quarantine(transfer, offered):
+            self._orphans[transfer] = sys.maxsize  # until the revocation is on its way
+        return False
+
+    def shipped(self, commands: StepCommands) -> None:
+        """Take in that these commands go to the workers."""
+        for revoke in commands.revokes:
+            if revoke.gone and revoke.transfer in self._orphans:
+                self._orphans[revoke.transfer] = revoke.generation
+
+    def released(self, transfer: TransferId, ranks: dict[Rank, Generation]) -> str | None:
+        """Take in that some ranks are done with an offer, up to a generation; return a held request that may be freed."""
+        done = self._done.setdefault(transfer, {})
+        for rank, generation in ranks.items():
+            done[rank] = max(generation, done.get(rank, -1))
+        if len(done) < self._ranks:
+            return None
+        reached = min(done.values())
+        if transfer in self._orphans and reached >= self._orphans[transfer]:
+            del self._orphans[transfer]
+            self._pins.drop(transfer)
+        request = self._schedule.released(transfer, reached)
+        if request is not None:
+            del self._held[request]
+            self._pins.drop(request)
+        if request is not None or len(set(done.values())) == 1:
+            del self._done[transfer]  # else a rank spoke of an earlier request with this id, and will speak again
+        return request
+
+    def freed(self, request: str) -> None:
+        """Take in that the engine frees a held request.
+
+        If that is not our word, whoever gave it knows that nobody reads any more.
+        """
+        transfer = self._held.pop(request, None)
+        if transfer is not None:
+            self._schedule.released(transfer, sys.maxsize)
+            self._pins.drop(request)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether blocks are pinned of which the engine knows no request."""
+        return bool(self._orphans)
+
+    def __len__(self) -> int:
+        """Return how much is remembered."""
+        return len(self._ends) + len(self._held) + len(self._orphans) + len(self._done)
+
+
+def _end(group: Group, total: int) -> tuple[int, int]:
+    """Return the positions of the blocks that the last prompt token attends to in a window.
+
+    The engine gives the first of them up with that token at the latest, and a consumer computes that token itself.
+    """
+    return (max(0, total - group.window) // group.block_tokens, group.blocks(total)) if group.window else (0, 0)

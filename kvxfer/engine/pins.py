@@ -1,0 +1,84 @@
+"""References of our own to the blocks of an engine's pool.
+
+An engine frees blocks when it likes: as a window moves on, on abort, as soon as a load is reported over. A block that has
+a reference of ours is not handed out again before we drop that, so nothing else is computed into memory that a transfer
+may still read or write.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol
+
+__all__ = ["BlockPins", "BlockPool"]
+
+log = logging.getLogger("kvxfer.engine")
+
+
+class BlockPool(Protocol):
+    """An engine's pool of blocks that counts the references to each."""
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each of these blocks, which are in use."""
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each; those that have none left may be handed out again, the first ones first."""
+
+    def used(self) -> int:
+        """Return how many blocks have a reference."""
+
+
+class BlockPins:
+    """References to blocks, by holder.
+
+    Args:
+        limit: how many blocks ``quarantine`` may hold at a time; a quarter of the pool, say.
+        pool: the engine's pool; may be bound later, until which nothing is held.
+    """
+
+    def __init__(self, limit: int, pool: BlockPool | None = None) -> None:
+        self._pool, self._limit = pool, limit
+        self._kept: dict[Hashable, list[int]] = {}
+        self._quarantined: dict[Hashable, int] = {}
+
+    def bind(self, pool: BlockPool) -> None:
+        """Take the engine's pool, once it is there."""
+        self._pool = pool
+
+    def keep(self, holder: Hashable, blocks: Iterable[int]) -> bool:
+        """Reference these blocks, besides what ``holder`` has already; False if they are not held, for want of a pool.
+
+        They must be in use at the time.
+        """
+        if self._pool is None:
+            return False
+        found = list(blocks)
+        self._pool.touch(found)
+        self._kept.setdefault(holder, []).extend(found)
+        return True
+
+    def quarantine(self, holder: Hashable, blocks: Iterable[int]) -> bool:
+        """Do the same for blocks of which no more use is made, within the limit; False if they are not held."""
+        wanted = list(blocks)
+        if sum(self._quarantined.values()) + len(wanted) > self._limit or not self.keep(holder, wanted):
+            log.warning("%s: %d blocks are given back while a transfer may still touch them", holder, len(wanted))
+            return False
+        self._quarantined[holder] = self._quarantined.get(holder, 0) + len(wanted)
+        return True
+
+    def drop(self, holder: Hashable) -> None:
+        """Give up all references of ``holder``, if it has any."""
+        kept = self._kept.pop(holder, None)
+        self._quarantined.pop(holder, None)
+        if kept and self._pool is not None:
+            self._pool.free(kept[::-1])
+
+    @property
+    def pool_unused(self) -> bool:
+        """Whether nobody uses a block of the pool, neither we nor a request."""
+        return self._pool is None or not self._pool.used()
+
+    def __len__(self) -> int:
+        """Return how many references are held."""
+        return sum(map(len, self._kept.values()))

@@ -1,0 +1,121 @@
+"""Strangers at the ring of shared memory that the cma back end answers requests from."""
+
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from kvxfer.testing.conformance import Suite, World
+from kvxfer.testing.conformance.harness import assert_equal
+from kvxfer.testing.participant import LocalParticipant
+from tests.conftest import require
+
+require("cma")
+
+from kvxfer_cma import CmaTransport, ring  # noqa: E402  (only where it can be used)
+from kvxfer_cma.endpoint import Endpoint  # noqa: E402
+
+N = 1 << 16
+
+
+class Shared(Suite):
+    backend = CmaTransport
+    options: ClassVar[dict[str, Any]] = {"mode": "shm"}
+    __test__ = False
+
+
+@pytest.fixture
+def shared() -> Iterator[World]:
+    world = World(Shared())
+    yield world
+    world.close()
+
+
+class Stranger:
+    """Speaks to a transport's socket, knowing or not knowing a link; everything else is up to the test."""
+
+    def __init__(self, victim: LocalParticipant, link: bytes, sealed: bool = True, size: int | None = None) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(5)
+        self.socket.connect(f"\0{Endpoint.decode(victim.endpoint()).socket}")
+        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        whole = ring.SLOTS * ring.SLOT_BYTES
+        os.ftruncate(fd, whole if size is None else size)
+        self.memory = mmap.mmap(fd, whole if size is None else size)
+        if sealed:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        socket.send_fds(self.socket, [link], [fd])
+        os.close(fd)
+
+    def ask(self, world: World, runs: list[tuple[int, int]], request: tuple[int, int, int, int]) -> bytes:
+        """What comes back; nothing when the other side hangs up."""
+        table = b"".join(struct.pack("<qq", *run) for run in runs)
+        self.memory[: len(table)] = table
+        try:
+            self.socket.send(struct.pack("<IIII", *request))
+        except BrokenPipeError:
+            return b""
+        world.run(0.05)
+        try:
+            return self.socket.recv(64)
+        except ConnectionResetError:
+            return b""
+
+
+@pytest.fixture
+def victim(shared: World) -> tuple[LocalParticipant, bytes]:
+    """A participant, and a link that it has offered and opened."""
+    a, b = shared.local(), shared.local()
+    a.allocate([N], 1)
+    mine, theirs = a.endpoint(), b.endpoint()
+    a.connect(mine, theirs)
+    return a, Endpoint.decode(mine).link
+
+
+@pytest.mark.parametrize(
+    "runs, asked",
+    [
+        ([(0, N + 1)], (0, 0, 0, 1)),
+        ([(-8, 8)], (0, 0, 0, 1)),
+        ([(8, -8)], (0, 1, 0, 1)),
+        ([(1 << 62, 8)], (0, 1, 0, 1)),
+        ([(0, 8)], (0, 0, 7, 1)),
+        ([(0, N)] * 100, (0, 0, 0, 100)),
+        ([(0, 8)], (99, 0, 0, 1)),
+        ([(0, 8)], (0, 0, 0, 1 << 30)),
+    ],
+)
+def test_requests_outside_are_refused(
+    shared: World, victim: tuple[LocalParticipant, bytes], runs: list[tuple[int, int]], asked: tuple[int, int, int, int]
+) -> None:
+    """Too long, before the beginning, of negative length, far off, of unknown memory, more than a slot holds, for a
+    slot that is not there, too many."""
+    participant, link = victim
+    before = participant.content(0)
+    answer = Stranger(participant, link).ask(shared, runs, asked)
+    assert answer == b"" or struct.unpack("<II", answer)[1] != 0
+    assert_equal(participant.content(0), before, "the victim's memory")
+
+
+def test_requests_inside_are_answered(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
+    """What the tests around break: so that they fail for the reason they name."""
+    participant, link = victim
+    stranger = Stranger(participant, link)
+    assert struct.unpack("<II", stranger.ask(shared, [(16, 8)], (0, 0, 0, 1))) == (0, 0)
+    assert participant.content(0)[16:24].tobytes() in bytes(stranger.memory)
+
+
+def test_strangers_are_hung_up_on(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
+    participant, link = victim
+    for stranger in (
+        Stranger(participant, b"x" * 16),
+        Stranger(participant, b""),
+        Stranger(participant, link, sealed=False),
+        Stranger(participant, link, size=4096),
+    ):
+        assert stranger.ask(shared, [(0, 8)], (0, 0, 0, 1)) == b""

@@ -1,0 +1,274 @@
+"""Two small engines over `kvxfer.engine`, driven through all that happens to an engine, in any order."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvxfer.engine import BlockPins, Report, SchedulerSide, Step
+from kvxfer.identity import Source, TransferId
+from kvxfer.schedule import ScheduleError
+from kvxfer.session import Failure, FailureKind, Outcome
+from kvxfer.values import BlockTable, Group, Rank
+from tests.engine.small import FACTS, JUNK, Engine, Pool, Request, Wire
+
+FULL, HYBRID = [Group(4)], [Group(4), Group(2, "window", 5)]
+LOST, CUT = Failure(FailureKind.PEER_LOST, "first"), Failure(FailureKind.CORRUPT, "then")
+PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+class Machine(RuleBasedStateMachine):
+    """Whatever happens: nobody attends to another's bytes, no block leaks, and both sides forget all."""
+
+    @initialize(groups=st.sampled_from([FULL, HYBRID]), ranks=st.integers(1, 2), early=st.booleans())
+    def start(self, groups: list[Group], ranks: int, early: bool) -> None:
+        self.wire = Wire()
+        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early) for _ in "pd")
+        self.engines = self.p, self.d
+        self.transfers = 0
+
+    @property
+    def alive(self) -> list[tuple[Engine, Request]]:
+        return [(e, r) for e in self.engines for r in e.waiting]
+
+    soon = st.integers(0, 4)  # steps that follow at once
+
+    @rule(length=st.integers(2, 12), extra=st.integers(1, 6), soon=soon)
+    def prefill(self, length: int, extra: int, soon: int) -> None:
+        self.transfers += 1
+        prompt = tuple((self.transfers + i) % 7 for i in range(length))
+        self.p.add(prompt, extra, TransferId(f"own/{self.transfers}", 0))
+        self.step(0, 4, soon)
+
+    @precondition(lambda self: self.p.tickets)
+    @rule(data=st.data(), soon=soon)
+    def decode(self, data: st.DataObject, soon: int) -> None:
+        self.d.take(*data.draw(st.sampled_from(self.p.tickets)))
+        self.step(1, 4, soon)
+
+    @rule(which=st.integers(0, 1), budget=st.integers(1, 12), times=st.integers(1, 3))
+    def step(self, which: int, budget: int, times: int) -> None:
+        for _ in range(times):
+            for load in self.wire.loads:
+                if load.ended:
+                    self.wire.scribble(load)
+            self.engines[which].step(budget)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        engine, request = data.draw(st.sampled_from(self.alive))
+        engine.abort(request)
+
+    @precondition(lambda self: any(r.running for _, r in self.alive))
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        engine, request = data.draw(st.sampled_from([(e, r) for e, r in self.alive if r.running]))
+        engine.preempt(request)
+        engine.step(1)  # as an engine does, before anybody hears of it otherwise
+
+    @precondition(lambda self: self.wire.loads)
+    @rule(data=st.data(), what=st.sampled_from(["begin", "settle", "settle", "fail", "break", "quiet"]))
+    def move(self, data: st.DataObject, what: str) -> None:
+        load = data.draw(st.sampled_from(self.wire.loads))
+        if what == "begin":
+            self.wire.begin(load)
+        elif what == "settle":
+            self.wire.begin(load)
+            self.wire.settle(load)
+        elif what in ("fail", "break"):
+            self.wire.fail(load, "the network broke", quiet=what == "fail")
+        elif what == "quiet" and load.ended:
+            self.wire.quiet(load)
+
+    @rule()
+    def lease_ends(self) -> None:
+        for agent in self.p.agents:
+            for transfer, offer in list(agent.offers.items()):
+                agent.end(transfer, offer.generation, Outcome(Failure(FailureKind.TIMED_OUT, "nobody fetched it")))
+
+    @invariant()
+    def blocks_have_owners(self) -> None:
+        for engine in self.engines:
+            owned = [b for r in [*engine.waiting, *engine.held.values(), *engine.loading.values()] for b in r.blocks()]
+            assert sum(engine.pool.refs) == len(set(owned)) + len(engine.pins)
+
+    def teardown(self) -> None:
+        for engine, request in self.alive:
+            engine.abort(request)
+        for _ in range(3):
+            for engine in self.engines:
+                engine.step(4)
+            for load in self.wire.loads:
+                self.wire.fail(load, "the end")
+            self.lease_ends()
+        for engine in self.engines:
+            engine.step(1)
+            assert len(engine.side) == 0 and not engine.pool.used() and not engine.side.waiting
+            assert all(len(worker) == 0 for worker in engine.workers)
+            engine.side.close()
+
+
+TestAnyOrder = Machine.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "60")),
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),  # each example opens two directories, which takes what it takes
+)
+
+
+@pytest.fixture
+def pair() -> Any:
+    wire = Wire()
+    engines = [Engine(wire, HYBRID, 2, 64, True) for _ in "pd"]
+    yield wire, *engines
+    for engine in engines:
+        engine.side.close()
+
+
+def offered(p: Engine, extra: int = 1) -> tuple[Any, tuple[int, ...]]:
+    p.add(PROMPT, extra, TransferId("own/1", 0))
+    for _ in range(12):
+        p.step(4)
+    return p.tickets[0]
+
+
+def test_a_load_comes_and_its_blocks_are_freed(pair: Any) -> None:
+    wire, p, d = pair
+    ticket = offered(p)
+    assert p.held and p.pool.used()
+    request = d.take(*ticket)
+    d.step(4)
+    assert d.loading
+    for load in wire.loads:
+        wire.begin(load)
+        wire.settle(load)
+    d.step(4)
+    d.step(4)
+    d.step(4)
+    p.step(4)
+    assert request.over and not p.held and not p.pool.used() and not d.pool.used()
+
+
+def test_the_end_of_a_window_is_pinned_while_the_request_goes_on(pair: Any) -> None:
+    """It decodes on, far past the window: without pins the offer would list blocks that the engine has given up."""
+    wire, p, d = pair
+    ticket = offered(p, extra=9)
+    for block in p.pool.take(len(p.pool.unused)):
+        for agent in p.agents:
+            agent.memory.update({cell: JUNK for cell in agent.memory if cell[0] == block})
+    request = d.take(*ticket)
+    d.step(4)
+    for load in wire.loads:
+        assert wire.begin(load) and not load.ended, "a block at the end of the prompt is not offered"
+        wire.settle(load)
+    for _ in range(3):
+        d.step(4)  # attends to what was loaded
+    assert request.over
+
+
+def test_what_may_still_be_written_is_not_reused(pair: Any) -> None:
+    wire, p, d = pair
+    request = d.take(*offered(p))
+    d.step(4)
+    loads = wire.loads
+    for load in loads:
+        wire.fail(load, "the network broke", quiet=False)
+    d.step(1)
+    assert not request.loading and d.side.waiting
+    assert d.failures[request.name].kind is FailureKind.PEER_LOST
+    written = {b for load in loads for b in load.fetch.blocks.ids()}
+    assert written and all(d.pool.refs[b] for b in written), "they may be handed out while they are written to"
+    d.step(4)
+    for load in loads:
+        wire.scribble(load)
+        wire.quiet(load)
+    for _ in range(4):
+        d.step(4)
+    assert request.over and not d.side.waiting and not d.pool.used()
+
+
+def test_ranks_that_were_delivered_different_generations_have_not_loaded(pair: Any) -> None:
+    _, p, d = pair
+    d.take(*offered(p))
+    d.step(4)
+    (name,) = d.loading
+    ranks = [Rank(0, 0), Rank(0, 1)]
+    assert not d.side.report(Report(delivered={name: {1}}, over={name: {ranks[0]}})).failed
+    update = d.side.report(Report(delivered={name: {2}}, over={name: {ranks[1]}}))
+    assert update.disagreed.keys() == {name} and not update.loaded
+    assert update.failed[name].kind is FailureKind.REVOKED
+
+
+def test_a_load_without_blocks_is_refused_by_the_call_that_asks_for_it(pair: Any) -> None:
+    _, p, d = pair
+    ticket, prompt = offered(p)
+    d.side.load("r", ticket.transfer, ticket.digest, ticket.source, len(prompt) - 1)
+    assert d.side.loadable("r", 0) == 8
+    with pytest.raises(ScheduleError, match="no blocks for tokens 0 to 8"):
+        d.side.allocated("r", BlockTable.of([[1], []]), 8)
+    assert d.side.loadable("r", 0) == 0 and not d.side.finished("r", BlockTable.of([[], []]), False)
+
+
+def test_workers_hear_of_other_weights_and_offers_are_withdrawn(pair: Any) -> None:
+    _, p, _ = pair
+    offered(p)
+    assert p.agents[0].facts == FACTS
+    assert not p.side.withdraw_all("other weights"), "blocks are in use"
+    p.step(1)
+    p.step(1)
+    assert p.side.withdraw_all("other weights")
+    p.side.identify({"model": "other"})
+    p.step(1)
+    assert p.agents[0].facts == {"model": "other"} and not p.agents[0].offers
+
+
+def test_an_engine_may_pass_on_all_that_it_hears() -> None:
+    """Requests that neither offer nor load; steps without news are false."""
+    from kvxfer.config import Config
+
+    side = SchedulerSide(Config(), "e", FULL, 1, FACTS)
+    try:
+        assert side.step().facts == FACTS and not side.step() and not Step()
+        assert side.loadable("x", 0) == 0 and side.ticket("x") is None and not side.follows("x")
+        side.allocated("x", BlockTable.of([[1]]), 0)
+        side.runs("x", 0, 4, BlockTable.of([[1]]))
+        side.preempted("x")
+        assert not side.finished("x", BlockTable.of([[1]]), True)
+        side.freed("x")
+        side.load_over("x")
+        assert side.report(Report()) == side.report(Report(over={"x": {Rank()}}, quiet={"x": {Rank()}}))
+        assert not side and len(side) == 0
+        assert not side.load("y", TransferId("own/1", 0), b"d", Source("h", 1, 1), 4) or side.loadable("y", 4) == 0
+        side.finished("y", BlockTable.of([[]]), False)
+    finally:
+        side.close()
+
+
+def test_reports_merge_rank_by_rank() -> None:
+    t, a, b = TransferId("own/1", 0), Rank(0, 0), Rank(0, 1)
+    one = Report(released={t: {a: 1}}, over={"r": {a}}, failed={"r": LOST}, delivered={"s": {3}})
+    two = Report(released={t: {b: 2}}, over={"r": {b}}, failed={"r": CUT}, writing={"r": {b}})
+    both = one.merge(two)
+    assert both.released == {t: {a: 1, b: 2}} and both.over == {"r": {a, b}} and both.failed == {"r": LOST}
+    assert both and not Report() and Report().merge(one) == one
+
+
+def test_pins_hold_what_was_freed_up_to_their_limit() -> None:
+    pool = Pool(9)
+    blocks = pool.take(6)
+    pins = BlockPins(4)
+    assert not pins.keep("h", blocks), "there is no pool yet"
+    pins.bind(pool)
+    assert pins.quarantine("a", blocks[:3]) and not pins.quarantine("b", blocks[3:5]) and pins.keep("c", blocks[:1])
+    pool.free(blocks)
+    assert pool.used() == 3 and len(pins) == 4 and not pins.pool_unused
+    for holder in "abc":
+        pins.drop(holder)
+    assert pins.pool_unused and len(pins) == 0
