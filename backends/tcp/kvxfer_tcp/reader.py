@@ -11,6 +11,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,8 +28,7 @@ __all__ = ["Address", "Read", "Reader"]
 
 Address = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
 
-ASK_RUNS = 8192
-ASK_BYTES = 1 << 30
+ASK_RUNS, ASK_BYTES = 8192, 1 << 30
 """Runs and bytes of one request: what the peer must keep for it is bounded by both."""
 
 OPEN_ASKS = 32
@@ -169,7 +169,8 @@ class Reader:
 
     def ask(self) -> None:
         """Make requests, as many as may be open."""
-        while self._waiting and self._connections and len(self._open) < OPEN_ASKS:
+        made: list[tuple[int, Read, int, int, int]] = []
+        while self._waiting and self._connections and len(self._open) + len(made) < OPEN_ASKS:
             read = self._waiting[0]
             lo, hi = read.asks.popleft()
             if not read.asks:
@@ -178,12 +179,14 @@ class Reader:
             if len(self._connections) > 1:
                 share = -(-read.nbytes // (8 * len(self._connections) * LEAST_CHUNK)) * LEAST_CHUNK
                 chunk = min(share, SHARED_CHUNK)
-            ask = self._open[self._asked] = _Ask(self._asked, read, lo, hi, chunk)
-            self._asked += 1
+            number, self._asked = self._asked, self._asked + 1
+            made.append((number, read, lo, hi, chunk))
             runs = np.concatenate((read.remote[lo:hi], read.lengths[lo:hi])).astype("<i8", copy=False)
-            self._connections[0].say(
-                Header(Kind.ASK, hi - lo, read.memory, chunk, ask.number).encode() + runs.tobytes()
-            )
+            self._connections[0].say(Header(Kind.ASK, hi - lo, read.memory, chunk, number).encode() + runs.tobytes())
+        if made:
+            self._connections[0].hurry()
+        for each in made:  # while the peer looks at them
+            self._open[each[0]] = _Ask(*each)
 
     def chunk(self, header: Header) -> _Ask | None:
         """Return the request that a chunk belongs to, or ``None`` for one that has ended."""
@@ -303,6 +306,12 @@ class _Incoming(Connection):
         if self.readable:
             self._receive()
         return self.readable or (self.writable and bool(self.out))
+
+    def hurry(self) -> None:
+        """Send what is to be said now, rather than in the next turn."""
+        if self.connected and self.writable:
+            with suppress(OSError):  # the next turn will see it
+                self.write()
 
     def drop(self, ask: _Ask) -> None:
         """Put no more bytes of this request into memory."""
