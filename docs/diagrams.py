@@ -1,4 +1,4 @@
-"""Draw the tables of ``kvxfer.session.life`` into ``docs/session.md``: ``python docs/diagrams.py``.
+"""Draw the tables of ``kvxfer.protocol.transitions`` into ``docs/session.md``: ``python docs/diagrams.py``.
 
 Replaces what stands between ``<!-- lane -->`` and ``<!-- end lane -->`` (and the same for ``serve``) by a diagram of
 all moves and a table of what is ignored, and why.
@@ -11,13 +11,21 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from kvxfer.session.life import LANE, SERVE, LaneEvent, LaneState, Life, ServeEvent, ServeState
+from kvxfer.protocol.transitions import (
+    RANK_FETCH,
+    RANK_SERVE,
+    RankFetchEvent,
+    RankFetchState,
+    ServeEvent,
+    ServeState,
+    Transitions,
+)
 
 PAGE = Path(__file__).with_name("session.md")
-TABLES = {"lane": (LANE, LaneState, LaneEvent), "serve": (SERVE, ServeState, ServeEvent)}
+TABLES = {"lane": (RANK_FETCH, RankFetchState, RankFetchEvent), "serve": (RANK_SERVE, ServeState, ServeEvent)}
 
 
-def diagram(life: Life[Any, Any], states: Any) -> str:
+def diagram(life: Transitions[Any, Any], states: Any) -> str:
     """Return a Mermaid diagram; stimuli that lead from one state to the same other share an arrow."""
     arrows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (before, stimulus), after in life.moves.items():
@@ -31,7 +39,7 @@ def diagram(life: Life[Any, Any], states: Any) -> str:
     return "\n".join([*lines, "```"])
 
 
-def ignored(life: Life[Any, Any], states: Any, events: Any) -> str:
+def ignored(life: Transitions[Any, Any], states: Any, events: Any) -> str:
     """Return a table of the pairs that change nothing."""
     lines = ["| What changes nothing | in state | because |", "| --- | --- | --- |"]
     for reason, pairs in life.ignored.items():

@@ -5,10 +5,12 @@ Importing this loads no engine, no CUDA and no back end.
 """
 
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError, KvxferError, PeerError, TransportError
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Event, Released
+from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
 
 __version__ = "0.1.0"

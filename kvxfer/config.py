@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta, Struct
 
@@ -37,8 +37,6 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         peer_timeout: Seconds of silence after which a peer counts as dead.
         staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
             host memory, or 512 MiB of a CUDA device where the back end moves such memory.
-        legacy_hosts: Networks, addresses or names of engines that a request id in the form of vLLM's former
-            P2pNcclConnector may name; if empty, ids are never taken for addresses.
         key_file: Path of the key that all engines of a deployment share (`kvxfer keys` makes one); None for no
             authentication.
         peers: Who may connect and be dialled: networks, addresses, host names; None for everybody.
@@ -60,7 +58,6 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     lease: Seconds = 60.0
     peer_timeout: Seconds = 10.0
     staging_bytes: Bytes | None = None
-    legacy_hosts: tuple[str, ...] = ()
     key_file: NonEmpty | None = None
     peers: tuple[NonEmpty, ...] | None = None
     integrity: Integrity = "off"
@@ -68,7 +65,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: ModelName | None = None
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Config:
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """Read settings as they come out of JSON, YAML or an engine's own configuration.
 
         Raises:

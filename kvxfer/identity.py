@@ -16,12 +16,6 @@ from kvxfer.errors import KvxferError
 # Counts how often an engine gave up blocks and offered anew; means something together with an epoch only.
 Generation: TypeAlias = int
 
-_CHILD = re.compile(r"([0-9]{1,9})_")
-_KIND = re.compile(r"(cmpl|chatcmpl|generate-tokens)-")
-_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
-_PROMPT = re.compile(r"(.*)-([0-9]{1,9})\Z", re.DOTALL)
-
-_PREFILL, _DECODE = "___prefill_addr_", "___decode_addr_"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -29,19 +23,6 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 class IdentityError(KvxferError):
     """An id or an ingredient of a digest cannot be used: no transfer may be made from it."""
-
-
-class External(msgspec.Struct, frozen=True):
-    """An engine's request id without what the engine added.
-
-    base: the id that came from outside (an X-Request-Id header, say).
-    prompt: index within a batched completion, else 0.
-    child: index among n > 1 samples of one prompt; None if there is only one.
-    """
-
-    base: str
-    prompt: int
-    child: int | None
 
 
 class TransferId(msgspec.Struct, frozen=True, order=True):
@@ -61,61 +42,25 @@ class TransferId(msgspec.Struct, frozen=True, order=True):
             raise IdentityError(f"id {self.base!r} is not valid Unicode: fix what sent it") from error
 
     @classmethod
-    def derived(cls, external: External) -> "TransferId":
+    def derived(cls, base: str, prompt: int = 0) -> "TransferId":
         """From an id that the router gave both sides. Children of n > 1 share it."""
-        return cls("ext/" + external.base, external.prompt)
+        return cls("ext/" + base, prompt)
 
     @classmethod
-    def routed(cls, name: str, external: External) -> "TransferId":
-        """From a name that the router minted for one HTTP request; `external` tells a batch's prompts
-        apart."""
-        return cls("router/" + name, external.prompt)
+    def routed(cls, name: str, prompt: int = 0) -> "TransferId":
+        """From a name that the router minted for one HTTP request; ``prompt`` tells a batch's prompts apart."""
+        return cls("router/" + name, prompt)
 
     @classmethod
-    def mint(cls, epoch: int, external: External) -> "TransferId":
-        """By a producer, from its epoch and its own view of the request, for a consumer that is told the
-        result.
+    def mint(cls, epoch: int, base: str, prompt: int = 0) -> "TransferId":
+        """By a producer, from its epoch and its own name for the request, for a consumer that is told the result.
 
-        Children of n > 1, and a retry under the same external id, share it; other producers never have it.
+        A retry under the same name has the same; other producers never have it.
         """
-        return cls(f"own/{epoch:016x}/{external.base}", external.prompt)
+        return cls(f"own/{epoch:016x}/{base}", prompt)
 
     def __str__(self) -> str:
         return f"{self.base}#{self.prompt}"
-
-
-def external_id(internal: str) -> External:
-    """What two engines that serve one request agree on, from the id that either gave it.
-
-    Undoes what vLLM adds, each at most once, in this order: the child prefix `<i>_` (n > 1); the kind of
-    request, `cmpl-`, `chatcmpl-` or `generate-tokens-`; the suffix, `-` and eight lower-case hex digits; for
-    `cmpl-`, the prompt index `-<i>`. What is left is taken as it is.
-
-    Promised: the ids of one request differ between engines only in the eight digits, and so do both get the
-    same result, whatever the external id looks like. Requests of one kind with different external ids or
-    prompts get different ones, though these ids end like a suffix or an index, or begin like a prefix. (The
-    kind itself is dropped, so that a completion's prefill may serve a chat.)
-
-    Not promised, for an external id that looks as if an engine had made it: where the engine added no suffix
-    (a request rejected early, or randomisation turned off), the end of a chat's or bare id is taken for one,
-    and `job-deadbeef` becomes `job`; a bare id (offline use) may lose its beginning, and `7_x-86a9ce7b` is
-    child 7 of `x`. Such a request may miss its transfer or meet another's, which its digest then fails.
-
-    Raises:
-        IdentityError: nothing is left.
-    """
-    rest, child, prompt = internal, None, 0
-    if match := _CHILD.match(rest):
-        rest, child = rest[match.end() :], int(match[1])
-    kind = _KIND.match(rest)
-    if kind:
-        rest = rest[kind.end() :]
-    rest = _SUFFIX.sub("", rest)
-    if kind and kind[1] == "cmpl" and (match := _PROMPT.match(rest)):
-        rest, prompt = match[1], int(match[2])
-    if not rest:
-        raise IdentityError(f"request id {internal!r} has no external part: send a request id of your own")
-    return External(rest, prompt, child)
 
 
 class Address(msgspec.Struct, frozen=True, order=True):
@@ -137,38 +82,6 @@ class Source(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
-
-
-class Legacy(msgspec.Struct, frozen=True):
-    """The addresses that a router wrote into an id, in the manner of vLLM's former P2pNcclConnector."""
-
-    prefill: Address
-    decode: Address
-    uuid: str
-
-
-def legacy(external: External) -> Legacy | None:
-    """Read `___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UUID`; None for an id without such a marker.
-
-    One rule, which nothing ambiguous passes: the id begins with the first marker and each marker occurs once;
-    the decode address ends at the first `_` behind its marker; an address ends in `:` and the port, and the
-    rest is an IPv4 or IPv6 address (bracketed or bare) or a host name, which has no `_`. The UUID is any
-    other text.
-
-    The addresses come from whoever sent the request: ask `allowed` before dialling one.
-
-    Raises:
-        IdentityError: the id has a marker and is not of this form.
-    """
-    base = external.base
-    if _PREFILL not in base and _DECODE not in base:
-        return None
-    body = base.removeprefix(_PREFILL)
-    prefill, _, rest = body.partition(_DECODE)
-    decode, _, uuid = rest.partition("_")
-    if body == base or _PREFILL in body or _DECODE in rest or not uuid:
-        raise IdentityError(f"request id {base!r} is not one prefill address, one decode address and a UUID")
-    return Legacy(parse_address(prefill), parse_address(decode), uuid)
 
 
 def parse_address(text: str) -> Address:

@@ -28,7 +28,9 @@ LEVELS = [
     {"config"},
     {"memory", "transport", "schedule", "security"},
     {"backend"},
-    {"session"},
+    {"protocol"},
+    {"data"},
+    {"control"},
     {"engine"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},

@@ -17,14 +17,18 @@ from typer.testing import CliRunner
 
 from kvxfer.cli.keys import keys
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.messages import Named, Renew
+from kvxfer.protocol.values import Ended
 from kvxfer.security import Security, make_key
-from kvxfer.session import Agent, Directory, Ended, FailureKind, Named, Renew
-from kvxfer.session import messages as m
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.session.conftest import make_cache
-from tests.session.stranger import Stranger
+from tests.control.conftest import make_cache
+from tests.control.stranger import Stranger
 
 T = TransferId("own/1/secret", 0)
 
@@ -174,7 +178,7 @@ def test_only_those_who_hold_the_key_are_answered(engine: Callable[..., Engine],
     """Whatever they know of it: its certificate is shown to everybody who asks."""
     make_key(tmp_path / "other")
     port = engine(key_file=key).directory.source.port
-    assert isinstance(ask(port, client(key)), m.Card)
+    assert isinstance(ask(port, client(key)), m.EngineDescriptor)
     assert ask(port, None) is None
     assert ask(port, client(None)) is None
     assert ask(port, client(str(tmp_path / "other"))) is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import PeerError
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import messages as m
+from kvxfer.protocol import messages as m
 from kvxfer.values import NULL, BlockTable, Fetch, Group, Offer
 
 ids = st.integers(NULL, 2**31 - 1)
@@ -28,7 +28,7 @@ def test_ids_come_out_as_they_went_in(rows: list[list[int]]) -> None:
     for g, row in enumerate(rows):
         assert table[g].dtype == np.int64 and table[g].tolist() == row and table.count(g) == len(row)
     assert pickle.loads(pickle.dumps(table)) == table
-    want = m.Want(T, 1, b"d", 0, 4, table, 1, 1.0)
+    want = m.FetchRequest(T, 1, b"d", 0, 4, table, 1, 1.0)
     assert m.decode(m.encode(want)) == want
     for value in (Offer(T, b"d", 1, 4, table, True), Fetch("r", T, b"d", PEER, table, 0, 4)):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value)) == value
@@ -64,7 +64,7 @@ def test_what_is_no_row_of_ids_is_refused_in_words(row: object) -> None:
 def test_a_peer_s_table_is_checked_as_it_is_decoded(row: bytes) -> None:
     with pytest.raises(ValueError, match="block table, group 0"):
         BlockTable((row,))
-    good = m.encode(m.Want(T, 1, b"d", 0, 4, BlockTable.of([[1]]), 1, 1.0))
+    good = m.encode(m.FetchRequest(T, 1, b"d", 0, 4, BlockTable.of([[1]]), 1, 1.0))
     packed = msgspec.msgpack.decode(good)
     packed[6] = [[row]]
     with pytest.raises(PeerError, match="block table, group 0"):

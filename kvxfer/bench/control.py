@@ -21,11 +21,14 @@ import numpy as np
 import typer
 
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
+from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.geometry import Cache, Group, Region, View
 from kvxfer.identity import Source, TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.values import Ended, Released
 from kvxfer.security import Security, make_key
-from kvxfer.session import Agent, Directory, Ended, Released, wire
-from kvxfer.session import messages as m
 from kvxfer.values import BlockTable, Fetch, Offer
 
 UNDER_WAY = 200
@@ -37,9 +40,9 @@ spawn = mp.get_context("spawn")
 
 def answer_requests(pipe: Connection, config: Config) -> None:
     """Answer fetch requests until told to stop."""
-    hub = wire.Hub(Security.of(config))
+    hub = ControlSockets(Security.of(config))
     pipe.send(hub.listen("127.0.0.1", 0, None))
-    have = m.Have(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, TABLE, 0, 0)
+    have = m.PartReady(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, TABLE, 0, 0)
     while not pipe.poll():
         hub.poll(0.5)
         for connection in hub.ready():
@@ -54,9 +57,9 @@ def messages(config: Config, seconds: float) -> float:
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=answer_requests, args=(theirs, config), daemon=True)
     process.start()
-    hub = wire.Hub(Security.of(config))
-    connection = hub.dial(wire.address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)
-    want = m.Want(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, TABLE, 1, 30.0)
+    hub = ControlSockets(Security.of(config))
+    connection = hub.dial(address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)
+    want = m.FetchRequest(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, TABLE, 1, 30.0)
     for _ in range(UNDER_WAY):
         connection.send(want)
     hub.flush()

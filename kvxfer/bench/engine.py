@@ -24,14 +24,16 @@ from kvxfer.bench.meeting import WAIT_S, Meeting
 from kvxfer.bench.raw import Raw, find
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config, Integrity
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
+from kvxfer.data import results
+from kvxfer.data.mover import Mover
+from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended, Released, results
-from kvxfer.session.mover import Mover
-from kvxfer.session.parts import piece_bytes
-from kvxfer.session.terms import Terms, stager
-from kvxfer.session.values import Move, Moved, PartRef
+from kvxfer.protocol.parts import piece_bytes
+from kvxfer.protocol.values import Ended, Move, Moved, PartRef, Released
 from kvxfer.transport import Verb, load
 from kvxfer.values import BlockTable, Fetch, Offer
 
@@ -99,7 +101,7 @@ class BenchEngine:
             grace=5.0,
             quarantine_limit=1 << 62,
         )
-        self._terms = Terms.of(self._config.backend, *self._mover.start(WAIT_S), cache)
+        self._terms = LinkPolicy.of(self._config.backend, *self._mover.start(WAIT_S), cache)
         self._mover.endpoint("link", 1, self._setup.role)  # type: ignore[arg-type]
         self._mine = bytes(self._take(results.Endpoint).endpoint)
         return self._mine
@@ -167,9 +169,9 @@ class BenchEngine:
                         return at - seconds, at
                     case Moved(failure=why):
                         raise RuntimeError(f"the part ended with: {why}")
-                    case results.SlotReady():
+                    case results.PieceReady():
                         peer.tell(result.piece, result.offset, result.nbytes)
-                    case results.SlotTaken():
+                    case results.PieceTaken():
                         peer.tell(result.piece, 0, 0)
         raise TimeoutError("the part did not end")
 

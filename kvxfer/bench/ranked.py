@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Ended
+from kvxfer.protocol.values import Ended
 from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["EACH", "RankedEngine", "LoadResult"]

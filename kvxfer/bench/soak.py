@@ -26,10 +26,12 @@ import typer
 from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.session import Agent, Directory, Released
+from kvxfer.protocol.values import Released
 from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["complaints", "measure", "soak"]
@@ -108,7 +110,7 @@ class Engine:
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
             "fetches": stats.fetches,
-            "leases": stats.holdings,
+            "leases": stats.offers,
             "quarantined_bytes": stats.quarantined_bytes,
         }
 

@@ -71,7 +71,10 @@ def _settings(config: str) -> Config:
         raise ConfigError(f"--config {config!r} is neither JSON nor the path of a file of it: {e}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"--config {config!r} is no JSON object")
-    return Config.from_mapping(values)
+    # A connector may have settings of its own beside kvxfer's.
+    kinds = [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
+    kind: type[Config] = next((k for k in kinds if values.keys() <= set(k.__struct_fields__)), Config)
+    return kind.from_mapping(values)
 
 
 def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], config: Config) -> list[dict[str, str]]:

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, TransferId
+from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import StepCommands
-from kvxfer.session import Member
 from kvxfer.values import Rank
 
 __all__ = ["Report", "Step"]
@@ -48,7 +48,7 @@ class Report:
         quiet: those of them that no longer are.
     """
 
-    members: dict[Rank, Member] = field(default_factory=dict)
+    members: dict[Rank, RankDescriptor] = field(default_factory=dict)
     released: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
     delivered: dict[str, set[Generation]] = field(default_factory=dict)
     over: dict[str, set[Rank]] = field(default_factory=dict)

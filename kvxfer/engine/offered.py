@@ -61,7 +61,10 @@ class OfferedBlocks:
         """Take in that the request is over; True if the engine must keep its blocks.
 
         Args:
+            request: the engine's id of it.
             transfer: what it offered, if anything.
+            table: the whole block table at its end.
+            complete: it ended normally and its KV is good.
             found: whether others can find our ranks, so that somebody may be reading.
         """
         end = self._ends.pop(request, None)

@@ -47,9 +47,10 @@ class BlockPins:
         self._pool = pool
 
     def keep(self, holder: Hashable, blocks: Iterable[int]) -> bool:
-        """Reference these blocks, besides what ``holder`` has already; False if they are not held, for want of a pool.
+        """Pin these blocks for ``holder``, besides those that it has. They must be in use at the time.
 
-        They must be in use at the time.
+        Returns:
+            False if they are not held, for want of a pool.
         """
         if self._pool is None:
             return False

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxfer.config import Config
+from kvxfer.control.directory import Directory
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loading import LoadingBlocks
 from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
+from kvxfer.protocol.messages import Decline, Named, RankDescriptor, Renew
 from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
 from kvxfer.security import Security
-from kvxfer.session import Decline, Directory, Member, Named, Renew
 from kvxfer.values import BlockTable, Group, Rank
 
 __all__ = ["SchedulerSide", "Ticket", "Update"]
@@ -106,7 +107,7 @@ class SchedulerSide:
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
         self._failed: dict[str, Failure] = {}  # loads that have, on some rank
-        self._members: dict[Rank, Member] = {}
+        self._members: dict[Rank, RankDescriptor] = {}
         self._renewed = 0.0
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -160,6 +161,7 @@ class SchedulerSide:
         its blocks must not be freed. Without any, an untouched transfer is given up.
 
         Args:
+            request: the engine's id of it.
             table: the whole block table. Blocks of local tokens are not touched.
             external: what ``loadable`` said last, or less if no group is a ``state``.
 
@@ -183,6 +185,7 @@ class SchedulerSide:
         """Take in that the request runs in this step.
 
         Args:
+            request: the engine's id of it.
             computed: tokens computed before this step, prefix-cache hits and loads included.
             scheduled: tokens that this step computes.
             table: the whole block table as this step uses it; never an increment.
@@ -199,6 +202,7 @@ class SchedulerSide:
         """Take in that the request is over, at whatever point.
 
         Args:
+            request: the engine's id of it.
             table: the whole block table at its end.
             complete: it ended normally and its KV is good; False for an abort or an error.
 
@@ -253,7 +257,7 @@ class SchedulerSide:
         self._ended([request], frozenset())
 
     def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
-        """Loads that all ranks have reported."""
+        """Return what has become of loads that all ranks have reported."""
         loaded, failed, disagreed = set(), {}, {}
         for request in requests:
             generations, failure = self._agreement.over(request), self._failed.pop(request, None)
@@ -271,7 +275,7 @@ class SchedulerSide:
         return Update(free, frozenset(loaded), failed, disagreed)
 
     def _notices(self) -> tuple[TransferId, ...]:
-        """What consumers' scheduler sides have told our directory."""
+        """Take in what consumers' scheduler sides have told our directory; return the transfers to renew."""
         renewals: list[TransferId] = []
         for notice in self.directory.notices():
             for named in notice.transfers:
@@ -305,7 +309,7 @@ class SchedulerSide:
 
     # --- life ------------------------------------------------------------------------------------------------------
 
-    def announce(self, members: Iterable[Member]) -> None:
+    def announce(self, members: Iterable[RankDescriptor]) -> None:
         """Take in where workers' agents listen; once all have been said, other engines find this one.
 
         Their first reports say it, too.

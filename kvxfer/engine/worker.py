@@ -7,10 +7,11 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from kvxfer import memory
+from kvxfer.control.agent import Agent
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.failures import Failure
 from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Ended
+from kvxfer.protocol.values import Ended
 from kvxfer.values import BlockTable
 
 __all__ = ["WorkerSide"]
@@ -116,7 +117,7 @@ class WorkerSide:
         self._failing.pop(request, None)
 
     def _give_up(self, report: Report, request: str) -> None:
-        """A load has failed, and may be long in getting quiet: its request need not wait for that if its blocks are pinned."""
+        """Report a failed load early if its blocks are pinned: it may take long to get quiet, and nobody need wait."""
         blocks = self._blocks[request]
         if blocks <= self._quarantine:
             self._quarantine -= blocks

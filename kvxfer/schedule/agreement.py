@@ -18,14 +18,17 @@ class RankAgreement:
         self._generations: dict[str, set[Generation]] = {}
 
     def delivered(self, request: str, generations: Iterable[Generation]) -> None:
-        """Some ranks were delivered these generations; -1 stands for a rank that had nothing to fetch."""
+        """Note the generations that some ranks were delivered; -1 stands for a rank that had nothing to fetch."""
         self._generations.setdefault(request, set()).update(g for g in generations if g >= 0)
 
     def over(self, request: str) -> tuple[Generation, ...]:
-        """All ranks have reported the load: the generations that they were delivered, in order. More than one: it failed.
-        The load is forgotten."""
+        """Forget a load that all ranks have reported.
+
+        Returns:
+            The generations that they were delivered, in order. If there is more than one, the load has failed.
+        """
         return tuple(sorted(self._generations.pop(request, ())))
 
     def __len__(self) -> int:
-        """Loads remembered."""
+        """Return how many loads are remembered."""
         return len(self._generations)

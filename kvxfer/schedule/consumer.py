@@ -50,7 +50,7 @@ class FetchSchedule:
         self._declines: list[Decline] = []
 
     def arrive(self, request: str, transfer: TransferId, digest: bytes, source: Source, tokens: int) -> bool:
-        """A request of whose prompt the first ``tokens`` tokens can be had from ``source``.
+        """Take in a request of whose prompt the first ``tokens`` tokens can be had from ``source``.
 
         Requests with the same transfer (children of n > 1) share it: one loads, the others wait and then find
         the blocks in the engine's prefix cache. Asking again for a known request changes nothing.
@@ -87,12 +87,13 @@ class FetchSchedule:
         return max(0, load.tokens - computed)
 
     def allocated(self, request: str, table: BlockTable, computed: int, external: int) -> None:
-        """The engine admitted the request, and counts on ``external`` tokens from outside.
+        """Take in that the engine admitted the request, and counts on ``external`` tokens from outside.
 
         Without any (it has all, or takes them elsewhere) an untouched transfer is given up. The second call
         that vLLM makes after a load, with external=0, changes nothing.
 
         Args:
+            request: the engine's id of it.
             table: the whole block table, per group; -1 where there is no block.
             computed: local tokens in front of the external ones, as ``matched`` was asked last.
             external: how many of those that ``matched`` promised; fewer only if no group is a "state".
@@ -131,14 +132,17 @@ class FetchSchedule:
             self._prune(load)
 
     def preempt(self, request: str) -> None:
-        """The engine takes the request's blocks away. What was loaded into them is computed here when it
-        resumes; a transfer that it did not ask for yet can still be loaded."""
+        """Take in that the engine takes the request's blocks away.
+
+        What was loaded into them is computed here when it resumes; a transfer that it did not ask for yet can still
+        be loaded.
+        """
         load = self._requests.get(request)
         if load is not None and load.loader == request:
             self._cancel(request, load, "the consumer preempted the request")
 
     def finish(self, request: str, reason: str = "the consumer's request is over") -> None:
-        """The request is over, at whatever point: rejected, aborted or done."""
+        """Take in that the request is over, at whatever point: rejected, aborted or done."""
         load = self._requests.pop(request, None)
         if load is None:
             return

@@ -75,19 +75,20 @@ class OfferSchedule:
         return request in self._running
 
     def offered(self, request: str) -> BlockTable:
-        """The blocks that others may be reading of a running request, per group."""
+        """Return the blocks that others may be reading of a running request, per group."""
         prefill = self._running.get(request)
         return self._nothing if prefill is None else prefill.blocks
 
     def total(self, request: str) -> int:
-        """How many tokens a running request will offer; 0 if it is not tracked."""
+        """Return how many tokens a running request will offer; 0 if it is not tracked."""
         prefill = self._running.get(request)
         return 0 if prefill is None else prefill.total
 
     def step(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
-        """The request runs in this step.
+        """Take in that the request runs in this step.
 
         Args:
+            request: the engine's id of it.
             computed: tokens computed before this step, prefix-cache hits and loads included.
             scheduled: tokens that this step computes.
             table: the WHOLE block table as this step uses it; never an increment. A row may be longer than the
@@ -101,16 +102,17 @@ class OfferSchedule:
         self._offer(prefill, tokens, blocks, final=self._at_once and tokens == prefill.total)
 
     def preempt(self, request: str) -> None:
-        """The engine takes the request's blocks away and will start it again, as new or as cached."""
+        """Take in that the engine takes the request's blocks away and will start it again, as new or as cached."""
         prefill = self._running.get(request)
         if prefill is not None:
             self._restart(prefill, "the producer preempted the request")
             prefill.progress = 0
 
     def finish(self, request: str, table: BlockTable, complete: bool) -> bool:
-        """The request is over.
+        """Take in that the request is over.
 
         Args:
+            request: the engine's id of it.
             table: the whole block table at its end.
             complete: it ended normally and its KV is good; False for an abort or an error, at whatever point.
 
@@ -185,7 +187,7 @@ class OfferSchedule:
         return len(self._transfers)
 
     def commands(self) -> StepCommands:
-        """What has come up since the last call: once a step, after its calls of ``preempt`` and ``step``."""
+        """Return what has come up since the last call. Call it once a step, after ``preempt`` and ``step``."""
         if not self._offers and not self._revokes:
             return StepCommands()
         drained = StepCommands(offers=tuple(self._offers.values()), revokes=tuple(self._revokes))

@@ -23,14 +23,15 @@ from kvxfer_nccl.endpoint import Endpoint
 from kvxfer_nccl.tasks import Task
 from tests.backends.fake_nccl import FakeBinding, FakeNcclTransport, FakePipe
 from tests.backends.nccl_faults import LARGE, SMALL, Faults
-from tests.session import conftest as agents
-from tests.session.conftest import Ended, FailureKind, Released, fetch, offered
+from tests.control import conftest as agents
+from tests.control.conftest import Ended, FailureKind, Released, fetch, offered
 
 engine = agents.engine  # the fixture
 
 
 class TestFake(ConformanceSuite):
     backend = FakeNcclTransport
+    gigabytes = False
 
 
 def test_threads_are_used_again() -> None:

@@ -22,8 +22,8 @@ ENGINE = """
 import json, sys, threading
 import numpy as np
 from kvxfer.config import Config
-from kvxfer.session import Agent
-from tests.session.conftest import make_cache
+from kvxfer.control.agent import Agent
+from tests.control.conftest import make_cache
 config = Config.from_mapping(json.loads(sys.argv[1]))
 memory = np.full(3 * 16 * 4 * 4 * 16, int(sys.argv[2]), np.uint8)
 agent = Agent(make_cache(memory, 1, 0, 16), config, sys.argv[2])

@@ -42,10 +42,6 @@ def test_the_configuration_page_has_each_setting_and_its_default() -> None:
         assert shown == value, key
 
 
-ROOMS_TO_COME: set[str] = {"control", "data", "protocol"}
-"""Rooms of the map that are not built yet; `session` holds what belongs to them. Exact."""
-
-
 def test_the_map_of_the_tree_is_the_tree() -> None:
     (tree,) = re.findall(r"```text\n(.*?)```", (DOCS / "architecture.md").read_text(), re.DOTALL)
     shown = {name.strip(" /") for line in re.findall(r"^  (\S.*?)  ", tree, re.M) for name in line.split(",")}
@@ -53,8 +49,7 @@ def test_the_map_of_the_tree_is_the_tree() -> None:
     there = {path.stem for path in core.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()} - {
         "__init__"
     }
-    assert shown - there == ROOMS_TO_COME
-    assert there - shown == ({"session"} if ROOMS_TO_COME else set())
+    assert shown == there
 
 
 @pytest.mark.parametrize(

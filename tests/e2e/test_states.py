@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 MODELS = {
     "short convolutions": (write_recurrent, EXACT_POSITIONS),
-    "Mamba 2": (write_mamba, ["--no-enable-prefix-caching"]),  # with it vLLM 0.32 fails on CPUs, without any connector
+    # With prefix caching vLLM 0.32 fails on CPUs here, without any connector.
+    "Mamba 2": (write_mamba, ["--no-enable-prefix-caching"]),
+    "Mamba 2 of two groups": (partial(write_mamba, groups=2), ["--no-enable-prefix-caching"]),
 }
 LETTERS = "".join(chr(97 + n * n % 26) for n in range(700))
 PROMPTS = {"within a block": LETTERS[:20], "several blocks": LETTERS[:220], "many chunks": f"many chunks: {LETTERS}"}
@@ -87,7 +90,7 @@ def test_a_prefix_that_is_cached(
     assert prefill_then_decode(servers[of], servers[to], prefix + rest, 24).tokens == expected.tokens
     got = received(servers[to]) - before
     assert not got.failed
-    caches = request.node.callspec.params["servers"] != "Mamba 2" and where != "producer"
+    caches = request.node.callspec.params["servers"] == "short convolutions" and where != "producer"
     cached = len(prefix) // BLOCK * BLOCK if caches else 0
     assert got.tokens == expected.prompt_tokens - 1 - cached
 
@@ -105,7 +108,7 @@ def test_groups_that_hit_the_prefix_cache_by_different_lengths(
     assert prefill_then_decode(servers[of], servers[to], prompt, 24).tokens == expected.tokens
     got = received(servers[to]) - before
     assert not got.failed
-    caches = request.node.callspec.params["servers"] != "Mamba 2"
+    caches = request.node.callspec.params["servers"] == "short convolutions"
     assert got.tokens == expected.prompt_tokens - 1 - (200 // BLOCK * BLOCK if caches else 0)
 
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from kvxfer.config import Config
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Ticket, WorkerSide
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Region
 from kvxfer.identity import TransferId, new_epoch
-from kvxfer.session import Ended, Event, Failure, FailureKind, Member, Outcome, Released
+from kvxfer.protocol.messages import RankDescriptor
+from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.values import NULL, BlockTable, Fetch, Group, Offer, Rank
 
 FACTS = {"model": "small"}
@@ -80,7 +82,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         self.cache = Cache((Region(4096, 4096),), (), (), self.rank)
-        self.member = Member("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
+        self.member = RankDescriptor("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
         self.wire.agents.append(self)
 
     def identify(self, facts: dict[str, str]) -> None:

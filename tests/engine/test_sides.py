@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import ScheduleError
-from kvxfer.session import Failure, FailureKind, Outcome
 from kvxfer.values import BlockTable, Group, Rank
 from tests.engine.small import FACTS, JUNK, Engine, Pool, Request, Wire
 

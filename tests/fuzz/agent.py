@@ -17,16 +17,18 @@ import msgspec
 import numpy as np
 
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
+from kvxfer.control.sockets import Connection, ControlSockets
 from kvxfer.errors import PeerError
 from kvxfer.identity import Source
+from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN
-from kvxfer.session import Agent, Directory, wire
-from kvxfer.session import messages as m
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable, Fetch, Offer
+from tests.control.conftest import make_cache
+from tests.control.stranger import Stranger
 from tests.fuzz.frames import T
-from tests.session.conftest import make_cache
-from tests.session.stranger import Stranger
 
 PREFIXES = [bytes([who]) for who in range(4)]
 EVERY = 512
@@ -69,11 +71,11 @@ class Rig:
         self.directory.publish((self.agent.member,))
         self.names = 0
         # Somebody whom the agent fetches from, a directory and a rank of our own; and all of ours that speak to it.
-        self.rogue, self.rogue_directory, self.ours = (wire.Hub(OPEN) for _ in range(3))
+        self.rogue, self.rogue_directory, self.ours = (ControlSockets(OPEN) for _ in range(3))
         self.rogue_port, self.directory_port = (
             h.listen("127.0.0.1", 0, None) for h in (self.rogue, self.rogue_directory)
         )
-        self.consumer_of_rogue: wire.Connection | None = None
+        self.consumer_of_rogue: Connection | None = None
         self.attempt = 0
         self.addresses = [self.agent.member.address] * 2 + [f"tcp://127.0.0.1:{self.directory.source.port}"]
         self.begin()
@@ -82,7 +84,7 @@ class Rig:
         self.speakers = [self._dial(who) for who in range(3)]
         self.work()
 
-    def _dial(self, who: int) -> wire.Connection:
+    def _dial(self, who: int) -> Connection:
         """A peer (0) says hello, strangers at the agent (1) and at the directory (2) do not."""
         connection = self.ours.dial(self.addresses[who], None, m.MAX_BYTES)
         if who == 0:
@@ -133,7 +135,7 @@ class Rig:
             msg = m.decode(frame)
         except PeerError:
             return frame
-        if isinstance(msg, m.Have | m.Sum | m.Gone | m.Verdict | m.Slot):
+        if isinstance(msg, m.PartReady | m.Checksums | m.AttemptClosed | m.CommitAck | m.SlotReady):
             return m.encode(msgspec.structs.replace(msg, transfer=T, attempt=self.attempt))
         return frame
 
@@ -143,25 +145,27 @@ class Rig:
         for _, _ in self._heard(self.ours):
             pass
         for asker, _ in self._heard(self.rogue_directory):
-            member = m.Member(f"tcp://127.0.0.1:{self.rogue_port}", 78, self.cache, (self.agent.config.backend,))
-            asker.send(m.Card(m.PROTOCOL, "rogue", 77, (member,)))
+            member = m.RankDescriptor(
+                f"tcp://127.0.0.1:{self.rogue_port}", 78, self.cache, (self.agent.config.backend,)
+            )
+            asker.send(m.EngineDescriptor(m.PROTOCOL, "rogue", 77, (member,)))
         for asker, frame in self._heard(self.rogue):
             match m.decode(frame):
                 case m.Hello():
                     self.consumer_of_rogue = asker
                     asker.send(m.Welcome(78, ENDPOINT, 4096))
-                case m.Want(attempt=attempt):
+                case m.FetchRequest(attempt=attempt):
                     self.attempt = attempt
                 case m.Ping(number=number):
                     asker.send(m.Pong(number))
-        for hub in (self.rogue, self.rogue_directory):
-            hub.flush()
+        for sockets in (self.rogue, self.rogue_directory):
+            sockets.flush()
 
     @staticmethod
-    def _heard(hub: wire.Hub) -> Iterator[tuple[wire.Connection, bytes]]:
-        hub.flush()
-        hub.poll(0)
-        for connection in hub.ready():
+    def _heard(sockets: ControlSockets) -> Iterator[tuple[Connection, bytes]]:
+        sockets.flush()
+        sockets.poll(0)
+        for connection in sockets.ready():
             while (frame := connection.receive()) is not None:
                 yield connection, frame
 
@@ -173,7 +177,7 @@ class Rig:
         assert {"kvxfer-control", "kvxfer-data", "kvxfer-directory"} <= names, "a thread has ended"
         for address, question, answer in (
             (self.agent.member.address, self.hello(), m.Welcome),
-            (f"tcp://127.0.0.1:{self.directory.source.port}", m.Lookup(m.PROTOCOL), m.Card),
+            (f"tcp://127.0.0.1:{self.directory.source.port}", m.Lookup(m.PROTOCOL), m.EngineDescriptor),
         ):
             with Stranger(address, 20.0) as s:
                 s.say(question)
@@ -183,8 +187,8 @@ class Rig:
         self.begin()
 
     def close(self) -> None:
-        for hub in (self.ours, self.rogue, self.rogue_directory):
-            hub.close()
+        for sockets in (self.ours, self.rogue, self.rogue_directory):
+            sockets.close()
         self.agent.close()
         self.directory.close()
         logging.getLogger("kvxfer").removeHandler(self.unhandled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Incompatible, Planner
-from kvxfer.session import messages as m
+from kvxfer.protocol import messages as m
 from tests.fuzz.frames import CACHE
 
 
@@ -20,7 +20,7 @@ def one(frame: bytes) -> bool:
         return False
     assert m.decode(m.encode(msg)) == msg
     match msg:
-        case m.Want() | m.Have():
+        case m.FetchRequest() | m.PartReady():
             for row in msg.blocks:
                 assert int(row.min(initial=0)) >= -1
         case m.Hello():
@@ -29,7 +29,7 @@ def one(frame: bytes) -> bool:
                 Planner(CACHE, msg.cache, msg.assignments)
             except (ValueError, Incompatible):
                 pass  # said in words
-        case m.Card():
+        case m.EngineDescriptor():
             for member in msg.members:
                 try:
                     member.cache.check()

@@ -7,7 +7,7 @@ import random
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, ShardAssignment, View
 from kvxfer.identity import TransferId
-from kvxfer.session import messages as m
+from kvxfer.protocol import messages as m
 from kvxfer.values import BlockTable
 
 T = TransferId("own/1/fuzz", 0)
@@ -28,23 +28,25 @@ MESSAGES: list[m.Message] = [
     m.Hello(m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096, "off", {"weights": "a3f1"}),
     m.Welcome(7, b"endpoint", 4096),
     m.Refused(FailureKind.INCOMPATIBLE, "no", True, True),
-    m.Want(T, 1, b"digest", 0, 12, BlockTable.of([ROW] * 3), 1, 30.0),
-    m.Have(T, 1, 1, 0, 0, 12, True, BlockTable.of([ROW] * 3), 0, 0),
-    m.Have(T, 1, 1, 1, 4, 8, False, BlockTable.of([ROW]), 3, 4096),
-    m.Slot(T, 1, 0, 0, 4096, 512),
-    m.Taken(T, 1, 0, 0),
-    m.Sum(T, 1, b"checksum"),
-    m.Check(T, 1, 1),
-    m.Verdict(T, 1),
-    m.Drop(T, 1, b"digest", FailureKind.CANCELLED, "client left"),
-    m.Gone(T, 1, FailureKind.REVOKED, "preempted", True),
+    m.FetchRequest(T, 1, b"digest", 0, 12, BlockTable.of([ROW] * 3), 1, 30.0),
+    m.PartReady(T, 1, 1, 0, 0, 12, True, BlockTable.of([ROW] * 3), 0, 0),
+    m.PartReady(T, 1, 1, 1, 4, 8, False, BlockTable.of([ROW]), 3, 4096),
+    m.SlotReady(T, 1, 0, 0, 4096, 512),
+    m.SlotFree(T, 1, 0, 0),
+    m.Checksums(T, 1, b"checksum"),
+    m.CommitRequest(T, 1, 1),
+    m.CommitAck(T, 1),
+    m.CloseAttempt(T, 1, b"digest", FailureKind.CANCELLED, "client left"),
+    m.AttemptClosed(T, 1, FailureKind.REVOKED, "preempted", True),
     m.Ping(1),
     m.Pong(1),
     m.Lookup(m.PROTOCOL),
-    m.Card(m.PROTOCOL, "engine", 7, (m.Member("tcp://127.0.0.1:5555", 9, CACHE, ("zmq",)),), {"weights": "a3f1"}),
+    m.EngineDescriptor(
+        m.PROTOCOL, "engine", 7, (m.RankDescriptor("tcp://127.0.0.1:5555", 9, CACHE, ("zmq",)),), {"weights": "a3f1"}
+    ),
     m.Renew(7, (m.Named(T, b"digest"),)),
     m.Decline(7, (m.Named(T, b"digest"),), "rejected"),
-    m.Done(T, 3, b"digest"),
+    m.Committed(T, 3, b"digest"),
 ]
 FRAMES = [m.encode(x) for x in MESSAGES]
 _SPICE = [

@@ -15,7 +15,7 @@ import atheris
 
 
 def main() -> None:
-    with atheris.instrument_imports(include=["kvxfer.session", "kvxfer.geometry"]):
+    with atheris.instrument_imports(include=["kvxfer.protocol", "kvxfer.control", "kvxfer.data", "kvxfer.geometry"]):
         harness = importlib.import_module(f"tests.fuzz.{sys.argv[1]}")
         from tests.fuzz.frames import FRAMES
     with tempfile.TemporaryDirectory() as corpus:

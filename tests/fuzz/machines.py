@@ -1,4 +1,4 @@
-"""What must hold of the two machines in their hostile world (``tests/session/world``), whatever its script says.
+"""What must hold of the two machines in their hostile world (``tests/protocol/world``), whatever its script says.
 
 The first byte of an input picks the setting, the rest is the script.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 
-from kvxfer.session import parts
-from tests.session.world import SETTINGS, Script, World
+from kvxfer.protocol import parts
+from tests.protocol.world import SETTINGS, Script, World
 
 SEEDS = [bytes([i]) + random.Random(name).randbytes(1500) for i, name in enumerate(SETTINGS)]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
-from kvxfer.session import messages as m
+from kvxfer.protocol import messages as m
 from kvxfer.values import BlockTable
 from tests.conftest import require
 from tests.fuzz import agent, decoder
@@ -63,7 +63,7 @@ def test_mutated_messages(frame: bytes, seed: int) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Want(MESSAGES[3].transfer, 1 << 62, b"", 1 << 47, 1 << 48, BlockTable(), 1, 1e6),  # type: ignore[union-attr]
+        m.FetchRequest(MESSAGES[3].transfer, 1 << 62, b"", 1 << 47, 1 << 48, BlockTable(), 1, 1e6),  # type: ignore[union-attr]
         m.Refused(FailureKind.REFUSED, "x" * 10_000_000, True),
     ],
 )

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
 from kvxfer.identity import TransferId
-from kvxfer.session import Agent, Directory, Ended
+from kvxfer.protocol.values import Ended
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.conftest import require
 from tests.geometry.engines import Case

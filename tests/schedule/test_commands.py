@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvxfer.identity import External, Source, TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, Decline, Revoke, Schedule, StepCommands
 from kvxfer.values import BlockTable, Fetch, Group, Offer
 
@@ -14,7 +14,7 @@ def table(*rows: Sequence[int]) -> BlockTable:
     return BlockTable.of(rows)
 
 
-T = TransferId.derived(External("a/#\0é", 3, None))
+T = TransferId.derived("a/#\0é", 3)
 PEER = Source("::1", 1, 2**63 - 1)
 ALL = StepCommands(
     offers=(Offer(T, bytes(range(16)), 2**40, 20, table((1, -1), ()), True),),
@@ -40,7 +40,7 @@ def test_a_step_without_news_is_false() -> None:
 def test_both_halves_speak_with_one_voice() -> None:
     """One request loads its past and offers it on; another is aborted on both sides."""
     schedule = Schedule([Group(16)], PEER)
-    other = TransferId.derived(External("b", 0, None))
+    other = TransferId.derived("b")
     for request, taken, given in (("r", T, other), ("s", other, T)):
         assert schedule.consumer.arrive(request, taken, b"d", PEER, 32)
         assert schedule.producer.arrive(request, given, b"d", 32)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvxfer.identity import External, Source, TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, Decline, FetchSchedule, ScheduleError
 from kvxfer.values import BlockTable, Fetch, Group
 
@@ -16,8 +16,8 @@ def table(*rows: Sequence[int]) -> BlockTable:
 FULL = [Group(16)]
 DIGEST = b"d" * 16
 PEER = Source("p", 1, 7)
-T = TransferId.derived(External("t", 0, None))
-U = TransferId.derived(External("u", 0, None))
+T = TransferId.derived("t")
+U = TransferId.derived("u")
 
 
 def expecting(groups: list[Group], tokens: int, *requests: str, own: Source | None = None) -> FetchSchedule:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvxfer.identity import External, Source, TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, Decline, Revoke, StepCommands
 from kvxfer.values import Fetch, Group, Offer
 from tests.schedule.engine import STATE, Engine, Request, Scheduled, ceil
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
         st.lists(st.integers(1, 2), min_size=2, max_size=9),
     ).map(lambda halves: halves[0] + halves[1])
     lengths = st.sampled_from([1, 1, 6])
-    names = st.sampled_from("abcdef").map(lambda name: TransferId.derived(External(name, 0, None)))
+    names = st.sampled_from("abcdef").map(lambda name: TransferId.derived(name))
     samples = st.integers(1, 2)
     soon = st.integers(0, 3)  # steps that follow at once: rules may be left out of an example, steps never
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvxfer.identity import External, TransferId
+from kvxfer.identity import TransferId
 from kvxfer.schedule import OfferSchedule, Revoke, ScheduleError, StepCommands
 from kvxfer.values import BlockTable, Group, Offer
 
@@ -17,8 +17,8 @@ FULL = [Group(16)]
 MIXED = [Group(16), Group(16, "window")]
 STATE = [Group(16), Group(1024, "state")]
 DIGEST = b"d" * 16
-T = TransferId.derived(External("t", 0, None))
-U = TransferId.derived(External("u", 0, None))
+T = TransferId.derived("t")
+U = TransferId.derived("u")
 
 
 def tracking(groups: list[Group], tokens: int) -> OfferSchedule:

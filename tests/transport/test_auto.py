@@ -14,7 +14,7 @@ from kvxfer.identity import TransferId
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Probe, auto, available, load
 from kvxfer.transport.auto import candidates, choose, options_for
-from tests.session.conftest import Ended, engine, fetch, offered
+from tests.control.conftest import Ended, engine, fetch, offered
 
 __all__ = ["engine"]
 T = TransferId("own/1/x", 0)

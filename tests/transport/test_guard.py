@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
 from kvxfer.security import make_key
-from kvxfer.session import Agent
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import auto, load
 from kvxfer.transport.auto import candidates
-from tests.session.conftest import engine
+from tests.control.conftest import engine
 
 __all__ = ["engine"]
 

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
-class Card(KVConnectorHandshakeMetadata):
+class EngineDescriptor(KVConnectorHandshakeMetadata):
     pass
 
 
@@ -53,11 +53,11 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     request_finished_all_groups = request_finished
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
-        if self.strict and not all(isinstance(card, Card) for card in metadata.values()):
+        if self.strict and not all(isinstance(card, EngineDescriptor) for card in metadata.values()):
             raise ValueError("metadata of another connector")
 
-    def get_handshake_metadata(self) -> Card | None:
-        return Card() if self.strict else None
+    def get_handshake_metadata(self) -> EngineDescriptor | None:
+        return EngineDescriptor() if self.strict else None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], None]:
         meta = self._get_connector_metadata()

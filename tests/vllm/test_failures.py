@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.session import Decline, Named, Renew
+from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer_vllm.compat import HOLDS_BLOCKS
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
 from tests.vllm.conftest import Make, both_ways

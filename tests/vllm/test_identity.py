@@ -15,11 +15,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvxfer.config import Config
+from kvxfer.control import sockets as sockets
 from kvxfer.facts import check
 from kvxfer.geometry import Cache
+from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN, Security, make_key
-from kvxfer.session import messages as m
-from kvxfer.session import wire as sockets
 from kvxfer_vllm import weights
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.weights import fingerprint
@@ -240,9 +240,9 @@ def test_weights_that_were_changed_in_place(tmp_path: Path) -> None:
 # --- engines -------------------------------------------------------------------------------------------------------
 
 
-def card(e: Engine, security: Security, seconds: float = 5.0) -> m.Card | None:
+def card(e: Engine, security: Security, seconds: float = 5.0) -> m.EngineDescriptor | None:
     """What an engine's directory says to whoever comes with this key."""
-    hub = sockets.Hub(security)
+    hub = sockets.ControlSockets(security)
     try:
         asked = hub.dial(sockets.address(e.address.host, e.address.port), None, m.MAX_BYTES)
         asked.send(m.Lookup(m.PROTOCOL))
@@ -251,7 +251,7 @@ def card(e: Engine, security: Security, seconds: float = 5.0) -> m.Card | None:
             hub.flush()
             hub.poll(0.05)
         found = m.decode(frame) if frame is not None else None
-        return found if isinstance(found, m.Card) else None
+        return found if isinstance(found, m.EngineDescriptor) else None
     finally:
         hub.close()
 
@@ -329,7 +329,7 @@ def test_a_directory_takes_the_key_and_states_the_facts(make: Make, tmp_path: Pa
     e = make(extra={"key_file": str(key)})
     half = ours(e.scheduler.connector)._sched
     half.side.directory.publish(
-        (m.Member("tcp://127.0.0.1:1", 1, Cache((), (), ()), ("zmq",)),)
+        (m.RankDescriptor("tcp://127.0.0.1:1", 1, Cache((), (), ()), ("zmq",)),)
     )  # the played one is none
     told = card(e, Security.of(Config(key_file=str(key))))
     assert told is not None and told.facts == half.side.facts

@@ -7,7 +7,8 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.identity import Address, IdentityError, external_id
+from kvxfer.identity import Address, IdentityError
+from kvxfer_vllm.ids import external_id
 from kvxfer_vllm.migration import OLD_KEYS, check_hosts, params_of, translate
 
 P, D = Address("10.0.1.2", 21001), Address("10.0.1.3", 22001)

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 import kvxfer_vllm
-from kvxfer.session import Stats
+from kvxfer.protocol.values import Stats
 from tests.vllm.cases import OFFER, check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import FULL, HYBRID, Engine, ours, prompt
@@ -128,7 +128,7 @@ def test_statistics(make: Make, wire: Wire) -> None:
         wire.fail(load, "the link broke")
     wire.paused = False
     for agent, quarantined in zip((a for a in wire.agents if a.engine is d), (100, 20), strict=True):
-        agent.said = Stats(fetches=0, holdings=0, quarantined_bytes=quarantined, corrupt=1, direct=3, staged=2)
+        agent.said = Stats(fetches=0, offers=0, quarantined_bytes=quarantined, corrupt=1, direct=3, staged=2)
     d.run(p, until=name)
     assert [load[0] for load in loads(d)] == ["delivered", "delivered", "peer_lost", "peer_lost"]
     rebuilt = MultiConnector.build_kv_connector_stats(crossed(d)[0])

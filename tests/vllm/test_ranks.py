@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.session import Outcome
+from kvxfer.failures import Outcome
 from tests.vllm.cases import CACHES, HOLDING, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import HYBRID, Engine, Group, answer, ours, prompt

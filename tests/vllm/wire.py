@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Rank, Region
 from kvxfer.identity import TransferId, new_epoch
-from kvxfer.session import Ended, Event, Failure, FailureKind, Member, Outcome, Released, Stats
+from kvxfer.protocol.messages import RankDescriptor
+from kvxfer.protocol.values import Ended, Event, Released, Stats
 from kvxfer.values import Fetch, Offer
 
 JUNK = -1
@@ -30,7 +32,7 @@ class Load:
 
 @dataclass(eq=False)
 class Agent:
-    """What `kvxfer.session.Agent` is to the connector, without sockets, threads or a clock."""
+    """What `kvxfer.Agent` is to the connector, without sockets, threads or a clock."""
 
     wire: Wire
     engine: Any
@@ -43,14 +45,14 @@ class Agent:
     unwanted: set[TransferId] = field(default_factory=set)  # dropped before they were offered
     out: list[Event] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
-    said: Stats = Stats(fetches=0, holdings=0, quarantined_bytes=0, corrupt=0, direct=0, staged=0)
+    said: Stats = Stats(fetches=0, offers=0, quarantined_bytes=0, corrupt=0, direct=0, staged=0)
 
     def stats(self) -> Stats:
         return self.said
 
     def __post_init__(self) -> None:
         self.cache = Cache((Region(4096, 4096),), (), (), self.rank)
-        self.member = Member("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
+        self.member = RankDescriptor("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
 
     # What the connector calls
 

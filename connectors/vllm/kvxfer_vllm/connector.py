@@ -1,7 +1,7 @@
 """``KVXferConnector``: vLLM's hooks, each handed to what stands in the scheduler or in a worker. No logic lives here.
 
 The way of a load: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` (scheduler.py) queue a want;
-``build_connector_meta`` ships it; ``start_load_kv`` (worker.py) gives it to the rank's agent (kvxfer.session), whose
+``build_connector_meta`` ships it; ``start_load_kv`` (worker.py) gives it to the rank's agent (kvxfer.control), whose
 machine asks the producer and whose data thread moves the planned bytes; ``get_transfer_results`` reports the end.
 """
 

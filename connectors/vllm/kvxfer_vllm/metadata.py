@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvxfer.engine import Report, Step
-from kvxfer.session import Member
+from kvxfer.protocol.messages import RankDescriptor
 
 __all__ = ["Handshake", "ReportMetadata", "StepMetadata"]
 
@@ -36,7 +36,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Worker to scheduler, once: where the worker's agent listens, and its cache."""
 
-    member: Member
+    member: RankDescriptor
 
 
 @dataclass

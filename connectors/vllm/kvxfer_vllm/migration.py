@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.identity import Address, External, IdentityError, allowed, legacy
+from kvxfer.identity import Address, IdentityError, allowed
+from kvxfer_vllm.ids import ExternalId, routed_addresses
 
-__all__ = ["OLD_KEYS", "check_hosts", "params_of", "translate"]
+__all__ = ["OLD_KEYS", "ConnectorConfig", "check_hosts", "params_of", "translate"]
+
+
+class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The settings of the vLLM connector: kvxfer's, and one of its own.
+
+    Attributes:
+        legacy_hosts: Networks, addresses or names of engines that a request id in the form of vLLM's former
+            P2pNcclConnector may name; empty: ids are never taken for addresses.
+    """
+
+    legacy_hosts: tuple[str, ...] = ()
+
 
 OLD_KEYS = (
     "send_type",
@@ -86,7 +100,7 @@ def check_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
 
 
 def params_of(
-    external: External, *, produces: bool, consumes: bool, own: Address, hosts: Iterable[str]
+    external: ExternalId, *, produces: bool, consumes: bool, own: Address, hosts: Iterable[str]
 ) -> dict[str, Any] | None:
     """``kv_transfer_params`` for a request that has none, from an id ``___prefill_addr_H:P___decode_addr_H:P_UUID``.
 
@@ -100,7 +114,7 @@ def params_of(
     entries = tuple(hosts)
     if not entries:
         return None
-    found = legacy(external)
+    found = routed_addresses(external)
     if found is None:
         return None
     if produces and consumes:

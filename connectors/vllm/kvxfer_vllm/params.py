@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvxfer.engine import Ticket
-from kvxfer.identity import External, Source, TransferId
+from kvxfer.identity import Source, TransferId
+from kvxfer_vllm.ids import ExternalId
 
 __all__ = ["answer", "digest_of", "is_load", "is_offer", "offered_id", "wanted"]
 
@@ -28,10 +29,14 @@ def is_load(params: Mapping[str, Any] | None) -> bool:
     return bool(params and params.get("do_remote_prefill"))
 
 
-def offered_id(params: Mapping[str, Any], epoch: int, external: External) -> TransferId:
+def offered_id(params: Mapping[str, Any], epoch: int, external: ExternalId) -> TransferId:
     """The id under which a prompt is offered: the router's, or one of our own."""
     name = params.get("transfer_id")
-    return TransferId.routed(str(name), external) if name else TransferId.mint(epoch, external)
+    return (
+        TransferId.routed(str(name), external.prompt)
+        if name
+        else TransferId.mint(epoch, external.base, external.prompt)
+    )
 
 
 def answer(
@@ -62,14 +67,14 @@ def digest_of(params: Mapping[str, Any]) -> bytes:
         return b""
 
 
-def wanted(params: Mapping[str, Any], external: External) -> tuple[TransferId, Source] | str:
+def wanted(params: Mapping[str, Any], external: ExternalId) -> tuple[TransferId, Source] | str:
     """Which transfer D is to load and from where, or what is missing or malformed."""
     host, port = params.get("remote_host"), params.get("remote_port")
     if not isinstance(host, str) or not host or not isinstance(port, int) or not 0 < port < 65536:
         return f"remote_host and remote_port do not name a directory ({host!r}, {port!r})"
     name = params.get("transfer_id")
     if name:
-        return TransferId.routed(str(name), external), Source(host, port, 0)
+        return TransferId.routed(str(name), external.prompt), Source(host, port, 0)
     base, epoch = params.get(TRANSFER), params.get(EPOCH)
     if not isinstance(base, str) or not isinstance(epoch, str):
         return f"{TRANSFER} or {EPOCH} is missing: the router must forward the prefill engine's params whole"

@@ -9,18 +9,18 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.config import Config
 from kvxfer.engine import BlockPins, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
-from kvxfer.identity import Address, digest, external_id
+from kvxfer.identity import Address, digest
 from kvxfer.schedule import ScheduleError
 from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
 from kvxfer_vllm.identity import facts_of, updated
+from kvxfer_vllm.ids import external_id
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
-from kvxfer_vllm.migration import params_of
+from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.settings import counts_media, groups_of
@@ -44,7 +44,7 @@ NULL_BLOCK = 0
 class SchedulerHooks:
     """One engine's requests, as vLLM tells of them."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         assert transfer is not None

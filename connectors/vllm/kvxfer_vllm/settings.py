@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.values import Group
 from kvxfer_vllm import recurrent
-from kvxfer_vllm.migration import check_hosts, translate
+from kvxfer_vllm.migration import ConnectorConfig, check_hosts, translate
 from kvxfer_vllm.pages import group_pages
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ __all__ = ["counts_media", "groups_of", "hits_may_differ", "settings_of"]
 log = logging.getLogger("kvxfer.vllm")
 
 
-def settings_of(vllm_config: VllmConfig) -> Config:
+def settings_of(vllm_config: VllmConfig) -> ConnectorConfig:
     """The user's ``kv_connector_extra_config``, checked. Raises ``ConfigError``."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
@@ -29,7 +28,7 @@ def settings_of(vllm_config: VllmConfig) -> Config:
     mapping, notes = translate(transfer.kv_connector_extra_config or {}, transfer)
     for note in notes:
         log.warning("configuration of P2pNcclConnector: %s", note)
-    config = Config.from_mapping(mapping)
+    config = ConnectorConfig.from_mapping(mapping)
     check_hosts(config.legacy_hosts)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config

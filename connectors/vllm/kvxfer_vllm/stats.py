@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvxfer.failures import FailureKind
-from kvxfer.session import Ended, Stats
+from kvxfer.protocol.values import Ended, Stats
 
 __all__ = ["KVXferPromMetrics", "KVXferStats"]
 

@@ -7,8 +7,9 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from kvxfer.config import Config
+from kvxfer.control.agent import Agent
 from kvxfer.engine import Report, WorkerSide
-from kvxfer.session import Agent, Stats
+from kvxfer.protocol.values import Stats
 from kvxfer.values import Rank
 from kvxfer_vllm import compat
 from kvxfer_vllm.clearing import Clearing

@@ -97,7 +97,7 @@ CATALOGUE: dict[str, Entry] = {
             "state",
             "[block, inputs of a convolution in either order, a matrix for each head]",
             "vllm/model_executor/layers/mamba/abstract.py, mamba_utils.py, and each layer's own file",
-            "head, channel of a short convolution, or of Mamba 2 of one group; else nothing between other tensor parallel sizes",
+            "head, channel of a short convolution or of Mamba 2; else nothing between other tensor parallel sizes",
             "kind of layer, dtypes, sort of device; tensor parallel size where nothing is cut",
             "tests/vllm/test_state_pages.py",
         ),

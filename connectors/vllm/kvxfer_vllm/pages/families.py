@@ -62,7 +62,6 @@ _HEADS = "KV heads differ by layer"
 _EQUAL_BLOCKS = "block sizes must be equal"
 _WHOLE = "pages of unknown content: tensor parallel sizes and block sizes must be equal"
 _NO_CUT = "tensor parallel sizes must be equal"
-_ONE_GROUP = f"{_NO_CUT} unless `n_groups` is 1"
 
 FAMILIES = (
     Family("Llama 2, 3", ("LlamaForCausalLM",), (_FULL,), "end to end", _E2E_PAIR),
@@ -155,14 +154,13 @@ FAMILIES = (
         _E2E_STATES,
         "on CPUs, with other tensor parallel sizes, see [below](#recurrent-states)",
     ),
-    Family("Nemotron H and Nano 2", ("NemotronHForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES, _ONE_GROUP),
+    Family("Nemotron H and Nano 2", ("NemotronHForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES),
     Family(
         "Granite 4, Falcon H1, Zamba 2",
         ("GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "Zamba2ForCausalLM"),
         (_FULL, _STATE),
         "scheduler",
         _STATES,
-        _ONE_GROUP,
     ),
     Family(
         "Qwen 3 Next, Qwen 3.5",

@@ -73,10 +73,7 @@ def pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> list[Pi
 def fits_other_sizes(layer: Any) -> bool:
     """Return whether a layer's states may go to an engine of another tensor parallel size, as far as their planes fit."""
     kind = type(layer)
-    if not kind.__module__.startswith("vllm.") or kind.__name__ not in _TRIED:
-        return False
-    # Mamba 2 of several groups shares them out, of one group replicates it: only that has been tried.
-    return kind.__name__ != "MambaMixer2" or getattr(getattr(layer, "norm", None), "n_groups", None) == 1
+    return kind.__module__.startswith("vllm.") and kind.__name__ in _TRIED
 
 
 @dataclass(frozen=True)

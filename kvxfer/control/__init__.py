@@ -1,0 +1,1 @@
+"""The agent and all that its control thread does: links, directories, routes, sockets."""

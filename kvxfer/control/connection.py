@@ -1,0 +1,281 @@
+"""One control connection: messages over TCP, each behind its length; nothing that blocks, and all of it bounded.
+
+The frames are our own, so that what a peer can make us hold is known: a frame has a limit that is looked at before any of it is
+kept, and a connection is not read while a frame waits, or while a peer that dialled us leaves our answers untaken.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import ssl
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from kvxfer.protocol import messages as m
+
+__all__ = ["Connection"]
+
+_HEAD = struct.Struct("<I")
+_READ, _READS = 64 << 10, 4
+"""Bytes that are taken in at once, and how often in a turn."""
+_UNTAKEN = 64 << 10
+"""A peer that has dialled us and leaves so many bytes of our answers is not heard until it has taken them."""
+_QUEUE = 64 << 20
+"""Bytes that may wait for a slow peer before it counts as lost."""
+_DREGS = 1 << 20
+"""Bytes that are thrown away of what comes after the last word to a peer, before it is cut off."""
+
+_names = count(1)
+_Secure = Callable[[socket.socket], socket.socket]
+
+
+class Connection:
+    """Made by a ``ControlSockets`` and used by its thread.
+
+    ``name``: its own, and no other's ever. ``host``: of the other end, for logs. ``owner``: what it belongs to. ``limit``: bytes
+    of the longest frame that may come. ``guest``: its peer has dialled us, and is not known yet. ``lost``: why nothing can be
+    said or heard any more, save frames that had come before. ``heard``: when something came last. ``after``: its owner's mark
+    of what it does before it receives.
+    """
+
+    def __init__(self, host: str, owner: Any, limit: int, dirty: set[Connection], secure: _Secure, guest: bool) -> None:
+        self.name = next(_names).to_bytes(8)
+        self.host, self.owner, self.limit, self.guest = host, owner, limit, guest
+        self.dialled_us = guest
+        self.lost: str | None = None
+        self.heard = time.monotonic()
+        self.after = 0
+        self.watched: tuple[int, int] | None = None  # descriptor and events that the hub polls it for
+        self.told = False  # its owner need not hear any more that it is lost
+        self.counted = 0  # of ``held``, as the hub knows it
+        self._dirty, self._secure = dirty, secure
+        self._socket: socket.socket | None = None
+        self._targets: list[Any] = []  # still to be tried
+        self._connected = self._open = False
+        self._in = bytearray()
+        self._frames: deque[bytes] = deque()  # that have come, and were at the beginning of it
+        self._framed = 0  # bytes of them
+        self._out = bytearray()
+        self._finished, self._dregs = False, 0
+        self._want = select.EPOLLIN
+
+    def fileno(self) -> int:
+        return -1 if self._socket is None else self._socket.fileno()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept for it."""
+        return self._framed + len(self._in) + len(self._out)
+
+    # --- for its owner ---------------------------------------------------------------------------------------------
+
+    def send(self, message: m.Message) -> bool:
+        """Queue a message, to leave at the end of the turn; false when the peer is gone or has stopped reading. Raises
+        ``PeerError`` for one too large."""
+        return self.send_frame(m.encode(message))
+
+    def send_frame(self, frame: bytes) -> bool:
+        """The same, encoded already."""
+        if self.lost is not None or self._finished or len(self._out) + len(frame) > _QUEUE:
+            return False
+        self._out += _HEAD.pack(len(frame))
+        self._out += frame
+        self._dirty.add(self)
+        return True
+
+    def receive(self) -> bytes | None:
+        """The next frame, or ``None`` when there is none now, or when the peer has to take our answers first."""
+        if not self.ready:
+            return None
+        frame = self._frames.popleft()
+        self._framed -= len(frame)
+        if not self._frames:
+            self._split()  # what was too long may not be any more
+        return frame
+
+    def finish(self) -> None:
+        """Say no more and hear no more: it is closed once the last words have left."""
+        self._finished = True
+        self._in.clear()
+        self._frames.clear()
+        self._framed = 0
+        self._dirty.add(self)
+
+    # --- for the hub -----------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether a frame can be received."""
+        return bool(self._frames) and not self._choked
+
+    @property
+    def opened(self) -> bool:
+        """Whether it has ever been there, and its peer had the key if there is one."""
+        return self._open
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits for the peer to take it."""
+        return self.lost is None and len(self._out) > 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to read of which a poll does not know."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._open and not self._full and self._socket.pending() > 0
+
+    @property
+    def interest(self) -> int:
+        """What it is to be polled for."""
+        if not self._connected:
+            return select.EPOLLOUT
+        if not self._open:
+            return self._want
+        return (0 if self._full else select.EPOLLIN) | (select.EPOLLOUT if self._out else 0)
+
+    def accepted(self, sock: socket.socket) -> None:
+        self._socket, self._connected = sock, True
+        self._greet()
+
+    def connect(self, targets: list[Any]) -> None:
+        """Try these, as ``socket.getaddrinfo`` gives them, one after the other."""
+        self._targets = targets
+        while self._targets:
+            family, kind, protocol, _, where = self._targets.pop(0)
+            self._socket = socket.socket(family, kind, protocol)
+            self._socket.setblocking(False)
+            error = self._socket.connect_ex(where)
+            if error in (0, errno.EINPROGRESS):
+                return
+            self._unreachable(error)
+
+    def _unreachable(self, error: int) -> None:
+        self.lose(f"it cannot be reached: {os.strerror(error)}") if not self._targets else self._shut()
+
+    def pump(self) -> bool:
+        """Read and write what can be. Returns whether there is more to read, of which a poll may not know."""
+        try:
+            if self._socket is None or not (self._open or self._opened()):
+                return False
+            more = self._read()
+            self.flush()
+            return more
+        except OSError as e:
+            self._fail(e)
+            return False
+
+    def _opened(self) -> bool:
+        """Go on with connecting and with the handshake; whether both are done."""
+        assert self._socket is not None
+        if not self._connected:
+            error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                self._unreachable(error)
+                self.connect(self._targets)
+                return False
+            self._connected = True
+            self._greet()
+        if isinstance(self._socket, ssl.SSLSocket):
+            try:
+                self._socket.do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as e:
+                self._want = select.EPOLLOUT if isinstance(e, ssl.SSLWantWriteError) else select.EPOLLIN
+                return False
+        self._open = True
+        return True
+
+    def _greet(self) -> None:
+        assert self._socket is not None
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = self._secure(self._socket)
+
+    def _read(self) -> bool:
+        assert self._socket is not None
+        for _ in range(_READS):
+            if self._full:
+                return False
+            try:
+                data = self._socket.recv(_READ)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                return False
+            if not data:
+                self.lose("it closed the connection (its process ended, or it gave us up)")
+                return False
+            self.heard = time.monotonic()
+            if self._finished:
+                self._dregs += len(data)
+                if self._dregs > _DREGS:
+                    self.lose("it does not stop talking")
+                    return False
+                continue
+            self._in += data
+            too_long = self._split()
+            if too_long and not self._frames:
+                self.lose(f"it sent a frame of {too_long} bytes, and {self.limit} are the most")
+                return False
+            if len(data) < _READ and not isinstance(self._socket, ssl.SSLSocket):
+                return False
+        return True
+
+    def flush(self) -> None:
+        """Send what can be sent."""
+        if not self._open or self._socket is None:
+            return
+        try:
+            while self._out:
+                with memoryview(self._out) as view:
+                    sent = self._socket.send(view[: 1 << 18])
+                del self._out[:sent]
+            if self._finished:
+                self._socket.shutdown(socket.SHUT_WR)
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            pass
+        except OSError as e:
+            self._fail(e)
+
+    def _fail(self, e: OSError) -> None:
+        why = getattr(e, "verify_message", "") or getattr(e, "reason", "") or e.strerror or str(e)
+        self.lose(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}")
+
+    def lose(self, why: str) -> None:
+        """Close it, if that has not happened."""
+        if self.lost is None:
+            self.lost = why
+            self._out.clear()
+            self._shut()
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _split(self) -> int:
+        """Take the frames out of what has come. Returns the length of one that is too long, which is not looked behind, or 0."""
+        at, end, length = 0, len(self._in), 0
+        with memoryview(self._in) as view:
+            while end - at >= 4:
+                (length,) = _HEAD.unpack_from(view, at)
+                if length > self.limit or at + 4 + length > end:
+                    break
+                self._frames.append(bytes(view[at + 4 : at + 4 + length]))
+                self._framed += length
+                at += 4 + length
+        if at:
+            del self._in[:at]
+        return length if length > self.limit else 0
+
+    @property
+    def _full(self) -> bool:
+        """Whether what has come must be taken before more may come."""
+        return not self._finished and (bool(self._frames) or self._choked)
+
+    @property
+    def _choked(self) -> bool:
+        return self.dialled_us and len(self._out) > _UNTAKEN

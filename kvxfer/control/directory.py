@@ -1,0 +1,227 @@
+"""The engine's directory: one address, served by the scheduler half, that finds all of the engine's ranks.
+
+It also carries what scheduler halves say to each other about requests that no worker knows yet: keep the lease
+of those (``Renew``), free those (``Decline``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+
+import msgspec
+
+from kvxfer import facts as f
+from kvxfer.control import sockets
+from kvxfer.control.endings import ProcessGuard, close_at_exit
+from kvxfer.errors import PeerError
+from kvxfer.failures import FailureKind
+from kvxfer.identity import Source
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.timers import Timers
+from kvxfer.security import OPEN, Complaints, Security
+
+__all__ = ["Directory"]
+
+log = logging.getLogger("kvxfer.directory")
+
+ANY_EPOCH = 0
+"""The epoch of a source that a router named before the engine could say its own. The transfer's id and digest must then
+suffice to tell an engine from one that was there before."""
+IDLE_S = 60.0
+"""A connection to another directory that was not used for so long is closed."""
+SLICE_S = 0.005
+"""What a turn spends on what others say before it looks after the rest."""
+SHARE = 16
+"""Messages of one connection before others have their turn."""
+MOST_NOTICES = 4 << 20
+"""Bytes of notices, as they came, that wait for our scheduler half; of one connection, a quarter of it."""
+MOST_TOLD = 100_000
+"""Notices of ours that wait to be sent."""
+TOGETHER = 1000
+"""Transfers that one notice names; more go in several."""
+
+
+class Directory:
+    """Serve the card of engine ``engine`` on ``host``:``port`` (0: any free port) from a thread of its own.
+
+    ``security``: who may connect and be dialled. ``facts``: what all KV of the engine depends on, see ``identify``. All methods
+    may be called from any thread and do not block, save ``close``. In a process that was forked from the one that made it they
+    raise ``KvxferError``, save ``close``, which does nothing there. It is closed when a ``with`` block or the interpreter ends.
+    Raises ``OSError`` when the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        epoch: int,
+        host: str,
+        port: int,
+        advertise: str | None = None,
+        *,
+        security: Security = OPEN,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
+        self.engine, self.epoch = engine, epoch
+        self._owner = ProcessGuard("this directory")
+        self._facts: Mapping[str, str] = f.check(facts or {})
+        self._members: tuple[m.RankDescriptor, ...] = ()
+        self._card = b""  # as it is sent
+        self._outbox: deque[tuple[Source, m.Renew | m.Decline]] = deque(maxlen=MOST_TOLD)
+        self._sockets = sockets.ControlSockets(security, self._outbox)
+        try:
+            bound = self._sockets.listen(host, port, None)
+        except BaseException:
+            self._sockets.close()
+            raise
+        self.source = Source(advertise or host, bound, epoch)
+        self._notices: deque[m.Renew | m.Decline] = deque()
+        self._waiting: Counter[sockets.Connection | None] = Counter()  # bytes of notices, by connection; None: of all
+        self._lock = threading.Lock()
+        self._peers: dict[tuple[str, int], sockets.Connection] = {}
+        self._idle: Timers[tuple[str, int]] = Timers()
+        self._complain = Complaints(log)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvxfer-directory", daemon=True)
+        self._thread.start()
+        close_at_exit(self)
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def publish(self, members: tuple[m.RankDescriptor, ...]) -> None:
+        """Set the engine's ranks. Until then lookups get no answer, and whoever asks asks again. Raises ``PeerError`` when they
+        are more than a message can describe."""
+        self._owner.check()
+        self._state(members, self._facts)
+
+    def identify(self, facts: Mapping[str, str]) -> None:
+        """Set what all KV of the engine depends on; other engines' agents compare it with their own before they link with
+        ours. It may change while the engine lives, if its weights do. Raises ``ConfigError`` for facts that are too long."""
+        self._owner.check()
+        self._state(self._members, f.check(facts))
+
+    def _state(self, members: tuple[m.RankDescriptor, ...], facts: Mapping[str, str]) -> None:
+        card = (
+            m.encode(m.EngineDescriptor(m.PROTOCOL, self.engine, self.epoch, members, dict(facts))) if members else b""
+        )
+        self._members, self._facts, self._card = members, facts, card
+
+    def notices(self) -> list[m.Renew | m.Decline]:
+        """What other engines' scheduler halves have said about our transfers since the last call."""
+        self._owner.check()
+        with self._lock:
+            out = list(self._notices)
+            self._notices.clear()
+            self._waiting.clear()
+        return out
+
+    def tell(self, source: Source, message: m.Renew | m.Decline) -> None:
+        """Send a notice to another engine's directory; it may be lost, so what matters is repeated or leased."""
+        self._owner.check()
+        named = message.transfers
+        for i in range(0, len(named), TOGETHER):
+            self._outbox.append((source, msgspec.structs.replace(message, transfers=named[i : i + TOGETHER])))
+        self._sockets.wake()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Stop serving, and wait until that is done, ``timeout`` seconds at the most. Any thread, any number of times."""
+        self.begin_close()
+        if self._owner.here and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def begin_close(self) -> None:
+        """Have it stop; returns at once."""
+        if self._owner.here:
+            self._closing = True
+            self._sockets.wake()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                try:
+                    self._turn()
+                except BaseException:
+                    log.exception("directory: something could not be handled; it is dropped")
+        finally:
+            self._sockets.close()
+
+    def _turn(self) -> None:
+        due = self._idle.next()
+        self._sockets.poll(1.0 if due is None else min(max(due - time.monotonic(), 0.0), 1.0))
+        now = time.monotonic()
+        for key in self._idle.due(now):
+            self._sockets.drop(self._peers.pop(key))
+        until = now + SLICE_S
+        while self._outbox and time.monotonic() < until:
+            self._deliver(*self._outbox.popleft())
+        until = time.monotonic() + SLICE_S
+        for connection in self._sockets.ready():
+            self._hear(connection)
+            if time.monotonic() >= until:
+                break
+        self._sockets.flush()
+
+    def _hear(self, connection: sockets.Connection) -> None:
+        for _ in range(SHARE):
+            frame = connection.receive()
+            if frame is None:
+                break
+            if (
+                connection.owner is None
+            ):  # directories do not answer notices; what a stranger says in their place is not kept
+                self._answer(connection, frame)
+        if connection.lost is not None and not connection.ready and connection.owner is not None:
+            key = connection.owner
+            if self._peers.get(key) is connection:
+                del self._peers[key]
+                self._idle.cancel(key)
+                self._complain("directory: notices for %s:%s may be lost: %s", *key, connection.lost)
+
+    def _answer(self, connection: sockets.Connection, frame: bytes) -> None:
+        try:
+            msg = m.decode(frame)
+        except PeerError as e:
+            connection.send(
+                m.Refused(FailureKind.INCOMPATIBLE, f"not understood by kvxfer protocol {m.PROTOCOL}", False)
+            )
+            self._sockets.finish(connection)
+            self._complain("directory: ignored a message from %s: %s", connection.host, e)
+            return
+        match msg:
+            case m.Lookup():
+                if self._card:  # else it comes too early
+                    connection.send_frame(self._card)
+            case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
+                with self._lock:
+                    self._notice(msg, connection, len(frame))
+            case _:
+                pass  # news for an engine that was here before, or nothing for a directory
+
+    def _notice(self, notice: m.Renew | m.Decline, connection: sockets.Connection, nbytes: int) -> None:
+        kept = self._waiting
+        if kept[None] + nbytes > MOST_NOTICES or kept[connection] + nbytes > MOST_NOTICES // 4:
+            self._complain("directory: %s tells more than the engine takes in; a notice is dropped", connection.host)
+            return
+        for key in (None, connection):
+            kept[key] += nbytes
+        self._notices.append(notice)
+
+    def _deliver(self, source: Source, message: m.Message) -> None:
+        key = (source.host, source.port)
+        connection = self._peers.get(key)
+        try:
+            if connection is None:
+                connection = self._peers[key] = self._sockets.dial(sockets.address(*key), key, sockets.GUEST_FRAME)
+        except PeerError as e:
+            self._complain("directory: a notice for %s is lost: %s", source, e)
+            return
+        self._idle.set(key, time.monotonic() + IDLE_S)
+        if not connection.send(message):
+            self._complain("directory: %s does not take our notices", source)

@@ -1,0 +1,237 @@
+"""Find the route to a producer engine: look its card up in its directory, and join it with our own engine's.
+
+Used by the control thread only; what takes time, to check the caches that a card describes and to join them with ours, is done
+elsewhere. Unanswered questions are repeated until the fetches that wait for them give up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvxfer import facts as f
+from kvxfer.control import sockets
+from kvxfer.control.links import Target
+from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Incompatible, ShardAssignment, route
+from kvxfer.identity import Source
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.timers import Timers
+from kvxfer.protocol.values import RankRoute, Resolved
+
+Examine = Callable[[int, Callable[[], Any], Callable[[Any], Iterator["tuple[Source, Path | Failure]"]]], bool]
+
+__all__ = ["Path", "Resolver"]
+
+log = logging.getLogger("kvxfer.resolver")
+
+REPEAT_S = 0.5
+REDIAL_S = 5.0
+"""A directory that is silent for so long is dialled anew, in case that only the connection is at fault."""
+
+
+CHECK_S = 2.0
+"""What checking a card may take."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """The links that lead to a source, and what the consumer's machine needs to know of them."""
+
+    targets: tuple[Target, ...]
+    resolved: Resolved
+
+
+@dataclass
+class _Query:
+    """A question to a directory that is open since its last ``wanted``."""
+
+    connection: sockets.Connection | None  # none, while none can be had
+    dialled: float
+    wanted: float
+
+
+class Resolver:
+    """Answers come from ``receive``, ``tick`` and what is done elsewhere as (source, path or the reason why there is none).
+
+    ``patience``: seconds for which anybody waits for an answer. ``facts``: what all of our KV depends on; of an engine that
+    states others there is no path. ``examine(weight, job, done)``: has a job done off this thread and its result, or the reason
+    why there is none, given to ``done``, whose answers count like those of ``receive``; false when too much waits for that already.
+    """
+
+    def __init__(
+        self,
+        sockets: sockets.ControlSockets,
+        me: m.RankDescriptor,
+        patience: float,
+        facts: Mapping[str, str],
+        examine: Examine,
+    ) -> None:
+        self._sockets, self._me, self._patience, self._examine = sockets, me, patience, examine
+        self.facts = facts
+        self._queries: dict[Source, _Query] = {}
+        self._clock: Timers[Source] = Timers()
+        self._wanted: dict[Source, Source | None] = {}  # source -> our own directory, if it matters
+        self._own: dict[
+            Source, tuple[m.RankDescriptor, ...]
+        ] = {}  # our own engine's ranks, which live as long as we do
+
+    def ask(self, source: Source, own: Source | None, now: float) -> Failure | None:
+        """Begin to resolve; ``own`` is our engine's directory if it has more ranks than this one. Returns why that is
+        not possible, if so."""
+        self._wanted[source] = own
+        try:
+            for directory in (source, own):
+                if directory is not None and directory not in self._own:
+                    self._query(directory, now)
+        except PeerError as e:
+            return self._fail(source, Failure.of(e, peer=f"directory {source}"))
+        return None
+
+    def _query(self, directory: Source, now: float) -> None:
+        q = self._queries.get(directory)
+        if q is None:
+            q = self._queries[directory] = _Query(self._dial(directory), now, now)
+            self._clock.set(directory, now + REPEAT_S)
+        q.wanted = now
+
+    def _redial(self, directory: Source, q: _Query, now: float) -> None:
+        silent, q.connection, q.dialled = q.connection, None, now
+        if silent is not None:
+            log.warning("directory %s has not answered; dialling it anew", directory)
+            self._sockets.drop(silent)
+        with contextlib.suppress(PeerError):  # none is to be had now
+            q.connection = self._dial(directory)
+
+    def _dial(self, directory: Source) -> sockets.Connection:
+        connection = self._sockets.dial(sockets.address(directory.host, directory.port), (self, directory), m.MAX_BYTES)
+        connection.send(m.Lookup(m.PROTOCOL))
+        return connection
+
+    def hung_up(self, directory: Source, connection: sockets.Connection) -> None:
+        """A connection is lost; another is made when the question would be repeated."""
+        q = self._queries.get(directory)
+        if q is not None and q.connection is connection:
+            q.connection = None
+
+    def receive(self, directory: Source, frame: bytes) -> Iterator[tuple[Source, Path | Failure]]:
+        """A directory has answered."""
+        if directory not in self._queries:
+            return
+        self._close(directory)
+        if not self._examine(len(frame), partial(_card, frame, directory), partial(self._checked, directory)):
+            yield from self._failed(
+                directory, Failure(FailureKind.OVERLOADED, "too many directories are being looked at")
+            )
+
+    def _checked(
+        self, directory: Source, card: m.EngineDescriptor | Failure
+    ) -> Iterator[tuple[Source, Path | Failure]]:
+        """Its card has been looked at."""
+        now = time.monotonic()
+        if isinstance(card, Failure):
+            yield from self._failed(directory, card)
+            return
+        if directory in self._wanted.values():
+            self._own[directory] = card.members
+            again = [s for s, own in self._wanted.items() if own == directory and s not in self._queries]
+            for source in again:  # its card came first and was of no use without ours
+                self._query(source, now)
+        own = self._wanted.get(directory)
+        if directory in self._wanted and (own is None or own in self._own):
+            path = partial(self._path, card, directory, self._own.get(own) if own else None)
+            if not self._examine(len(card.members), path, partial(self._found, directory)):
+                yield from self._failed(
+                    directory, Failure(FailureKind.OVERLOADED, "too many directories are being looked at")
+                )
+
+    def _found(self, directory: Source, path: Path | Failure) -> Iterator[tuple[Source, Path | Failure]]:
+        if self._wanted.pop(directory, self) is not self:
+            yield directory, path
+
+    def _path(
+        self, card: m.EngineDescriptor, source: Source, own: tuple[m.RankDescriptor, ...] | None
+    ) -> Path | Failure:
+        """The way to a source, or why there is none. Uses nothing that changes: any thread."""
+        ours = [member.cache for member in own or (self._me,)]
+        try:
+            if (why := f.difference(self.facts, card.facts, "at the producer")) is not None:
+                raise _misfit(why)
+            mine = route([member.cache for member in card.members], ours)[self._me.cache.rank]
+            ranks = {member.cache.rank: member for member in card.members}
+            targets = {
+                rank: self._target(ranks[rank], assignments) for rank, assignments in sorted(mine.assignments.items())
+            }
+        except (PeerError, Incompatible, ValueError, LookupError) as e:
+            return Failure.of(e, FailureKind.INCOMPATIBLE, f"engine {card.engine[:100]!r} at {source}")
+        routes = tuple(RankRoute(target.link, mine.readers[rank], rank) for rank, target in targets.items())
+        return Path(tuple(targets.values()), Resolved(routes))
+
+    def _target(self, member: m.RankDescriptor, assignments: tuple[ShardAssignment, ...]) -> Target:
+        common = tuple(name for name in self._me.backends if name in member.backends)
+        if not common:
+            theirs, ours = (" or ".join(map(repr, names)) for names in (member.backends, self._me.backends))
+            raise _misfit(f"it uses back end {theirs}, this engine {ours}; configure the same on both")
+        return Target(member.address, member.epoch, member.cache, assignments, common)
+
+    def tick(self, now: float) -> Iterator[tuple[Source, Failure]]:
+        """Repeat unanswered questions; those for which nobody waits any more have failed."""
+        for directory in self._clock.due(now):
+            q = self._queries[directory]
+            if now - q.wanted >= self._patience:
+                self._close(directory)
+                silent = Failure(FailureKind.PEER_UNREACHABLE, f"it did not answer within {self._patience:g} s")
+                yield from self._failed(directory, silent)
+                continue
+            if q.connection is None or now - q.dialled >= REDIAL_S:
+                self._redial(directory, q, now)
+            else:
+                q.connection.send(m.Lookup(m.PROTOCOL))
+            self._clock.set(directory, min(now + REPEAT_S, q.wanted + self._patience))
+
+    def next_tick(self) -> float | None:
+        return self._clock.next()
+
+    def _failed(self, directory: Source, why: Failure) -> Iterator[tuple[Source, Failure]]:
+        """All that depended on this directory have no route."""
+        for source in [s for s, own in self._wanted.items() if directory in (s, own)]:
+            yield source, self._fail(source, why.about("", f"directory {directory}"))
+
+    def _fail(self, source: Source, why: Failure) -> Failure:
+        self._wanted.pop(source, None)
+        return why
+
+    def _close(self, directory: Source) -> None:
+        self._clock.cancel(directory)
+        connection = self._queries.pop(directory).connection
+        if connection is not None:
+            self._sockets.drop(connection)
+
+
+def _misfit(why: str) -> PeerError:
+    return PeerError(why, kind=FailureKind.INCOMPATIBLE)
+
+
+def _card(frame: bytes, directory: Source) -> m.EngineDescriptor:
+    """A directory's answer, with all that it describes checked. Raises ``PeerError`` or ``ValueError``."""
+    card = m.decode(frame)
+    if isinstance(card, m.Refused):
+        raise PeerError(f"it refused: {card.reason}", kind=card.kind)
+    if not isinstance(card, m.EngineDescriptor):
+        raise PeerError(f"it answered with a {type(card).__name__}", kind=FailureKind.MISUSE)
+    if card.protocol != m.PROTOCOL:
+        raise _misfit(f"its protocol {card.protocol} is not ours ({m.PROTOCOL}); update one side")
+    if directory.epoch and card.epoch != directory.epoch:
+        raise PeerError("the engine there has restarted since it was named", kind=FailureKind.PEER_LOST)
+    until = time.monotonic() + CHECK_S
+    for member in card.members:
+        member.cache.check()
+        if time.monotonic() > until:
+            raise _misfit(f"its card describes more than can be checked in {CHECK_S:g} s")
+    return card

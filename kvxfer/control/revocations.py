@@ -1,0 +1,95 @@
+"""A producer's revocation counter as consumers on the same host see it: a word of memory that others may read.
+
+A message to ask costs as much as moving a gigabyte between two GPUs. What the counter is for: ``kvxfer.protocol.revocations``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+
+from kvxfer.protocol.revocations import RevocationCounter
+
+__all__ = ["RevocationView", "SharedRevocationCounter"]
+
+_SIZE = 4096
+_TOKEN_AT, _TOKEN_BYTES = 8, 16
+_NAME = "kvxfer-tally"
+_PLACE = re.compile(r"(\d{1,10})/(\d{1,7})/([0-9a-f]{32})")
+
+
+class SharedRevocationCounter(RevocationCounter):
+    """A tally that other processes of this host and user can read. ``place``: what a ``RevocationView`` takes. Raises ``OSError``."""
+
+    def __init__(self) -> None:
+        # Goes with the process, however that ends.
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, _SIZE)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            self._memory = mmap.mmap(self._fd, _SIZE)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] = token
+        self.place = f"{os.getpid()}/{self._fd}/{token.hex()}"
+        super().__init__(memoryview(self._memory)[:8].cast("Q"))
+
+    def close(self) -> None:
+        """All is given up that was announced, or will be. Any thread; idempotent."""
+        with self._lock:
+            if self._fd >= 0:
+                self._word[0] += 1
+                self._word.release()
+                self._word = memoryview(bytearray(8)).cast("Q")
+                self._memory.close()
+                os.close(self._fd)
+                self._fd = -1
+
+
+class RevocationView:
+    """A consumer's view of a producer's tally. Called, it tells how much has been declared so far. Any thread."""
+
+    def __init__(self, place: str) -> None:
+        """Raises ``OSError`` or ``ValueError`` when there is no such tally to be seen from here: the producer runs on another
+        host, in another container, or as another user."""
+        found = _PLACE.fullmatch(place)
+        if found is None:
+            raise ValueError(f"{place!r} names no tally")
+        pid, fd, token = found.groups()
+        path = f"/proc/{pid}/fd/{fd}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # opening something else might do something
+            raise ValueError(f"{path} is no tally")
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(opened)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != _SIZE or not _sealed(opened):
+                raise ValueError(f"{path} is no tally")
+            self._memory = mmap.mmap(opened, _SIZE, access=mmap.ACCESS_READ)
+        finally:
+            os.close(opened)
+        if self._memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] != bytes.fromhex(token):
+            self._memory.close()
+            raise ValueError(f"{path} is the tally of somebody else")
+        self._word = memoryview(self._memory)[:8].cast("Q")
+
+    @classmethod
+    def of(cls, place: str) -> RevocationView | None:
+        """``None`` when it cannot be seen."""
+        try:
+            return cls(place)
+        except (OSError, ValueError):
+            return None
+
+    def __call__(self) -> int:
+        return int(self._word[0])
+
+
+def _sealed(fd: int) -> bool:
+    """Whether nobody can make it smaller any more: to read what is mapped and not there would end this process."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)

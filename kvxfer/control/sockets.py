@@ -1,0 +1,301 @@
+"""The control connections of one thread: what is polled, who may connect, and how much of it there may be.
+
+Those who dial us are *guests* until their owner knows them (``ControlSockets.keep``). What guests may cost is bounded for all of them
+together, so that strangers take nothing from peers: when there are too many, the one that has been silent for longest goes; when
+they fill too much memory, the one that fills most.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sized
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from kvxfer.control.connection import Connection
+from kvxfer.control.worker import Worker
+from kvxfer.errors import PeerError
+from kvxfer.failures import FailureKind
+from kvxfer.identity import IdentityError, is_ip, parse_address
+from kvxfer.security import Security
+
+__all__ = ["Connection", "ControlSockets", "address"]
+
+GUEST_FRAME = 256 << 10
+"""Longest frame of a guest: ten times the hello of a model with 126 layers."""
+GUESTS, GUEST_BYTES = 512, 16 << 20
+"""Guests, and what is kept of all that they say and are told."""
+_ACCEPTS = 8
+"""Connections that are taken at once: each may cost a handshake of a millisecond."""
+_EVENTS = 64
+"""Connections that are looked at in a turn."""
+_LOOKUPS = 64
+"""Names of hosts that may wait to be looked up."""
+
+
+def address(host: str, port: int) -> str:
+    """How the address of a control socket is written; an IPv6 host gets its brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
+
+
+class ControlSockets:
+    """The control connections of one thread, which may poll them and be woken from others.
+
+    Made by any thread before the one that runs it, and closed by that one; ``wake`` is for all threads.
+
+    ``security``: who may connect and be dialled. ``inbox``: what others leave for the thread before they ``wake`` it.
+    """
+
+    def __init__(self, security: Security, inbox: Sized = ()) -> None:
+        self._security, self._inbox = security, inbox
+        self._epoll = select.epoll()
+        self._flag = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._flag_lock = threading.Lock()  # so that a late wake never writes to a descriptor that is another's by now
+        self._epoll.register(self._flag, select.EPOLLIN)
+        self._asleep = False
+        self._listener: socket.socket | None = None
+        self._owner: Any = None
+        self._hearing = False
+        self._by_fd: dict[int, Connection] = {}
+        self._guests: OrderedDict[Connection, None] = OrderedDict()  # the one that has been silent for longest first
+        self._guest_bytes = 0
+        self._dirty: set[Connection] = set()
+        self._ready: dict[Connection, None] = {}  # have frames, or are lost and nobody has been told
+        self._more: set[Connection] = set()
+        self._found: deque[tuple[Connection, list[Any] | str]] = deque()  # names that have been looked up
+        self._names = Worker("kvxfer-names", _LOOKUPS)
+
+    def listen(self, host: str, port: int, owner: Any) -> int:
+        """Take connections on ``host`` for ``owner``; ``port`` 0 takes a free one. Returns the port. Raises ``OSError``."""
+        plain = host.strip("[]")
+        try:
+            family, *_, where = socket.getaddrinfo(plain, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            both = family is socket.AF_INET6 and where[0] == "::"
+            sock = socket.create_server(where[:2], family=family, backlog=256, dualstack_ipv6=both)
+        except OSError as e:
+            raise OSError(e.errno, f"cannot listen on {host} port {port or 'any'}: {e.strerror or e}") from None
+        sock.setblocking(False)
+        self._listener, self._owner, self._hearing = sock, owner, True
+        self._epoll.register(sock, select.EPOLLIN)
+        return int(sock.getsockname()[1])
+
+    def dial(self, where: str, owner: Any, limit: int) -> Connection:
+        """Begin a connection, over which messages may be sent at once; if it cannot be had, it is ``lost``. ``limit``: bytes
+        of the longest frame that may come. Raises ``PeerError`` for what is no address, or none that may be dialled: it came
+        from a peer."""
+        try:
+            if not where.startswith("tcp://"):
+                raise IdentityError(f"{where!r} is not tcp://HOST:PORT")
+            target = parse_address(where.removeprefix("tcp://"))
+            self._security.check_target(target)
+        except (IdentityError, PeerError) as e:
+            raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
+        conn = Connection(target.host, owner, limit, self._dirty, self._security.dialled, guest=False)
+        if is_ip(target.host):
+            self._begin(conn, _addresses(target.host, target.port))
+        elif not self._names.submit(0, partial(self._look_up, conn, target.host, target.port)):
+            raise PeerError(f"cannot dial {where!r}: too many names are being looked up", kind=FailureKind.OVERLOADED)
+        return conn
+
+    def keep(self, conn: Connection, limit: int) -> None:
+        """It is no guest any more; ``limit``: bytes of the longest frame that it may send from now on."""
+        if self._guests.pop(conn, True) is None:
+            self._guest_bytes -= conn.counted
+        conn.guest, conn.limit = False, limit
+
+    def drop(self, conn: Connection) -> None:
+        """Close a connection once what the peer takes at once has left; nobody is told. Idempotent."""
+        conn.told = True
+        conn.flush()
+        conn.finish()
+        conn.lose("it was closed here")
+        self._forget(conn)
+        self._ready.pop(conn, None)
+
+    def finish(self, conn: Connection) -> None:
+        """Close a connection once what has been said has left."""
+        if conn.lost is None:
+            conn.finish()
+            self._ready.pop(conn, None)
+            if not conn.guest:
+                conn.guest = True  # until the peer has hung up, it is one of those that may be cut off
+                conn.counted = 0
+                self._guests[conn] = None
+
+    def poll(self, seconds: float) -> set[Connection]:
+        """Wait for something to do, read and write what can be. Returns the connections from which something may have come."""
+        self._asleep = True  # before the inbox is looked at, so that whoever fills it after that wakes us
+        idle = not (self._inbox or self._ready or self._more or self._found)
+        events = self._epoll.poll(seconds if idle else 0, _EVENTS)
+        self._asleep = False
+        while self._found:
+            self._begin(*self._found.popleft())
+        more, self._more = self._more, set()
+        for fd, _ in events:
+            conn = self._by_fd.get(fd)
+            if conn is not None:
+                more.add(conn)
+            elif fd == self._flag:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._flag)
+            elif self._listener is not None and fd == self._listener.fileno():
+                self._accept()
+        for conn in more:
+            if conn.pump():
+                self._more.add(conn)
+            self._settle(conn)
+        return more
+
+    def ready(self) -> Iterator[Connection]:
+        """Those that have frames, or are lost, each once; whoever is not come to now comes first the next time."""
+        for _ in range(len(self._ready)):
+            conn = next(iter(self._ready), None)
+            if conn is None:
+                return
+            del self._ready[conn]
+            if conn in self._guests:
+                self._guests.move_to_end(conn)
+            try:
+                yield conn
+            finally:
+                if conn.ready:
+                    self._ready[conn] = None
+                self._dirty.add(conn)
+
+    def flush(self) -> None:
+        """Let what has been said leave."""
+        while self._dirty:
+            conn = self._dirty.pop()
+            conn.flush()
+            self._settle(conn)
+
+    def wake(self) -> None:
+        """Let ``poll`` return. Any thread; does nothing after ``close``."""
+        if self._asleep:
+            self._asleep = False  # one word is enough
+            with self._flag_lock:
+                if self._flag >= 0:
+                    os.eventfd_write(self._flag, 1)
+
+    def linger(self, seconds: float) -> None:
+        """Let what has been said leave, for so long at the most."""
+        until = time.monotonic() + seconds
+        self.flush()
+        while any(conn.unsent for conn in self._by_fd.values()) and time.monotonic() < until:
+            self.poll(0.01)
+            self.flush()
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        self._names.close(1.0)
+        for conn in [*self._by_fd.values(), *self._guests]:
+            conn.lose("it was closed here")
+        self._by_fd.clear()
+        if self._listener is not None:
+            self._listener.close()
+        with self._flag_lock:
+            if self._flag >= 0:
+                self._epoll.close()
+                os.close(self._flag)
+            self._flag = -1
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(_ACCEPTS):
+            try:
+                sock, where = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptor is left, and nobody is let in until one is
+                self._hear_knocks(False)
+                return
+            host = str(where[0])
+            if not self._security.admits(host):
+                sock.close()
+                continue
+            conn = Connection(host, self._owner, GUEST_FRAME, self._dirty, self._security.accepted, guest=True)
+            self._guests[conn] = None
+            conn.accepted(sock)
+            if len(self._guests) > GUESTS:
+                self._lose(next(iter(self._guests)), f"there are more than {GUESTS} who have said nothing yet")
+            self._settle(conn)
+
+    def _hear_knocks(self, whether: bool) -> None:
+        if self._listener is not None and self._hearing != whether:
+            self._epoll.modify(self._listener, select.EPOLLIN if whether else 0)
+            self._hearing = whether
+
+    def _lose(self, conn: Connection, why: str) -> None:
+        conn.lose(why)
+        self._settle(conn)
+
+    def _forget(self, conn: Connection) -> None:
+        """It is closed."""
+        if conn.watched is not None and self._by_fd.get(conn.watched[0]) is conn:
+            del self._by_fd[conn.watched[0]]
+        conn.watched = None
+        self._more.discard(conn)
+        if self._guests.pop(conn, True) is None:
+            self._guest_bytes -= conn.counted
+        self._hear_knocks(True)
+
+    def _settle(self, conn: Connection) -> None:
+        """Have the poll, and the thread, look at what matters now."""
+        if conn.lost is not None:
+            self._forget(conn)
+            if conn.dialled_us and not conn.opened and not conn.told:
+                self._security.turned_away(conn.host, conn.lost)
+            if not conn.told:
+                conn.told = True
+                self._ready[conn] = None
+            return
+        if conn.ready:
+            self._ready[conn] = None
+        if conn.pending:
+            self._more.add(conn)
+        if conn.guest:
+            self._guest_bytes += conn.held - conn.counted
+            conn.counted = conn.held
+            if self._guest_bytes > GUEST_BYTES:
+                self._lose(max(self._guests, key=lambda guest: guest.held), "strangers fill too much memory")
+        wanted = conn.fileno(), conn.interest
+        if conn.watched is not None and conn.watched[0] != wanted[0]:  # the next address is being tried
+            del self._by_fd[conn.watched[0]]
+            conn.watched = None
+        if wanted[0] < 0 or wanted == conn.watched:
+            return
+        if conn.watched is None:
+            self._epoll.register(*wanted)
+            self._by_fd[wanted[0]] = conn
+        else:
+            self._epoll.modify(*wanted)
+        conn.watched = wanted
+
+    def _begin(self, conn: Connection, targets: list[Any] | str) -> None:
+        if conn.lost is not None:
+            return
+        if isinstance(targets, str):
+            conn.lose(targets)
+        else:
+            conn.connect(targets)
+        self._settle(conn)
+
+    def _look_up(self, conn: Connection, host: str, port: int) -> None:
+        """On the thread for names."""
+        try:
+            self._found.append((conn, _addresses(host, port)))
+        except OSError as e:
+            self._found.append((conn, f"its name {host!r} cannot be looked up: {e.strerror or e}"))
+        self.wake()
+
+
+def _addresses(host: str, port: int) -> list[Any]:
+    return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))

@@ -1,0 +1,79 @@
+"""Checksums of parts that have arrived, where the device reads by itself: the data thread begins them and goes on.
+
+Two threads less have to wake than if ``hasher.py`` were asked. What cannot be had here is left to that, which says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from kvxfer import memory
+from kvxfer.geometry import Region
+from kvxfer.memory import Checksum, Fence, Space
+from kvxfer.protocol.values import Move, Moved, PartRef
+
+__all__ = ["Checks"]
+
+log = logging.getLogger("kvxfer.mover")
+
+
+class Checks:
+    """Used by the data thread only. ``regions``: the cache's memory. ``post``: gets the end of each part."""
+
+    def __init__(self, regions: tuple[Region, ...], post: Callable[[Moved], None]) -> None:
+        self._regions, self._post = regions, post
+        self._space: Space | None = None
+        self._ready: dict[PartRef, Callable[[Fence | None], Checksum]] = {}
+        self._reading: list[tuple[Moved, Checksum]] = []
+
+    def __len__(self) -> int:
+        return len(self._reading)
+
+    def get_ready(self, action: Move) -> None:
+        """Do what can be done while a part is on its way. It must come to an ``end``, or be forgotten."""
+        if action.check is None:
+            return
+        try:
+            self._space = space = self._space or memory.space(self._regions)
+            if space.by_itself:
+                self._ready[action.ref] = space.prepare_checksum(action.check, "destination")
+        except BaseException:
+            log.exception("a checksum could not be prepared")
+
+    def end(self, moved: Moved) -> None:
+        """A part has ended. If it has arrived, its end is told when it has been read."""
+        begin = self._ready.pop(moved.ref, None)
+        if begin is not None and moved.failure is None:
+            try:
+                self._reading.append((moved, begin(None)))
+                return
+            except BaseException:
+                log.exception("a checksum could not be begun")
+        self._post(moved)
+
+    def look(self) -> None:
+        """Tell of the parts that have been read."""
+        for reading in list(self._reading):
+            moved, checksum = reading
+            try:
+                if not checksum.fence.passed():
+                    continue
+                moved = msgspec.structs.replace(moved, checksum=checksum.value)
+            except BaseException:
+                log.exception("a checksum failed")
+            self._reading.remove(reading)
+            self._post(moved)
+
+    def forget(self) -> None:
+        """Parts that have not ended will not."""
+        self._ready.clear()
+
+    def wait(self) -> None:
+        """Until nothing is read any more."""
+        for _, checksum in self._reading:
+            with suppress(Exception):  # nobody wants to know any more
+                checksum.value  # noqa: B018  (waits)

@@ -1,0 +1,73 @@
+"""A mailbox: calls from any thread for one that sleeps in a poll."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from kvxfer.backend.wakeup import Timer
+
+__all__ = ["CommandQueue"]
+
+
+class CommandQueue:
+    """``post`` from any thread, ``sleep`` and ``take`` on one.
+
+    No ``Wakeup``, whose epoll would have to be looked at within this poll and after it: the data thread sleeps often, and shortly.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._timer = Timer()
+        self._poller = select.poll()
+        self._poller.register(self._flag, select.POLLIN)
+        self._poller.register(self._timer, select.POLLIN)
+        self._other: int | None = None  # what the poller looks at beside them
+        self._closed = False
+        self._asleep = False
+        self._lock = threading.Lock()
+
+    def sleep(self, fd: int | None, seconds: float) -> None:
+        """Until there is a call, ``fd`` is readable, or so much time has passed."""
+        if fd != self._other:
+            if self._other is not None:
+                self._poller.unregister(self._other)
+            if fd is not None:
+                self._poller.register(fd, select.POLLIN)
+            self._other = fd
+        self._asleep = True  # before the calls are looked at, so that whoever adds one after that wakes us
+        if not self._calls:
+            self._timer.at(time.monotonic() + seconds)
+            if any(ready == self._flag for ready, _ in self._poller.poll()):
+                os.eventfd_read(self._flag)
+        self._asleep = False
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        """Have ``call(*args)`` made by whoever takes it; never, once the mailbox is closed."""
+        self._calls.append(partial(call, *args))
+        if not self._asleep:
+            return
+        self._asleep = False  # one word is enough
+        with self._lock:  # so that no descriptor is written to that is somebody else's by now
+            if not self._closed:
+                os.eventfd_write(self._flag, 1)
+
+    def take(self) -> Iterator[Callable[[], None]]:
+        """The calls that have come, those that come meanwhile included."""
+        while self._calls:
+            yield self._calls.popleft()
+
+    def close(self) -> None:
+        """Once nobody takes any more. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                os.close(self._flag)
+                self._timer.close()
+            self._closed = True

@@ -1,0 +1,87 @@
+"""Checksums of parts, on a thread of its own: neither control nor data waits while memory is read.
+
+The control thread posts what is to be hashed and gets each answer through a callback. The thread starts with the first
+part, so that an agent whose links check nothing has none.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from kvxfer import memory
+from kvxfer.data.results import Died
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Cache, Planner, route
+from kvxfer.protocol.values import Hash, Hashed, PartRef
+
+__all__ = ["Hasher"]
+
+log = logging.getLogger("kvxfer.hasher")
+
+
+class Hasher:
+    """``cache``: what is read. ``post``: called with one ``Hashed`` for each ``Hash``, on this object's thread or
+    from within ``cancel`` or ``close``; must not block. Methods are called by one thread, save ``close``."""
+
+    def __init__(self, cache: Cache, post: Callable[[Hashed | Died], None]) -> None:
+        self._cache, self._post = cache, post
+        self._waiting: dict[PartRef, Hash] = {}
+        self._line: queue.SimpleQueue[PartRef | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvxfer-hash", daemon=True)
+        self._started = False
+
+    def get_ready(self) -> None:
+        """Have compiled what reads the cache, which may take seconds, so that no transfer waits for it: it reads one token."""
+        cache = self._cache
+        assignments = route([cache], [cache])[cache.rank].assignments.get(cache.rank, ())
+        first = [[0]] * len(cache.groups)
+        one = Planner(cache, cache, assignments).plan(first, first, 0, 1)
+        memory.space(cache.regions).checksum(one, "source").value  # noqa: B018  (waits)
+
+    def hash(self, action: Hash) -> None:
+        """Read the part's memory, after those that came before."""
+        self._waiting[action.ref] = action
+        self._line.put(action.ref)
+        if not self._started:
+            self._started = True
+            self._thread.start()
+
+    def cancel(self, ref: PartRef) -> None:
+        """It is of no use any more: if it has not begun, it ends here. One that has begun, or is not known, is left
+        alone."""
+        if self._waiting.pop(ref, None) is not None:
+            self._post(Hashed(ref, failure=Failure(FailureKind.CANCELLED, "it was given up")))
+
+    def close(self, timeout: float) -> None:
+        """Begin nothing more and wait for what has begun, ``timeout`` seconds at most (it is a daemon thread)."""
+        for ref in list(self._waiting):
+            self.cancel(ref)
+        self._line.put(None)
+        if self._started:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                log.error("a checksum was not done within %g s; its thread is abandoned", timeout)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as e:
+            self._post(Died(Failure(FailureKind.BACKEND_FAILED, f"the thread for checksums has died: {e!r}")))
+            raise
+
+    def _serve(self) -> None:
+        space: memory.Space | None = None
+        while (ref := self._line.get()) is not None:
+            action = self._waiting.pop(ref, None)
+            if action is None:
+                continue
+            try:
+                space = space or memory.space(self._cache.regions)
+                done = Hashed(ref, space.checksum(action.plan, action.side).value)
+            except BaseException as e:
+                log.exception("a checksum failed")
+                done = Hashed(ref, failure=Failure.of(e))
+            self._post(done)

@@ -1,0 +1,40 @@
+"""Jobs: how one part becomes batches. Run by the mover on the data thread; never block.
+
+A direct job submits the plan's runs as they are. Staged jobs cut the plan into pieces and pass them through slots of
+staging memory: pack, move as one long run, unpack. By verb, and whose slots the two sides speak of:
+
+=========  ===========================  =======================================================
+verb       producer                     consumer
+=========  ===========================  =======================================================
+send/recv  packs, sends                 receives into a slot, unpacks
+read       packs, says where it lies    reads it into a slot of its own, says so, unpacks
+write      packs, writes into the slot  lends a slot for each piece, unpacks once it is written
+=========  ===========================  =======================================================
+"""
+
+from __future__ import annotations
+
+from kvxfer.data.jobs.direct import Direct
+from kvxfer.data.jobs.job import Job, SlotSink, Wire
+from kvxfer.data.jobs.staged import Staged, StagedLend, StagedRead, StagedRecv, StagedSend, StagedServe, StagedWrite
+from kvxfer.protocol.values import Move, Role
+from kvxfer.transport import Verb
+
+__all__ = ["Job", "Wire", "make_job"]
+
+
+STAGED: dict[tuple[Verb, Role], type[Staged]] = {
+    (Verb.SEND, "producer"): StagedSend,
+    (Verb.RECV, "consumer"): StagedRecv,
+    (Verb.READ, "producer"): StagedServe,
+    (Verb.READ, "consumer"): StagedRead,
+    (Verb.WRITE, "producer"): StagedWrite,
+    (Verb.WRITE, "consumer"): StagedLend,
+}
+
+
+def make_job(action: Move, wire: Wire, sink: SlotSink) -> Job:
+    """The job for a part, by verb and role and whether it is staged."""
+    if not action.piece_bytes:
+        return Direct(action, wire)
+    return STAGED[action.verb, action.ref.role](action, wire, sink)

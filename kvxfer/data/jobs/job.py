@@ -1,0 +1,119 @@
+"""What all jobs share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvxfer.data.staging import Staging
+from kvxfer.failures import Failure
+from kvxfer.geometry import Region
+from kvxfer.protocol.values import Move, PartRef
+from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Transport
+
+__all__ = ["CACHE", "PIECES", "STAGE", "Job", "SlotSink", "Wire"]
+
+CACHE, STAGE = 0, 1
+PIECES = 1 << 20
+"""Stream numbers set aside for each part: pieces of part n are numbered from ``n * PIECES``."""
+
+SlotSink = Callable[[PartRef, int, int, int], None]
+"""Called with (part, piece, offset, bytes) to tell the peer of a slot; offset -1: its slot is free again."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a job needs of the mover: the back end, the peer, memory, and the table of batches in flight."""
+
+    transport: Transport
+    peer: int
+    regions: tuple[Region, ...]
+    staging: Staging | None
+    batches: dict[int, Job]
+
+
+class Job:
+    """One part on its way. ``advance`` is called after every event; the job has ended when nothing of it is in flight
+    and it is either complete or stopped. ``lends``: the peer writes into memory of ours for it."""
+
+    lends_memory = False
+
+    def __init__(self, action: Move, wire: Wire) -> None:
+        self.ref = action.ref
+        self.action = action
+        self.wire = wire
+        self.batches: set[int] = set()
+        self.error: Failure | None = None
+        self.quiet = True
+        self.collateral = False
+        self.nbytes = action.plan.nbytes
+        self.begun = 0.0  # when the data thread took it up
+        # What is sent, received or served on a link goes in the order of its parts, whole parts one after the other:
+        # the order in which the peer expects it. A job submits when it is the first in line.
+        self.line: deque[Job] | None = None
+
+    @property
+    def complete(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def ended(self) -> bool:
+        return not self.batches and (self.complete or self.error is not None)
+
+    @property
+    def submitting(self) -> bool:
+        """Whether it has batches still to submit."""
+        raise NotImplementedError
+
+    @property
+    def my_turn(self) -> bool:
+        return self.line is None or (len(self.line) > 0 and self.line[0] is self)
+
+    @property
+    def waiting_on_device(self) -> bool:
+        return False
+
+    @property
+    def starving(self) -> bool:
+        """Whether it waits for a slot of staging memory."""
+        return False
+
+    @property
+    def restless(self) -> bool:
+        """Whether it should be advanced without an event of its own: when the device is done, or a slot is free."""
+        return self.waiting_on_device
+
+    def advance(self) -> None:
+        """Do what can be done now."""
+
+    def calm(self) -> None:
+        """What was not quiet has become so."""
+        self.quiet = True
+
+    def remote_writes_ended(self) -> None:
+        """The peer has ended its half for good; only jobs that lend it memory care."""
+
+    def calmed_by_close(self, caps: Capabilities) -> bool:
+        """Whether closing its link makes its memory quiet."""
+        return caps.quiet == "peer_close" or (self.lends_memory and caps.quiet == "batch")
+
+    def slot(self, piece: int, offset: int, nbytes: int) -> None:
+        """The peer speaks of a piece; only staged jobs care."""
+
+    def stop(self, why: Failure) -> None:
+        """Submit nothing more; the first reason counts."""
+        if self.error is None:
+            self.error = why
+
+    def completed(self, done: Completion) -> None:
+        self.batches.discard(done.batch)
+        self.quiet &= done.quiet
+        if done.error is not None:
+            self.stop(Failure.of(done.error))
+
+    def _submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
+        number = self.wire.transport.submit(batch, after)
+        self.batches.add(number)
+        self.wire.batches[number] = self
+        return number

@@ -1,0 +1,386 @@
+"""Parts that pass packed through slots of staging memory, piece by piece, several pieces in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+
+from kvxfer.data.jobs.job import PIECES, STAGE, Job, SlotSink, Wire
+from kvxfer.data.staging import Slot
+from kvxfer.errors import TransportError
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import CopyPlan
+from kvxfer.protocol.values import Move
+from kvxfer.transport import Batch, Completion, Fence, Verb
+
+__all__ = ["Staged", "StagedLend", "StagedRead", "StagedRecv", "StagedSend", "StagedServe", "StagedWrite"]
+
+READY = 2
+"""Pieces that a reader gets ready to unpack before it is told that they can be read."""
+
+
+@dataclass
+class _Piece:
+    number: int
+    plan: CopyPlan
+    slot: Slot
+    fence: Fence | None = None
+
+
+def _pieces(action: Move) -> Iterator[CopyPlan]:
+    """The same on both sides. Of many the first is half as long, so that those behind it follow each other at a distance:
+    a library that shares its link among two of equal length ends both at once, and then stands still."""
+    nbytes = action.piece_bytes
+    return action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
+
+
+def _misfit(piece: int, nbytes: int, plan: CopyPlan) -> Failure:
+    return Failure(FailureKind.MISUSE, f"piece {piece} has {nbytes} bytes at the peer and {plan.nbytes} here")
+
+
+class Staged(Job):
+    """What all staged jobs share: the pieces still to begin, and the slots they hold."""
+
+    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
+        super().__init__(action, wire)
+        self.sink = sink
+        if wire.staging is None:
+            raise TransportError("a staged part needs staging memory, and there is none")
+        self.staging = wire.staging
+        self._rest: Iterator[tuple[int, CopyPlan]] = enumerate(_pieces(action))
+        self._ahead: tuple[int, CopyPlan] | None = None
+        self.held: dict[int, _Piece] = {}  # batch or piece number -> the piece that holds a slot
+        self.unpacking: list[_Piece] = []
+        self.stranded: list[_Piece] = []  # their slots may still be touched
+        self._starving = False  # wants a slot, and there was none
+        self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
+
+    @property
+    def ahead(self) -> tuple[int, CopyPlan] | None:
+        """The number and plan of the piece to begin next, cut when first asked for: while the one before is being packed."""
+        if self._ahead is None:
+            self._ahead = next(self._rest, None)
+        return self._ahead
+
+    @property
+    def submitting(self) -> bool:
+        return self.error is None and self.ahead is not None
+
+    @property
+    def starving(self) -> bool:
+        return self._starving and self.error is None
+
+    @property
+    def restless(self) -> bool:
+        return self.starving or self.waiting_on_device
+
+    @property
+    def complete(self) -> bool:
+        return self.ahead is None and not self.held and not self.unpacking
+
+    @property
+    def ended(self) -> bool:
+        return super().ended and not self.unpacking
+
+    @property
+    def waiting_on_device(self) -> bool:
+        return bool(self.unpacking)
+
+    def stop(self, why: Failure) -> None:
+        super().stop(why)
+        self._ahead, self._rest = None, iter(())
+        self._unpackers.clear()
+
+    def begin(self) -> _Piece | None:
+        """The next piece with a slot for it, or nothing now."""
+        ahead = self.ahead
+        if ahead is None or self.error is not None or not self.my_turn:
+            return None
+        slot = self.take()
+        if slot is None:
+            return None
+        self._ahead = None
+        return _Piece(*ahead, slot)
+
+    def take(self) -> Slot | None:
+        slot = self.staging.take(self.ref.link, self.ref.role)
+        self._starving = slot is None
+        return slot
+
+    def one_run(self, verb: Verb, piece: _Piece, remote: int | None = None, after: Fence | None = None) -> None:
+        one = np.array([piece.plan.nbytes], dtype=np.int64)
+        batch = Batch(
+            verb,
+            self.wire.peer,
+            STAGE,
+            one,
+            np.array([piece.slot.offset], dtype=np.int64),
+            STAGE,
+            None if remote is None else np.array([remote], dtype=np.int64),
+            self.action.stream * PIECES + piece.number,
+        )
+        try:
+            self.held[self._submit(batch, after)] = piece
+        except BaseException:
+            self.staging.give(piece.slot)
+            raise
+
+    def pack(self, piece: _Piece) -> Fence:
+        try:
+            return self.staging.pack(piece.plan, piece.slot)
+        except BaseException:
+            self.staging.give(piece.slot)
+            raise
+
+    def get_ready(self, expected: Iterable[tuple[int, CopyPlan]] = ()) -> None:
+        """Get ready to unpack the pieces that are on their way, and others. To be called when the peer has all that it needs to go
+        on: then it costs no time."""
+        if self.error is not None:
+            return
+        for number, plan in chain(((p.number, p.plan) for p in self.held.values()), expected):
+            if number not in self._unpackers:
+                self._unpackers[number] = self.staging.unpack(plan)
+
+    def land(self, piece: _Piece) -> None:
+        """A piece has arrived in its slot: begin to unpack it."""
+        try:
+            unpack = self._unpackers.pop(piece.number, None) or self.staging.unpack(piece.plan)
+            piece.fence = unpack(piece.slot)
+        except BaseException:
+            self.staging.give(piece.slot)
+            raise
+        self.unpacking.append(piece)
+
+    def settle(self) -> None:
+        """Pieces whose unpacking has finished; their slots are free again."""
+        for piece in [p for p in self.unpacking if p.fence is None or p.fence.passed()]:
+            self.unpacking.remove(piece)
+            self.staging.give(piece.slot)
+
+    def give_back(self, piece: _Piece, quiet: bool) -> None:
+        """A piece that ends here; a slot that is not quiet stays out until it is."""
+        if quiet:
+            self.staging.give(piece.slot)
+        else:
+            self.stranded.append(piece)
+
+    def calm(self) -> None:
+        super().calm()
+        for piece in self.stranded:
+            self.staging.give(piece.slot)
+        self.stranded.clear()
+
+
+class StagedSend(Staged):
+    """Two-sided, producer: pack pieces and send them, say which have a slot, free their slots."""
+
+    def advance(self) -> None:
+        last = None
+        try:
+            while (piece := self.begin()) is not None:
+                self.one_run(Verb.SEND, piece, after=self.pack(piece))
+                last = piece
+        finally:
+            if (
+                last is not None
+            ):  # told last, since to tell takes time, and a consumer short of slots can wait for so long
+                self.sink(self.ref, last.number, last.slot.offset, last.plan.nbytes)
+
+    def completed(self, done: Completion) -> None:
+        super().completed(done)
+        self.give_back(self.held.pop(done.batch), done.quiet)
+
+
+class StagedRecv(Staged):
+    """Two-sided, consumer: receive a piece into a slot, unpack it. It begins before it is told that the piece is being
+    sent only while slots are plenty (see ``staging.py``)."""
+
+    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
+        super().__init__(action, wire, sink)
+        self._announced = 0
+
+    def slot(self, piece: int, offset: int, nbytes: int) -> None:
+        self._announced = max(self._announced, piece + 1)
+
+    def take(self) -> Slot | None:
+        sure = self.ahead is not None and self.ahead[0] < self._announced
+        slot = self.staging.take(self.ref.link, self.ref.role, sure)
+        self._starving = slot is None
+        return slot
+
+    def advance(self) -> None:
+        self.settle()
+        while (piece := self.begin()) is not None:
+            self.one_run(Verb.RECV, piece)
+        self.get_ready()
+
+    def completed(self, done: Completion) -> None:
+        super().completed(done)
+        piece = self.held.pop(done.batch)
+        if done.error is None and self.error is None:
+            self.land(piece)
+        else:
+            self.give_back(piece, done.quiet)
+
+
+class StagedServe(Staged):
+    """One-sided read, producer: pack pieces, tell the consumer where they lie, free each when it says it took it."""
+
+    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
+        super().__init__(action, wire, sink)
+        self._packing: list[_Piece] = []
+
+    @property
+    def waiting_on_device(self) -> bool:
+        return bool(self._packing)
+
+    @property
+    def complete(self) -> bool:
+        return super().complete and not self._packing
+
+    def advance(self) -> None:
+        self._announce()
+        while (piece := self.begin()) is not None:
+            piece.fence = self.pack(piece)
+            self._packing.append(piece)
+            self._announce()  # a device packs a piece in less time than it takes to start the next
+
+    def _announce(self) -> None:
+        """Let the consumer have what is packed."""
+        for piece in [p for p in self._packing if p.fence is None or p.fence.passed()]:
+            self._packing.remove(piece)
+            self.held[piece.number] = piece
+            self.sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
+
+    def slot(self, piece: int, offset: int, nbytes: int) -> None:
+        taken = self.held.pop(piece, None)
+        if taken is not None:
+            self.staging.give(taken.slot)
+
+    def stop(self, why: Failure) -> None:
+        """Slots may still be read by the consumer, which does no harm here; what it reads is not confirmed any more."""
+        super().stop(why)
+        for piece in [*self.held.values(), *self._packing]:
+            self.staging.give(piece.slot)
+        self.held.clear()
+        self._packing.clear()
+
+
+class Named(Staged):
+    """Pieces that begin when the peer names a slot of its own for them, in whatever order."""
+
+    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
+        super().__init__(action, wire, sink)
+        self._plans = dict(self._rest)
+        self._named: deque[tuple[int, int]] = deque()
+
+    @property
+    def complete(self) -> bool:
+        return super().complete and not self._plans
+
+    def slot(self, piece: int, offset: int, nbytes: int) -> None:
+        plan = self._plans.get(piece)
+        if plan is None:
+            return
+        if plan.nbytes != nbytes:
+            self.stop(_misfit(piece, nbytes, plan))
+            return
+        self._named.append((piece, offset))
+
+    def next_named(self) -> tuple[_Piece, int] | None:
+        """The next piece with a slot for it here, and its place at the peer; or nothing now."""
+        while self.error is None and self._named:
+            slot = self.take()
+            if slot is None:
+                return None
+            number, offset = self._named.popleft()
+            plan = self._plans.pop(number, None)
+            if plan is not None:
+                return _Piece(number, plan, slot), offset
+            self.staging.give(slot)  # it was named twice
+        return None
+
+
+class StagedRead(Named):
+    """One-sided read, consumer: read each announced piece into a slot of our own, say so, unpack it."""
+
+    def advance(self) -> None:
+        self.settle()
+        while (named := self.next_named()) is not None:
+            piece, offset = named
+            self.one_run(Verb.READ, piece, remote=offset)
+        self.get_ready(islice(self._plans.items(), READY))
+
+    def completed(self, done: Completion) -> None:
+        super().completed(done)
+        piece = self.held.pop(done.batch)
+        if done.error is None and self.error is None:
+            self.sink(self.ref, piece.number, -1, 0)
+            self.land(piece)
+        else:
+            self.give_back(piece, done.quiet)
+
+
+class StagedWrite(Named):
+    """One-sided write, producer: pack each piece for which a slot was lent, write it there, say so."""
+
+    def advance(self) -> None:
+        while (named := self.next_named()) is not None:
+            piece, offset = named
+            self.one_run(Verb.WRITE, piece, remote=offset, after=self.pack(piece))
+
+    def completed(self, done: Completion) -> None:
+        super().completed(done)
+        piece = self.held.pop(done.batch)
+        self.give_back(piece, done.quiet)
+        if done.error is None and self.error is None:
+            self.sink(self.ref, piece.number, 0, piece.plan.nbytes)
+
+
+class StagedLend(Staged):
+    """One-sided write, consumer: lend a slot for each piece, unpack what was written there. When it is stopped, lent slots
+    stay out until the producer has ended its half or the link is closed."""
+
+    lends_memory = True
+
+    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
+        super().__init__(action, wire, sink)
+        self._written: deque[_Piece] = deque()
+
+    @property
+    def complete(self) -> bool:
+        return super().complete and not self._written
+
+    def slot(self, piece: int, offset: int, nbytes: int) -> None:
+        lent = self.held.get(piece)
+        if lent is None:
+            return
+        if lent.plan.nbytes != nbytes:
+            self.stop(_misfit(piece, nbytes, lent.plan))
+            return
+        self._written.append(self.held.pop(piece))
+
+    def advance(self) -> None:
+        self.settle()
+        while self._written:
+            self.land(self._written.popleft())
+        while (piece := self.begin()) is not None:
+            self.held[piece.number] = piece
+            self.sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
+        self.get_ready()
+
+    def stop(self, why: Failure) -> None:
+        super().stop(why)
+        for piece in self._written:
+            self.staging.give(piece.slot)
+        self._written.clear()
+        self.quiet &= not self.held
+        self.stranded += self.held.values()
+        self.held.clear()
+
+    def remote_writes_ended(self) -> None:
+        self.calm()

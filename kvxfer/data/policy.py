@@ -1,0 +1,181 @@
+"""How this agent's back end and cache are used together: verb, and when parts go staged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from kvxfer import facts as f
+from kvxfer.config import Integrity
+from kvxfer.data.staging import Staging
+from kvxfer.errors import ConfigError, PeerError
+from kvxfer.failures import FailureKind
+from kvxfer.geometry import Cache, Incompatible, Planner, ShardAssignment
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.values import LinkInfo, Mode, Role
+from kvxfer.transport import Capabilities, Verb
+
+__all__ = ["LinkPolicy", "admit", "check_facts", "lent", "stager"]
+
+ALWAYS = 1 << 62
+STRICTNESS = get_args(Integrity)
+LEAST_PIECE = 4096
+"""Bytes of a staged piece that a peer may ask for: smaller ones would be work without end."""
+HOST_STAGING, CUDA_STAGING = 64 << 20, 512 << 20
+"""Staging memory by default: pieces must be long enough for a GPU's link, some ten times faster than a host's."""
+CUDA_RUN = 2 << 20
+"""Bytes that a GPU's link moves in the 5 us and more that a message or descriptor costs: shorter rows are packed."""
+
+
+@dataclass(frozen=True)
+class LinkPolicy:
+    """Fixed for an agent's life. ``stage_below``: parts whose rows are shorter on average are packed (0: none is)."""
+
+    backend: str
+    mode: Mode
+    cache: Cache
+    piece_bytes: int
+    stage_below: int
+    integrity: Integrity
+
+    @classmethod
+    def of(
+        cls, backend: str, caps: Capabilities, staging: Staging, cache: Cache, integrity: Integrity = "off"
+    ) -> LinkPolicy:
+        mode = _mode(caps)
+        if _foreign(caps, cache) or not caps.gathers:
+            below = ALWAYS
+        elif caps.factored:
+            below = 0
+        else:
+            on_host = all(r.device == "cpu" for r in cache.regions)
+            below = caps.run_bytes if on_host else max(caps.run_bytes, CUDA_RUN)
+        if mode == "write" and not _closes(caps):
+            below = ALWAYS  # closing a link would not keep its writes out of the cache
+        return cls(backend, mode, cache, staging.piece_bytes, below, integrity)
+
+    def hello(
+        self,
+        endpoint: bytes,
+        expect: int,
+        epoch: int,
+        engine: str,
+        assignments: Sequence[ShardAssignment],
+        facts: Mapping[str, str],
+    ) -> m.Hello:
+        return m.Hello(
+            m.PROTOCOL,
+            self.backend,
+            expect,
+            epoch,
+            engine,
+            endpoint,
+            self.cache,
+            tuple(assignments),
+            self.mode,
+            self.piece_bytes,
+            self.integrity,
+            dict(facts),
+        )
+
+    def agree(self, hello: m.Hello, planner: Planner, name: str = "") -> LinkInfo:
+        """What a hello amounts to that has been admitted, of a peer known by ``name``. Raises
+        ``PeerError`` with the reason for a refusal."""
+        if hello.mode != self.mode:
+            raise _misfit(
+                f"{hello.engine!r} uses back end {self.backend!r} by {hello.mode}, this engine by {self.mode}; configure it "
+                "alike on both"
+            )
+        if hello.piece_bytes < LEAST_PIECE:
+            raise _misfit(f"{hello.engine!r} takes pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least")
+        integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
+        piece_bytes = min(self.piece_bytes, hello.piece_bytes)
+        return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, self.stage_below, integrity, name=name)
+
+    def accept(self, welcome: m.Welcome) -> None:
+        """Check a producer's answer to our hello. Raises ``PeerError`` when it is none that we asked for."""
+        if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
+            raise _misfit(f"its pieces have {welcome.piece_bytes} bytes, and ours {self.piece_bytes}")
+        if STRICTNESS.index(welcome.integrity) < STRICTNESS.index(self.integrity):
+            raise _misfit(
+                f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})"
+            )
+
+
+def admit(
+    hello: m.Hello, candidates: Sequence[str], cache: Cache, epoch: int, facts: Mapping[str, str] | None
+) -> Planner:
+    """Check all of a consumer's hello that does not depend on what a back end can do. ``candidates``, ``cache``, ``epoch``, ``facts``:
+    ours. Raises ``PeerError`` with the reason for a refusal."""
+    if hello.protocol != m.PROTOCOL:
+        raise _misfit(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
+    if hello.expect_epoch != epoch:
+        why = f"{hello.engine!r} looks for an agent that lived here before; this one started later"
+        raise PeerError(why, kind=FailureKind.PEER_LOST)
+    check_facts(hello, facts)
+    if hello.backend not in candidates:
+        raise _misfit(
+            f"{hello.engine!r} uses back end {hello.backend!r}, this engine {' or '.join(map(repr, candidates))}; configure the "
+            "same on both"
+        )
+    try:
+        hello.cache.check()
+        return Planner(cache, hello.cache, hello.assignments)
+    except (Incompatible, ValueError) as e:
+        raise _misfit(f"the caches do not fit: {e}") from None
+
+
+def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
+    """Refuse a consumer whose KV depends on something else than ours. ``facts``: ours; ``None``: our engine has not said them
+    yet, and the consumer has compared those of our directory. Raises ``PeerError``."""
+    why = None if facts is None else f.difference(facts, hello.facts, "at the consumer")
+    if why is not None:
+        raise _misfit(f"{hello.engine!r} asks for KV of this engine, but {why}")
+
+
+def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
+    """How staging memory is made once the back end's capabilities are known."""
+
+    def make(caps: Capabilities) -> Staging:
+        kinds = {r.device.partition(":")[0] for r in cache.regions}
+        if kinds <= caps.memory:
+            device = next((r.device for r in cache.regions), "cpu")  # a rank may hold nothing
+        elif "cpu" in caps.memory:
+            device = "cpu"
+        else:
+            raise ConfigError(f"the back end moves {sorted(caps.memory)} memory, the cache is in {sorted(kinds)}")
+        return Staging(cache.regions, nbytes or (HOST_STAGING if device == "cpu" else CUDA_STAGING), device)
+
+    return make
+
+
+def lent(caps: Capabilities, role: Role) -> tuple[frozenset[int], bool]:
+    """What the peer of a link on which we are ``role`` needs of our memory (0: the cache, 1: staging), and whether to write
+    to it. In each mode one side moves the bytes, or none alone."""
+    mode, serves = _mode(caps), role == "producer"
+    if mode == "read":
+        return (frozenset({0, 1}) if serves else frozenset()), False
+    if mode == "write" and not serves:
+        return frozenset({0, 1} if _closes(caps) else {1}), True
+    return frozenset(), False
+
+
+def _misfit(why: str) -> PeerError:
+    return PeerError(why, kind=FailureKind.INCOMPATIBLE)
+
+
+def _mode(caps: Capabilities) -> Mode:
+    if Verb.READ in caps.verbs:
+        return "read"
+    return "write" if Verb.WRITE in caps.verbs else "sendrecv"
+
+
+def _closes(caps: Capabilities) -> bool:
+    """Whether closing a link ends what its peer writes."""
+    return caps.quiet in ("batch", "peer_close")
+
+
+def _foreign(caps: Capabilities, cache: Cache) -> bool:
+    """Whether some of the cache lies in memory that the back end cannot move."""
+    return any(r.device.partition(":")[0] not in caps.memory for r in cache.regions)

@@ -1,0 +1,165 @@
+"""Staging memory: a bounded area cut into equal slots, through which staged parts pass packed.
+
+Used by the data thread only. A link that needs slots alone may hold half of them; of several each may hold its part; and
+the last one that is free is for a link that has none, so that a peer that has stopped does not keep others from theirs. Should
+so many have stopped that nothing is left, ``idle`` names them.
+
+No circle of engines may wait for each other's slots, however many there are. A producer holds a slot until its consumer
+has one too; so ``RESERVED`` slots are kept for pieces of which a consumer knows that their producer has one already. What
+holds these ends without anybody else's slot, therefore whatever is announced moves in the end. As many are kept for
+producers, since the others may wait for one of theirs.
+
+A device may still be packing into a slot, or unpacking it, when its piece has ended: such a slot is nobody's until the
+device is done, or what a peer sends into it next would be overwritten.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvxfer import memory
+from kvxfer.errors import ConfigError
+from kvxfer.geometry import CopyPlan, Region
+from kvxfer.protocol.values import LinkId, Role
+from kvxfer.transport import Fence
+
+__all__ = ["SLOTS", "Slot", "Staging"]
+
+SLOTS = 8
+"""Slots an area is cut into: enough to overlap packing, moving and unpacking, few enough to keep pieces long."""
+
+
+RESERVED = SLOTS // 4
+"""Slots that neither a producer's pieces nor those a consumer merely expects may take; and that no consumer may take."""
+
+CREDITS = SLOTS // 2
+"""Slots that a link may hold, and that may be held for pieces merely expected."""
+
+TICK_S = 0.0001
+"""How often a thread that waits for the device asks."""
+
+Use = Literal["sent", "known", "expected"]
+"""What a slot is for: a producer's piece; a consumer's whose producer has a slot, or needs ours first; or may not yet."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    offset: int
+    owner: LinkId
+    use: Use
+
+
+class Staging:
+    """``nbytes`` of staging on ``device`` (pinned if it is host memory under a GPU cache) for a cache's ``regions``."""
+
+    def __init__(self, regions: tuple[Region, ...], nbytes: int, device: str) -> None:
+        self._space = memory.space(regions)
+        self.piece_bytes = nbytes // SLOTS // 4096 * 4096
+        if self.piece_bytes <= 0:
+            raise ConfigError(f"kvxfer setting 'staging_bytes' cannot be {nbytes}: at least {SLOTS * 4096} are needed")
+        pinned = device == "cpu" and any(r.device != "cpu" for r in regions)
+        self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, pinned=pinned)
+        self.reset()
+
+    @property
+    def region(self) -> Region:
+        return self._buffer.region
+
+    def reset(self) -> None:
+        """All slots are free: no back end can touch them any more."""
+        self._free = [i * self.piece_bytes for i in range(SLOTS)]
+        self._busy: dict[int, Fence] = {}  # by slot: what the device was last asked to do there, until it has
+        self._held: dict[Role, Counter[LinkId]] = {"producer": Counter(), "consumer": Counter()}
+        self._moved: dict[LinkId, float] = {}  # producer: when a link that holds slots last got or gave one
+        self._used: Counter[Use] = Counter()
+        self.given = 0  # how many slots have come back
+
+    def take(self, owner: LinkId, role: Role, sure: bool = True) -> Slot | None:
+        """A free slot for a link, or ``None`` while there is none or the credits of link or use are used up. ``sure``:
+        whether a consumer's will be used without the peer's waiting for a slot that others may have."""
+        use: Use = "sent" if role == "producer" else "known" if sure else "expected"
+        if not self._may(owner, role, use):
+            return None
+        free = next((at for at in reversed(self._free) if self._idle(at)), None)
+        if free is None:
+            return None
+        self._free.remove(free)
+        self._held[role][owner] += 1
+        self._used[use] += 1
+        if role == "producer":
+            self._moved[owner] = time.monotonic()
+        return Slot(free, owner, use)
+
+    def _may(self, owner: LinkId, role: Role, use: Use) -> bool:
+        room, holders = self._room(use), self._held[role]
+        if owner not in holders:
+            return room > 0
+        mine = holders[owner]
+        return room > 1 and mine < min(CREDITS, (SLOTS - RESERVED) // len(holders))
+
+    def _room(self, use: Use) -> int:
+        """How many more slots may be had for this."""
+        used, most = self._used, SLOTS - RESERVED
+        room = len(self._free)
+        if use != "sent":
+            room = min(room, most - used["known"] - used["expected"])
+        if use != "known":
+            room = min(room, most - used["sent"] - used["expected"])
+        return min(room, CREDITS - used["expected"]) if use == "expected" else room
+
+    def idle(self, seconds: float) -> list[LinkId]:
+        """Links whose consumer has taken nothing for so long of what was packed for it."""
+        before = time.monotonic() - seconds
+        return [link for link, moved in self._moved.items() if moved < before]
+
+    def _idle(self, at: int) -> bool:
+        fence = self._busy.get(at)
+        if fence is None or fence.passed():
+            self._busy.pop(at, None)
+            return True
+        return False
+
+    @property
+    def settling(self) -> bool:
+        """Whether the device is still at work in a slot that is free otherwise: ask for one again soon."""
+        return bool(self._busy) and any(not self._idle(at) for at in self._free)
+
+    def wait(self, until: float) -> bool:
+        """Block until the device has done all that it was asked to, which takes it as long as one copy of the slots, or until
+        this time of ``time.monotonic``; whether it has. Raises what the device failed with."""
+        while not all(self._idle(at) for at in list(self._busy)):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(TICK_S)
+        return True
+
+    def give(self, slot: Slot) -> None:
+        """Return a slot that no back end touches any more."""
+        holders = self._held["producer" if slot.use == "sent" else "consumer"]
+        holders[slot.owner] -= 1
+        if not holders[slot.owner]:
+            del holders[slot.owner]
+        if slot.use == "sent":
+            self._moved[slot.owner] = time.monotonic()
+            if slot.owner not in holders:
+                del self._moved[slot.owner]
+        self._used[slot.use] -= 1
+        self.given += 1
+        self._free.append(slot.offset)
+
+    def pack(self, plan: CopyPlan, slot: Slot) -> Fence:
+        """Gather the plan's source side into a slot; the fence passes when the bytes are there."""
+        return self._begun(slot, self._space.pack(plan, self._buffer, slot.offset))
+
+    def unpack(self, plan: CopyPlan) -> Callable[[Slot], Fence]:
+        """Get ready to scatter a slot into the plan's destination side; what is returned does it, once."""
+        begin = self._space.prepare_unpack(plan, self._buffer)
+        return lambda slot: self._begun(slot, begin(slot.offset))
+
+    def _begun(self, slot: Slot, fence: Fence) -> Fence:
+        self._busy[slot.offset] = fence
+        return fence

@@ -1,0 +1,493 @@
+"""The consumer's half of a session as a sans-IO state machine: events in, actions out, the clock an argument.
+
+A *fetch* is one request's load. It runs over one *rank* for each producer rank that holds something of it. It is delivered
+when all ranks hold the same generation, and each producer rank still held that after the last byte of the last rank had
+come. The life of a rank is the table ``life.RANK_FETCH``. A rank may take several *attempts*:
+when its link breaks or the producer's blocks change, the attempt is void, and the next begins once nothing of it
+moves any more. Outcome and release are two events: a fetch is released only when nothing can touch its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
+from kvxfer.geometry import CopyPlan, PlanError
+from kvxfer.identity import Source
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
+from kvxfer.protocol.parts import PIECE_LEAST, plan_part, to_hash
+from kvxfer.protocol.timers import Timers
+from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState
+from kvxfer.protocol.values import (
+    Abort,
+    Action,
+    Close,
+    Dial,
+    Ended,
+    Hash,
+    Hashed,
+    LinkId,
+    LinkInfo,
+    Move,
+    Moved,
+    PartRef,
+    Released,
+    RemoteWritesEnded,
+    Report,
+    Resolve,
+    Resolved,
+    Send,
+    in_order,
+    link_name,
+)
+from kvxfer.transport import Verb
+from kvxfer.values import Fetch
+
+__all__ = ["ConsumerMachine"]
+
+S, E, K = RankFetchState, RankFetchEvent, FailureKind
+
+RESETS = 8
+"""How often a rank is tried anew after its link broke under it."""
+
+REMINDERS = 4
+"""How often a producer is asked to stop writing into our memory before the link is closed instead."""
+
+
+class ConsumerMachine:
+    """All fetches of one agent. Not thread-safe; every method returns the actions it asks for.
+
+    ``timeout``: seconds from a fetch to its outcome. ``retry``: seconds after which an unanswered question is repeated;
+    the wait doubles each time. ``corrupt``: transfers that failed because other bytes arrived than were sent.
+    """
+
+    def __init__(self, timeout: float, retry: float = 1.0) -> None:
+        self._timeout, self._retry = timeout, retry
+        self.corrupt = 0
+        self._closed: Failure | None = None
+        self._attempts = count(1)
+        self._fetches: dict[str, FetchRecord] = {}
+        self._tries: dict[int, tuple[FetchRecord, RankFetch]] = {}  # by a rank's last attempt
+        self._routes: dict[Source, Resolved] = {}
+        self._links: dict[LinkId, LinkInfo | None] = {}  # None: dialled, not up
+        self._deadlines: Timers[str] = Timers()
+        self._questions: Timers[int] = Timers()
+
+    # --- from the engine -------------------------------------------------------------------------------------------
+
+    def fetch(self, spec: Fetch, now: float, called: float | None = None) -> list[Action]:
+        """Begin; its time runs from ``called`` (``None``: now). Raises ``ValueError`` when the handle is in use."""
+        if spec.handle in self._fetches:
+            raise ValueError(f"a fetch named {spec.handle!r} is still alive")
+        began = now if called is None else called
+        f = self._fetches[spec.handle] = FetchRecord(spec, began, began + self._timeout, began)
+        if self._closed is not None:
+            return self._fail(f, self._closed, now)
+        self._deadlines.set(spec.handle, f.deadline)
+        route = self._routes.get(spec.source)
+        return [Resolve(spec.source, spec.own)] if route is None else self._start(f, route, now)
+
+    def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
+        """The engine no longer wants it. Unknown handles are ignored."""
+        f = self._fetches.get(handle)
+        return [] if f is None else self._fail(f, Failure(K.CANCELLED, reason), now)
+
+    def close(self, why: Failure, now: float) -> list[Action]:
+        """Every fetch ends so, and each that is still to come; all links are given up."""
+        self._closed = why
+        out: list[Action] = []
+        for f in list(self._fetches.values()):
+            out += self._fail(f, why, now)
+        for link in list(self._links):
+            out += self._close(link, why)
+        return out
+
+    # --- from the shell --------------------------------------------------------------------------------------------
+
+    def resolved(self, source: Source, route: Resolved | Failure, now: float) -> list[Action]:
+        """The route to a source, or why there is none."""
+        out: list[Action] = []
+        if isinstance(route, Resolved):
+            self._routes[source] = route
+        for f in [f for f in self._fetches.values() if f.spec.source == source and f.ranks is None and not f.outcome]:
+            out += self._start(f, route, now) if isinstance(route, Resolved) else self._fail(f, route, now)
+        return out
+
+    def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
+        """A link that was dialled is there."""
+        if link not in self._links:
+            return []
+        self._links[link] = info
+        out: list[Action] = []
+        for f, rank in self._on_link(link):
+            if rank.state is S.LINKING:
+                out += self._want(f, rank, now)
+            elif rank.state is S.CHECKING:
+                out += self._ask(f, rank, now)
+        return out
+
+    def link_reset(self, link: LinkId, why: Failure, now: float) -> list[Action]:
+        """The link broke and may be had again: attempts on it are void, and those who use it get another."""
+        if self._links.get(link) is None:
+            return []  # being dialled anew already, or of no interest
+        ranks = list(self._on_link(link))
+        out: list[Action] = []
+        for f, rank in ranks:
+            if rank.on(E.LINK_RESET):
+                self._reopen(f)
+                rank.resets += 1
+                rank.broke = why
+                self._questions.cancel(rank.attempt)
+                if rank.resets > RESETS:
+                    often = why.about(f"the link broke {rank.resets} times: ", link_name(link))
+                    out += self._fail(f, often, now)
+                out += [Abort(ref) for ref in in_order(rank.flight)]
+        if any(rank.state in (S.LINKING, S.PAUSED, S.CHECKING, S.HELD) for _, rank in ranks):
+            self._links[link] = None
+            out.append(Dial(link))
+        else:
+            out += self._close(link, why)
+        for f, rank in ranks:
+            out += self._resume(f, rank, now)
+        return out
+
+    def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
+        """The link is lost for good, and what was on it fails."""
+        out = self._close(link, why)
+        for f, rank in list(self._on_link(link)):
+            if rank.on(E.LINK_DOWN):
+                out += self._fail(f, why.about("", link_name(link)), now)
+        return out
+
+    def link_closed(self, link: LinkId, now: float) -> list[Action]:
+        """What ``Close`` or ``Dial`` has closed is closed: nothing can come into our memory from there any more."""
+        out: list[Action] = []
+        for f, rank in list(self._on_link(link)):
+            if rank.remote_writes and rank.state in (S.PAUSED, S.FAILED, S.ARRIVED, S.CHECKING):
+                out += self._acquit(f, rank, now)
+        return out
+
+    def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
+        """A message from the producer rank behind ``link``. Anything late, repeated or unknown changes nothing."""
+        if not isinstance(msg, m.PartReady | m.Checksums | m.CommitAck | m.AttemptClosed):
+            return []
+        f, rank = self._tries.get(msg.attempt, (None, None))
+        if f is None or rank is None or rank.spec.link != link or f.spec.transfer != msg.transfer:
+            return []
+        match msg:
+            case m.PartReady():
+                return self._have(f, rank, msg, now)
+            case m.Checksums():
+                rank.sum = msg.checksum
+                return []
+            case m.CommitAck():
+                return self._verdict(f, rank, msg, now)
+            case m.AttemptClosed():
+                return self._gone(f, rank, msg, now)
+
+    def moved(self, done: Moved, now: float) -> list[Action]:
+        """A part has ended on this side."""
+        f, rank = self._tries.get(done.ref.attempt, (None, None))
+        if f is None or rank is None or done.ref not in rank.flight:
+            return []
+        link, plan = done.ref.link, rank.to_hash.pop(done.ref, None)
+        if done.failure is None:
+            f.nbytes += done.nbytes
+            rank.checksum += done.checksum or 0
+            if plan is not None and done.checksum is None and rank.state is S.MOVING:
+                return [Hash(done.ref, plan, "destination")]
+        if done.quiet:
+            rank.flight.discard(done.ref)
+        out: list[Action] = []
+        if rank.state is S.MOVING:
+            if done.failure is None:
+                out += self._complete(f, rank, now)
+            elif done.collateral:
+                out += self.link_reset(link, done.failure, now)
+            elif rank.error is None:
+                # If that is because the producer has ended its half, its Gone is on its way and says what follows.
+                rank.error = done.failure
+                self._questions.set(rank.attempt, now + self._retry)
+        return out + self._resume(f, rank, now) + self._release(f)
+
+    def hashed(self, done: Hashed, now: float) -> list[Action]:
+        """What has arrived with a part has been read."""
+        f, rank = self._tries.get(done.ref.attempt, (None, None))
+        if f is None or rank is None or done.ref not in rank.flight:
+            return []
+        rank.flight.discard(done.ref)
+        rank.checksum += done.value
+        out: list[Action] = []
+        if rank.state is S.MOVING and done.failure is not None:
+            unchecked = done.failure.about("what has come cannot be checked: ", link_name(done.ref.link))
+            out += self._fail(f, unchecked, now)
+        elif rank.state is S.MOVING:
+            out += self._complete(f, rank, now)
+        return out + self._resume(f, rank, now) + self._release(f)
+
+    def tick(self, now: float) -> list[Action]:
+        """Deadlines and repeats. Call when ``next_tick`` is due."""
+        out: list[Action] = []
+        for handle in self._deadlines.due(now):
+            f = self._fetches[handle]
+            states = {str(rank) for rank in f.rank_fetches} or {f"looking for {f.spec.source}"}
+            why = f"no outcome within {self._timeout:g} s (still {', '.join(sorted(states))})"
+            peers = ", ".join(link_name(rank.spec.link) for rank in f.rank_fetches) or str(f.spec.source)
+            out += self._fail(f, Failure(f.late, why, peers), now)
+        for attempt in self._questions.due(now):
+            f, rank = self._tries[attempt]
+            out += self._ask(f, rank, now)
+        return out
+
+    def next_tick(self) -> float | None:
+        """When ``tick`` has something to do next, or ``None``."""
+        return min((t for t in (self._deadlines.next(), self._questions.next()) if t is not None), default=None)
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _on_link(self, link: LinkId) -> Iterator[tuple[FetchRecord, RankFetch]]:
+        for f in self._fetches.values():
+            rank = (f.ranks or {}).get(link)
+            if rank is not None:
+                yield f, rank
+
+    def _start(self, f: FetchRecord, route: Resolved, now: float) -> list[Action]:
+        f.ranks = {rank.link: RankFetch(rank) for rank in route.ranks}
+        if not f.ranks:
+            return self._end(f, DELIVERED, now)  # this rank has nothing to fetch
+        out: list[Action] = []
+        for rank in f.ranks.values():
+            out += self._link(f, rank, now)
+        return out
+
+    def _close(self, link: LinkId, why: Failure) -> list[Action]:
+        """Give a link up. The way to what is behind it has to be looked up anew."""
+        self._links.pop(link, None)
+        self._routes = {s: r for s, r in self._routes.items() if all(rank.link != link for rank in r.ranks)}
+        return [Close(link, why)]
+
+    def _link(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """A rank in LINKING goes on if its link is up, else sees to it that it is being made."""
+        link = rank.spec.link
+        if self._links.get(link) is not None:
+            return self._want(f, rank, now)
+        if link in self._links:
+            return []
+        self._links[link] = None
+        return [Dial(link)]
+
+    def _want(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """Begin an attempt."""
+        info = self._links[rank.spec.link]
+        assert info is not None
+        rank.on(E.LINK_UP)
+        self._tries.pop(rank.attempt, None)
+        rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.generation)
+        self._tries[rank.attempt] = f, rank
+        return self._ask(f, rank, now)
+
+    def _ask(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """Put, or repeat, the question that a rank waits on. It has an answer, but messages die with their link."""
+        self._questions.set(rank.attempt, now + self._retry * 2 ** min(rank.asked, 4))
+        rank.asked += 1
+        link = rank.spec.link
+        if rank.state is S.CHECKING:
+            return [Send(link, f.check(rank))] if self._links.get(link) is not None else []  # else once there is a link
+        if rank.state is S.WANTING:
+            return [Send(link, f.want(rank, now))]
+        if rank.state is S.MOVING and rank.error is not None:
+            # Nobody explains it. A back end has no word for a link that is of no more use, so none outlives an error.
+            self._questions.cancel(rank.attempt)
+            out = self._fail(f, rank.error.about("moving a part: ", link_name(link)), now)
+            return out + self.link_reset(link, rank.error, now)
+        if self._links.get(link) is None or rank.asked > REMINDERS:
+            self._questions.cancel(rank.attempt)
+            return self.link_reset(link, Failure(K.PEER_LOST, "it does not answer to a Drop", link_name(link)), now)
+        return [Send(link, f.drop(rank))]
+
+    def _have(self, f: FetchRecord, rank: RankFetch, msg: m.PartReady, now: float) -> list[Action]:
+        info = self._links.get(rank.spec.link)
+        if info is None or msg.part in rank.spans or rank.error is not None:
+            return []
+        if rank.state in (S.WANTING, S.MOVING) and rank.generation not in (-1, msg.generation):
+            return self._misused(f, rank, "it mixed generations in one attempt", now)
+        if not rank.on(E.HAVE):
+            return []
+        if msg.generation < rank.least:
+            return self._misused(f, rank, "it has an older generation than it was asked for", now)
+        if msg.generation < f.generation:
+            return self._outdate(f, rank, now)
+        if msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
+            return self._misused(f, rank, "it sends pieces of another size than was agreed on", now)
+        self._questions.cancel(rank.attempt)
+        f.heard = now
+        rank.generation, rank.revocations = msg.generation, msg.revocations
+        rank.final |= msg.final
+        rank.spans[msg.part] = msg.lo, msg.hi
+        try:
+            plan = self._plan(f, info, msg)
+        except PlanError as e:
+            return self._misused(f, rank, f"what it has does not fit what is wanted: {e}", now)
+        return self._newest(f, msg.generation, now) + self._take(f, rank, info, msg, plan, now)
+
+    def _take(
+        self, f: FetchRecord, rank: RankFetch, info: LinkInfo, msg: m.PartReady, plan: CopyPlan, now: float
+    ) -> list[Action]:
+        """See to it that a part that was announced comes."""
+        ref = PartRef("consumer", rank.spec.link, f.spec.transfer, rank.attempt, msg.part)
+        hashed = to_hash(plan, info, ref)
+        if info.mode == "write" and not msg.piece_bytes:
+            f.nbytes += plan.nbytes
+            if hashed is None:
+                return self._complete(f, rank, now)
+            rank.flight.add(ref)
+            return [Hash(ref, hashed, "destination")]
+        rank.flight.add(ref)
+        if hashed is not None:
+            rank.to_hash[ref] = hashed
+        verb = Verb.RECV if info.mode == "sendrecv" else Verb(info.mode)
+        return [Move(ref, verb, plan, msg.stream, msg.piece_bytes, hashed)]
+
+    def _plan(self, f: FetchRecord, info: LinkInfo, msg: m.PartReady) -> CopyPlan:
+        return plan_part(
+            info.planner, msg.blocks, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final
+        )
+
+    def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
+        """A producer rank has announced this generation. What others have of an older one is of no use: wherever they lag,
+        their engine has given it up."""
+        f.generation = max(f.generation, generation)
+        out: list[Action] = []
+        for rank in f.rank_fetches:
+            if 0 <= rank.generation < f.generation:
+                out += self._outdate(f, rank, now)
+        return out
+
+    def _outdate(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """The attempt is void, since another rank has a newer generation: want that here, too."""
+        if not rank.on(E.OUTDATED):
+            return []
+        self._reopen(f)
+        rank.asked, rank.revoked = 0, True
+        out = self._ask(f, rank, now)
+        if not rank.remote_writes:
+            self._questions.cancel(rank.attempt)
+        out += [Abort(ref) for ref in in_order(rank.flight)]
+        return out + self._resume(f, rank, now)
+
+    def _reopen(self, f: FetchRecord) -> None:
+        """A rank begins anew, so its last byte is still to come, and what held in the others will have to have held until
+        then."""
+        for rank in f.rank_fetches:
+            if rank.on(E.ANOTHER):
+                self._questions.cancel(rank.attempt)
+
+    def _complete(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """If all parts are here and cover what was wanted, this rank has arrived; once all have: see, or else ask, whether
+        they can be trusted."""
+        if not rank.complete(f.spec.start, f.spec.tokens):
+            return []
+        rank.on(E.COMPLETE)
+        if any(x.state is not S.ARRIVED for x in f.rank_fetches):
+            return []
+        f.round += 1
+        out: list[Action] = []
+        for x in f.rank_fetches:
+            if x.held(self._links.get(x.spec.link)):
+                x.on(E.SEEN)
+            else:
+                x.on(E.ASK)
+                x.asked = 0
+                out += self._ask(f, x, now)
+        return out + self._deliver(f, now)
+
+    def _verdict(self, f: FetchRecord, rank: RankFetch, msg: m.CommitAck, now: float) -> list[Action]:
+        if msg.round != f.round or not rank.on(E.VERDICT):
+            return []
+        self._questions.cancel(rank.attempt)
+        rank.remote_writes = False
+        rank.counted = len(f.rank_fetches) == 1
+        return self._deliver(f, now)
+
+    def _deliver(self, f: FetchRecord, now: float) -> list[Action]:
+        """If all ranks have held, that is the outcome. Producers only have to know that we have it; should one never hear of
+        it, its lease ends."""
+        if any(rank.state is not S.HELD for rank in f.rank_fetches):
+            return []
+        for rank in f.rank_fetches:
+            rank.on(E.ALL_HELD)
+        out = self._end(f, DELIVERED, now)
+        return out + [
+            Send(x.spec.link, f.done(x)) for x in f.rank_fetches if not x.counted and self._links.get(x.spec.link)
+        ]
+
+    def _gone(self, f: FetchRecord, rank: RankFetch, msg: m.AttemptClosed, now: float) -> list[Action]:
+        out: list[Action] = []
+        if not msg.again and rank.on(E.GONE):
+            self.corrupt += msg.kind is K.CORRUPT
+            out += self._fail(f, m.failure(msg, link_name(rank.spec.link)), now)
+        elif msg.again and rank.on(E.GONE_AGAIN):
+            rank.revoked |= msg.kind is K.REVOKED
+            self._reopen(f)
+            out += [Abort(ref) for ref in in_order(rank.flight)]
+        if rank.remote_writes:
+            out += [RemoteWritesEnded(ref) for ref in in_order(rank.flight)]
+        return out + self._acquit(f, rank, now)
+
+    def _acquit(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """The producer has ended what it did for a void attempt."""
+        rank.remote_writes = False
+        if rank.state in (S.PAUSED, S.FAILED):
+            self._questions.cancel(rank.attempt)
+        return self._resume(f, rank, now) + self._release(f)
+
+    def _resume(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """A paused rank of which nothing moves any more begins its next attempt."""
+        if rank.state is not S.PAUSED or not rank.quiet:
+            return []
+        rank.on(E.QUIET)
+        return self._link(f, rank, now)
+
+    def _fail(self, f: FetchRecord, why: Failure, now: float) -> list[Action]:
+        return self._end(f, Outcome(why), now)
+
+    def _misused(self, f: FetchRecord, rank: RankFetch, what: str, now: float) -> list[Action]:
+        """The producer broke the protocol."""
+        return self._fail(f, Failure(K.MISUSE, what, link_name(rank.spec.link)), now)
+
+    def _end(self, f: FetchRecord, outcome: Outcome, now: float) -> list[Action]:
+        """Fix the outcome once; stop whatever still moves."""
+        if f.outcome is not None:
+            return []
+        f.outcome = outcome
+        spec = f.spec
+        self._deadlines.cancel(spec.handle)
+        ended = Ended(
+            "consumer", spec.transfer, spec.handle, outcome, f.nbytes, now - f.began, f.generation, f.heard - f.began
+        )
+        out: list[Action] = [Report(ended)]
+        for link, rank in (f.ranks or {}).items():
+            if rank.state is S.DELIVERED:
+                continue
+            rank.on(E.FAIL)
+            self._questions.cancel(rank.attempt)
+            if rank.attempt and self._links.get(link) is not None:
+                rank.asked = 0
+                out += self._ask(f, rank, now)
+                if not rank.remote_writes:
+                    self._questions.cancel(rank.attempt)
+            out += [Abort(ref) for ref in in_order(rank.flight)]
+        return out + self._release(f)
+
+    def _release(self, f: FetchRecord) -> list[Action]:
+        if f.outcome is None or not f.quiet or self._fetches.get(f.spec.handle) is not f:
+            return []
+        del self._fetches[f.spec.handle]
+        for rank in (f.ranks or {}).values():
+            self._tries.pop(rank.attempt, None)
+        return [Report(Released("consumer", f.spec.transfer, f.spec.handle))]

@@ -1,0 +1,139 @@
+"""What the consumer's machine keeps of a fetch: plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.geometry import CopyPlan
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.parts import covered
+from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
+from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, RankRoute
+from kvxfer.values import Fetch
+
+__all__ = ["FetchRecord", "RankFetch"]
+
+
+NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
+"""Why an attempt is void of which another rank of the producer has a newer generation."""
+
+
+@dataclass
+class RankFetch:
+    """A rank: what is fetched from one producer rank."""
+
+    spec: RankRoute
+    state: RankFetchState = RankFetchState.LINKING
+    attempt: int = 0  # the last one begun; void when the state is PAUSED or FAILED
+    least: int = -1  # the generation that was asked for, or a newer one
+    generation: int = -1
+    revocations: int = -1  # the producer's, when it announced the first part
+    final: bool = False
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> tokens, of the parts announced
+    flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
+    to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
+    checksum: int = 0  # of all that has been hashed; checksums add up
+    sum: bytes = b""  # the producer's, if it has said so
+    error: Failure | None = None  # a part of the attempt could not be moved
+    remote_writes: bool = False  # the producer may write into our memory until it says Gone or the link is closed
+    resets: int = 0
+    broke: Failure | None = None  # why its link did, the last time
+    revoked: bool = False  # an attempt was void since the producer had given its blocks up
+    asked: int = 0  # how often the present question has been asked
+    counted: bool = False  # the producer has said that it counts us as done
+
+    def on(self, stimulus: RankFetchEvent) -> bool:
+        """Take a transition; false when the stimulus means nothing in this state."""
+        after = RANK_FETCH.after(self.state, stimulus)
+        if after is None:
+            return False
+        self.state = after
+        return True
+
+    def begin(self, attempt: int, remote_writes: bool, least: int) -> None:
+        """The next attempt: nothing is left of the one before."""
+        self.least, self.counted = least, False
+        self.attempt, self.generation, self.revocations, self.final, self.error = attempt, -1, -1, False, None
+        self.remote_writes, self.asked, self.checksum, self.sum = remote_writes, 0, 0, b""
+        self.spans.clear()
+        self.to_hash.clear()
+
+    def __str__(self) -> str:
+        return f"{self.state}, since its link broke: {self.broke.detail}" if self.broke else str(self.state)
+
+    @property
+    def quiet(self) -> bool:
+        return not self.flight and not self.remote_writes
+
+    def complete(self, start: int, tokens: int) -> bool:
+        """Whether all parts are here and cover what is wanted."""
+        whole = self.final and covered(self.spans.values(), start, tokens)
+        return whole and not self.flight and self.error is None
+
+    def held(self, info: LinkInfo | None) -> bool:
+        """Whether all that is here can be seen to be good, so that nobody has to be asked."""
+        if info is None or info.revocations is None or self.remote_writes:
+            return False
+        same = info.integrity == "off" or self.sum == m.pack_checksum(self.checksum)
+        return same and info.revocations() == self.revocations
+
+
+@dataclass
+class FetchRecord:
+    """A fetch."""
+
+    spec: Fetch
+    began: float
+    deadline: float
+    heard: float  # when the last part was announced
+    ranks: dict[LinkId, RankFetch] | None = None  # None: the route is not known yet
+    outcome: Outcome | None = None
+    nbytes: int = 0
+    generation: int = -1  # the newest that any rank has heard of; older ones are of no use
+    round: int = 0  # how often all ranks had arrived
+
+    @property
+    def rank_fetches(self) -> Collection[RankFetch]:
+        return self.ranks.values() if self.ranks else ()
+
+    def want(self, rank: RankFetch, now: float) -> m.FetchRequest:
+        """What a rank asks for."""
+        s = self.spec
+        left = max(self.deadline - now, 0.0)
+        return m.FetchRequest(
+            s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks, rank.spec.readers, left, rank.least
+        )
+
+    def check(self, rank: RankFetch) -> m.CommitRequest:
+        """What a rank says when all is here."""
+        checksum, alone = m.pack_checksum(rank.checksum), len(self.rank_fetches) == 1
+        return m.CommitRequest(self.spec.transfer, rank.attempt, rank.generation, checksum, self.round, alone)
+
+    def done(self, rank: RankFetch) -> m.Committed:
+        """What is said when all ranks have held."""
+        return m.Committed(self.spec.transfer, rank.attempt, self.spec.digest)
+
+    def drop(self, rank: RankFetch) -> m.CloseAttempt:
+        """What is said when an attempt is void."""
+        s = self.spec
+        why = NEWER if self.outcome is None or self.outcome.failure is None else self.outcome.failure
+        return m.CloseAttempt(s.transfer, rank.attempt, s.digest, why.kind, why.detail, self.outcome is None)
+
+    @property
+    def late(self) -> FailureKind:
+        """What its deadline means, by what its ranks still wait for."""
+        if not self.rank_fetches:
+            return FailureKind.PEER_UNREACHABLE
+        for rank in self.rank_fetches:
+            if rank.state in (RankFetchState.LINKING, RankFetchState.PAUSED) and not rank.revoked:
+                return FailureKind.PEER_LOST if rank.broke is not None else FailureKind.PEER_UNREACHABLE
+        for rank in self.rank_fetches:
+            if rank.state in (RankFetchState.WANTING, RankFetchState.LINKING, RankFetchState.PAUSED):
+                return FailureKind.REVOKED if rank.revoked else FailureKind.NEVER_OFFERED
+        return FailureKind.TIMED_OUT
+
+    @property
+    def quiet(self) -> bool:
+        return all(rank.quiet for rank in self.rank_fetches)

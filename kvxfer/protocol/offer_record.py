@@ -1,0 +1,287 @@
+"""What the producer's machine keeps of a transfer: plain records, and the few questions that need nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.geometry import CopyPlan, PlanError
+from kvxfer.identity import TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.budgets import Keep
+from kvxfer.protocol.parts import piece_bytes, plan_part, to_hash
+from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
+from kvxfer.protocol.values import Abort, Action, Hash, LinkId, LinkInfo, Move, PartRef, Send, in_order
+from kvxfer.transport import Verb
+from kvxfer.values import Offer
+
+__all__ = [
+    "Early",
+    "OfferRecord",
+    "Key",
+    "Link",
+    "Over",
+    "RankServe",
+    "announce",
+    "delivered_bytes",
+    "follows",
+    "plan_for",
+    "told",
+    "unfit",
+]
+
+Key = tuple[LinkId, int]
+"""A serve: the link and the consumer's attempt."""
+
+
+@dataclass
+class Link:
+    """A consumer rank that has said hello. ``stream``: the next number of a part."""
+
+    info: LinkInfo
+    stream: int = 0
+
+
+@dataclass
+class RankServe:
+    """One attempt of one consumer rank."""
+
+    record: OfferRecord
+    link: LinkId
+    want: m.FetchRequest
+    reader: int  # the consumer's agent, by its epoch
+    expires: float
+    lent: bool  # it wanted more time than it got, and may ask anew
+    state: ServeState = ServeState.WAITING
+    sent: int = 0  # tokens announced so far
+    part: int = 0
+    bytes: int = 0  # of the parts announced, where they were planned
+    final: bool = False
+    generation: int = -1
+    revocations: int = -1  # when its first part was announced; -1: not vouched for
+    again: bool = False  # the same
+    why: Failure | None = None  # what Gone will say
+    unsent: dict[PartRef, m.PartReady] = field(default_factory=dict)  # write: told when the bytes are there
+    flight: set[PartRef] = field(default_factory=set)  # own parts that may still touch memory
+    hashing: set[PartRef] = field(default_factory=set)  # parts that are still being hashed
+    checksum: int = 0  # of those that have been; checksums add up
+    check: m.CommitRequest | None = None  # waits for the last of them
+
+    def on(self, stimulus: ServeEvent) -> bool:
+        """Take a transition; false when the stimulus means nothing in this state."""
+        after = RANK_SERVE.after(self.state, stimulus)
+        if after is None:
+            return False
+        self.state = after
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its block table on the wire."""
+        return self.want.blocks.nbytes
+
+    @property
+    def key(self) -> Key:
+        return self.link, self.want.attempt
+
+    @property
+    def quiet(self) -> bool:
+        return not self.flight and not self.hashing
+
+    @property
+    def aborts(self) -> list[Action]:
+        """What ends whatever of it still touches memory."""
+        return [Abort(ref) for ref in in_order(self.flight | self.hashing)]
+
+    @property
+    def live(self) -> bool:
+        return self.state in (ServeState.WAITING, ServeState.SERVING)
+
+
+@dataclass
+class OfferRecord:
+    """A transfer as this rank knows it."""
+
+    transfer: TransferId
+    began: float
+    leased: float  # until when the offer is kept though nobody asks
+    offer: Offer | None = None
+    generation: int = -1  # the last one that was offered or revoked
+    revoked: int = -1  # this one and older ones are given up
+    serves: dict[Key, RankServe] = field(default_factory=dict)
+    # Readers, by their agents' epochs. They count once their digest is that of the offer: whoever names another is at the
+    # wrong door, and changes nothing for those who are not.
+    digest: bytes | None = None  # of the last offer
+    fit: dict[int, int] = field(default_factory=dict)  # those that count, and how many there are by their word
+    settled: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    misfits: set[int] = field(default_factory=set)  # want more than there is; their word does not count
+    nbytes: int = 0
+    outcome: Outcome | None = None
+    known: bool = False  # the engine has spoken of it and waits for its end
+
+    def take(self, offer: Offer) -> None:
+        """The engine offers this."""
+        self.known, self.generation, self.offer = True, offer.generation, offer
+        if self.digest != offer.digest:
+            self.digest = offer.digest
+            for readers in (self.fit, self.settled, self.dropped, self.misfits):
+                readers.clear()
+
+    def admit(self, reader: int, readers: int) -> None:
+        """A consumer wants what is offered, and says how many there are of it."""
+        self.fit[reader] = max(readers, self.fit.get(reader, 1))
+
+    def leave(self, reader: int) -> None:
+        """A consumer is lost, and with it what it said, unless it is done or served by another link."""
+        if reader not in self.settled | self.dropped and not self.lives(reader):
+            self.fit.pop(reader, None)
+
+    def reject(self, reader: int, digest: bytes) -> None:
+        """A consumer wants what is not to be had here."""
+        self.fit.pop(reader, None)
+        if digest == self.digest:
+            self.misfits.add(reader)
+
+    def drop(self, reader: int) -> None:
+        """A reader that counts has given it up."""
+        self.dropped.add(reader)
+
+    def lives(self, reader: int, but: RankServe | None = None) -> bool:
+        """Whether it is being served to this reader by an attempt other than ``but``."""
+        return any(s.live and s.reader == reader and s is not but for s in self.serves.values())
+
+    @property
+    def whole(self) -> bool:
+        """Whether all have it of whom those speak who have it."""
+        return len(self.settled) >= max((self.fit.get(r, 1) for r in self.settled), default=1)
+
+    @property
+    def done(self) -> bool:
+        """Whether all readers are done with it, one way or the other: as many as they say, and none is being served."""
+        over = self.settled | self.dropped
+        return len(over) >= max(self.fit.values(), default=1) and all(
+            s.reader in over or not s.live for s in self.serves.values()
+        )
+
+
+@dataclass(frozen=True)
+class Over:
+    """What is remembered of a holding that has ended."""
+
+    outcome: Outcome
+    generation: int  # whose end the engine has been told
+
+
+class Early(Keep[int, TransferId, bytes]):
+    """Who has given a transfer up before it was offered, and what they took it for: by reader, transfer and digest."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        super().__init__(seconds, most)
+        self._readers: dict[TransferId, set[int]] = {}
+
+    def put(self, owner: int, key: TransferId, value: bytes, now: float) -> None:
+        super().put(owner, key, value, now)
+        self._readers.setdefault(key, set()).add(owner)
+
+    def pop(self, owner: int, key: TransferId) -> None:
+        super().pop(owner, key)
+        readers = self._readers.get(key, set())
+        readers.discard(owner)
+        if not readers:
+            self._readers.pop(key, None)
+
+    def take(self, transfer: TransferId, digest: bytes) -> list[int]:
+        """The readers that have, by their digest; forgets all that is known of the transfer."""
+        readers = sorted(self._readers.get(transfer, ()))
+        fit = [r for r in readers if self.get(r, transfer) == digest]
+        for r in readers:
+            self.pop(r, transfer)
+        return fit
+
+
+def follows(new: Offer, old: Offer) -> bool:
+    """Whether an offer says more than the last one."""
+    if new.generation != old.generation:
+        return new.generation > old.generation
+    return not old.final and (new.final or new.tokens > old.tokens)
+
+
+def unfit(offer: Offer, want: m.FetchRequest, info: LinkInfo) -> Failure | None:
+    """Why this offer can never be what the consumer wants, if so."""
+    if offer.digest != want.digest:
+        why = "the digests differ: it is not the KV of the consumer's prompt"
+        return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
+    if offer.final and offer.tokens < want.tokens:
+        why = f"the producer holds {offer.tokens} tokens, the consumer wants {want.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
+    if offer.final and offer.tokens != want.tokens and any(g.kind == "state" for g in info.planner.src.groups):
+        why = f"its state is that after token {offer.tokens}, the consumer wants {want.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
+    return None
+
+
+def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, lo: int, hi: int, final: bool) -> CopyPlan:
+    """The plan of the part that holds tokens ``[lo, hi)``. Raises ``PlanError``."""
+    want = serve.want
+    return plan_part(info.planner, offer.blocks, want.blocks, want.start, want.tokens, lo, hi, final)
+
+
+def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
+    """What a consumer has got that has everything. Over an unattended link nobody has planned it here, for then it would have
+    had to wait; of block tables that do not join it has read nothing."""
+    if not info.unattended:
+        return serve.bytes
+    try:
+        return plan_for(serve, info, offer, serve.want.start, serve.sent, serve.final).nbytes
+    except PlanError:
+        return 0
+
+
+def announce(serve: RankServe, link: Link, offer: Offer, plan: CopyPlan | None, hi: int, final: bool) -> list[Action]:
+    """The next part, up to token ``hi``, the last one if ``final``: what tells the consumer of it, moves it and hashes it.
+    ``plan``: of the part, where the link is not unattended."""
+    want, info, number = serve.want, link.info, serve.part
+    serve.on(ServeEvent.ANNOUNCE)
+    ref = PartRef("producer", serve.link, want.transfer, want.attempt, number)
+    have = m.PartReady(
+        want.transfer,
+        want.attempt,
+        offer.generation,
+        number,
+        serve.sent,
+        hi,
+        final,
+        offer.blocks,
+        link.stream,
+        0 if plan is None else piece_bytes(plan, info),
+        serve.revocations,
+    )
+    serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
+    link.stream += 1
+    if plan is None:
+        return [Send(serve.link, have)]
+    serve.bytes += plan.nbytes
+    out: list[Action] = []
+    hashed = to_hash(plan, info, ref)
+    if hashed is not None:
+        serve.hashing.add(ref)
+        out.append(Hash(ref, hashed, "source"))
+    if info.mode == "write" and not have.piece_bytes:
+        serve.flight.add(ref)
+        serve.unsent[ref] = have
+        return [Move(ref, Verb.WRITE, plan, have.stream, have.piece_bytes), *out]
+    if info.mode == "read" and not have.piece_bytes:
+        return [Send(serve.link, have), *out]
+    serve.flight.add(ref)  # what is read or written staged needs us to pack
+    verb = Verb.SEND if info.mode == "sendrecv" else Verb(info.mode)
+    return [Send(serve.link, have), Move(ref, verb, plan, have.stream, have.piece_bytes), *out]
+
+
+def told(outcome: Outcome) -> Failure:
+    """What whoever still wants a transfer is told of its end."""
+    if outcome.failure is None:
+        return Failure(FailureKind.WITHDRAWN, "all its readers have fetched it")
+    kept = (FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)
+    kind = outcome.failure.kind
+    return Failure(kind if kind in kept else FailureKind.WITHDRAWN, outcome.failure.detail)

@@ -1,0 +1,85 @@
+"""Parts: how a transfer is cut by tokens, and what of the block tables each part carries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import lcm
+
+import numpy as np
+
+from kvxfer.geometry import Cache, CopyPlan, Planner
+from kvxfer.memory import sample
+from kvxfer.protocol.values import LinkInfo, PartRef
+from kvxfer.values import BlockTable
+
+PIECE_LEAST = 8 << 20
+"""Bytes of a piece below which its fixed costs show; half a slot, where that is more: slots are sized for the link."""
+CHECKED, CHECKED_LEAST = 4, 16 << 20
+"""Parts that a large one is cut into where parts are hashed, and bytes below which that is not worth the messages."""
+DEPTH = 2
+"""Pieces that a small part is cut into, so that packing, moving and unpacking overlap. No more: each costs threads on both
+sides the time in which a fast link moves tens of MiB."""
+
+
+def plan_part(
+    planner: Planner, src: BlockTable, dst: BlockTable, start: int, tokens: int, lo: int, hi: int, final: bool
+) -> CopyPlan:
+    """The plan of the part that holds tokens ``[lo, hi)``, the same on both sides.
+
+    Groups of kind ``full`` move those tokens; ``window`` and ``state`` groups move whole with the final part,
+    because an engine gives their blocks up while it computes. Raises ``PlanError`` (also for a part outside the want).
+    """
+    lo, hi = max(lo, start), min(hi, tokens)
+    if all(g.kind == "full" for g in planner.dst.groups):
+        return planner.plan(src, dst, lo, max(lo, hi))
+    plan = planner.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi))
+    if final:
+        plan += planner.plan(src, _only(planner.dst, dst, full=False), start, tokens)
+    return plan
+
+
+def _only(cache: Cache, table: BlockTable, *, full: bool) -> BlockTable:
+    """The table with the groups of the other sort blanked out."""
+    return BlockTable(
+        tuple(row if (g.kind == "full") == full else b"" for g, row in zip(cache.groups, table.rows, strict=False))
+    )
+
+
+def covered(spans: Iterable[tuple[int, int]], start: int, tokens: int) -> bool:
+    """Whether the union of token spans holds ``[start, tokens)``."""
+    reached = start
+    for lo, hi in sorted(spans):
+        if lo > reached:
+            return False
+        reached = max(reached, hi)
+    return reached >= tokens
+
+
+def aligned(cache: Cache, tokens: int) -> int:
+    """The largest count up to ``tokens`` that cuts no block of a full group: where an unfinished part may end."""
+    step = lcm(*(g.block_tokens for g in cache.groups if g.kind == "full"))
+    return tokens // step * step
+
+
+def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
+    """Where the tokens ``[lo, hi)`` end, cut into parts: what a host hashes in full goes in several, so that one is read while
+    the next one moves (a GPU is done with it before a message comes through). ``plan``: that of all of them."""
+    hashed = info.integrity == "full" and all(r.device == "cpu" for r in info.planner.src.regions)
+    parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if hashed else 1
+    ends = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
+    return [*sorted(end for end in ends if lo < end < hi), hi]
+
+
+def to_hash(plan: CopyPlan, info: LinkInfo, ref: PartRef) -> CopyPlan | None:
+    """What of a part both sides hash, the same on both."""
+    if info.integrity == "off" or not plan.nbytes:
+        return None
+    return plan if info.integrity == "full" else sample(plan, ref.attempt + ref.part)
+
+
+def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
+    """Size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
+    if not plan.rows or plan.nbytes >= info.stage_below * plan.rows:
+        return 0
+    longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)
+    return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 2, plan.nbytes // DEPTH, longest))

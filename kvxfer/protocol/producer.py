@@ -1,0 +1,498 @@
+"""The producer's half of a session as a sans-IO state machine: events in, actions out, the clock an argument.
+
+A *holding* is one transfer as this rank knows it: what the engine offered, and one *serve* for each attempt of a
+consumer rank that wants it; its life is the table ``life.RANK_SERVE``. Want and offer meet here, whichever comes first.
+An offer is leased: it ends when nobody has asked for it in time. A serve ends by the consumer's own deadline, or the
+producer's where that is sooner. Only who knows the digest of an offer is a reader of it.
+"""
+
+from __future__ import annotations
+
+from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
+from kvxfer.geometry import PlanError
+from kvxfer.identity import TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.budgets import Keep, PeerBudgets
+from kvxfer.protocol.offer_record import (
+    Early,
+    Key,
+    Link,
+    OfferRecord,
+    Over,
+    RankServe,
+    announce,
+    delivered_bytes,
+    follows,
+    plan_for,
+    told,
+    unfit,
+)
+from kvxfer.protocol.parts import aligned, cuts
+from kvxfer.protocol.revocations import RevocationCounter
+from kvxfer.protocol.timers import Recent, Timers
+from kvxfer.protocol.transitions import ServeEvent, ServeState
+from kvxfer.protocol.values import Action, Close, Ended, Hashed, LinkId, LinkInfo, Moved, Released, Report, Send
+from kvxfer.values import Offer
+
+__all__ = ["ProducerMachine"]
+
+S, E, K = ServeState, ServeEvent, FailureKind
+
+# A flood fills no memory, and keeps nobody else's wants out (see ``shares.py``):
+MOST_WANTS, MOST_BYTES = 40_000, 64 << 20
+"""Wants that may be alive, and the size of their block tables on the wire; a consumer rank may have half of that."""
+MOST_WORDS = 100_000
+"""Answers that are remembered, ends, and readers that gave something up before it was offered."""
+
+
+class ProducerMachine:
+    """All holdings of one agent. Not thread-safe; every method returns the actions it asks for.
+
+    ``lease``: seconds for which an offer is kept with nobody asking for it, and for which answers are remembered.
+    ``longest``: seconds for which a want is kept, whatever it says. ``tally``: counts what is given up that was announced.
+    ``corrupt``: how often other bytes arrived than were sent.
+    """
+
+    def __init__(self, lease: float, longest: float, revocations: RevocationCounter | None = None) -> None:
+        self._lease, self._longest = lease, longest
+        self._revocations = revocations or RevocationCounter()
+        self.corrupt = 0
+        self._closed: Outcome | None = None
+        self._records: dict[TransferId, OfferRecord] = {}
+        self._serves: dict[Key, RankServe] = {}  # those of holdings that have ended included
+        self._links: dict[LinkId, Link] = {}
+        self._nbytes = 0  # of the block tables of all serves
+        self._leases: Timers[TransferId] = Timers()
+        self._budgets: Timers[Key] = Timers()
+        # For questions that are repeated after all has been said, on whatever link: by the reader's epoch and attempt.
+        self._last_words: Keep[int, int, m.CommitAck | m.AttemptClosed] = Keep(lease, MOST_WORDS)
+        self._early = Early(lease, MOST_WORDS)
+        self._over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
+        self._wants: PeerBudgets[LinkId] = PeerBudgets(MOST_WANTS)
+        self._tables: PeerBudgets[LinkId] = PeerBudgets(MOST_BYTES)
+
+    # --- from the engine -------------------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, now: float, called: float | None = None) -> list[Action]:
+        """Offer blocks, or more of them, as the engine did at the time ``called`` (``None``: now). What does not continue or
+        replace the last offer is ignored: a generation that was revoked or whose end has been reported, or less than is
+        known."""
+        over = self._over.get(offer.transfer)
+        if over is not None and offer.generation <= over.generation:
+            return []
+        h = self._record(offer.transfer, now if called is None else called)
+        old = h.offer
+        if offer.generation <= h.revoked or (old is not None and not follows(offer, old)):
+            return []
+        if self._closed is not None:
+            h.known, h.generation = True, offer.generation
+            return self._end(h, self._closed, now)
+        out: list[Action] = []
+        if old is not None and offer.generation > old.generation:
+            out += self._void(h, Failure(K.REVOKED, "the producer computed it anew"), again=True, now=now)
+        h.take(offer)
+        self._lend(h, now)
+        for serve in list(h.serves.values()):
+            out += self._advance(serve, now)
+        for reader in self._early.take(offer.transfer, offer.digest):
+            if h.outcome is None and not h.lives(reader):
+                h.drop(reader)
+                gave_up = Failure(K.CANCELLED, "its consumer gave it up before it was there")
+                out += self._count(h, Outcome(gave_up), now)
+        return out
+
+    def revoke(self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float) -> list[Action]:
+        """The blocks of this generation (and older) are given up. ``gone``: nothing will replace them, and the transfer
+        ends, unless its end has been reported before."""
+        over = self._over.get(transfer)
+        if over is not None and generation <= over.generation:
+            return []
+        if transfer not in self._records and not gone:
+            return []
+        h = self._record(transfer, now)
+        h.generation, h.revoked = max(h.generation, generation), max(h.revoked, generation)
+        out: list[Action] = []
+        if h.offer is None or h.offer.generation <= generation:
+            out += self._void(h, why, again=not gone, now=now)
+        if gone:
+            h.known = True
+            out += self._end(h, Outcome(why), now)
+        return out
+
+    def renew(self, transfer: TransferId, now: float) -> None:
+        """Somebody still means to fetch it."""
+        h = self._records.get(transfer)
+        if h is not None:
+            self._lend(h, now)
+
+    def close(self, why: Failure, now: float) -> list[Action]:
+        """Every offer ends so, and each that is still to come; whoever was being served is told that we are gone."""
+        self._closed = Outcome(why)
+        out: list[Action] = []
+        for h in list(self._records.values()):
+            out += self._end(h, self._closed, now)
+        return out
+
+    # --- from the shell --------------------------------------------------------------------------------------------
+
+    def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
+        """A consumer rank has said hello, on a link that was not there before."""
+        self._links[link] = Link(info)
+        return []
+
+    def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
+        """The consumer rank is lost. What it was being served ends; the offer stays for another lease."""
+        self._links.pop(link, None)
+        out: list[Action] = []
+        for serve in [s for s in self._serves.values() if s.link == link]:
+            if serve.on(E.LINK_DOWN):
+                serve.record.leave(serve.reader)
+                self._forsake(serve)
+                self._lend(serve.record, now)
+            out += serve.aborts + self._drop_if_over(serve, now)
+        return out
+
+    def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
+        """A message from a consumer rank. Anything late, repeated or unknown changes nothing."""
+        if link not in self._links or not isinstance(
+            msg, m.FetchRequest | m.CommitRequest | m.Committed | m.CloseAttempt
+        ):
+            return []
+        serve = self._serves.get((link, msg.attempt))
+        if serve is not None and serve.want.transfer != msg.transfer:
+            return []
+        if isinstance(msg, m.CloseAttempt):
+            return self._drop(link, serve, msg, now)
+        if isinstance(msg, m.Committed):
+            return self._done(link, serve, msg, now)
+        said = self._last_words.get(self._links[link].info.peer, msg.attempt)
+        if said is not None:
+            return [Send(link, said)]
+        if isinstance(msg, m.FetchRequest):
+            return self._want(link, msg, now) if serve is None else []
+        if serve is not None:
+            return self._check(serve, msg, now)
+        # Of a link before this one, perhaps; then the consumer may want it again.
+        return [Send(link, m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", True))]
+
+    def moved(self, done: Moved, now: float) -> list[Action]:
+        """One of our own part batches has ended."""
+        serve = self._serves.get((done.ref.link, done.ref.attempt))
+        if serve is None or done.ref not in serve.flight:
+            return []
+        out: list[Action] = []
+        if done.quiet:
+            serve.flight.discard(done.ref)
+        have = serve.unsent.pop(done.ref, None)
+        if done.failure is None:
+            if have is not None and serve.state is S.SERVING:
+                out.append(Send(serve.link, have))
+        elif done.collateral:
+            out += self._stop(serve, done.failure.about("the link broke: "), True, now)
+        else:
+            # Of a failed write the consumer knows nothing, and a link that is of no more use has to be made anew.
+            broken = serve.live and done.ref.link in self._links and self._links[done.ref.link].info.mode == "write"
+            out += self._stop(serve, done.failure.about("sending failed: "), False, now)
+            out += [Close(done.ref.link, done.failure)] if broken else []
+        return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
+
+    def hashed(self, done: Hashed, now: float) -> list[Action]:
+        """What we announced with a part has been read."""
+        serve = self._serves.get((done.ref.link, done.ref.attempt))
+        if serve is None or done.ref not in serve.hashing:
+            return []
+        serve.hashing.discard(done.ref)
+        serve.checksum += done.value
+        out: list[Action] = []
+        if done.failure is not None:
+            out += self._stop(serve, done.failure.about("the bytes cannot be checked: "), False, now)
+        elif serve.check is not None and not serve.hashing:
+            out += self._check(serve, serve.check, now)
+        elif serve.live and serve.final and not serve.hashing:
+            want = serve.want
+            out.append(Send(serve.link, m.Checksums(want.transfer, want.attempt, m.pack_checksum(serve.checksum))))
+        return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Leases and budgets. Call when ``next_tick`` is due."""
+        out: list[Action] = []
+        for key in self._budgets.due(now):
+            serve = self._serves[key]
+            if serve.live:
+                anew = serve.lent and serve.state is S.WAITING
+                kind = K.NEVER_OFFERED if serve.state is S.WAITING else K.TIMED_OUT
+                out += self._stop(serve, Failure(kind, "the consumer's time for it is over"), anew, now)
+            else:  # settled or ending, and something of it still moves
+                self._budgets.set(key, now + self._lease)
+                out += serve.aborts
+        for transfer in self._leases.due(now):
+            out += self._expire(self._records[transfer], now)
+        self._last_words.forget(now)
+        self._early.forget(now)
+        self._over.forget(now)
+        return out
+
+    def next_tick(self) -> float | None:
+        """When ``tick`` has something to do next, or ``None``."""
+        clocks = self._budgets, self._leases, self._last_words, self._early, self._over
+        return min((t for clock in clocks if (t := clock.next()) is not None), default=None)
+
+    def holds(self, transfer: TransferId) -> bool:
+        """Whether it is offered or wanted, and has not ended."""
+        return transfer in self._records
+
+    def __len__(self) -> int:
+        """Holdings whose end or release is still to come."""
+        return len(self._records) + len({id(s.record) for s in list(self._serves.values()) if s.record.outcome})
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _record(self, transfer: TransferId, now: float) -> OfferRecord:
+        h = self._records.get(transfer)
+        if h is None:
+            h = self._records[transfer] = OfferRecord(transfer, now, now)
+        return h
+
+    def _lend(self, h: OfferRecord, now: float) -> None:
+        """Keep the offer for a lease from now."""
+        if h.known and h.outcome is None:
+            h.leased = now + self._lease
+            self._leases.set(h.transfer, h.leased)
+
+    def _expire(self, h: OfferRecord, now: float) -> list[Action]:
+        """The lease has run out."""
+        live = [s.expires for s in h.serves.values() if s.state not in (S.SETTLED, S.ENDED)]
+        if live:
+            self._leases.set(h.transfer, max(now, *live) + self._lease)
+            return []
+        why = Failure(K.TIMED_OUT, f"it was not fetched within the lease of {self._lease:g} s")
+        return self._end(h, Outcome(why), now)
+
+    def _want(self, link: LinkId, want: m.FetchRequest, now: float) -> list[Action]:
+        over = self._over.get(want.transfer)
+        if over is not None and want.transfer not in self._records and over.generation >= want.least:
+            return [self._refuse(link, want, self._told(over.outcome), now)]
+        reader = self._links[link].info.peer
+        h = self._records.get(want.transfer) or OfferRecord(want.transfer, now, now)
+        older = [s for s in h.serves.values() if s.reader == reader]
+        if any(s.want.attempt > want.attempt for s in older):
+            return [self._refuse(link, want, Failure(K.CANCELLED, "a newer want has come"), now)]
+        seconds = min(want.seconds, self._longest)
+        serve = RankServe(h, link, want, reader, now + seconds, seconds < want.seconds, sent=want.start)
+        if not self._admit(serve):
+            return [
+                Send(link, m.AttemptClosed(want.transfer, want.attempt, K.OVERLOADED, "too many wants at once", False))
+            ]
+        self._records[want.transfer] = h
+        h.serves[serve.key] = self._serves[serve.key] = serve
+        self._budgets.set(serve.key, serve.expires)
+        h.dropped.discard(reader)
+        h.misfits.discard(reader)
+        self._early.pop(reader, want.transfer)
+        out: list[Action] = []
+        for old in older:
+            out += self._stop(old, Failure(K.CANCELLED, "its consumer wants it anew"), False, now)
+        return out + self._advance(serve, now)
+
+    def _admit(self, serve: RankServe) -> bool:
+        """Whether its consumer has room for one more want; it counts from now on, until ``_drop_if_over``."""
+        if not self._wants.take(serve.link):
+            return False
+        if not self._tables.take(serve.link, serve.nbytes):
+            self._wants.give(serve.link)
+            return False
+        return True
+
+    def _advance(self, serve: RankServe, now: float) -> list[Action]:
+        """Announce to one consumer what has become ready for it."""
+        offer, link, want = serve.record.offer, self._links.get(serve.link), serve.want
+        if offer is None or link is None or not serve.live or serve.final:
+            return []
+        info = link.info
+        why = unfit(offer, want, info)
+        if why is not None:
+            serve.record.reject(serve.reader, want.digest)
+            return self._stop(serve, why, False, now)
+        serve.record.admit(serve.reader, want.readers)
+        if offer.generation < want.least:
+            return []  # another rank of ours has given it up already; we hear of that next
+        tokens = offer.tokens if offer.final else aligned(info.planner.src, offer.tokens)
+        hi = max(min(want.tokens, tokens), serve.sent)
+        if hi == serve.sent and not offer.final:
+            return []
+        plan, ends = None, [hi]
+        if not info.unattended:
+            try:
+                plan = plan_for(serve, info, offer, serve.sent, hi, offer.final)
+            except PlanError as e:
+                return self._stop(serve, Failure(K.MISUSE, f"the block tables do not join: {e}"), False, now)
+            ends = cuts(serve.sent, hi, plan, info)
+        out: list[Action] = []
+        if serve.revocations < 0:
+            serve.revocations = self._revocations.vouch(want.transfer)
+        for end in ends:
+            if serve.part >= m.MAX_PARTS:
+                many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
+                return out + self._stop(serve, many, False, now)
+            final = offer.final and end == hi
+            if len(ends) > 1:
+                plan = plan_for(serve, info, offer, serve.sent, end, final)
+            out += announce(serve, link, offer, plan, end, final)
+        return out
+
+    def _check(self, serve: RankServe, msg: m.CommitRequest, now: float) -> list[Action]:
+        offer = serve.record.offer
+        held = offer is not None and offer.generation == msg.generation == serve.generation and serve.final
+        if held and serve.live and serve.hashing:
+            serve.check = msg  # answered once we know our own checksum
+            return []
+        if held and serve.live and msg.checksum != m.pack_checksum(serve.checksum):
+            self.corrupt += 1
+            return self._stop(
+                serve, Failure(K.CORRUPT, "the bytes that arrived are not those that were sent"), False, now
+            )
+        if not held or serve.state is not S.SERVING:
+            given_up = Failure(K.REVOKED, "the producer's blocks are not those that were announced")
+            return self._stop(serve, given_up, False, now)
+        verdict = m.CommitAck(msg.transfer, msg.attempt, msg.round)
+        if not msg.alone:
+            return [Send(serve.link, verdict)]
+        return [self._last_word(serve.link, verdict, now), *self._settle(serve, now)]
+
+    def _done(self, link: LinkId, serve: RankServe | None, msg: m.Committed, now: float) -> list[Action]:
+        """This reader has all that it wanted; what we have done with the blocks since does not matter to it."""
+        h, reader = self._records.get(msg.transfer), self._links[link].info.peer
+        self._last_words.put(
+            reader, msg.attempt, m.CommitAck(msg.transfer, msg.attempt, -1), now
+        )  # should its Want come late
+        if serve is not None and serve.final and serve.state is S.SERVING:
+            return self._settle(serve, now)
+        if h is None or msg.digest != h.digest:
+            return []
+        h.settled.add(reader)
+        return self._count(h, DELIVERED, now)
+
+    def _settle(self, serve: RankServe, now: float) -> list[Action]:
+        """One more reader has it all."""
+        serve.on(E.SETTLE)
+        h, link = serve.record, self._links.get(serve.link)
+        self._budgets.set(serve.key, now + self._lease)
+        h.settled.add(serve.reader)
+        if link is not None and h.offer is not None:
+            h.nbytes += delivered_bytes(serve, link.info, h.offer)
+        return self._drop_if_over(serve, now) + self._count(h, DELIVERED, now)
+
+    def _drop(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
+        """This reader has given the transfer up, or this attempt only; of that there may be nothing left to end."""
+        h, reader = self._records.get(msg.transfer), self._links[link].info.peer
+        why = m.failure(msg, self._links[link].info.name, "the consumer dropped it: ")
+        out: list[Action] = []
+        if msg.again:
+            pass  # the next attempt follows
+        elif h is None or h.digest is None:
+            if self._over.get(msg.transfer) is None:
+                self._early.put(reader, msg.transfer, msg.digest, now)
+        elif msg.digest == h.digest and reader not in h.misfits | h.settled and not h.lives(reader, but=serve):
+            h.drop(reader)
+            out += self._count(h, Outcome(why), now)
+        if serve is not None:
+            return out + self._stop(serve, why, False, now)
+        said = self._last_words.get(reader, msg.attempt)
+        if not isinstance(said, m.AttemptClosed):
+            said = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", False)
+        # Also the answer to its Want, should that come later.
+        return [*out, self._last_word(link, said, now)]
+
+    def _count(self, h: OfferRecord, last: Outcome, now: float) -> list[Action]:
+        """If all readers are done with it, one way or the other: that is the transfer's end here."""
+        if not h.done:
+            return []
+        if last.delivered and not h.whole:
+            last = Outcome(Failure(K.CANCELLED, "one of its readers dropped it"))
+        return self._end(h, last, now)
+
+    def _void(self, h: OfferRecord, why: Failure, *, again: bool, now: float) -> list[Action]:
+        """The offer is void: stop what serves it. Those that only wait may go on if something is still to come."""
+        h.offer = None
+        out: list[Action] = []
+        for serve in list(h.serves.values()):
+            if serve.state is S.SERVING or not again:
+                out += self._stop(serve, why, again, now)
+        return out
+
+    def _stop(self, serve: RankServe, why: Failure, again: bool, now: float) -> list[Action]:
+        """End one serve, unless it has ended: abort what moves, and say Gone once nothing of ours moves any more."""
+        if not serve.on(E.STOP):
+            return []
+        self._forsake(serve)
+        serve.why, serve.again = why, again
+        serve.unsent.clear()
+        self._budgets.set(serve.key, now + self._lease)
+        return serve.aborts + self._say_gone(serve, now)
+
+    def _forsake(self, serve: RankServe) -> None:
+        """What was announced to this consumer can be trusted no more."""
+        if serve.revocations >= 0:
+            self._revocations.count()
+
+    def _say_gone(self, serve: RankServe, now: float) -> list[Action]:
+        if serve.state is not S.ENDING or not serve.quiet or serve.why is None:
+            return []
+        serve.on(E.QUIET)
+        gone = m.AttemptClosed(serve.want.transfer, serve.want.attempt, serve.why.kind, serve.why.detail, serve.again)
+        return [self._last_word(serve.link, gone, now), *self._drop_if_over(serve, now)]
+
+    def _refuse(self, link: LinkId, want: m.FetchRequest, why: Failure, now: float) -> Send:
+        """This is not to be had."""
+        return self._last_word(link, m.AttemptClosed(want.transfer, want.attempt, why.kind, why.detail, False), now)
+
+    def _told(self, outcome: Outcome) -> Failure:
+        """What whoever still wants a transfer that has ended so is told."""
+        if outcome is self._closed and outcome.failure is not None:
+            return Failure(K.PEER_LOST, outcome.failure.detail)
+        return told(outcome)
+
+    def _last_word(self, link: LinkId, word: m.CommitAck | m.AttemptClosed, now: float) -> Send:
+        """What there is to say of an attempt that is over, now and whenever it is asked about again."""
+        if link in self._links:
+            self._last_words.put(self._links[link].info.peer, word.attempt, word, now)
+        return Send(link, word)
+
+    def _drop_if_over(self, serve: RankServe, now: float) -> list[Action]:
+        """Forget a serve that has ended and is quiet, and what only it kept."""
+        if serve.state not in (S.SETTLED, S.ENDED) or not serve.quiet or serve.key not in self._serves:
+            return []
+        h = serve.record
+        del self._serves[serve.key], h.serves[serve.key]
+        self._wants.give(serve.link)
+        self._tables.give(serve.link, serve.nbytes)
+        self._budgets.cancel(serve.key)
+        if not h.known and not h.serves and h.outcome is None:
+            del self._records[h.transfer]  # it was wanted only
+        elif h.settled:  # and this was perhaps the last that others waited for
+            return self._release(h) + self._count(h, DELIVERED, now)
+        return self._release(h)
+
+    def _end(self, h: OfferRecord, outcome: Outcome, now: float) -> list[Action]:
+        if h.outcome is not None:
+            return []
+        h.outcome = outcome
+        h.offer = None
+        del self._records[h.transfer]
+        self._leases.cancel(h.transfer)
+        self._over.put(h.transfer, Over(outcome, h.generation), now)
+        out: list[Action] = []
+        if h.known:
+            ended = Ended("producer", h.transfer, str(h.transfer), outcome, h.nbytes, now - h.began, h.generation)
+            out.append(Report(ended))
+            if not h.serves:
+                out += self._release(h)
+        for serve in list(h.serves.values()):
+            out += self._stop(serve, self._told(outcome), False, now)
+        return out
+
+    def _release(self, h: OfferRecord) -> list[Action]:
+        """The engine may have its blocks back once nothing of the holding moves; comes once, with its last serve."""
+        if h.outcome is None or h.serves or not h.known:
+            return []
+        return [Report(Released("producer", h.transfer, str(h.transfer), h.generation))]

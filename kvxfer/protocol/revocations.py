@@ -1,0 +1,67 @@
+"""How often a producer has given up anything that it had announced, counted before the blocks can be used again.
+
+Whether bytes can be trusted is known once they have arrived: did the generation hold until then? A producer names the count with
+what it announces; a consumer that sees the count, and finds it unchanged when the last byte has come, knows the answer without
+asking. One that finds another number has to ask: it may have been about something else.
+
+Two counts make that safe. An engine's thread *declares* that it gives blocks up, and may use them at once; the control thread
+*takes it in* when it gets there. What is announced in between carries a count that the word has left behind already.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from kvxfer.identity import TransferId
+
+__all__ = ["RevocationCounter"]
+
+
+class RevocationCounter:
+    """In memory of its own, for machines without a shell. ``taken_in``: how many declarations have been."""
+
+    def __init__(self, word: memoryview | None = None) -> None:
+        self._word = memoryview(bytearray(8)).cast("Q") if word is None else word
+        self._lock = threading.Lock()
+        self._offered: dict[TransferId, int] = {}  # and not over; the last generation
+        self.taken_in = 0
+
+    @property
+    def declared(self) -> int:
+        return int(self._word[0])
+
+    def offered(self, transfer: TransferId, generation: int) -> None:
+        """From now on it may be announced. Any thread."""
+        with self._lock:
+            self._offered[transfer] = generation
+
+    def over(self, transfer: TransferId, generation: int) -> None:
+        """Of this generation nothing is announced any more, and what was has been counted. Control thread."""
+        with self._lock:
+            if self._offered.get(transfer, generation + 1) <= generation:
+                del self._offered[transfer]
+
+    def declare(self, transfer: TransferId) -> bool:
+        """It is given up. Any thread, before its blocks can be used for something else. False when that is no news to
+        anybody: it was over, or never offered. So requests that end well, as most do, disturb no others."""
+        with self._lock:
+            if transfer not in self._offered:
+                return False
+            self._word[0] += 1
+            return True
+
+    def vouch(self, transfer: TransferId) -> int:
+        """For an announcement: the count that has to hold. -1, which nothing equals, when a declaration would not be counted
+        any more. Control thread."""
+        with self._lock:
+            return self.taken_in if transfer in self._offered else -1
+
+    def take_in(self) -> None:
+        """A declaration has been acted upon: what is announced from now on knows of it. Control thread."""
+        self.taken_in += 1
+
+    def count(self) -> None:
+        """The control thread itself gives something up."""
+        with self._lock:
+            self._word[0] += 1
+        self.take_in()

@@ -1,0 +1,163 @@
+"""The life of a transfer as tables: every pair of a state and a stimulus is decided here, either by where it leads or
+by why it is ignored. ``docs/session.md`` draws them; ``tests/protocol/test_transitions.py`` holds that no pair is missing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+__all__ = ["RANK_FETCH", "RANK_SERVE", "RankFetchEvent", "RankFetchState", "Transitions", "ServeEvent", "ServeState"]
+
+S = TypeVar("S", bound=enum.StrEnum)
+E = TypeVar("E", bound=enum.StrEnum)
+
+
+@dataclass(frozen=True)
+class Transitions(Generic[S, E]):
+    """``moves``: where a stimulus leads. ``ignored``: stimuli that leave a state alone, by the reason. ``never``: pairs
+    that the machine that uses the table does not bring about."""
+
+    moves: Mapping[tuple[S, E], S]
+    ignored: Mapping[str, frozenset[tuple[S, E]]]
+    never: Mapping[str, frozenset[tuple[S, E]]]
+
+    def after(self, state: S, stimulus: E) -> S | None:
+        """The next state, or ``None`` when the stimulus is ignored."""
+        return self.moves.get((state, stimulus))
+
+
+def _pairs(states: Any, events: Any) -> frozenset[Any]:
+    return frozenset((s, e) for s in states for e in events)
+
+
+class RankFetchState(enum.StrEnum):
+    """The consumer's side of a transfer from one producer rank."""
+
+    LINKING = "linking"  # the link is being made
+    WANTING = "wanting"  # the producer knows what we want; nothing has come
+    MOVING = "moving"  # parts are moving
+    ARRIVED = "arrived"  # all bytes of this rank are here; those of others may not be
+    CHECKING = "checking"  # all bytes of all ranks are here; the producer is asked whether they can be trusted
+    HELD = "held"  # they can, for this producer rank; others are being asked
+    PAUSED = "paused"  # the attempt is void; the next begins when nothing of it moves any more
+    DELIVERED = "delivered"
+    FAILED = "failed"
+
+
+class RankFetchEvent(enum.StrEnum):
+    LINK_UP = "link up"
+    LINK_RESET = "link lost, dialled anew"
+    LINK_DOWN = "link lost for good"
+    HAVE = "have"
+    COMPLETE = "all parts complete"
+    ASK = "all lanes arrived"
+    SEEN = "all lanes arrived, seen to have held"
+    VERDICT = "verdict"
+    ALL_HELD = "all lanes held"
+    ANOTHER = "another lane begins anew"
+    OUTDATED = "a newer generation seen"
+    GONE = "gone"
+    GONE_AGAIN = "gone, may come again"
+    QUIET = "attempt quiet"
+    FAIL = "error, deadline or cancel"
+
+
+_L, _e = RankFetchState, RankFetchEvent
+_OPEN = (_L.LINKING, _L.WANTING, _L.MOVING, _L.ARRIVED, _L.CHECKING, _L.HELD, _L.PAUSED)
+_DOUBTED = (_L.WANTING, _L.MOVING, _L.ARRIVED, _L.CHECKING)
+_OVER = (_L.DELIVERED, _L.FAILED)
+_INSIDE = (_e.LINK_UP, _e.COMPLETE, _e.ASK, _e.SEEN, _e.ALL_HELD, _e.ANOTHER, _e.QUIET)
+
+RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
+    moves={
+        (_L.LINKING, _e.LINK_UP): _L.WANTING,
+        (_L.WANTING, _e.HAVE): _L.MOVING,
+        (_L.MOVING, _e.HAVE): _L.MOVING,
+        (_L.MOVING, _e.COMPLETE): _L.ARRIVED,
+        (_L.ARRIVED, _e.ASK): _L.CHECKING,
+        (_L.ARRIVED, _e.SEEN): _L.HELD,
+        (_L.CHECKING, _e.VERDICT): _L.HELD,
+        (_L.HELD, _e.ALL_HELD): _L.DELIVERED,
+        **{(s, _e.ANOTHER): _L.ARRIVED for s in (_L.CHECKING, _L.HELD)},
+        **{(s, _e.LINK_RESET): _L.PAUSED for s in (_L.WANTING, _L.MOVING, _L.ARRIVED)},
+        **{(s, _e.GONE_AGAIN): _L.PAUSED for s in _DOUBTED},
+        **{(s, _e.OUTDATED): _L.PAUSED for s in (_L.MOVING, _L.ARRIVED)},
+        (_L.PAUSED, _e.QUIET): _L.LINKING,
+        **{(s, e): _L.FAILED for s in _OPEN for e in (_e.LINK_DOWN, _e.FAIL)},
+        **{(s, _e.GONE): _L.FAILED for s in _DOUBTED},
+    },
+    ignored={
+        "the attempt that it speaks of is over": _pairs(
+            (_L.LINKING, _L.PAUSED), (_e.HAVE, _e.VERDICT, _e.GONE, _e.GONE_AGAIN)
+        ),
+        "the outcome stands": _pairs(_OVER, set(_e) - set(_INSIDE)),
+        "the verdict is asked for once all lanes have arrived": _pairs(
+            (_L.WANTING, _L.MOVING, _L.ARRIVED), (_e.VERDICT,)
+        ),
+        "it has been said": frozenset({(_L.HELD, _e.VERDICT)}),
+        "it held when it had to; should it have to once more, the producer is asked again": _pairs(
+            (_L.HELD,), (_e.GONE, _e.GONE_AGAIN)
+        ),
+        "the parts cover all that is wanted": _pairs((_L.ARRIVED, _L.CHECKING, _L.HELD), (_e.HAVE,)),
+        "the bytes are here: the question is put again over the next link": _pairs(
+            (_L.CHECKING, _L.HELD), (_e.LINK_RESET,)
+        ),
+        "there is no attempt that could be void": _pairs((_L.LINKING, _L.PAUSED), (_e.LINK_RESET, _e.OUTDATED)),
+        "nothing has been asked yet": _pairs((_L.LINKING, _L.WANTING, _L.MOVING, _L.ARRIVED, _L.PAUSED), (_e.ANOTHER,)),
+    },
+    never={
+        "links come up under lanes that wait for one": _pairs(set(_L) - {_L.LINKING}, (_e.LINK_UP,)),
+        "only moving parts complete": _pairs(set(_L) - {_L.MOVING}, (_e.COMPLETE,)),
+        "it is asked, or looked, once all lanes have arrived": _pairs(set(_L) - {_L.ARRIVED}, (_e.ASK, _e.SEEN)),
+        "all lanes hold, or none is delivered": _pairs(set(_L) - {_L.HELD}, (_e.ALL_HELD,)),
+        "nothing was announced here yet": frozenset({(_L.WANTING, _e.OUTDATED)}),
+        "what others announce, they do after they have begun anew": _pairs((_L.CHECKING, _L.HELD), (_e.OUTDATED,)),
+        "no lane begins anew after the outcome": _pairs(_OVER, (_e.ANOTHER,)),
+        "only a paused lane waits for quiet": _pairs(set(_L) - {_L.PAUSED}, (_e.QUIET,)),
+    },
+)
+
+
+class ServeState(enum.StrEnum):
+    """The producer's side of one attempt of one consumer rank."""
+
+    WAITING = "waiting"  # wanted, nothing announced yet
+    SERVING = "serving"  # at least one part announced
+    SETTLED = "settled"  # the consumer has it all, and trusts it
+    ENDING = "ending"  # over; waiting for our own part batches to end before saying so
+    ENDED = "ended"
+
+
+class ServeEvent(enum.StrEnum):
+    ANNOUNCE = "part announced"
+    SETTLE = "it held for all lanes"
+    STOP = "drop, revoke, expiry or error"
+    QUIET = "own parts ended"
+    LINK_DOWN = "link lost"
+
+
+_V, _v = ServeState, ServeEvent
+
+RANK_SERVE: Transitions[ServeState, ServeEvent] = Transitions(
+    moves={
+        (_V.WAITING, _v.ANNOUNCE): _V.SERVING,
+        (_V.SERVING, _v.ANNOUNCE): _V.SERVING,
+        (_V.SERVING, _v.SETTLE): _V.SETTLED,
+        (_V.WAITING, _v.STOP): _V.ENDING,
+        (_V.SERVING, _v.STOP): _V.ENDING,
+        (_V.ENDING, _v.QUIET): _V.ENDED,
+        **{(s, _v.LINK_DOWN): _V.ENDED for s in (_V.WAITING, _V.SERVING, _V.ENDING)},
+    },
+    ignored={
+        "gone is on its way": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
+        "the last word has been said": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
+    },
+    never={
+        "nothing is announced to whom has been given up": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),
+        "only what was announced can be had": frozenset({(_V.WAITING, _v.SETTLE)}),
+        "only an ending serve waits for quiet": _pairs(set(_V) - {_V.ENDING}, (_v.QUIET,)),
+    },
+)

@@ -1,0 +1,250 @@
+"""What goes into and comes out of the session's state machines: values only, no sockets, no threads, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from kvxfer.config import Integrity
+from kvxfer.failures import DELIVERED, Failure, Outcome
+from kvxfer.geometry import CopyPlan, Planner, Rank
+from kvxfer.identity import Source, TransferId
+from kvxfer.memory import Side
+from kvxfer.protocol.messages import Message
+from kvxfer.transport import Verb
+
+__all__ = [
+    "DELIVERED",
+    "Abort",
+    "RemoteWritesEnded",
+    "Action",
+    "Close",
+    "Dial",
+    "Ended",
+    "Event",
+    "Failure",
+    "Hash",
+    "Hashed",
+    "RankRoute",
+    "LinkId",
+    "LinkInfo",
+    "Move",
+    "Moved",
+    "Outcome",
+    "PartRef",
+    "Released",
+    "Report",
+    "Resolve",
+    "Resolved",
+    "Role",
+    "Send",
+    "Stats",
+    "in_order",
+    "link_name",
+]
+
+LinkId = Hashable
+"""A link as its owner names it: the consumer by (address, epoch), and again so after it was dialled anew; the producer
+by the peer's socket identity, which is another one each time."""
+
+
+Role = Literal["producer", "consumer"]
+Mode = Literal["read", "write", "sendrecv"]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``.
+
+    ``nbytes``: that have come; of a producer, that its consumers have confirmed. ``seconds``: from the call that began it.
+    ``waited``: consumer, how many of these had passed when it heard of the last part that it heard of (0: of none), so that
+    the rest was spent on moving and checking. ``generation``: producer, the last one that was offered or revoked; consumer,
+    the newest that it has heard of, which is that of all that was delivered (-1: of none, or nothing had to come). What the
+    ranks of one engine were delivered belongs together only if it is of one generation.
+    """
+
+    role: Role
+    transfer: TransferId
+    handle: str
+    outcome: Outcome
+    nbytes: int
+    seconds: float
+    generation: int = -1
+    waited: float = 0.0
+
+
+class Released(msgspec.Struct, frozen=True):
+    """Nothing reads or writes the transfer's blocks any more; comes once, after ``Ended``."""
+
+    role: Role
+    transfer: TransferId
+    handle: str
+    generation: int = -1  # producer: as in ``Ended``
+
+
+Event = Ended | Released
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """What an agent has in hand: its fetches and offers (those that are leased, or of which something still moves);
+    bytes of ended transfers whose memory the back end may still touch. And what it has counted, as consumer or producer:
+    how often other bytes had arrived than were sent; the parts that it has begun to move, their runs as they are
+    (``direct``) or packed (``staged``). A part that one side moves alone is counted on that side."""
+
+    fetches: int
+    offers: int
+    quarantined_bytes: int
+    corrupt: int
+    direct: int
+    staged: int
+
+
+class PartRef(NamedTuple):
+    """Names one part of one attempt, on the side that moves it."""
+
+    role: Role
+    link: LinkId
+    transfer: TransferId
+    attempt: int
+    part: int
+
+
+def in_order(refs: Iterable[PartRef]) -> list[PartRef]:
+    """Part by part, so that what a machine asks for does not depend on how a set is laid out."""
+    return sorted(refs, key=lambda ref: ref.part)
+
+
+@dataclass(frozen=True)
+class LinkInfo:
+    """What a machine knows of a link that is up.
+
+    ``peer``: the other agent's epoch. ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose
+    pattern rows are shorter than ``stage_below`` bytes on average goes staged (0: never). ``integrity``: how much of
+    what moves is hashed on both sides. ``tally``: consumer, what the producer's is now, where it can be seen from here.
+    ``name``: what operators know the peer by.
+    """
+
+    mode: Mode
+    planner: Planner
+    peer: int = 0
+    piece_bytes: int = 0
+    stage_below: int = 0
+    integrity: Integrity = "off"
+    revocations: Callable[[], int] | None = None
+    name: str = ""
+
+    @property
+    def unattended(self) -> bool:
+        """Whether a consumer needs nothing of the producer but its block tables: it reads direct, and nothing is hashed."""
+        return self.mode == "read" and not self.stage_below and self.integrity == "off"
+
+
+# --- actions: what a machine asks its shell to do ------------------------------------------------------------------
+
+
+class Resolve(msgspec.Struct, frozen=True):
+    """Find the route to this source; answer with ``ConsumerMachine.resolved``. ``own``: see ``Fetch``."""
+
+    source: Source
+    own: Source | None
+
+
+@dataclass(frozen=True)
+class RankRoute:
+    """One producer rank that a fetch must contact: the link, and how many consumer ranks read from that rank."""
+
+    link: LinkId
+    readers: int
+    rank: Rank = Rank()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    ranks: tuple[RankRoute, ...]
+
+
+class Dial(msgspec.Struct, frozen=True):
+    """Make this link; if there is one, close that first. Answer with ``link_up`` or ``link_down``, and for one that was
+    closed with ``link_closed`` before that."""
+
+    link: LinkId
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Forget this link and its back-end connection. Answer the consumer with ``link_closed`` once nothing comes over it
+    any more; a producer's ``Close`` has the consumer dial anew, and is answered with ``link_down``."""
+
+    link: LinkId
+    why: Failure
+
+
+class Send(msgspec.Struct, frozen=True):
+    link: LinkId
+    message: Message
+
+
+class Move(msgspec.Struct, frozen=True):
+    """Give a part to the data thread; answer with ``moved``. ``stream`` numbers two-sided parts of a link. ``check``: what
+    is to be hashed of it on this side once it has arrived."""
+
+    ref: PartRef
+    verb: Verb
+    plan: CopyPlan
+    stream: int
+    piece_bytes: int
+    check: CopyPlan | None = None
+
+
+class Abort(msgspec.Struct, frozen=True):
+    ref: PartRef
+
+
+class RemoteWritesEnded(msgspec.Struct, frozen=True):
+    """The producer has ended its half of this part for good: nothing of it comes into what was lent to it any more."""
+
+    ref: PartRef
+
+
+class Hash(msgspec.Struct, frozen=True):
+    """Checksum what this plan moves, on our side of it; answer with ``hashed``. An ``Abort`` may end it early."""
+
+    ref: PartRef
+    plan: CopyPlan
+    side: Side
+
+
+class Report(msgspec.Struct, frozen=True):
+    event: Event
+
+
+Action = Resolve | Dial | Close | Send | Move | Abort | RemoteWritesEnded | Hash | Report
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """The end of a part on this side; comes again, quiet, when it was not quiet the first time. ``quiet``: the back end
+    no longer touches its memory here. ``collateral``: it ended only because its link broke under something else.
+    ``seconds``: from when the data thread took it up. ``checksum``: of what ``Move.check`` names, where memory has been read
+    on the way; else it has to be."""
+
+    ref: PartRef
+    failure: Failure | None
+    quiet: bool
+    nbytes: int
+    collateral: bool = False
+    seconds: float = 0.0
+    checksum: int | None = None
+
+
+class Hashed(msgspec.Struct, frozen=True):
+    """The checksum of a part's content on this side, or why there is none."""
+
+    ref: PartRef
+    value: int = 0
+    failure: Failure | None = None
+
+
+def link_name(link: LinkId) -> str:
+    """A link as an operator would look for it."""
+    return str(link[0]) if isinstance(link, tuple) else str(link)

@@ -1,0 +1,187 @@
+"""Ends of a process's agents that might take the process along, each run by ``test_endings.py`` in one of its own:
+``python -m tests.control.ending CASE BACKEND``. Prints ``fine`` at the end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from itertools import count
+
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
+from kvxfer.errors import KvxferError
+from kvxfer.identity import TransferId
+from kvxfer.protocol.values import Ended, Released
+from tests.control.node import Engine, name
+
+CONFIG = {"transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 5.0, "staging_bytes": 1 << 20}
+
+
+def engine(backend: str, seed: int = 0) -> Engine:
+    return Engine(backend, {}, 0, 64, seed, CONFIG)
+
+
+def wait(e: Engine, seen: list[object], transfer: TransferId, sort: type = Ended) -> Ended:
+    end = time.monotonic() + 10.0
+    while time.monotonic() < end:
+        seen += e.agent.events()
+        for event in seen:
+            if isinstance(event, sort) and event.transfer == transfer:  # type: ignore[attr-defined]
+                return event  # type: ignore[return-value]
+        time.sleep(0.005)
+    raise AssertionError(f"{transfer} did not come to its end: {seen}")
+
+
+def live(backend: str) -> tuple[Engine, Engine]:
+    """A producer and a consumer with a link over which something has moved, and something waits."""
+    p, d = engine(backend, 1), engine(backend)
+    p.offer(name("first"), [3, 1], 8, 1, True)
+    d.fetch(name("first"), p.source(), [5, 2], 8)
+    assert wait(d, [], name("first")).outcome.delivered
+    assert d.blocks([5, 2]) == p.blocks([3, 1])
+    for i in range(8):
+        p.offer(name(i), [2 * i], 4, 1, False)
+        d.fetch(name(i), p.source(), [2 * i, 2 * i + 1], 8)
+    time.sleep(0.05)
+    return p, d
+
+
+def use(p: Engine, d: Engine, names: str, k: int, went: list[str], stop: threading.Event) -> None:
+    """Offer and fetch a block over and over; ``went`` gets the names."""
+    for i in count():
+        if stop.is_set():
+            return
+        t = f"{names}-{i}"
+        went.append(t)
+        p.offer(name(t), [20 + k], 4, 1, True)
+        d.fetch(name(t), p.source(), [30 + k], 4)
+        time.sleep(0.001)
+
+
+def close(thing: Agent | Directory, said: list[object]) -> None:
+    said.append(thing.close(30.0))
+
+
+def many(backend: str) -> None:
+    """Sixteen threads close two agents under use, while others go on to use them."""
+    for turn in range(4):
+        p, d = live(backend)
+        for e in (p, d):
+            e.agent.events()
+        went: list[str] = []
+        stop = threading.Event()
+
+        users = [threading.Thread(target=use, args=(p, d, f"{turn}-{k}", k, went, stop)) for k in range(2)]
+        said: list[object] = []
+        closers = [
+            threading.Thread(target=close, args=(x, said)) for x in (p.agent, d.agent, p.directory, d.directory) * 4
+        ]
+        for t in users:
+            t.start()
+        time.sleep(0.02 * turn)
+        for t in closers:
+            t.start()
+        for t in closers:
+            t.join(40.0)
+            assert not t.is_alive(), "close did not return"
+        assert False not in said, "not quiet"
+        stop.set()
+        for t in users:
+            t.join()
+        ended = {str(name(t)) for t in went} | {str(name(i)) for i in range(8)}
+        for e in (p, d):
+            events = e.agent.events()
+            for sort in (Ended, Released):
+                found = Counter(str(x.transfer) for x in events if isinstance(x, sort))
+                assert set(found) == ended and set(found.values()) == {1}, (sort, ended ^ set(found), found)
+
+
+def leave(backend: str) -> None:
+    """The interpreter ends with live links and transfers in hand."""
+    global kept  # modules go last
+    kept = live(backend)
+
+
+def leave_by_error(backend: str) -> None:
+    global kept
+    kept = live(backend)
+    print("fine", flush=True)
+    threading.Thread(target=time.sleep, args=(0.5,)).start()  # is waited for before
+    sys.exit(0)
+
+
+def fork(backend: str) -> None:
+    """A child changes nothing for its parent, whatever it tries and however it ends."""
+    p, d = live(backend)
+    sight = p.agent._revocations.declared
+    for how in ("exit", "_exit", "use", "collect"):
+        pid = os.fork()
+        if pid == 0:
+            calls = [
+                lambda: d.fetch(name("child"), p.source(), [9], 4),
+                lambda: p.offer(name("child"), [9], 4, 1, True),
+                d.agent.events,
+                d.agent.stats,
+                lambda: d.agent.cancel("x", "y"),
+                lambda: p.agent.renew(name("child")),
+                lambda: p.agent.revoke(name(0), 1, "child", True),
+                lambda: p.directory.publish(()),
+                p.directory.notices,
+                lambda: p.settle(d.source(), name(0)),
+            ]
+            if how == "use":
+                for call in calls:
+                    try:
+                        call()
+                    except KvxferError as e:
+                        if "was forked" in str(e):
+                            continue
+                    os._exit(3)
+            for e in (p, d):
+                e.close()
+            if how == "collect":
+                del p, d, calls, e
+                gc.collect()
+            if how == "_exit":
+                os._exit(0)
+            sys.exit(0)
+        assert os.waitpid(pid, 0)[1] == 0, how
+        assert p.agent._revocations.declared == sight
+        p.offer(name(how), [3, 1], 8, 1, True)
+        d.fetch(name(how), p.source(), [5, 2], 8)
+        assert wait(d, [], name(how)).outcome.delivered
+    for i in range(8):  # those that waited go on
+        p.offer(name(i), [2 * i, 2 * i + 1], 8, 1, True)
+    seen: list[object] = []
+    for i in range(8):
+        assert wait(d, seen, name(i)).outcome.delivered
+    p.close()
+    d.close()
+
+
+def at_random(backend: str) -> None:
+    """Engines come and go, and are closed by any thread at any moment."""
+    rng = random.Random(0)
+    until = time.monotonic() + 4.0
+    while time.monotonic() < until:
+        p, d = engine(backend, 1), engine(backend)
+        threads = [threading.Thread(target=x.close) for x in (p, d) for _ in range(2)]
+        for i in range(rng.randrange(4)):
+            p.offer(name(i), [2 * i], 4, 1, True)
+            d.fetch(name(i), p.source(), [2 * i], 4)
+        time.sleep(rng.random() * 0.05)
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(15.0)
+            assert not t.is_alive()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](sys.argv[2])
+    print("fine", flush=True)

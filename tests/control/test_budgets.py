@@ -1,0 +1,350 @@
+"""What one peer, stranger or caller may cost the others: memory, time, deadlines. All is measured beside honest transfers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+
+import pytest
+
+from kvxfer.failures import FailureKind
+from kvxfer.geometry import ShardAssignment
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.messages import Decline
+from kvxfer.protocol.values import Ended
+from kvxfer.testing.fake import FakeTransport
+from kvxfer.values import BlockTable
+from tests.control.conftest import Engine, fetch, offered, until
+from tests.control.stranger import Stranger, framed
+from tests.control.test_strangers import hello
+from tests.geometry.test_cache import HOSTILE
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pair(engine) -> tuple[Engine, Engine]:
+    calm = {"transfer_timeout": 30.0, "peer_timeout": 10.0}
+    return engine({"verbs": ["read"]}, seed=1, **calm), engine({"verbs": ["read"]}, **calm)
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def honest(p: Engine, d: Engine, name: str) -> tuple[float, float]:
+    """A transfer works. Seconds that it took, by this clock and by its own."""
+    so_far = len([e for e in d.events() if isinstance(e, Ended)])
+    transfer = TransferId(f"own/1/{name}", 0)
+    p.agents[0].offer(offered([3], 4, transfer=transfer))
+    began = time.monotonic()
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=name))
+    end = d.wait(Ended, count=so_far + 1, timeout=60.0)[so_far]
+    took = time.monotonic() - began
+    assert end.outcome.delivered, end
+    return took, end.seconds
+
+
+POUR = """
+import select, socket, sys, time
+host, port, connections, seconds, reads = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5] == "reads"
+first, _, then = sys.stdin.buffer.read().partition(b"<again and again>")
+then = then and then * max(1, (1 << 18) // len(then))
+socks, until = {}, time.monotonic() + seconds
+while time.monotonic() < until:
+    while len(socks) < connections and time.monotonic() < until:
+        try:
+            sock = socket.create_connection((host, port), 1)
+        except OSError:
+            time.sleep(0.01)
+            continue
+        sock.setblocking(False)
+        socks[sock] = [first, 0]
+    ready, can, _ = select.select(list(socks) if reads else [], [s for s, (d, a) in socks.items() if a < len(d)], [], 0.05)
+    for sock in set(ready) | set(can):
+        state = socks[sock]
+        try:
+            if sock in ready and not sock.recv(1 << 18):
+                raise ConnectionError
+            if sock in can:
+                state[1] += sock.send(state[0][state[1]:state[1] + (1 << 18)])
+                if state[1] == len(state[0]) and then:
+                    state[:] = then, 0
+        except BlockingIOError:
+            pass
+        except OSError:
+            sock.close()
+            del socks[sock]
+"""
+
+
+@contextmanager
+def strangers(
+    address: str, first: bytes, again: bytes = b"", connections: int = 1, seconds: int = 4, reads: bool = True
+) -> Iterator[None]:
+    """A process that speaks over so many connections, ``first`` and then ``again`` and again; whatever is cut off is made
+    anew."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    words = [
+        sys.executable,
+        "-c",
+        POUR,
+        host,
+        port,
+        str(connections),
+        str(seconds),
+        "reads" if reads else "never reads",
+    ]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(first + b"<again and again>" + again)
+    process.stdin.close()
+    try:
+        yield
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def head(length: int) -> bytes:
+    return length.to_bytes(4, "little")
+
+
+ZMTP = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48) + b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
+WORDS = b"".join(f"stranger {i} ".encode() for i in range(20_000))
+POURED = {
+    "frames that never end": ((head(200_000) + WORDS[:199_000], b"", 400), "agent"),
+    "frames that are too long": ((head(1 << 30), WORDS, 4), "agent"),
+    "empty frames": ((b"", bytes(4), 4), "agent"),
+    "one message of parts without end, by ZeroMQ's protocol": ((ZMTP, b"\1\xff" + bytes(255), 2), "agent"),
+    "hellos cut short": ((framed(WORDS[:100_000]) + head(100_000) + WORDS[:99_000], b"", 400), "agent"),
+    "connections": ((b"", b"", 1000), "agent"),
+    "questions whose answers are not read": ((b"", framed(m.encode(m.Lookup(m.PROTOCOL))), 50), "directory"),
+    "news for any engine": (
+        (b"", framed(m.encode(Decline(0, tuple(TransferId(f"own/{i}", i) for i in range(5000)), "x"))), 4),
+        "directory",
+    ),
+    "empty frames at the directory": ((b"", bytes(4), 4), "directory"),
+}
+
+
+@pytest.mark.parametrize("what", POURED)
+def test_strangers_fill_no_memory_and_hold_nobody_up(pair: tuple[Engine, Engine], what: str) -> None:
+    p, d = pair
+    honest(p, d, "warm")
+    (first, again, connections), where = POURED[what]
+    address = p.agents[0].member.address if where == "agent" else f"tcp://127.0.0.1:{p.source.port}"
+    before, peak = resident(), 0
+    with strangers(address, first, again, connections, reads="not read" not in what):
+        for i in range(30):
+            took, _ = honest(p, d, f"beside {i}")
+            assert took < 3.0, f"an honest transfer took {took:.1f} s"
+            peak = max(peak, resident() - before)
+            time.sleep(0.1)
+    assert peak < 64 * MIB, f"{peak / MIB:.0f} MiB more"
+    if where == "directory":
+        p.directory.notices()
+
+
+def test_peers_that_hoard_are_told_off(pair: tuple[Engine, Engine]) -> None:
+    """What all peers together may have an agent keep is bounded, too."""
+    p, d = pair
+    honest(p, d, "warm")
+    other = FakeTransport("other", {"verbs": ["read"]})
+    before, refusals = resident(), 0
+    with ExitStack() as stack:
+        for peer in range(8):
+            s = stack.enter_context(Stranger(p.agents[0].member.address, 60.0))
+            s.say(hello(p, endpoint=other.endpoint(), epoch=peer))
+            assert isinstance(s.answer(), m.Welcome)
+            for i in range(12):
+                s.say(
+                    m.FetchRequest(
+                        TransferId(f"own/{peer}/hoard", i), i + 1, b"d", 0, 4, BlockTable((bytes(3 * MIB),)), 1, 300.0
+                    )
+                )
+            s.say(m.Ping(1))
+            while not isinstance(said := s.answer(), m.Pong):
+                assert isinstance(said, m.AttemptClosed) and said.kind is FailureKind.OVERLOADED
+                refusals += 1
+        assert refusals > 8 * 12 // 3 and resident() - before < 400 * MIB
+        honest(p, d, "beside")
+    other.close()
+
+
+def test_no_hello_freezes_an_agent(pair: tuple[Engine, Engine]) -> None:
+    """Descriptions of caches come in hellos, from anybody who can connect, and each makes us check and plan."""
+    p, d = pair
+    honest(p, d, "warm")
+    frames = []
+    for cache in HOSTILE.values():
+        every = tuple(ShardAssignment(0, 0, ("x",), i, i + 1) for i in range(900))
+        frames += [m.encode(hello(p, cache=cache)), m.encode(hello(p, cache=cache, assignments=every))]
+    small = [framed(f) for f in frames if len(f) < 800]
+    assert len(small) >= 3
+    before, peak = resident(), 0
+    with ExitStack() as stack:
+        for frame in [*small[:4], *map(framed, frames[-4:])]:
+            stack.enter_context(strangers(p.agents[0].member.address, frame, connections=4))
+        for i in range(30):
+            took, seconds = honest(p, d, f"beside {i}")
+            assert took < 3.0 and abs(took - seconds) < 0.5, (took, seconds)
+            peak = max(peak, resident() - before)
+            time.sleep(0.05)
+    assert peak < 64 * MIB, f"{peak / MIB:.0f} MiB more"
+
+
+class Sluggish:
+    """A fence that makes whoever asks it wait, once."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.asked = threading.Event()
+
+    def passed(self) -> bool:
+        self.asked.set()
+        seconds, self.seconds = self.seconds, 0.0
+        time.sleep(seconds)
+        return True
+
+
+class Slow:
+    """A fence that takes a millisecond to say that it has passed."""
+
+    def passed(self) -> bool:
+        time.sleep(0.001)
+        return True
+
+
+def test_time_runs_from_the_call(engine) -> None:
+    """However late the control thread comes to it: the deadline, and what is reported."""
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=1.0)
+    honest(p, d, "warm")
+
+    def stalled() -> None:
+        fence = Sluggish(0.7)
+        d.agents[0].offer(offered([1], 4, transfer=TransferId("own/9/slow", 0)), fence)
+        assert fence.asked.wait(5)
+
+    stalled()
+    took, seconds = honest(p, d, "while it stands still")
+    assert took > 0.5 and abs(took - seconds) < 0.1
+    stalled()
+    began = time.monotonic()
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/never", 0), handle="never"))
+    end = d.wait(Ended, count=3)[2]
+    assert end.outcome.kind is FailureKind.NEVER_OFFERED and 0.95 < end.seconds < 1.4
+    assert time.monotonic() - began < 1.4
+
+
+def test_callers_without_end_delay_no_deadline(engine) -> None:
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=1.0)
+    honest(p, d, "warm")
+    over = threading.Event()
+
+    def call() -> None:
+        for i in count():
+            if over.is_set():
+                return
+            d.agents[0].offer(offered([1], 4, transfer=TransferId("own/3/x", i)), Slow())
+            time.sleep(0.0002)
+
+    callers = [threading.Thread(target=call)]
+    began = time.monotonic()
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/never", 0), handle="never"))
+    for caller in callers:
+        caller.start()
+    try:
+        while len(ends := [e for e in d.events() if isinstance(e, Ended)]) < 2:
+            assert time.monotonic() - began < 2.5, "no outcome at its deadline"
+            time.sleep(0.01)
+    finally:
+        over.set()
+        for caller in callers:
+            caller.join()
+    assert ends[1].outcome.kind is FailureKind.NEVER_OFFERED
+
+
+def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:
+    """Though thousands of messages wait for it meanwhile."""
+    p = engine({"verbs": ["read"]}, seed=1, peer_timeout=60.0, lease=300.0, transfer_timeout=300.0)
+    n, other = 12_000, FakeTransport("other", {"verbs": ["read"]})
+    with Stranger(p.agents[0].member.address, 60.0) as s:
+        s.say(
+            hello(
+                p, endpoint=other.endpoint(), assignments=(ShardAssignment(0, 0, hello(p).cache.views[0].layers, 0, 4),)
+            )
+        )
+        assert isinstance(s.answer(), m.Welcome)
+        for i in range(n):
+            s.say(m.FetchRequest(TransferId("own/1/many", i), i + 1, b"d", 0, 4, BlockTable.of([[3]]), 1, 300.0))
+        s.say(m.Ping(1))
+        assert isinstance(s.answer(), m.Pong)
+        for i in range(n):
+            p.agents[0].offer(offered([3], 4, transfer=TransferId("own/1/many", i)))
+        time.sleep(1.0)
+        have: set[TransferId] = set()
+        while len(have) < n:
+            if isinstance(said := s.answer(), m.PartReady):
+                have.add(said.transfer)
+            else:
+                assert isinstance(said, m.SlotReady), said
+    other.close()
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Counts what the control threads do, in calls, that are started within."""
+    events = [0]
+
+    def hook(frame: object, event: str, arg: object) -> None:
+        if threading.current_thread().name == "kvxfer-control":
+            events[0] += 1
+
+    threading.setprofile(hook)
+    try:
+        yield events
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def test_a_turn_costs_the_same_however_much_is_under_way(engine) -> None:
+    """Alone, and beside 200 links, 10,000 offers and 10,000 fetches that wait: counted in calls."""
+    long = {"transfer_timeout": 600.0, "peer_timeout": 600.0, "lease": 600.0}
+    with counted() as events:
+        p, d = engine({"verbs": ["read"]}, seed=1, **long), engine({"verbs": ["read"]}, **long)
+    other = FakeTransport("other", {"verbs": ["read"]})
+
+    def cost(name: str) -> float:
+        honest(p, d, f"{name} first")
+        before = events[0]
+        for i in range(40):
+            honest(p, d, f"{name} {i}")
+        return (events[0] - before) / 40
+
+    alone = cost("alone")
+    with ExitStack() as stack:
+        for _ in range(200):
+            s = stack.enter_context(Stranger(p.agents[0].member.address, 60.0))
+            s.say(hello(p, endpoint=other.endpoint()))
+            assert isinstance(s.answer(), m.Welcome)
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        nobody = Source("127.0.0.1", silent.getsockname()[1], 1)
+        for i in range(10_000):
+            p.agents[0].offer(offered([2], 4, transfer=TransferId("own/1/waits", i)))
+            d.agents[0].fetch(fetch(nobody, [6], 4, transfer=TransferId("own/2/waits", i), handle=f"waits {i}"))
+        until(lambda: p.agents[0].stats().offers >= 10_000 and d.agents[0].stats().fetches >= 10_000, 60)
+        among = cost("among others")
+    assert among < 1.5 * alone, f"{among:.0f} calls a transfer, {alone:.0f} with nothing else under way"
+    other.close()

@@ -1,0 +1,408 @@
+"""Endings: whoever closes an agent, and when, every transfer has its outcome, and its memory is released once it is quiet.
+Whatever engines and back ends raise, no thread of ours dies of it; should one die, nothing waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
+from kvxfer.failures import FailureKind
+from kvxfer.identity import TransferId
+from kvxfer.memory.cpu import CpuSpace
+from kvxfer.protocol.values import Ended, Released
+from kvxfer.testing.fake import FakeTransport
+from tests.control.conftest import Engine, fetch, make_cache, offered, until
+
+ROOT = Path(__file__).parent.parent.parent
+FAKE = "kvxfer.testing.fake:FakeTransport"
+
+
+def name(i: int | str) -> TransferId:
+    return TransferId(f"own/1/{i}", 0)
+
+
+# --- in a process of its own -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["zmq", "cma"])
+@pytest.mark.parametrize("case", ["many", "leave", "leave_by_error", "fork", "at_random"])
+def test_nothing_crashes_or_hangs(case: str, backend: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-m", "tests.control.ending", case, backend],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0 and "fine\n" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr, done.stderr[-4000:]
+
+
+# --- outcomes ----------------------------------------------------------------------------------------------------------
+
+
+def outcomes(agent: Agent, sort: type = Ended) -> dict[TransferId, Any]:
+    """Of what the agent reports; nothing is reported twice, or released before it has ended."""
+    events = agent.events()
+    found = [e.transfer for e in events if isinstance(e, sort)]
+    assert len(found) == len(set(found))
+    for e in events:
+        if isinstance(e, Released):
+            assert any(isinstance(x, Ended) and x.transfer == e.transfer for x in events[: events.index(e)])
+    return {e.transfer: e for e in events if isinstance(e, sort)}
+
+
+WAYS = {
+    "read": {"verbs": ["read"]},
+    "write": {"verbs": ["write"]},
+    "sendrecv": {"verbs": ["send", "recv"]},
+    "staged read": {"verbs": ["read"], "gathers": False},
+    "staged write": {"verbs": ["write"], "gathers": False},
+    "closing the peer": {"verbs": ["write"], "quiet": "peer_close"},
+    "closing the back end": {"verbs": ["read"], "quiet": "backend_reset"},
+    "zmq": {"backend": "zmq"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("integrity", ["off", "full"])
+def test_all_that_is_in_hand_ends(engine: Callable[..., Engine], way: str, integrity: str) -> None:
+    """At any stage: nobody there yet, half done, moving, whole."""
+    options = dict(WAYS[way])
+    if "backend" not in options:
+        options["delay_s"] = 0.05
+    p, d = engine(dict(options), seed=1, integrity=integrity), engine(dict(options), integrity=integrity)
+    agent, other = d.agents[0], p.agents[0]
+    for i in range(6):
+        agent.fetch(fetch(p.source, [2 * i, 2 * i + 1], 8, transfer=name(i), handle=str(i)))
+        if i % 3:
+            other.offer(offered([2 * i, 2 * i + 1][: i % 3], 4 * (i % 3), transfer=name(i), final=i % 3 == 2))
+    agent.fetch(fetch(p.source, [12], 4, transfer=name("nowhere"), handle="nowhere"))
+    other.offer(offered([13], 4, transfer=name("unasked")))
+    time.sleep(0.08)
+    assert agent.close()
+    events = agent.events()
+    for sort in (Ended, Released):
+        found = [e.transfer for e in events if isinstance(e, sort)]
+        assert sorted(found, key=str) == sorted([*(name(i) for i in range(6)), name("nowhere")], key=str)
+    for e in events:
+        if isinstance(e, Ended) and not e.outcome.delivered:
+            assert e.outcome.kind is FailureKind.CANCELLED
+    assert other.close()
+    held = [e for e in other.events() if isinstance(e, Released)]
+    assert len(held) == len({e.transfer for e in held}) == 5
+    assert agent.stats().fetches == other.stats().offers == 0
+
+
+def test_peers_are_told_at_once(engine: Callable[..., Engine]) -> None:
+    """They need not find out by silence."""
+    p, d = (
+        engine({}, seed=1, peer_timeout=60.0, transfer_timeout=60.0, lease=60.0),
+        engine({}, peer_timeout=60.0, transfer_timeout=60.0),
+    )
+    d.agents[0].fetch(fetch(p.source, [1, 2], 8, transfer=name(0)))
+    p.agents[0].offer(offered([1], 4, transfer=name(0), final=False))
+    until(lambda: bool(p.agents[0]._producer._serves) and d.block(1).any())
+    p.agents[0].close()
+    (end,) = d.wait(Ended)
+    assert end.outcome.kind is FailureKind.PEER_LOST
+    d.wait(Released)
+    other = engine({}, seed=1, lease=60.0)
+    d.agents[0].fetch(fetch(other.source, [1, 2], 8, transfer=name(1), handle="1"))
+    other.agents[0].offer(offered([1], 4, transfer=name(1), final=False))
+    until(lambda: bool(other.agents[0]._producer._serves))
+    time.sleep(0.1)
+    d.agents[0].close()
+    (end,) = other.wait(Ended)
+    assert end.outcome.kind is FailureKind.CANCELLED
+    other.wait(Released)
+
+
+def test_what_comes_after_the_end_ends_at_once(engine: Callable[..., Engine]) -> None:
+    p, d = engine({}, seed=1), engine({})
+    agent = d.agents[0]
+    agent.close()
+
+    class Never:
+        event = None
+
+        def passed(self) -> bool:
+            return False
+
+    for i in range(2):
+        agent.fetch(fetch(p.source, [1], 4, transfer=name(i), handle=str(i)))
+        agent.offer(offered([1], 4, transfer=name(10 + i), final=False), after=Never())
+        agent.offer(offered([1, 2], 8, transfer=name(10 + i)))
+        agent.revoke(name(10 + i), 1, "over", gone=True)
+        agent.renew(name(10 + i))
+        agent.cancel(str(i), "over")
+    events = agent.events()
+    assert [(type(e), e.transfer) for e in events] == [
+        (sort, t) for i in range(2) for t in (name(i), name(10 + i)) for sort in (Ended, Released)
+    ]
+    assert all(e.outcome.kind is FailureKind.CANCELLED for e in events if isinstance(e, Ended))
+    assert agent.close() and agent.events() == []
+
+
+def test_an_offer_behind_its_fence_ends_and_is_not_announced(engine: Callable[..., Engine]) -> None:
+    p, d = engine({}, seed=1), engine({})
+
+    class Never:
+        event = None
+
+        def passed(self) -> bool:
+            return False
+
+    d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    p.agents[0].offer(offered([1], 4, transfer=name(0)), after=Never())
+    time.sleep(0.2)
+    assert p.agents[0].close()
+    assert set(outcomes(p.agents[0])) == {name(0)}
+    assert not d.block(1).any()
+
+
+def test_a_back_end_that_hangs_holds_nobody_up_and_releases_nothing(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free, stuck = threading.Event(), threading.Event()
+    p, d = engine({"verbs": ["read"], "delay_s": 0.5}, seed=1), engine({"verbs": ["read"], "delay_s": 0.5})
+    agent, poll = d.agents[0], FakeTransport.poll
+
+    def hang(self: FakeTransport) -> list[Any]:
+        if self.agent.startswith("engine1") and stuck.is_set():
+            free.wait()
+        return poll(self)
+
+    monkeypatch.setattr(FakeTransport, "poll", hang)
+    agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    until(lambda: agent.stats().staged == 1)
+    stuck.set()
+    time.sleep(0.2)
+    begun = time.monotonic()
+    assert agent.close(0.5) is False
+    assert time.monotonic() - begun < 2.0
+    assert "may still be touched" in caplog.text
+    events = agent.events()
+    assert [type(e) for e in events] == [Ended] and agent.stats().fetches == 1
+    free.set()
+    until(lambda: agent.stats().fetches == 0)
+    assert [type(e) for e in agent.events()] == [Released]
+    assert agent.close()
+
+
+def test_memory_that_never_gets_quiet_is_not_released(engine: Callable[..., Engine]) -> None:
+    options = {"verbs": ["read"], "delay_s": 5.0, "quiet": "never"}
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    until(lambda: d.agents[0].stats().staged == 1)
+    time.sleep(0.1)
+    assert d.agents[0].close() is False
+    assert [type(e) for e in d.agents[0].events()] == [Ended]
+
+
+def test_close_from_within(engine: Callable[..., Engine]) -> None:
+    """By a callback on the control thread, which cannot wait for itself."""
+    e = engine({})
+    agent = e.agents[0]
+
+    class Closing:
+        event = None
+
+        def passed(self) -> bool:
+            agent.close()
+            return True
+
+    agent.offer(offered([1], 4, transfer=name(0)), after=Closing())
+    until(lambda: not agent._thread.is_alive())
+    assert agent.close()
+    assert set(outcomes(agent)) == {name(0)}
+
+
+def test_with(engine: Callable[..., Engine]) -> None:
+    memory = np.zeros(1 << 16, np.uint8)
+    with (
+        Agent(make_cache(memory, 1, 0, 16), Config(backend=FAKE)) as agent,
+        Directory("x", agent.epoch, "127.0.0.1", 0) as directory,
+    ):
+        assert agent._thread.is_alive() and directory._thread.is_alive()
+    assert not agent._thread.is_alive() and not directory._thread.is_alive()
+
+
+# --- what engines and back ends raise ----------------------------------------------------------------------------------
+
+RAISED = [
+    SystemExit("leave"),
+    KeyboardInterrupt("stop"),
+    asyncio.CancelledError("cancelled"),
+    GeneratorExit("done"),
+    ValueError("bad"),
+]
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=repr)
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_fence_that_raises_fails_its_offer_alone(
+    engine: Callable[..., Engine], raised: BaseException, when: str
+) -> None:
+    p, d = engine({}, seed=1), engine({})
+
+    class Failing:
+        event = None
+        asked = 0
+
+        def passed(self) -> bool:
+            self.asked += 1
+            if when == "later" and self.asked < 3:
+                return False
+            raise raised
+
+    p.agents[0].offer(offered([1], 4, transfer=name(0)), after=Failing())
+    (end,) = p.wait(Ended)
+    assert end.outcome.kind is FailureKind.BACKEND_FAILED and str(raised) in end.outcome.failure.detail
+    p.wait(Released)
+    works(p, d)
+
+
+def works(p: Engine, d: Engine) -> None:
+    t = name(f"works {time.monotonic()}")
+    p.agents[0].offer(offered([3], 4, transfer=t))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=t, handle=str(t)))
+    until(lambda: any(isinstance(e, Ended) and e.transfer == t for e in d.events()))
+    (end,) = [e for e in d.events() if isinstance(e, Ended) and e.transfer == t]
+    assert end.outcome.delivered, end
+    assert np.array_equal(d.block(5), p.block(3))
+
+
+METHODS = ["endpoint", "connect", "submit", "poll", "lost", "disconnect", "fileno"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("raised", [SystemExit("leave"), asyncio.CancelledError("cancelled")], ids=repr)
+def test_a_back_end_may_raise_anything(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, method: str, raised: BaseException
+) -> None:
+    """Once: then what was in hand has an outcome, and the next transfer is delivered."""
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]})
+    works(p, d)
+    d.events().clear()
+    given, original = [True], getattr(FakeTransport, method)
+
+    def fail(self: FakeTransport, *args: Any) -> Any:
+        if self.agent.startswith("engine1") and given:
+            given.pop()
+            raise raised
+        return original(self, *args)
+
+    monkeypatch.setattr(FakeTransport, method, fail)
+    other = engine({"verbs": ["read"]}, seed=1)
+    d.agents[0].fetch(fetch(other.source, [7], 4, transfer=name(0), handle="0"))
+    other.agents[0].offer(offered([7], 4, transfer=name(0)))
+    until(lambda: any(isinstance(e, Released) and e.transfer == name(0) for e in d.events()))
+    assert d.agents[0]._thread.is_alive()
+    d.events().clear()
+    works(p, d)
+
+
+def test_a_back_end_whose_constructor_raises_anything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTransport, "__init__", lambda *_: sys.exit(3))
+    threads = threading.active_count()
+    with pytest.raises(Exception, match="SystemExit"):
+        Agent(make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16), Config(backend=FAKE))
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("raised", [SystemExit("leave"), MemoryError("none left")], ids=repr)
+def test_a_checksum_that_raises_fails_its_transfer_alone(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    p, d = engine({}, seed=1, integrity="full"), engine({}, integrity="full")
+    works(p, d)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> None:
+            raise raised
+
+        patch.setattr(CpuSpace, "checksum", fail)
+        d.agents[0].fetch(fetch(p.source, [7], 4, transfer=name(0), handle="0"))
+        p.agents[0].offer(offered([7], 4, transfer=name(0)))
+        until(lambda: any(isinstance(e, Released) and e.transfer == name(0) for e in d.events()))
+    (end,) = [e for e in d.events() if isinstance(e, Ended) and e.transfer == name(0)]
+    assert end.outcome.kind is FailureKind.BACKEND_FAILED
+    d.events().clear()
+    works(p, d)
+
+
+# --- threads that die all the same -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads may die in this test without a word of pytest's."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    yield
+
+
+def kill_control(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def turn() -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(logging.getLogger("kvxfer.agent"), "exception", lambda *_: 1 / 0)
+    monkeypatch.setattr(agent, "_turn", turn)
+
+
+def kill_data(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = agent._data._first._data
+    monkeypatch.setattr(data, "_turn", lambda _: 1 / 0)
+    monkeypatch.setattr(data, "_reset", lambda _: 1 / 0)
+
+
+def kill_hasher(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get() -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(agent._hasher, "_serve", get)
+    agent._hasher._thread.start()
+    agent._hasher._started = True
+
+
+@pytest.mark.usefixtures("unhandled")
+@pytest.mark.parametrize(
+    ("kill", "who"),
+    [
+        (kill_control, "the control thread"),
+        (kill_data, "the data thread of back end"),
+        (kill_hasher, "the thread for checksums"),
+    ],
+)
+def test_if_a_thread_dies_nothing_waits_for_it(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kill: Callable[..., None], who: str
+) -> None:
+    p, d = engine({}, seed=1, transfer_timeout=60.0), engine({}, transfer_timeout=60.0)
+    agent = d.agents[0]
+    agent.fetch(fetch(p.source, [1], 4, transfer=name(0), handle="0"))
+    agent.offer(offered([2], 4, transfer=name(1)))
+    time.sleep(0.1)
+    kill(agent, monkeypatch)
+    agent.renew(name(1))
+    agent._data._first.abort(None)  # type: ignore[arg-type]  (wakes it)
+    until(lambda: not agent._thread.is_alive(), 8.0)
+    agent.fetch(fetch(p.source, [3], 4, transfer=name(2), handle="2"))
+    ended = outcomes(agent)
+    assert set(ended) == {name(0), name(1), name(2)}
+    for e in ended.values():
+        assert e.outcome.kind is FailureKind.BACKEND_FAILED and who in e.outcome.failure.detail

@@ -1,0 +1,141 @@
+"""What two engines' KV depends on is compared at first contact, by both of them, and again whenever it changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from kvxfer.control.directory import Directory
+from kvxfer.errors import ConfigError, PeerError
+from kvxfer.facts import MOST, NAME, TEXT, difference, sealed
+from kvxfer.failures import FailureKind, Outcome
+from kvxfer.identity import TransferId
+from kvxfer.protocol import messages as m
+from tests.control.conftest import Ended, Engine, engine, fetch, offered, until
+
+__all__ = ["engine"]
+
+OURS = {"weights": "a3f1", "dtype": "bfloat16"}
+THEIRS = {"weights": "77c0", "dtype": "bfloat16"}
+
+Make = Callable[..., Engine]
+
+_names = (f"t{n}" for n in count())
+
+
+def deliver(p: Engine, d: Engine) -> Outcome:
+    """One transfer from ``p`` to ``d``, and how it ended there."""
+    t = TransferId(next(_names), 0)
+    d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=t, handle=t.base))
+    p.agents[0].offer(offered([3, 1], 8, transfer=t))
+    until(lambda: any(isinstance(e, Ended) and e.handle == t.base for e in d.events()), 20.0)
+    return next(e.outcome for e in d.events() if isinstance(e, Ended) and e.handle == t.base)
+
+
+def test_the_same_facts_in_another_order(engine: Make) -> None:  # noqa: F811
+    p, d = engine({}, seed=1, facts=OURS), engine({}, facts=dict(reversed(OURS.items())))
+    assert deliver(p, d).delivered
+
+
+def test_a_consumer_refuses_by_the_card(engine: Make) -> None:  # noqa: F811
+    p, d = engine({}, seed=1, facts=THEIRS), engine({}, facts=OURS)
+    end = deliver(p, d)
+    assert end.kind is FailureKind.INCOMPATIBLE
+    assert end.failure.peer == f"engine 'engine0' at {p.source}"
+    assert "weights: a3f1 here, 77c0 at the producer" in end.failure.detail and "'model'" in end.failure.detail
+    assert "dtype" not in end.failure.detail, "it names what differs, and nothing else"
+    assert not d.block(5).any() and not d.block(2).any()
+
+
+@pytest.mark.parametrize("silent", ["producer", "consumer"])
+def test_who_states_nothing_serves_nobody_who_does(engine: Make, silent: str) -> None:  # noqa: F811
+    p = engine({}, seed=1, facts=None if silent == "producer" else OURS)
+    d = engine({}, facts=None if silent == "consumer" else OURS)
+    where = "not stated at the producer" if silent == "producer" else "not stated here"
+    assert where in deliver(p, d).failure.detail
+
+
+def test_a_producer_refuses_by_the_hello(engine: Make, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    """Its directory has said the same as the consumer, and was wrong by the time of the hello."""
+    p, d = engine({}, seed=1, facts=THEIRS), engine({}, facts=OURS)
+    p.directory.identify(OURS)
+    with caplog.at_level(logging.WARNING):
+        end = deliver(p, d)
+    assert "weights: 77c0 here, a3f1 at the consumer" in end.failure.detail and "'engine1'" in end.failure.detail
+    assert "refused a link from 'engine1'" in caplog.text
+
+
+@pytest.mark.parametrize("changes", ["producer", "consumer"])
+def test_facts_that_change_while_engines_are_linked(engine: Make, changes: str) -> None:  # noqa: F811
+    p, d = engine({}, seed=1, facts=OURS), engine({}, facts=OURS)
+    assert deliver(p, d).delivered
+    first, second = (p, d) if changes == "producer" else (d, p)
+
+    def change(e: Engine) -> None:
+        e.directory.identify(THEIRS)
+        e.agents[0].identify(THEIRS)
+
+    change(first)
+    words = ("a3f1 here, 77c0 at the producer", "77c0 here, a3f1 at the consumer")
+    if changes == "consumer":
+        words = ("77c0 here, a3f1 at the producer",) * 2
+    end = deliver(p, d)
+    assert end.kind is FailureKind.INCOMPATIBLE and any(f"weights: {w}" in end.failure.detail for w in words), end
+    change(second)
+    assert deliver(p, d).delivered
+
+
+def test_a_fetch_under_way_does_not_survive_a_change(engine: Make) -> None:  # noqa: F811
+    p, d = engine({}, seed=1, facts=OURS), engine({}, facts=OURS)
+    t = TransferId("waits", 0)
+    assert deliver(p, d).delivered
+    d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=t, handle="waits"))
+    d.agents[0].identify(THEIRS)
+    until(lambda: any(isinstance(e, Ended) and e.handle == "waits" for e in d.events()))
+    end = next(e.outcome for e in d.events() if isinstance(e, Ended) and e.handle == "waits")
+    assert end.kind is FailureKind.INCOMPATIBLE
+
+
+def test_an_agent_that_has_not_been_told_takes_its_directory_s_word(engine: Make) -> None:  # noqa: F811
+    """The engine tells its agents with its first step, and links may come before; they are judged then."""
+    p, d = engine({}, seed=1), engine({}, facts=OURS)
+    p.directory.identify(OURS)
+    assert deliver(p, d).delivered
+    p.agents[0].identify(OURS)
+    assert deliver(p, d).delivered, "nothing has changed"
+    p.agents[0].identify(THEIRS)
+    assert "weights: 77c0 here, a3f1 at the consumer" in deliver(p, d).failure.detail
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{str(n): "" for n in range(MOST + 1)}, {"": "x"}, {"n" * (NAME + 1): "x"}, {"n": "x" * (TEXT + 1)}, {"n": "a\nb"}],
+    ids=["many", "no name", "long name", "long text", "two lines"],
+)
+def test_facts_have_bounds(engine: Make, facts: dict[str, str]) -> None:  # noqa: F811
+    e = engine({})
+    for state in (e.directory.identify, e.agents[0].identify, lambda f: Directory("e", 1, "127.0.0.1", 0, facts=f)):
+        with pytest.raises(ConfigError, match="fact"):
+            state(facts)
+
+
+@pytest.mark.parametrize(
+    "facts", [{str(n): "" for n in range(MOST + 1)}, {"n" * (NAME + 1): "x"}, {"n": "x" * (TEXT + 1)}]
+)
+def test_peers_are_held_to_them(facts: dict[str, str]) -> None:
+    with pytest.raises(PeerError):
+        m.decode(m.encode(m.EngineDescriptor(m.PROTOCOL, "e", 1, (), facts)))
+
+
+def test_what_a_peer_states_is_no_line_of_its_own_in_a_log() -> None:
+    told: Any = difference({"model": "m"}, {"model": "m\nERROR all is lost"}, "at the producer")
+    assert "\n" not in told and r"m\nERROR" in told
+
+
+def test_the_seal() -> None:
+    assert sealed({"a": "1", "b": "2"}) == sealed({"b": "2", "a": "1"})
+    assert len({sealed(f) for f in ({}, {"a": "1"}, {"a": "2"}, {"b": "1"}, {"a": "1", "b": "1"}, {"a1": ""})}) == 6

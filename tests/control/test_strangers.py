@@ -1,0 +1,334 @@
+"""What anybody who can reach the control sockets may say: nothing of it ends a thread, a transfer, or the service of
+others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from kvxfer.control import links
+from kvxfer.control.directory import Directory
+from kvxfer.failures import FailureKind
+from kvxfer.identity import TransferId, new_epoch
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.messages import Decline, Named, Renew
+from kvxfer.protocol.values import Ended
+from kvxfer.testing.fake import FakeTransport
+from kvxfer.values import BlockTable
+from tests.control.conftest import Engine, fetch, make_cache, offered, until
+from tests.control.stranger import Stranger, framed, impostor, poured
+
+T = TransferId("own/1/honest", 0)
+
+
+def hello(p: Engine, **changes: object) -> m.Hello:
+    member = p.agents[0].member
+    cache = make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
+    values = {
+        "protocol": m.PROTOCOL,
+        "backend": p.agents[0].config.backend,
+        "expect_epoch": member.epoch,
+        "epoch": 1,
+        "engine": "stranger",
+        "endpoint": b"?",
+        "cache": cache,
+        "assignments": (),
+        "mode": "read",
+        "piece_bytes": 4096,
+    }
+    return m.Hello(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def honest(p: Engine, d: Engine, transfer: TransferId = T) -> None:
+    """A transfer between the two works."""
+    so_far = len([e for e in d.events() if isinstance(e, Ended)])
+    p.agents[0].offer(offered([3], 4, transfer=transfer))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=str(transfer)))
+    end = d.wait(Ended, count=so_far + 1)[so_far]
+    assert end.transfer == transfer and end.outcome.delivered, end
+    assert np.array_equal(d.block(5), p.block(3))
+
+
+@pytest.fixture
+def pair(engine) -> tuple[Engine, Engine]:
+    options = {"verbs": ["read"]}
+    return engine(dict(options), seed=1), engine(dict(options))
+
+
+REFUSALS = {
+    "old epoch": ({"expect_epoch": 7}, FailureKind.PEER_LOST),
+    "other protocol": ({"protocol": 99}, FailureKind.INCOMPATIBLE),
+    "other back end": ({"backend": "nixl"}, FailureKind.INCOMPATIBLE),
+    "other verb": ({"mode": "write"}, FailureKind.INCOMPATIBLE),
+    "assignments beyond the cache": (
+        {"assignments": (m.ShardAssignment(0, 9, ("x",), 0, 1),)},
+        FailureKind.INCOMPATIBLE,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_hello_that_does_not_fit_is_refused_with_the_reason(pair: tuple[Engine, Engine], what: str) -> None:
+    p, d = pair
+    changes, kind = REFUSALS[what]
+    with Stranger(p.agents[0].member.address) as s:
+        s.say(hello(p, **changes))
+        refused = s.answer()
+        assert isinstance(refused, m.Refused) and refused.kind is kind and refused.reason and not refused.again, refused
+    honest(p, d)
+
+
+class Tracked(FakeTransport):
+    """Knows which of its endpoints are neither connected nor withdrawn."""
+
+    made: ClassVar[list[Tracked]] = []
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        super().__init__(agent, options)
+        self.idle: list[bytes] = []
+        self.given = 0
+        self.made.append(self)
+
+    def endpoint(self) -> bytes:
+        self.idle.append(super().endpoint())
+        self.given += 1
+        return self.idle[-1]
+
+    def connect(self, mine: bytes, theirs: bytes) -> int:
+        peer = super().connect(mine, theirs)
+        self.idle.remove(mine)
+        return peer
+
+    def withdraw(self, endpoint: bytes) -> None:
+        super().withdraw(endpoint)
+        self.idle.remove(endpoint)
+
+
+def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with the producer, to whom strangers say hello, nor with the consumer, who dials where nobody is."""
+    monkeypatch.setattr(Tracked, "made", [])
+    backend = f"{__name__}:Tracked"
+    p, d = (engine({"verbs": ["read"], "backend": backend}, seed=seed, peer_timeout=0.5) for seed in (1, None))
+    of_p, of_d = Tracked.made
+    for _ in range(5):
+        with Stranger(p.agents[0].member.address) as s:
+            s.say(hello(p))
+            refused = s.answer()
+            assert isinstance(refused, m.Refused) and refused.kind is FailureKind.BACKEND_FAILED
+    honest(p, d)
+    assert of_p.given == 6
+    p.agents[0].close()
+
+    def late(i: int) -> FailureKind:
+        d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/late", i), handle=f"late {i}"))
+        end = d.wait(Ended, count=2 + i)[1 + i]
+        return end.outcome.kind
+
+    assert all(late(i) is FailureKind.PEER_UNREACHABLE for i in range(3))
+    with socket.create_server(("127.0.0.1", int(p.agents[0].member.address.rpartition(":")[2]))):
+        assert late(3) is FailureKind.PEER_UNREACHABLE
+    assert of_d.given >= 2
+    until(lambda: not of_p.idle and not of_d.idle)
+
+
+def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engine, Engine]) -> None:
+    p, _ = pair
+    with Stranger(p.agents[0].member.address) as s:
+        for msg in (
+            m.Ping(1),
+            m.CommitRequest(T, 1, 1),
+            m.CloseAttempt(T, 1, b"d", FailureKind.CANCELLED, "?"),
+            m.FetchRequest(T, 1, b"d", 0, 4, BlockTable((b"",)), 1, 1.0),
+        ):
+            s.say(msg)
+            refused = s.answer()
+            assert isinstance(refused, m.Refused) and refused.again
+
+
+def test_another_version_is_told_so(pair: tuple[Engine, Engine]) -> None:
+    p, _ = pair
+    for address in (p.agents[0].member.address, f"tcp://127.0.0.1:{p.source.port}"):
+        with Stranger(address) as s:
+            s.send(b"\x92\xa7welcome\x01")
+            refused = s.answer()
+            assert isinstance(refused, m.Refused) and refused.kind is FailureKind.INCOMPATIBLE
+
+
+JUNK = [
+    b"",
+    b"\x00",
+    b"\xff" * 100,
+    b"\x91\xa4ping",
+    b"\x92\xa4ping\xcf\xff\xff\xff\xff\xff\xff\xff\xff",
+    b"[1,2]",
+    m.encode(m.Pong(1)),
+    m.encode(m.Welcome(1, b"", 1)),
+    m.encode(m.CommitAck(T, 1)),
+    m.encode(m.AttemptClosed(T, 1, FailureKind.REVOKED, "x", True)),
+    m.encode(m.Lookup(1)),
+    m.encode(m.Refused(FailureKind.REFUSED, "no", False)),
+    b"\xdd\xff\xff\xff\xff" * 3,
+    b"\x94" * 5000,
+]
+
+
+RAW = [
+    b"",
+    b"\0\0\0\0" * 1000,
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\xff" * 100,
+    b"\x0b\0\0\0half",
+    framed(b"x" * m.MAX_BYTES)[:1000],
+    b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48),
+    framed(m.encode(m.Ping(1))) + b"\1",
+]
+
+
+def test_junk_at_both_sockets_changes_nothing(pair: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture) -> None:
+    p, d = pair
+    threads = threading.active_count()
+    for address in (p.agents[0].member.address, f"tcp://127.0.0.1:{p.source.port}"):
+        for raw in [*RAW, *map(framed, JUNK)]:
+            with Stranger(address) as s:
+                s.socket.sendall(raw)
+        with Stranger(address) as s, suppress(ConnectionError):
+            for frame in JUNK:
+                s.send(frame)
+        with Stranger(address) as s, suppress(ConnectionError):
+            s.send(b"x" * (m.MAX_BYTES + 1))
+            assert s.hung_up_on()
+    honest(p, d)
+    assert threading.active_count() == threads + 2  # those have begun that look at hellos and at cards
+    assert not [r for r in caplog.records if r.exc_info], "something was not handled"
+    assert max(len(r.getMessage()) for r in caplog.records) < 1000, "what a stranger says is logged whole"
+
+
+def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) -> None:
+    p, _ = pair
+    with Stranger(f"tcp://127.0.0.1:{p.source.port}") as s:
+        for epoch in (p.source.epoch, 7, p.source.epoch):
+            s.say(Renew(epoch, (Named(T, b"d"),)))
+            s.say(Decline(epoch, (Named(T, b"d"),), "rejected"))
+        s.say(m.Lookup(m.PROTOCOL))
+        assert isinstance(s.answer(), m.EngineDescriptor)  # in order: what came before has been taken in
+    assert len(p.directory.notices()) == 4
+
+
+def test_directory_outlives_addresses_that_are_none() -> None:
+    d = Directory("e", new_epoch(), "127.0.0.1", 0)
+    try:
+        for host, port in (("", 0), ("no such host !", 5), ("127.0.0.1", 99999), ("ipc:///tmp/x", 1), ("\u0000", 1)):
+            d.tell(type(d.source)(host, port, 1), Renew(1, (Named(T, b"d"),)))
+        d.publish((m.RankDescriptor("tcp://127.0.0.1:1", 1, make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16), ()),))
+        with Stranger(f"tcp://127.0.0.1:{d.source.port}") as s:
+            s.say(m.Lookup(m.PROTOCOL))
+            assert isinstance(s.answer(), m.EngineDescriptor)
+    finally:
+        d.close()
+
+
+def many_wants() -> bytes:
+    return m.encode(m.FetchRequest(TransferId("own/1/flood", 0), 1, b"d", 0, 4, BlockTable((b"\0" * 4000,)), 1, 5.0))
+
+
+FLOODS = {
+    "junk": b"\xff" * 200,
+    "pings": m.encode(m.Ping(1)),
+    "lookups": m.encode(m.Lookup(m.PROTOCOL)),
+    "wants": many_wants(),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_from_a_stranger_does_not_starve_others(pair: tuple[Engine, Engine], flood: str) -> None:
+    p, d = pair
+    agent, directory = p.agents[0].member.address, f"tcp://127.0.0.1:{p.source.port}"
+    with poured(agent, framed(FLOODS[flood])), poured(directory, framed(FLOODS[flood])):
+        for i in range(20):
+            honest(p, d, TransferId("own/1/among", i))
+
+
+@pytest.mark.parametrize("flood", ["pings", "wants"])
+def test_a_flood_from_a_peer_does_not_starve_others(pair: tuple[Engine, Engine], flood: str) -> None:
+    p, d = pair
+    other = FakeTransport("other", {"verbs": ["read"]})
+    greeting = hello(p, endpoint=other.endpoint())
+    with poured(p.agents[0].member.address, framed(FLOODS[flood]), greeting):
+        for i in range(20):
+            honest(p, d, TransferId("own/1/among", i))
+    other.close()
+
+
+def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    other = FakeTransport("other", {"verbs": ["read"]})
+    with Stranger(p.agents[0].member.address) as s:
+        s.say(hello(p, endpoint=other.endpoint()))
+        assert isinstance(s.answer(), m.Welcome)
+        table = BlockTable((bytes(1 << 20),))
+        for i in range(70):
+            s.say(m.FetchRequest(TransferId("own/1/hoard", i), i + 1, b"d", 0, 4, table, 1, 5.0))
+        gone = s.answer()
+        assert isinstance(gone, m.AttemptClosed) and gone.kind is FailureKind.OVERLOADED
+    honest(p, d)
+    other.close()
+
+
+def test_links_that_strangers_left_behind_do_not_keep_others_out(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "MOST", 4)
+    p, d = pair
+    other = FakeTransport("other", {"verbs": ["read"]})
+    address = p.agents[0].member.address
+    with ExitStack() as stack:
+        for _ in range(4):
+            s = stack.enter_context(Stranger(address))
+            s.say(hello(p, endpoint=other.endpoint()))
+            assert isinstance(s.answer(), m.Welcome)
+        with Stranger(address) as s:
+            s.say(hello(p, endpoint=other.endpoint()))
+            refused = s.answer()
+            assert isinstance(refused, m.Refused) and refused.kind is FailureKind.OVERLOADED
+    honest(p, d)
+    other.close()
+
+
+WELCOMES = {
+    "larger pieces than we have room for": {"piece_bytes": 1 << 40},
+    "pieces of nothing": {"piece_bytes": 0},
+    "fewer checks than we ask for": {"integrity": "off"},
+}
+
+
+@pytest.mark.parametrize("what", WELCOMES)
+def test_a_welcome_that_was_not_asked_for_is_none(engine, pair: tuple[Engine, Engine], what: str) -> None:
+    d = engine({"verbs": ["read"]}, integrity="sample")
+    other = FakeTransport("other", {"verbs": ["read"]})
+    terms: dict[str, Any] = {"piece_bytes": 4096, "integrity": "sample", **WELCOMES[what]}
+    with impostor(d, {m.Hello: m.Welcome(78, other.endpoint(), **terms)}) as source:
+        d.agents[0].fetch(fetch(source, [5], 4, transfer=T))
+        (end,) = d.wait(Ended)
+    assert end.outcome.kind is FailureKind.INCOMPATIBLE, end
+    honest(pair[0], d, TransferId("own/2/y", 0))
+    other.close()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 4095, 1 << 40])
+def test_pieces_of_a_size_that_was_not_agreed_on(engine, pair: tuple[Engine, Engine], piece_bytes: int) -> None:
+    """Smaller ones would keep the data thread busy for ever, larger ones run over the slots."""
+    d = engine({"verbs": ["read"]})
+    other = FakeTransport("other", {"verbs": ["read"]})
+    have = m.PartReady(T, 1, 1, 0, 0, 4, True, BlockTable.of([[3]]), 0, piece_bytes)
+    with impostor(d, {m.Hello: m.Welcome(78, other.endpoint(), 4096), m.FetchRequest: have}) as source:
+        d.agents[0].fetch(fetch(source, [5], 4, transfer=T))
+        (end,) = d.wait(Ended)
+    assert end.outcome.kind is FailureKind.MISUSE, end
+    honest(pair[0], d, TransferId("own/2/y", 0))
+    other.close()

@@ -1,0 +1,72 @@
+"""Consumers in processes of their own that stop with staged bytes on their way: what their producer packed for them holds
+slots of its staging memory, and others go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.control.node import Node, name
+from tests.control.test_processes import usable
+
+STAGED = {"staging_bytes": 8 * 4096, "peer_timeout": 20.0, "transfer_timeout": 40.0, "lease": 60.0, "blocks": 400}
+"""Slots are as small as they can be, and nothing but the slots can be what one consumer waits for on account of others."""
+
+
+CASES = [
+    pytest.param(b, n, marks=pytest.mark.skipif(not usable(b), reason=f"{b} cannot be used here"))
+    for b, stopped in (("zmq", (1, 2, 5)), ("cma", (1, 2, 5)), ("nixl", (1,)))
+    for n in stopped
+]
+
+
+@pytest.fixture
+def nodes() -> Iterator[Callable[..., Node]]:
+    """Makes nodes; ends them all."""
+    made: list[Node] = []
+
+    def make(backend: str, **config: Any) -> Node:
+        made.append(Node(backend, **config))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.end()
+
+
+@pytest.mark.parametrize(("backend", "stopped"), CASES)
+def test_consumers_that_have_stopped_do_not_keep_staged_bytes_from_others(
+    nodes: Callable[..., Node], backend: str, stopped: int
+) -> None:
+    """Each has been sent all that it could be. Only where so many have that no slot is left do others wait for a moment."""
+    p = nodes(backend, seed=1, **STAGED)
+    idle, busy = [nodes(backend, **STAGED) for _ in range(stopped)], nodes(backend, **STAGED)
+    p.offer(name("warm"), [0], 4, 1, True)
+    busy.fetch(name("warm"), p.source, [0], 4)
+    assert busy.settled(name("warm")).outcome.delivered
+    for i, node in enumerate(idle):  # their links are there, and their wants
+        p.offer(name(f"warm {i}"), [0], 4, 1, True)
+        node.fetch(name(f"warm {i}"), p.source, [0], 4)
+        assert node.settled(name(f"warm {i}")).outcome.delivered
+        node.fetch(name(i), p.source, list(range(200)), 800)
+    time.sleep(0.3)
+    with ExitStack() as stack:
+        for node in idle:
+            stack.enter_context(node.stopped())
+        for i in range(stopped):
+            p.offer(name(i), list(range(200)), 800, 1, True)
+        time.sleep(0.3)
+        begun = time.monotonic()
+        p.offer(name("small"), list(range(100, 111)), 44, 1, True)
+        busy.fetch(name("small"), p.source, list(range(11)), 44)
+        assert busy.settled(name("small"), timeout=19.0).outcome.delivered
+        took = time.monotonic() - begun
+    assert took < (1.0 if stopped < 3 else 4.0), f"{took:.1f} s"
+    assert busy.blocks(list(range(11))) == p.blocks(list(range(100, 111)))
+    for i, node in enumerate(idle):  # and once they live again they get what is theirs
+        assert node.settled(name(i), timeout=30.0).outcome.delivered
+        assert node.blocks(list(range(200))) == p.blocks(list(range(200)))

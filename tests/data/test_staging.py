@@ -1,0 +1,242 @@
+"""Parts that pass through staging memory: bounded slots, order, and what becomes of slots when things fail."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvxfer.data.staging import Staging
+from kvxfer.geometry import Region
+from kvxfer.identity import TransferId
+from kvxfer.memory.cpu import CpuSpace
+from kvxfer.testing.fake import FakeTransport, Network
+from tests.control.conftest import Ended, Released, fetch, offered
+
+SLOTS = {"staging_bytes": 8 * 4096}
+
+
+def transfers(n: int) -> list[TransferId]:
+    return [TransferId("own/1/staged", i) for i in range(n)]
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_staged_and_direct_parts_keep_their_order_on_one_link(engine, verbs):
+    """Rows of whole blocks go direct here, those of a partial last block do not; a part has more pieces than slots."""
+    options = {"verbs": verbs, "run_bytes": 256}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    names = transfers(12)
+    for i, t in enumerate(names):
+        blocks = list(range(32 * i, 32 * i + 32))
+        tokens = 128 - i % 2
+        d.agents[0].fetch(fetch(p.source, blocks[::-1], tokens, transfer=t, handle=str(i)))
+        p.agents[0].offer(offered(blocks, tokens, transfer=t))
+    ends = d.wait(Ended, count=len(names))
+    assert all(e.outcome.delivered for e in ends), ends
+    for i in range(len(names)):
+        first = 32 * i
+        assert np.array_equal(d.block(first + 31), p.block(first))
+        assert np.array_equal(d.block(first)[:, :, :3], p.block(first + 31)[:, :, :3])
+
+
+@pytest.mark.parametrize(("quiet", "failures"), [("batch", 9), ("peer_close", 9), ("backend_reset", 2)])
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
+    net = Network()
+    options = {"verbs": verbs, "gathers": False, "quiet": quiet, "network": net}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    for i, t in enumerate(transfers(failures)):
+        net.disturb("fail", 1)
+        p.agents[0].offer(offered(list(range(32)), 128, transfer=t))
+        d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=t, handle=str(i)))
+        d.wait(Ended, count=i + 1)  # failed, or tried again on a new link where the old one had to be closed
+        d.wait(Released, count=i + 1)
+    before = d.agents[0].stats()
+    good = TransferId("own/1/good", 0)
+    p.agents[0].offer(offered(list(range(32)), 128, transfer=good))
+    d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=good))
+    assert d.wait(Ended, count=failures + 1)[failures].outcome.delivered
+    assert np.array_equal(d.block(31), p.block(31))
+    d.wait(Released, count=failures + 1)
+    p.wait(Released, count=failures + 1)
+    after = d.agents[0].stats()
+    assert after.quarantined_bytes == p.agents[0].stats().quarantined_bytes == 0
+    assert (after.staged - before.staged, after.direct) == (1, 0)
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_slots_come_back_after_a_cancel(engine, verbs):
+    """The consumer gives up while a piece is on its way for long, more often than there are slots."""
+    net, times = Network(), 9
+    net.delay_s = 60.0
+    options = {"verbs": verbs, "gathers": False, "network": net}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    for i, t in enumerate(transfers(times)):
+        p.agents[0].offer(offered(list(range(32)), 128, transfer=t))
+        d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=t, handle=str(i)))
+        while d.agents[0].stats().staged <= i:
+            time.sleep(0.001)
+        d.agents[0].cancel(str(i), "client left")
+        d.wait(Released, count=i + 1)
+    net.delay_s = 0.0
+    good = TransferId("own/1/good", 0)
+    p.agents[0].offer(offered(list(range(32)), 128, transfer=good))
+    d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=good))
+    assert d.wait(Ended, count=times + 1)[times].outcome.delivered
+    assert np.array_equal(d.block(31), p.block(31))
+
+
+@pytest.mark.parametrize(("quiet", "staged"), [("batch", 0), ("peer_close", 0), ("backend_reset", 1)])
+def test_a_write_that_no_close_would_end_lands_in_staging(engine, quiet, staged):
+    options = {"verbs": ["write"], "quiet": quiet, "run_bytes": 1}
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    p.agents[0].offer(offered([3, 1], 8, transfer=transfers(1)[0]))
+    d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=transfers(1)[0]))
+    assert d.wait(Ended)[0].outcome.delivered
+    assert np.array_equal(d.block(5), p.block(3))
+    assert (p.agents[0].stats().staged, d.agents[0].stats().staged) == (staged, staged)
+
+
+def test_what_a_peer_already_has_a_slot_for_always_finds_one():
+    """Or a circle of engines could wait for each other's slots: see ``test_stress.py``, where it happened."""
+    memory = np.zeros(8 * 4096, np.uint8)
+    staging = Staging((Region(memory.ctypes.data, memory.nbytes),), memory.nbytes, "cpu")
+    links = [bytes([n]) for n in range(8)]
+    held = [slot for link in links if (slot := staging.take(link, "producer")) is not None]
+    held += [slot for link in links if (slot := staging.take(link, "consumer", sure=False)) is not None]
+    assert 0 < len(held) < 8
+    sure = staging.take(links[7], "consumer")
+    assert sure is not None
+    assert staging.take(links[7], "consumer", sure=False) is None
+    staging.give(sure)
+    for slot in held:
+        staging.give(slot)
+    expected = [staging.take(link, "consumer") for link in links]
+    assert staging.take(links[0], "producer") is not None, "nor may consumers keep producers from theirs"
+    assert None in expected
+
+
+class Later:
+    """The fence of what a device has been asked to do."""
+
+    event = None
+
+    def __init__(self, future):
+        self.passed = future.done
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Memory that is packed and unpacked by a device, in order, while the data thread goes on. ``takes``: seconds for each of the two, by
+    the address of the cache; ``begun``: what it was asked to do."""
+
+    streams = []
+
+    class Device(CpuSpace):
+        by_itself, takes, begun = True, {}, []  # noqa: RUF012
+
+        def __init__(self, regions, *args, **kwargs):
+            super().__init__(regions, *args, **kwargs)
+            self.stream = ThreadPoolExecutor(1)
+            streams.append(self.stream)
+
+        def pack(self, *args):
+            return self._later("pack", super().pack, *args)
+
+        def unpack(self, *args):
+            return self._later("unpack", super().unpack, *args)
+
+        def _later(self, what, act, *args):
+            self.begun.append(what)
+
+            def run():
+                time.sleep(self.takes.get((self.regions[0].address, what), 0.0))
+                act(*args)
+
+            return Later(self.stream.submit(run))
+
+    monkeypatch.setattr("kvxfer.memory.cpu.CpuSpace", Device)
+    yield Device
+    for stream in streams:  # what is still to be written must not meet memory that the engines have freed
+        stream.shutdown()
+
+
+def address(engine):
+    return engine.agents[0].cache.regions[0].address
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_a_device_packs_and_unpacks_by_itself(engine, device, verbs):
+    """More pieces than there are slots."""
+    options = {"verbs": verbs, "gathers": False}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    device.takes |= {(address(e), what): 0.002 for e in (p, d) for what in ("pack", "unpack")}
+    blocks, t = list(range(128)), transfers(1)[0]
+    p.agents[0].offer(offered(blocks, 512, transfer=t))
+    d.agents[0].fetch(fetch(p.source, blocks[::-1], 512, transfer=t))
+    assert d.wait(Ended)[0].outcome.delivered
+    assert device.begun.count("pack") == device.begun.count("unpack") > 8
+    assert all(np.array_equal(d.block(127 - b), p.block(b)) for b in blocks)
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
+    """Given up by its transfer, it was lent to the next one, whose bytes the device then overwrote."""
+    options = {"verbs": verbs, "gathers": False}
+    a, b = (engine(dict(options), blocks=64, seed=seed, **SLOTS) for seed in (1, 2))
+    device.takes[address(a), "pack"] = 0.3
+    first = transfers(1)[0]
+    a.agents[0].offer(offered([1], 4, transfer=first))
+    b.agents[0].fetch(fetch(a.source, [9], 4, transfer=first))
+    while "pack" not in device.begun:
+        time.sleep(0.001)
+    b.agents[0].cancel("req", "its client left")
+    a.wait(Released)
+    for i in range(8):  # whatever slot it takes
+        b.agents[0].offer(offered([2 + i], 4, transfer=TransferId("own/1/other", i)))
+        a.agents[0].fetch(fetch(b.source, [20 + i], 4, transfer=TransferId("own/1/other", i), handle=str(i)))
+    ends = [e for e in a.wait(Ended, count=9) if e.role == "consumer"]
+    assert all(e.outcome.delivered for e in ends), ends
+    for i in range(8):
+        assert np.array_equal(a.block(20 + i), b.block(2 + i))
+
+
+def break_while_unpacking(p, d, device, monkeypatch, times):
+    """A transfer that fails since the consumer's back end raises, so often, once the device has been asked to unpack."""
+    poll, failed = FakeTransport.poll, []
+
+    def fail(transport):
+        if "unpack" in device.begun and transport.agent.startswith("engine1") and len(failed) < times:
+            failed.append(True)
+            raise RuntimeError("it broke")
+        return poll(transport)
+
+    monkeypatch.setattr(FakeTransport, "poll", fail)
+    t = transfers(1)[0]
+    p.agents[0].offer(offered([3], 4, transfer=t))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=t))
+    assert not d.wait(Ended)[0].outcome.delivered
+    assert failed
+
+
+def test_blocks_that_are_being_unpacked_are_not_given_back_by_a_reset(engine, device, monkeypatch):
+    """The back end breaks meanwhile and stays so; the transfer ends at its deadline, long before the device is done."""
+    options = {"verbs": ["read"], "gathers": False}
+    p, d = (engine(dict(options), seed=seed, transfer_timeout=0.5) for seed in (1, None))
+    device.takes[address(d), "unpack"] = 1.5
+    break_while_unpacking(p, d, device, monkeypatch, times=math.inf)
+    d.wait(Released)
+    assert np.array_equal(d.block(5), p.block(3)), "it was given back before the device was done"
+
+
+def test_blocks_are_kept_where_the_device_does_not_end(engine, device, monkeypatch):
+    """A reset waits for it in bounded time, and then tells that they may still be written."""
+    options = {"verbs": ["read"], "gathers": False}
+    p, d = (engine(dict(options), seed=seed, transfer_timeout=0.5, peer_timeout=0.3) for seed in (1, None))
+    device.takes[address(d), "unpack"] = 3.0
+    break_while_unpacking(p, d, device, monkeypatch, times=1)
+    time.sleep(1.0)
+    assert not [e for e in d.events() if isinstance(e, Released)]

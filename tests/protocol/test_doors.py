@@ -1,0 +1,253 @@
+"""A consumer at the wrong door costs the right one nothing, nor does one that asks for more than its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer.failures import FailureKind
+from kvxfer.geometry import Planner, ShardAssignment
+from kvxfer.identity import TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol import producer
+from kvxfer.protocol.budgets import Keep, PeerBudgets
+from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.values import Action, Ended, Failure, LinkInfo, Outcome, Released, Report, Send
+from kvxfer.values import BlockTable, Offer
+from tests.control.conftest import Engine, fetch, make_cache, offered
+
+CUT = Failure(FailureKind.PEER_LOST, "cut")
+T = TransferId("own/1/door", 0)
+LEASE, LONGEST = 60.0, 30.0
+MONTH = 30 * 86400.0
+CACHES = [make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2)]
+PLANNER = Planner(CACHES[0], CACHES[1], (ShardAssignment(0, 0, CACHES[0].views[0].layers, 0, 4),))
+RIGHT, WRONG = b"right", b"wrong"
+TABLE = BlockTable.of([[1]])
+
+
+class Door:
+    """A producer's machine with links to the right consumer (its agent's epoch is 1) and to others."""
+
+    def __init__(self) -> None:
+        self.machine = ProducerMachine(LEASE, LONGEST)
+        self.now = 0.0
+        self.events: list[Any] = []
+        for peer in (RIGHT, WRONG, b"third"):
+            self.link(peer)
+
+    def link(self, peer: bytes) -> None:
+        epoch = {RIGHT: 1, WRONG: 2}.get(peer, 3)
+        self.machine.link_up(peer, LinkInfo("read", PLANNER, peer=epoch), self.now)
+
+    def does(self, actions: list[Action]) -> list[m.Message]:
+        self.events += [a.event for a in actions if isinstance(a, Report)]
+        return [a.message for a in actions if isinstance(a, Send)]
+
+    def says(self, who: bytes, msg: m.Message) -> list[m.Message]:
+        return self.does(self.machine.message(who, msg, self.now))
+
+    def want(self, who: bytes, attempt: int = 1, digest: bytes | None = None, **more: Any) -> list[m.Message]:
+        values = {"start": 0, "tokens": 4, "blocks": TABLE, "readers": 1, "seconds": 5.0, **more}
+        return self.says(who, m.FetchRequest(T, attempt, who if digest is None else digest, **values))
+
+    def drop(self, who: bytes, attempt: int = 1, digest: bytes | None = None) -> list[m.Message]:
+        return self.says(
+            who,
+            m.CloseAttempt(T, attempt, who if digest is None else digest, FailureKind.CANCELLED, "changed its mind"),
+        )
+
+    def offer(self, generation: int = 1, tokens: int = 4, final: bool = True) -> list[m.Message]:
+        return self.does(self.machine.offer(Offer(T, RIGHT, generation, tokens, BlockTable.of([[2]]), final), self.now))
+
+    def at(self, now: float) -> list[m.Message]:
+        out: list[m.Message] = []
+        while (due := self.machine.next_tick()) is not None and due <= now:
+            self.now = max(self.now, due)
+            out += self.does(self.machine.tick(self.now))
+        self.now = now
+        return out
+
+
+STRANGERS: dict[str, Callable[[Door], Any]] = {
+    "wants something else": lambda d: d.want(WRONG),
+    "wants something else, for many": lambda d: d.want(WRONG, readers=1000),
+    "wants something else, and drops it": lambda d: (d.want(WRONG), d.drop(WRONG)),
+    "drops by name what it never wanted": lambda d: d.drop(WRONG),
+    "drops by name, over and over": lambda d: [d.drop(WRONG, i) for i in range(1, 50)],
+    "drops an attempt of the right one": lambda d: d.drop(WRONG, 1, b""),
+    "says by name that it is done": lambda d: d.says(WRONG, m.Committed(T, 1, WRONG)),
+    "checks what it was never given": lambda d: d.says(WRONG, m.CommitRequest(T, 1, 1)),
+    "wants a month of it": lambda d: d.want(WRONG, seconds=MONTH),
+    "wants more than there is": lambda d: (d.want(WRONG, digest=RIGHT, tokens=9), d.drop(WRONG, 1, RIGHT)),
+    "asks early and cancels, of the right digest, while the right one waits": lambda d: (
+        d.want(RIGHT),
+        d.want(WRONG, digest=RIGHT),
+        d.drop(WRONG, 1, RIGHT),
+    ),
+    "wants something else, and is lost": lambda d: (d.want(WRONG), d.does(d.machine.link_down(WRONG, CUT, d.now))),
+    "wants the same, and is lost": lambda d: (
+        d.want(WRONG, digest=RIGHT, readers=5),
+        d.does(d.machine.link_down(WRONG, CUT, d.now)),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "when", ["before the offer", "before all is offered", "after the offer", "after the right one"]
+)
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_stranger_costs_the_right_consumer_nothing(what: str, when: str) -> None:
+    door = Door()
+    early = "more than there is" in what and when.startswith("before")
+    if early or ("waits" in what and when != "before the offer"):
+        pytest.skip("that is no stranger then")
+    if when == "before the offer":
+        STRANGERS[what](door)
+    if when == "before all is offered":
+        door.offer(tokens=0, final=False)
+        STRANGERS[what](door)
+    door.offer()
+    if when == "after the offer":
+        STRANGERS[what](door)
+    if "waits" not in what:
+        door.want(RIGHT)
+    if when == "after the right one":
+        STRANGERS[what](door)
+    assert not door.events, door.events
+    [verdict] = door.says(RIGHT, m.CommitRequest(T, 1, 1))
+    assert isinstance(verdict, m.CommitAck), verdict
+    assert [type(e) for e in door.events] == [Ended, Released], "the blocks stay for a lease"
+    assert door.events[0].outcome == Outcome()
+
+
+def test_one_that_knows_the_digest_may_give_it_up_before_it_is_there() -> None:
+    door = Door()
+    door.want(RIGHT)
+    door.drop(RIGHT)
+    door.offer()
+    assert [type(e) for e in door.events] == [Ended, Released]
+    assert door.events[0].outcome.kind is FailureKind.CANCELLED
+
+
+def test_it_may_change_its_mind_again() -> None:
+    door = Door()
+    door.want(RIGHT)
+    door.drop(RIGHT)
+    door.want(RIGHT, 2)
+    door.offer()
+    assert not door.events
+    assert isinstance(door.says(RIGHT, m.CommitRequest(T, 2, 1))[0], m.CommitAck)
+
+
+def test_what_was_given_up_early_is_forgotten_after_a_lease() -> None:
+    door = Door()
+    door.drop(RIGHT)
+    door.at(LEASE + 1)
+    assert door.machine.next_tick() is None
+    door.offer()
+    assert not door.events
+
+
+def test_a_want_is_kept_no_longer_than_the_producer_keeps_any() -> None:
+    """One that still waits may ask anew; one that is being served has had its time."""
+    door = Door()
+    door.want(RIGHT, seconds=MONTH)
+    [gone] = door.at(LONGEST)
+    assert isinstance(gone, m.AttemptClosed) and gone.again
+    door.want(RIGHT, 2, seconds=MONTH)
+    door.offer()
+    [gone] = door.at(2 * LONGEST)
+    assert isinstance(gone, m.AttemptClosed) and not gone.again
+    door.at(2 * LONGEST + 2 * LEASE)
+    assert [type(e) for e in door.events] == [Ended, Released]
+    assert len(door.machine) == 0
+
+
+def test_one_link_has_no_more_than_half_of_the_wants_and_another_finds_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer, "MOST_WANTS", 100)
+    door = Door()
+    refused = 0
+    for i in range(200):
+        want = m.FetchRequest(TransferId("hoard", i), i + 1, WRONG, 0, 4, TABLE, 1, MONTH)
+        refused += any(
+            isinstance(x, m.AttemptClosed) and x.kind is FailureKind.OVERLOADED for x in door.says(WRONG, want)
+        )
+    assert refused == 150
+    assert not door.want(RIGHT)
+    door.offer()
+    assert isinstance(door.says(RIGHT, m.CommitRequest(T, 1, 1))[0], m.CommitAck)
+    door.does(door.machine.link_down(WRONG, CUT, door.now))
+    assert len(door.machine) == 0
+    door.link(WRONG)
+    assert not door.says(WRONG, m.FetchRequest(TransferId("hoard", 0), 1, WRONG, 0, 4, TABLE, 1, 1.0))
+
+
+def test_answers_to_one_reader_do_not_push_out_those_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer, "MOST_WORDS", 100)
+    door = Door()
+    door.offer()
+    door.want(RIGHT)
+    assert isinstance(door.says(RIGHT, m.CommitRequest(T, 1, 1))[0], m.CommitAck)
+    for i in range(1000):
+        door.says(WRONG, m.CloseAttempt(TransferId("noise", i), i + 1, WRONG, FailureKind.CANCELLED, "noise"))
+    door.does(door.machine.link_down(RIGHT, CUT, door.now))
+    door.link(RIGHT)
+    assert isinstance(door.says(RIGHT, m.CommitRequest(T, 1, 1))[0], m.CommitAck), "what was said last is said again"
+
+
+def test_shares_leave_something_for_the_next_one() -> None:
+    shares: PeerBudgets[str] = PeerBudgets(100)
+    for who, most in (("a", 50), ("b", 25), ("c", 13)):
+        assert sum(shares.take(who) for _ in range(100)) == most
+    for _ in range(50):
+        shares.give("a")
+    assert sum(shares.take("d") for _ in range(100)) == 31
+
+
+def test_a_keep_forgets_in_order_and_no_more_than_it_must() -> None:
+    keep: Keep[str, int, int] = Keep(10.0, 10)
+    for i in range(100):
+        keep.put("greedy", i, i, 0.0)
+    keep.put("other", 1, 1, 1.0)
+    assert len(keep) <= 10 and keep.get("greedy", 99) == 99 and keep.get("greedy", 0) is None
+    for i in range(100):
+        keep.put("greedy", i, i, 2.0)
+    assert keep.get("other", 1) == 1
+    for i in range(30):
+        keep.put(f"one of many {i}", 0, 0, 3.0)
+    assert len(keep) <= 10
+    keep.forget(13.0)
+    assert len(keep) == 0 and keep.next() is None
+
+
+# --- agents ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the offer", "after it"])
+@pytest.mark.parametrize("cancels", [True, False], ids=["cancels", "waits"])
+def test_a_request_that_was_mixed_up_does_not_spoil_the_right_one(
+    engine: Callable[..., Engine], early: bool, cancels: bool
+) -> None:
+    """Two decode engines, one of which was sent to the wrong prompt; the producer has its blocks back long before its lease."""
+    p, right, wrong = engine({}, seed=1, lease=60.0), engine({}), engine({})
+    if not early:
+        p.agents[0].offer(offered([3], 4, transfer=T))
+    wrong.agents[0].fetch(fetch(p.source, [5], 4, transfer=T, digest=b"other"))
+    if cancels and early:
+        right.agents[0].fetch(fetch(p.source, [6], 4, transfer=TransferId("own/1/nothing", 0), handle="first"))
+        wrong.agents[0].cancel("req", "the client left")
+        wrong.wait(Released)
+    if early:
+        p.agents[0].offer(offered([3], 4, transfer=T))
+    right.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+    [end] = right.wait(Ended)
+    assert end.outcome.delivered and np.array_equal(right.block(5), p.block(3)), end
+    [given] = p.wait(Ended, timeout=3.0)
+    assert given.outcome.delivered, given
+    p.wait(Released, timeout=3.0)
+    [end] = wrong.wait(Ended)
+    assert not end.outcome.delivered
