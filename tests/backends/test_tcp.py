@@ -12,8 +12,8 @@ import pytest
 
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Started, Suite, Way, World
-from kvxfer.testing.conformance.harness import Link, assert_equal
+from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
+from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport
@@ -30,6 +30,7 @@ class TestOne(ConformanceSuite):
 
 class TestSeveral(ConformanceSuite):
     backend = TcpTransport
+    gigabytes = False
     options: ClassVar[dict[str, Any]] = {"connections": 3}
 
 
@@ -70,22 +71,22 @@ def test_more_runs_than_one_request_takes(world: World) -> None:
     b.fill(0, seed=77)
     link = world.link(a, b)
     src = np.random.default_rng(1).permutation(count) * 2
-    world.move(link, Way.READ, a, b, Runs.of(src, np.arange(count) * 2, np.ones(count, np.int64)))
-    world.move(link, Way.READ, a, b, Runs.of([1], [5], [1000]))
+    world.move(link, TransferMode.READ, a, b, Runs.of(src, np.arange(count) * 2, np.ones(count, np.int64)))
+    world.move(link, TransferMode.READ, a, b, Runs.of([1], [5], [1000]))
 
 
 def test_an_abort_leaves_the_link_alone(world: World) -> None:
     """What is under way for the batch is dropped, another one's bytes arrive, and neither side calls the link lost."""
     a, b, link = world.pair()
     for _ in range(20):
-        given_up = link.start(Way.READ, a, b, Runs.of([0], [0], [3_000_000]))
-        other = link.start(Way.READ, a, b, Runs.of([2_000_000], [3_000_001], [140_000]))
+        given_up = link.start(TransferMode.READ, a, b, Runs.of([0], [0], [3_000_000]))
+        other = link.start(TransferMode.READ, a, b, Runs.of([2_000_000], [3_000_001], [140_000]))
         world.turn()
         [(_, number)] = given_up.halves
         b.abort(number)
         world.succeed(other)
         world.finish(given_up)
-    world.move(link, Way.READ, a, b, Runs.of([0], [7], [3_000_000]))
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [7], [3_000_000]))
     for participant in (a, b):
         assert participant.transport.lost(link.peers[participant.name]) is None
 
@@ -95,11 +96,11 @@ def test_only_what_is_lent_can_be_read(world: World) -> None:
     world.allocate(a, b)
     a.allocate([1000], 3)
     mine, theirs = a.transport.endpoint_lending([1], False), b.transport.endpoint_lending([], False)
-    link = Link({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
-    world.move(link, Way.READ, a, b, Runs.of([0], [5], [500]), 1, 0)
+    link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [5], [500]), 1, 0)
     for reader, source in ((b, a), (a, b)):
         with pytest.raises(TransportError, match="lends no memory 0"):
-            link.start(Way.READ, source, reader, Runs.of([0], [0], [10]))
+            link.start(TransferMode.READ, source, reader, Runs.of([0], [0], [10]))
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -108,8 +109,8 @@ def test_memory_that_is_taken_back_fails_who_reads_it(world: World, begun: bool)
     for participant in (a, b):
         participant.allocate([64 << 20], 1)
     link = world.link(a, b)
-    world.move(link, Way.READ, a, b, Runs.of([0], [5], [500]))
-    started = link.start(Way.READ, a, b, Runs.of([0], [0], [64 << 20]))
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [5], [500]))
+    started = link.start(TransferMode.READ, a, b, Runs.of([0], [0], [64 << 20]))
     b.turn(True)  # asks
     for _ in range(3 if begun else 0):
         a.turn(True)
@@ -194,7 +195,7 @@ def test_a_source_that_breaks_the_protocol_costs_its_link_only(world: World, imp
     assert result.error is not None and "impostor" in result.error and "protocol" in result.error
     assert_equal(victim.content(0), before, "the victim's memory")
     assert victim.transport.lost(impostor.peer)
-    world.move(good, Way.READ, other, victim, Runs.of([0], [0], [1000]))
+    world.move(good, TransferMode.READ, other, victim, Runs.of([0], [0], [1000]))
 
 
 def test_a_chunk_that_comes_twice_completes_nothing(world: World, impostor: Impostor) -> None:
@@ -292,7 +293,7 @@ def test_a_reader_that_breaks_the_protocol_costs_its_link_only(world: World, imp
     impostor.out.sendall(asked)
     world.wait_for(lambda: victim.transport.lost(impostor.peer) is not None, "the end of the link")
     assert "protocol" in str(victim.transport.lost(impostor.peer))
-    world.move(good, Way.READ, victim, other, Runs.of([0], [0], [1000]))
+    world.move(good, TransferMode.READ, victim, other, Runs.of([0], [0], [1000]))
 
 
 def address(endpoint: bytes) -> tuple[str, int]:
@@ -317,7 +318,7 @@ def test_strangers_hurt_nobody(world: World) -> None:
             with suppress(ConnectionError):
                 assert stranger.recv(1) == b""
     for size in (1000, 2_000_000):
-        world.move(link, Way.READ, a, b, Runs.of([0], [0], [size]))
+        world.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [size]))
 
 
 def test_strangers_are_bounded_in_number_and_time(world: World) -> None:
@@ -326,7 +327,7 @@ def test_strangers_are_bounded_in_number_and_time(world: World) -> None:
     b = world.local()
     world.allocate(a, b)
     link = world.link(a, b)
-    world.move(link, Way.READ, a, b, Runs.of([0], [0], [1000]))
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
     before = len(os.listdir("/proc/self/fd"))
     strangers = []
     for _ in range(STRANGERS + 50):
@@ -334,12 +335,12 @@ def test_strangers_are_bounded_in_number_and_time(world: World) -> None:
         world.turn(0.001)
     world.run(0.05)
     assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= STRANGERS
-    world.move(world.link(a, b), Way.READ, a, b, Runs.of([0], [0], [1000]))
+    world.move(world.link(a, b), TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
     world.run(0.7)
     assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= 8  # those of the second link
     for stranger in strangers:
         stranger.close()
-    world.move(link, Way.READ, a, b, Runs.of([0], [0], [1000]))
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
 
 
 def test_a_stale_endpoint_fails_at_once(world: World) -> None:
@@ -402,4 +403,4 @@ def test_the_advertised_name_is_what_peers_dial(world: World) -> None:
     b = world.local()
     world.allocate(a, b)
     assert Endpoint.decode(a.endpoint()).host == "localhost"
-    world.move(world.link(a, b), Way.READ, a, b, Runs.of([0], [0], [1000]))
+    world.move(world.link(a, b), TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
