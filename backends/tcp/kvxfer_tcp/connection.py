@@ -37,10 +37,13 @@ class Loop(Protocol):
 
 
 class Connection:
-    """One socket. The kernel tells once that it has become ``readable`` or ``writable``; then that stays true until a call
-    finds that it is not.
+    """One socket, and whether it is worth a turn.
+
+    The kernel tells once that it has become ``readable`` or ``writable``; then that stays true until a call finds that it is not.
 
     Attributes:
+        readable: whether something may have come, or the connection has ended.
+        writable: whether there may be room to send.
         out: bytes that are to leave before any data.
     """
 

@@ -205,7 +205,7 @@ class Reader:
         return ask
 
     def came(self, ask: _Ask, nbytes: int) -> None:
-        """A chunk is in its place."""
+        """Take note that a chunk is in its place."""
         ask.left -= 1
         ask.read.left -= nbytes
         if not ask.left:
@@ -215,7 +215,7 @@ class Reader:
             self.ask()
 
     def refused(self, request: int, why: str) -> None:
-        """The peer does not serve a request."""
+        """End the batch of a request that the peer does not serve."""
         ask = self._open.pop(request, None)
         if ask is not None:
             self._end(ask.read, f"it refused: {why}")
@@ -395,6 +395,6 @@ class _Incoming(Connection):
 
 
 def _text(raw: bytes) -> str:
-    """A reason from the peer, fit for a message and a log."""
+    """Return a reason from the peer, fit for a message and a log."""
     text = raw.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text)
