@@ -6,6 +6,7 @@
 #   make test-matrix the connector's tests on vLLM 0.29 to 0.31, and all but the servers on Python 3.11 to 3.13
 #   make coverage    which lines the tests reach: a report, no gate
 #   make fuzz        noise at the decoder and at a live agent, and the machines in a world that noise drives
+#   make mutants     back ends broken on purpose, and what of the conformance suite finds each
 #   make dist        sdists and wheels for a release    make clean       remove all that was built
 PYTHON  ?= python3
 VENV    := .venv
@@ -53,7 +54,7 @@ coverage: $(READY)
 	-$(BIN)/python -m pytest -n 4 --cov --cov-append --cov-report= --ignore=tests/backends/test_ucx.py -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fuzz dist clean
+.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -86,6 +87,10 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.guided decoder -runs=10000000 -verbosity=0
 	$(BIN)/python -m tests.fuzz.guided agent -runs=1000000 -verbosity=0
 	$(BIN)/python -m tests.fuzz.guided machines -max_total_time=300 -verbosity=0
+
+# The suite for back ends against back ends that are broken on purpose: what finds each.
+mutants: $(READY)
+	$(BIN)/python -m tests.testing.mutants
 
 dist: $(READY)
 	rm -rf dist

@@ -18,8 +18,10 @@ T = TypeVar("T", bound="EndpointBase")
 
 
 class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one side of a link tells the other, checked when it is read. Subclasses are frozen too, say of which ``backend`` they are,
-    and have another ``format`` whenever what they say has changed; their fields have types and limits as msgspec knows them.
+    """What one side of a link tells the other, checked when it is read.
+
+    Subclasses are frozen too, say of which ``backend`` they are, and have another ``format`` whenever what they say has
+    changed; their fields have types and limits as msgspec knows them.
 
     ``agent``: whose it is, for messages to humans. ``most_bytes``: of one that is encoded; what ``Transport.endpoint`` promises, or less.
     """
@@ -31,7 +33,11 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     agent: str
 
     def encode(self) -> bytes:
-        """Raises ``TransportError`` for more than ``most_bytes``."""
+        """Return the endpoint as bytes.
+
+        Raises:
+            TransportError: they are more than ``most_bytes``.
+        """
         said = f"{self.backend} {self.format} ".encode() + msgspec.msgpack.encode(self)
         if len(said) + _CHECK_BYTES > self.most_bytes:
             raise TransportError(
@@ -42,7 +48,7 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Raises ``TransportError`` for anything but what ``encode`` of this very class made."""
+        """Read an endpoint. Raises ``TransportError`` for anything but what ``encode`` of this very class made."""
         said = data[:-_CHECK_BYTES]
         if len(data) > cls.most_bytes or data[-_CHECK_BYTES:] != _check(said):
             raise TransportError(

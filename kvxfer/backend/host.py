@@ -9,7 +9,7 @@ __all__ = ["host", "network_namespace", "pid_namespace"]
 
 
 def host() -> str:
-    """The running kernel's boot id: the same in all containers of a host, different on every other."""
+    """Return the running kernel's boot id: the same in all containers of a host, different on every other."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

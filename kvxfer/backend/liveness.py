@@ -73,8 +73,10 @@ class LivenessLinks:
                 self._early.pop(link)[1].close()
 
     def connect(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Liveness:
-        """Announce ourselves to the peer, whose end and place (its ``name``) these are. A peer that cannot be reached gives one that
-        is down."""
+        """Announce ourselves to the peer, whose end and place (its ``name``) these are.
+
+        If the peer cannot be reached, the end is down.
+        """
         end = self._offered[mine] = Liveness(mine, theirs, peer)
         dialled = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
@@ -172,7 +174,7 @@ class LivenessLinks:
 
 
 def _closed(held: socket.socket) -> bool:
-    """The peer never sends anything on an announced socket, so whatever can be read is its end."""
+    """Return whether the other end is closed: the peer never sends anything, so whatever can be read is its end."""
     try:
         held.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

@@ -43,7 +43,7 @@ class Memories:
                 raise TransportError(f"{a} and {b} overlap")
 
     def add(self, regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> int:
-        """Number a list of regions, once ``check`` has nothing against it."""
+        """Add a list of regions and return its number, once ``check`` has nothing against it."""
         self.check(regions, devices)
         kept = tuple(regions)
         starts = np.array(flat_starts(kept), np.int64)
@@ -74,8 +74,11 @@ class Memories:
         return self._known[memory][0]
 
     def only(self, memory: int, offsets: Ints, lengths: Ints) -> tuple[int, int] | None:
-        """(address, bytes) if there is one run, not empty and inside a region, as in what a session has packed; else ``None``: ask
-        ``addresses``. Without numpy, which takes 0.2 ms for it with the processor's caches full of what was moved before."""
+        """Return (address, bytes) if there is one run, not empty and inside a region, as in what a session has packed.
+
+        Else ``None``: ask ``addresses``. Without numpy, which takes 0.2 ms for it with the processor's caches full of
+        what was moved before.
+        """
         if len(offsets) != 1 or len(lengths) != 1:
             return None
         offset, nbytes = int(offsets[0]), int(lengths[0])
@@ -93,8 +96,12 @@ class Memories:
         return [(at, n) for at, n in zip(addresses.tolist(), np.asarray(lengths, np.int64).tolist(), strict=True) if n]
 
     def addresses(self, memory: int, offsets: Ints, lengths: Ints) -> Ints:
-        """Address of each run, int64. Raises ``TransportError`` when the memory is unknown, the arrays do not fit
-        each other, or a run is not inside one region."""
+        """Return the address of each run, int64 ``[n]``.
+
+        Raises:
+            TransportError: the memory is unknown, the arrays do not fit each other, or a run is not inside one
+                region.
+        """
         if memory not in self._known:
             raise TransportError(f"memory {memory} is not registered")
         _, starts, ends, shift = self._known[memory]

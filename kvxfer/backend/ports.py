@@ -35,7 +35,11 @@ class Port:
 
 
 def device_of(address: str) -> str:
-    """The network device that has an address (or host name). Raises ``ConfigError`` when none of this host has."""
+    """Return the network device that has an address (or host name).
+
+    Raises:
+        ConfigError: none of this host has.
+    """
     try:
         wanted = {
             ipaddress.ip_address(str(found[4][0]).partition("%")[0])

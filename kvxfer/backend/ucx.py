@@ -23,7 +23,7 @@ _log = logging.getLogger("kvxfer.transport")
 
 
 def confined(listen: str, given: Collection[str], gpus: bool) -> dict[str, str]:
-    """Settings, without the prefix ``UCX_``, for what the operator has not settled himself.
+    """Return settings, without the prefix ``UCX_``, for what the operator has not settled himself.
 
     Args:
         listen: loopback: peers on this host are reached through shared memory (and GPUs), and no port is opened at all. An
@@ -57,7 +57,7 @@ def _warn(name: str, value: str, listen: str) -> None:
 
 
 def _cards() -> list[str]:
-    """The ports of RDMA cards that are up, as UCX calls them."""
+    """Return the ports of RDMA cards that are up, as UCX calls them."""
     ports = sorted(_CARDS.glob("*/ports/*")) if _CARDS.is_dir() else []
     return [f"{port.parent.parent.name}:{port.name}" for port in ports if "ACTIVE" in _state(port)]
 

@@ -23,8 +23,10 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Timer:
-    """A descriptor that polls readable once a time has come. A thread that waits so wakes sooner than one that sleeps, or polls for
-    whole milliseconds."""
+    """A descriptor that polls readable once a time has come.
+
+    A thread that waits so wakes sooner than one that sleeps, or polls for whole milliseconds.
+    """
 
     def __init__(self) -> None:
         self._fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC_NONBLOCK)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,6 +71,22 @@ class Buffer:
         self._tensor.copy_(torch.from_numpy(content.copy()))
         torch.cuda.synchronize(self.region.device)
 
+    def read(self, offset: int, nbytes: int) -> Bytes:
+        """Return a copy of a stretch on the host."""
+        if self._map is not None:
+            return np.frombuffer(self._map, np.uint8, nbytes, offset).copy()
+        return np.asarray(self._tensor[offset : offset + nbytes].cpu().numpy())
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Overwrite a stretch."""
+        if self._map is not None:
+            np.frombuffer(self._map, np.uint8)[offset : offset + len(data)] = data
+            return
+        import torch
+
+        self._tensor[offset : offset + len(data)].copy_(torch.from_numpy(data.copy()))
+        torch.cuda.synchronize(self.region.device)
+
     def free(self) -> None:
         """Give the memory back."""
         if self._map is not None:
@@ -87,7 +104,10 @@ class Participant(Protocol):
     name: str
 
     def allocate(self, sizes: Sequence[int], seed: int) -> int: ...
+    def allocate_untouched(self, sizes: Sequence[int]) -> int: ...
     def content(self, memory: int) -> Bytes: ...
+    def read(self, memory: int, offset: int, nbytes: int) -> Bytes: ...
+    def write(self, memory: int, offset: int, data: Bytes) -> None: ...
     def fill(self, memory: int, seed: int) -> None: ...
     def deregister(self, memory: int) -> None: ...
     def endpoint(self) -> bytes: ...
@@ -118,11 +138,32 @@ class LocalParticipant:
 
     def allocate(self, sizes: Sequence[int], seed: int) -> int:
         """Register new memory with random content, one region for each size, and return its number."""
+        memory = self.allocate_untouched(sizes)
+        self.fill(memory, seed)
+        return memory
+
+    def allocate_untouched(self, sizes: Sequence[int]) -> int:
+        """Do the same without content: host memory of zeros, which takes room only where it is written to."""
         buffers = [Buffer(n, self._device) for n in sizes]
         memory = self.transport.register([b.region for b in buffers])
         self._memories[memory] = buffers
-        self.fill(memory, seed)
         return memory
+
+    def read(self, memory: int, offset: int, nbytes: int) -> Bytes:
+        """Return a copy of a stretch that lies in one region."""
+        buffer, at = self._place(memory, offset)
+        return buffer.read(at, nbytes)
+
+    def write(self, memory: int, offset: int, data: Bytes) -> None:
+        """Overwrite a stretch that lies in one region."""
+        buffer, at = self._place(memory, offset)
+        buffer.write(at, data)
+
+    def _place(self, memory: int, offset: int) -> tuple[Buffer, int]:
+        buffers = self._memories[memory]
+        starts = flat_starts(tuple(b.region for b in buffers))
+        i = bisect_right(starts, offset) - 1
+        return buffers[i], offset - starts[i]
 
     def fill(self, memory: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -165,6 +206,10 @@ class LocalParticipant:
     def result(self, batch: int) -> Result | None:
         return self._results.get(batch)
 
+    def forget(self) -> None:
+        """Forget how batches ended, so that their record takes no memory."""
+        self._results.clear()
+
     def abort(self, batch: int) -> None:
         self._touched = True
         self.transport.abort(batch)
@@ -203,6 +248,7 @@ class LocalParticipant:
         for done in self.transport.poll():
             assert done.batch not in self._results, f"batch {done.batch} completed twice"
             assert done.batch in self._pending, f"batch {done.batch} completed, but was never submitted"
+            assert done.error is None or isinstance(done.error, Exception), f"an error is an exception: {done.error!r}"
             self._pending.remove(done.batch)
             error = None if done.error is None else f"{type(done.error).__name__}: {done.error}"
             self._results[done.batch] = Result(error, done.quiet)

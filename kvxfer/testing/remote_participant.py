@@ -63,6 +63,15 @@ class RemoteParticipant:
     def allocate(self, sizes: Sequence[int], seed: int) -> int:
         return int(self._ask("allocate", list(sizes), seed))
 
+    def allocate_untouched(self, sizes: Sequence[int]) -> int:
+        return int(self._ask("allocate_untouched", list(sizes)))
+
+    def read(self, memory: int, offset: int, nbytes: int) -> Bytes:
+        return np.frombuffer(base64.b64decode(self._ask("read", memory, offset, nbytes)), np.uint8)
+
+    def write(self, memory: int, offset: int, data: Bytes) -> None:
+        self._ask("write", memory, offset, base64.b64encode(data.tobytes()).decode())
+
     def content(self, memory: int) -> Bytes:
         return np.frombuffer(base64.b64decode(self._ask("content", memory)), np.uint8)
 
@@ -194,14 +203,17 @@ def _obey(participant: LocalParticipant, command: str, arguments: list[Any]) -> 
             return base64.b64encode(participant.endpoint()).decode()
         case "connect":
             return participant.connect(*(base64.b64decode(a) for a in arguments))
-        case "content":
-            return base64.b64encode(participant.content(*arguments).tobytes()).decode()
+        case "content" | "read":
+            return base64.b64encode(getattr(participant, command)(*arguments).tobytes()).decode()
+        case "write":
+            memory, offset, data = arguments
+            return participant.write(memory, offset, np.frombuffer(base64.b64decode(data), np.uint8))
         case "submit":
             return participant.submit(batch_from_wire(arguments[0]))
         case "result":
             result = participant.result(*arguments)
             return None if result is None else [result.error, result.quiet]
-        case "allocate" | "fill" | "deregister" | "disconnect" | "abort" | "close":
+        case "allocate" | "allocate_untouched" | "fill" | "deregister" | "disconnect" | "abort" | "close":
             return getattr(participant, command)(*arguments)
     raise ValueError(f"unknown command {command!r}")
 

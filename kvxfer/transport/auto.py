@@ -148,7 +148,7 @@ def _beside(
 
 
 def _own(backend: Backend, config: Config) -> Mapping[str, Any]:
-    """What of the configured options a back end gets: all of them, or with ``auto`` those under its name."""
+    """Return what of the configured options a back end gets: all of them, or with ``auto`` those under its name."""
     if config.backend != AUTO:
         return config.backend_options
     mine: Mapping[str, Any] = {}

@@ -56,6 +56,8 @@ CONTRACT_VERSION = 1
 
 
 class Verb(enum.StrEnum):
+    """How a batch moves its bytes."""
+
     READ = "read"
     WRITE = "write"
     SEND = "send"
@@ -165,9 +167,12 @@ class Probe:
 
 
 class Transport(ABC):
-    """Base class of back ends. The constructor takes the agent's name and the user's ``backend_options``; it raises
-    ``ConfigError`` for an unknown or bad option (naming the nearest valid one) and ``TransportError`` when the
-    library is missing or cannot start (naming the pip line that installs it)."""
+    """Base class of back ends.
+
+    The constructor takes the agent's name and the user's ``backend_options``; it raises ``ConfigError`` for an unknown
+    or bad option (naming the nearest valid one) and ``TransportError`` when the library is missing or cannot start
+    (naming the pip line that installs it).
+    """
 
     name: ClassVar[str]
     contract: ClassVar[int]
@@ -180,9 +185,11 @@ class Transport(ABC):
     ports elsewhere. An agent with a key takes one that is not guarded only if the operator has named it."""
 
     costs: ClassVar[Mapping[str, int]] = {}
-    """What it costs to move each kind of memory, in figures by which ``auto`` compares back ends; the least comes first. For
-    orientation: 10, straight from one memory into the other; 20, reads or writes that a network card carries out; 30, messages;
-    40, messages that take part of a GPU; 90, copies through the network of the host. Without a figure ``auto`` does not take it."""
+    """What it costs to move each kind of memory (``cpu``, ``cuda``), in figures by which ``auto`` compares back ends.
+
+    The least comes first; a kind without a figure is not taken. For orientation: 10, straight from one memory into the other;
+    20, reads or writes that a network card carries out; 30, messages; 40, messages that take part of a GPU; 90, copies through
+    the network of the host."""
     libraries: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """What it needs, for ``kvxfer doctor``: a library's name, and names of distributions one of which has it."""
     last_resort: ClassVar[bool] = False
@@ -213,21 +220,30 @@ class Transport(ABC):
 
     @abstractmethod
     def endpoint(self) -> bytes:
-        """What a peer needs to connect, fresh for every link; at most 1 MiB, safe to send anywhere."""
+        """Return what a peer needs to connect, fresh for every link; at most 1 MiB, safe to send anywhere."""
 
     def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
-        """``endpoint`` for a link whose peer needs no more of this side than to read these memories, or if ``writable`` to write
-        to them. A back end that can keep the rest from it does so; this one shows the peer all that is registered."""
+        """Return an ``endpoint`` for a link whose peer needs only these memories.
+
+        It reads them, or writes to them if ``writable``. A back end that can keep the rest
+        from the peer does so; this one shows it all that is registered.
+        """
         return self.endpoint()
 
     @abstractmethod
     def connect(self, mine: bytes, theirs: bytes) -> int:
-        """Open a link from both sides' endpoints and return its number. Raises ``TransportError`` for a malformed or
-        incompatible endpoint; an unreachable peer may show only in the completions of its batches."""
+        """Open a link from both sides' endpoints and return its number.
+
+        Raises:
+            TransportError: a malformed or incompatible endpoint; an unreachable peer may show only in the
+                completions of its batches.
+        """
 
     def withdraw(self, endpoint: bytes) -> None:  # noqa: B027
-        """The link for which this endpoint was made will not be: give back what is kept for it. One that was connected or
-        withdrawn before is ignored."""
+        """Give back what is kept for an endpoint whose link will not be made.
+
+        One that was connected or withdrawn before is ignored.
+        """
 
     @abstractmethod
     def disconnect(self, peer: int) -> None:
@@ -235,9 +251,14 @@ class Transport(ABC):
 
     @abstractmethod
     def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
-        """Start a batch and return its number, unique in this object. With ``after``, nothing is touched before the
-        fence has passed. Raises ``TransportError`` for an unknown peer, offsets outside registered memory, or a verb or
-        memory kind that ``capabilities`` lacks; then nothing was started."""
+        """Start a batch and return its number, unique in this object.
+
+        With ``after``, nothing is touched before the fence has passed.
+
+        Raises:
+            TransportError: an unknown peer, offsets outside registered memory, or a verb or memory kind that
+                ``capabilities`` lacks; then nothing was started.
+        """
 
     @abstractmethod
     def poll(self) -> list[Completion]:
@@ -245,21 +266,31 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, batch: int) -> None:
-        """End a batch (or all of its peer's, see ``Capabilities.abort``) soon; its completion still comes from
-        ``poll``. Unknown or finished numbers are ignored."""
+        """End a batch (or all of its peer's, see ``Capabilities.abort``) soon; its completion still comes from ``poll``.
+
+        Unknown or finished numbers are ignored.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """End everything and give all resources back. After it returns, memory is quiet unless ``quiet`` is ``never``.
-        Idempotent."""
+        """End everything and give all resources back.
+
+        After it returns, memory is quiet unless ``quiet`` is ``never``. Idempotent.
+        """
 
     def lost(self, peer: int) -> str | None:
-        """Why a link is of no more use (its batches will all fail), or ``None`` while that is not known. The session asks
-        when a batch has failed and before each part that it moves, and makes a lost link anew. Must not block."""
+        """Return why a link is of no more use (its batches will all fail), or ``None`` while that is not known.
+
+        The session asks when a batch has failed and before each part that it moves, and makes a lost link anew. Must
+        not block.
+        """
         return None
 
     def fileno(self) -> int | None:
-        """A descriptor that polls readable when ``poll`` should be called. ``None``: ``poll_interval_s`` counts."""
+        """Return a descriptor that polls readable when ``poll`` should be called.
+
+        ``None``: ``poll_interval_s`` counts.
+        """
         return None
 
     @property

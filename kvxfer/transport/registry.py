@@ -20,7 +20,11 @@ def available() -> dict[str, str]:
 
 
 def load(name: str) -> type[Transport]:
-    """The class of back end ``name``. Raises ``ConfigError`` when it is unknown, broken or of another contract."""
+    """Return the class of back end ``name``.
+
+    Raises:
+        ConfigError: it is unknown, broken or of another contract.
+    """
     target = name if ":" in name else available().get(name)
     if target is None:
         extras = _extras()

@@ -41,6 +41,7 @@ class TestDirect(ConformanceSuite):
 
 class TestSharedMemory(ConformanceSuite):
     backend = CmaTransport
+    gigabytes = False
     options: ClassVar[dict[str, Any]] = SHM
 
 

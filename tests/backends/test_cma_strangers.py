@@ -55,9 +55,10 @@ class Stranger:
     def ask(self, world: World, runs: list[tuple[int, int]], request: tuple[int, int, int, int]) -> bytes:
         """What comes back; nothing when the other side hangs up."""
         table = b"".join(struct.pack("<qq", *run) for run in runs)
-        self.memory[: len(table)] = table
+        self.memory[:8] = struct.pack("<q", 1)
+        self.memory[ring.HEAD_BYTES : ring.HEAD_BYTES + len(table)] = table
         try:
-            self.socket.send(struct.pack("<IIII", *request))
+            self.socket.send(ring.REQUEST.pack(*request, 1))
         except BrokenPipeError:
             return b""
         world.run(0.05)
@@ -108,6 +109,19 @@ def test_requests_inside_are_answered(shared: World, victim: tuple[LocalParticip
     stranger = Stranger(participant, link)
     assert struct.unpack("<II", stranger.ask(shared, [(16, 8)], (0, 0, 0, 1))) == (0, 0)
     assert participant.content(0)[16:24].tobytes() in bytes(stranger.memory)
+
+
+def test_a_request_that_was_given_up_is_not_served(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
+    """Whoever stood still meanwhile must not write into memory that is another request's by now."""
+    participant, link = victim
+    before = participant.content(0)
+    stranger = Stranger(participant, link)
+    table = struct.pack("<qq", 16, 8)
+    stranger.memory[ring.HEAD_BYTES : ring.HEAD_BYTES + len(table)] = table
+    stranger.socket.send(ring.REQUEST.pack(0, 1, 0, 1, 5))
+    shared.run(0.05)
+    assert struct.unpack("<II", stranger.socket.recv(64)) == (0, ring.GIVEN_UP)
+    assert_equal(participant.content(0), before, "the victim's memory")
 
 
 def test_strangers_are_hung_up_on(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:

@@ -38,6 +38,7 @@ Bytes = NDArray[np.uint8]
 
 class TestOnHost(ConformanceSuite):
     backend = OnHost
+    gigabytes = False
 
 
 class Ours(Suite):

@@ -24,6 +24,7 @@ class MortalFake(LocalParticipant):
 
 class OnFake(ConformanceSuite):
     backend = FakeTransport
+    gigabytes = False
     __test__ = False
 
     def make_mortal(self, world: World, name: str) -> MortalFake:

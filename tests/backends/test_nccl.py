@@ -31,6 +31,7 @@ engine = agents.engine  # the fixture
 
 class TestFake(ConformanceSuite):
     backend = FakeNcclTransport
+    gigabytes = False
 
 
 def test_threads_are_used_again() -> None:

@@ -40,6 +40,7 @@ class TestTcp(ConformanceSuite):
     """What it picks between hosts without RDMA: writes that the peer's progress thread serves."""
 
     backend = NixlTransport
+    gigabytes = False
     options: ClassVar[dict[str, Any]] = TCP
 
 

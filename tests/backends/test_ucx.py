@@ -36,6 +36,7 @@ class TestSharedMemory(ConformanceSuite):
 
 class TestTcp(ConformanceSuite):
     backend = UcxTransport
+    gigabytes = False
     notice_s = NOTICE_S
     options: ClassVar[dict[str, Any]] = TCP
 

@@ -31,6 +31,7 @@ class TestTcp(ConformanceSuite):
 
 class TestIpc(ConformanceSuite):
     backend = ZmqTransport
+    gigabytes = False
     options: ClassVar[dict[str, Any]] = {"protocol": "ipc"}
     rounds = 1000
 

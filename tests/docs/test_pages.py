@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 PATH = re.compile(r"`((?:kvxfer|backends|connectors|tests|docs|benchmarks)/[\w./-]+?)`")
-UNFINISHED = re.compile(r"@@|\bTODO\b|\bFIXME\b|\bTBD\b|\bXXX\b")
+UNFINISHED = re.compile(r"@@|^<{7} |^>{7} |\bTODO\b|\bFIXME\b|\bTBD\b|\bXXX\b", re.M)
 
 
 def anchors(page: Path) -> set[str]:

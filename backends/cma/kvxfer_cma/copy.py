@@ -22,6 +22,8 @@ PIECE_BYTES = 256 << 10
 
 
 class Step(enum.Enum):
+    """What is to be done after a step."""
+
     MORE = enum.auto()  # there is more to do at once
     WAIT = enum.auto()  # nothing to do before the peer answers
     LATER = enum.auto()  # nothing to do yet, and nothing will tell: try again soon
@@ -29,6 +31,8 @@ class Step(enum.Enum):
 
 
 class Copy(Protocol):
+    """A batch on its way."""
+
     def step(self) -> Step:
         """Move some bytes. Raises ``PeerError`` or ``OSError``; then the copy is over."""
 

@@ -32,11 +32,14 @@ class Exported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``host`` and ``pid_namespace`` are as in ``kvxfer.backend.host``. ``link`` is random: it names this end of a link and proves
-    the right to use it. ``socket`` is the abstract Unix socket for copies through shared memory, or empty."""
+    """``host`` and ``pid_namespace`` are as in ``kvxfer.backend.host``.
+
+    ``link`` is random: it names this end of a link and proves the right to use it. ``socket`` is the abstract Unix
+    socket for copies through shared memory, or empty.
+    """
 
     backend = "cma"
-    format = 2
+    format = 3
 
     host: str
     pid_namespace: int

@@ -14,10 +14,12 @@ __all__ = ["Options"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``mode``: ``vm`` copies straight between the processes, ``shm`` through shared memory (one more copy), ``auto``
-    takes ``vm`` where the kernel permits it and ``shm`` elsewhere, for each link.
-    ``allow_ptrace``: let every process of this user access this one's memory, where Yama would only let parents.
-    ``threads``: how many copy a large batch at the same time, straight between the processes.
+    """``mode``.
+
+    ``vm`` copies straight between the processes, ``shm`` through shared memory (one more copy), ``auto`` takes ``vm``
+    where the kernel permits it and ``shm`` elsewhere, for each link. ``allow_ptrace``: let every process of this user
+    access this one's memory, where Yama would only let parents. ``threads``: how many copy a large batch at the same
+    time, straight between the processes.
     """
 
     mode: Literal["auto", "vm", "shm"] = "auto"
@@ -26,5 +28,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Raises ``ConfigError`` for an unknown option (naming the nearest one) and for a bad value."""
+        """Read the options of a configuration.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+        """
         return read(cls, options, "option {!r} of back end 'cma'")

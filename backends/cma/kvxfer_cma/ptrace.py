@@ -49,7 +49,7 @@ def privileged() -> bool:
 
 
 def facts() -> tuple[str, dict[str, str]]:
-    """A sentence on who may read whose memory from here, and what it was concluded from."""
+    """Return a sentence on who may read whose memory from here, and what it was concluded from."""
     scope, capable, dumpable = yama_scope(), privileged(), bool(_prctl(PR_GET_DUMPABLE, 0, 0, 0, 0))
     found = {
         "yama ptrace_scope": "absent" if scope is None else str(scope),

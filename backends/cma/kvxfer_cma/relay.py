@@ -55,7 +55,11 @@ class Relay:
         del self._open[link], self._lent[link]
 
     def dial(self, peer: Endpoint) -> Asker:
-        """Raises ``TransportError`` when the peer cannot be reached."""
+        """Ask a peer for copies.
+
+        Raises:
+            TransportError: it cannot be reached.
+        """
         if not peer.socket:
             raise TransportError(
                 f"{peer.agent} runs with `mode: vm`, and this side cannot or shall not copy from its memory "

@@ -5,6 +5,10 @@ the other side (the *server*) and hands the memory over with its first message. 
 to read, the server gathers the runs listed in the slot into it and answers, and the asker scatters them; to write,
 the asker gathers first and the server scatters. Slots keep both sides busy at once and bound the memory; when either
 process ends, the other sees the socket close.
+
+A request that was aborted must not be served later, when the server's memory may be somebody else's: two words of each slot
+see to that. The asker writes the request's number into the one, and 0 when it gives the request up; the server writes the
+number into the other before it copies, and then looks whether it still stands in the first.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ import mmap
 import os
 import socket
 import struct
+import threading
+import time
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -27,41 +34,63 @@ from kvxfer_cma.vm import IOV_MAX, Pieces, copy_own
 __all__ = ["Asker", "Relayed", "Server"]
 
 SLOTS = 8
+HEAD_BYTES = 64
 TABLE_BYTES = IOV_MAX * 16
 DATA_BYTES = 512 << 10
 PIECE_BYTES = 64 << 10
-SLOT_BYTES = TABLE_BYTES + DATA_BYTES
+SLOT_BYTES = HEAD_BYTES + TABLE_BYTES + DATA_BYTES
 
-REQUEST = struct.Struct("<IIII")  # slot, 1 to write and 0 to read, memory, runs
+COPYING_S = 0.005
+"""How long an abort waits for a copy that the server has begun: a slot takes a tenth of a millisecond."""
+
+REQUEST = struct.Struct("<IIIIQ")  # slot, 1 to write and 0 to read, memory, runs, number of the request
 ANSWER = struct.Struct("<II")  # slot, one of the below
-OK, UNKNOWN_MEMORY, OUTSIDE, UNMAPPED = range(4)
+OK, UNKNOWN_MEMORY, OUTSIDE, UNMAPPED, GIVEN_UP = range(5)
 REASONS = {
     UNKNOWN_MEMORY: "has no such memory registered",
     OUTSIDE: "was asked for bytes outside its registered memory",
     UNMAPPED: "cannot reach its registered memory any more",
+    GIVEN_UP: "was told that the request is given up",
 }
 
 
 class Slots:
-    """The shared memory as one side sees it: in each slot a table of runs (int64 ``[runs, 2]``: flat offset and
-    length in the server's memory) and room for their bytes."""
+    """The shared memory as one side sees it: in each slot a table of runs (int64 ``[runs, 2]``.
+
+    Flat offset and length in the server's memory) and room for their bytes.
+    """
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, SLOTS * SLOT_BYTES)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._address = self._bytes.ctypes.data
 
+        self._order = threading.Lock()
+
+    def wanted(self, slot: int) -> Ints:
+        """Where the asker writes the number of its request in this slot; int64 ``[1]``."""
+        return self._bytes[slot * SLOT_BYTES : slot * SLOT_BYTES + 8].view(np.int64)
+
+    def copying(self, slot: int) -> Ints:
+        """Where the server writes the number of the request that it copies; int64 ``[1]``."""
+        return self._bytes[slot * SLOT_BYTES + 8 : slot * SLOT_BYTES + 16].view(np.int64)
+
+    def settle(self) -> None:
+        """Have what was written before this reach the other process before anything is read after it."""
+        with self._order:  # its exchange is a full barrier
+            pass
+
     def table(self, slot: int, runs: int) -> Ints:
-        at = slot * SLOT_BYTES
+        at = slot * SLOT_BYTES + HEAD_BYTES
         return self._bytes[at : at + runs * 16].view(np.int64).reshape(runs, 2)
 
     def fill(self, slot: int, pieces: Pieces, lo: int, hi: int) -> None:
         """Copy pieces of this process into the slot. Raises ``OSError``, as does ``empty``."""
-        copy_own(True, pieces, lo, hi, self._address + slot * SLOT_BYTES + TABLE_BYTES)
+        copy_own(True, pieces, lo, hi, self._address + slot * SLOT_BYTES + HEAD_BYTES + TABLE_BYTES)
 
     def empty(self, slot: int, pieces: Pieces, lo: int, hi: int) -> None:
         """Copy the slot into pieces of this process."""
-        copy_own(False, pieces, lo, hi, self._address + slot * SLOT_BYTES + TABLE_BYTES)
+        copy_own(False, pieces, lo, hi, self._address + slot * SLOT_BYTES + HEAD_BYTES + TABLE_BYTES)
 
 
 class Asker:
@@ -72,6 +101,7 @@ class Asker:
         self.free = list(range(SLOTS))
         self._lent: dict[int, Relayed] = {}
         self._broken = False
+        self._requests = 0
         fd = os.memfd_create("kvxfer-cma", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, SLOTS * SLOT_BYTES)
@@ -99,11 +129,24 @@ class Asker:
 
     def ask(self, slot: int, copy: Relayed, write: bool, memory: int, runs: int) -> None:
         self._lent[slot] = copy
+        self._requests += 1
+        self.slots.wanted(slot)[0] = self._requests
         try:
-            self._socket.send(REQUEST.pack(slot, write, memory, runs))
+            self._socket.send(REQUEST.pack(slot, write, memory, runs, self._requests))
         except OSError:
             self._broken = True
         self.check()
+
+    def give_up(self, slots: Iterable[int]) -> None:
+        """Have the server touch nothing for the requests in these slots any more."""
+        left = list(slots)
+        for slot in left:
+            self.slots.wanted(slot)[0] = 0
+        self.slots.settle()
+        until = time.monotonic() + COPYING_S
+        # One that stands still in the midst of a copy cannot be had back; it ends that slot whenever it goes on.
+        while any(self.slots.copying(slot)[0] for slot in left) and time.monotonic() < until:
+            time.sleep(0.0001)
 
     def receive(self) -> bool:
         """Hand all answers that have come to their batches, and take the slots back. False when the server is gone."""
@@ -170,6 +213,8 @@ class Relayed:
 
     def drop(self) -> None:
         self._at = self._end
+        if self._asked:
+            self._asker.give_up(self._asked)
         self._asked.clear()
 
 
@@ -183,15 +228,18 @@ class Server:
         self._lent, self._writable = frozenset[int](), False
 
     def lend(self, memories: frozenset[int], writable: bool) -> None:
-        """What the asker may read, or read and write: nothing before this is called."""
+        """Let the asker read these memories, or read and write; before this is called it may do neither."""
         self._lent, self._writable = memories, writable
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def open(self) -> bytes:
-        """Take the first message, which brings the shared memory; returns the link that it names. Raises
-        ``OSError`` when the asker is gone or broke the protocol, as does ``serve``."""
+        """Take the first message, which brings the shared memory; returns the link that it names.
+
+        Raises:
+            OSError: the asker is gone or broke the protocol, as does ``serve``.
+        """
         link, fds, _, _ = socket.recv_fds(self._socket, LINK_BYTES, 1)
         try:
             if len(fds) != 1:
@@ -216,10 +264,16 @@ class Server:
                 return
             if len(message) != REQUEST.size:
                 raise OSError("the asker has closed")
-            slot, write, memory, runs = REQUEST.unpack(message)
+            slot, write, memory, runs, number = REQUEST.unpack(message)
             if slot >= SLOTS or runs > IOV_MAX:
                 raise OSError("a request outside the shared memory")
-            status = self._copy(self._slots, slot, bool(write), memory, runs)
+            self._slots.copying(slot)[0] = number
+            self._slots.settle()
+            if self._slots.wanted(slot)[0] == number:
+                status = self._copy(self._slots, slot, bool(write), memory, runs)
+            else:
+                status = GIVEN_UP
+            self._slots.copying(slot)[0] = 0
             self._socket.send(ANSWER.pack(slot, status))
 
     def close(self) -> None:

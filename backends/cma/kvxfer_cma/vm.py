@@ -42,13 +42,15 @@ class NotYet(PeerError):
 
 
 def not_yet(key: bytes) -> bytes:
-    """What stands in a key's place until its owner opens the link; when the link is closed, zeros do."""
+    """Return what stands in a key's place until its owner opens the link; when the link is closed, zeros do."""
     return bytes(b ^ 0xFF for b in key)
 
 
 class Pieces:
-    """Pieces of memory as ``struct iovec[n + 1]``: the first row is spare, piece ``i`` is row ``i + 1``. ``key``: where
-    the peer's key is put by a read into them."""
+    """Pieces of memory as ``struct iovec[n + 1]``: the first row is spare, piece ``i`` is row ``i + 1``.
+
+    ``key``: where the peer's key is put by a read into them.
+    """
 
     def __init__(self, addresses: Ints, lengths: Ints) -> None:
         self.rows = np.empty((len(lengths) + 1, 2), np.int64)
@@ -121,8 +123,10 @@ class Process:
         return moved - KEY_BYTES
 
     def _after(self, local: Pieces, remote: Pieces, lo: int, hi: int, moved: int) -> int:
-        """The first piece that is not done; if it is begun, it is cut to what is left. The kernel stops early
-        at memory that is not mapped, and says so only when that memory comes first."""
+        """Return the first piece that is not done; if it is begun, it is cut to what is left.
+
+        The kernel stops early at memory that is not mapped, and says so only when that memory comes first.
+        """
         if moved == local.nbytes(lo, hi):
             return hi
         if moved == 0:
@@ -157,8 +161,21 @@ class Process:
 
 
 def copy_own(write: bool, pieces: Pieces, lo: int, hi: int, address: int) -> int:
-    """Copy the pieces ``[lo, hi)`` of this very process (at most ``IOV_MAX``) to the contiguous memory at
-    ``address`` (``write``), or back from there. Returns the bytes copied; raises ``OSError``."""
+    """Copy pieces of this very process to contiguous memory (``write``), or back from there.
+
+    Args:
+        write: which way.
+        pieces: of which ``[lo, hi)``, at most ``IOV_MAX``.
+        lo: the first.
+        hi: behind the last.
+        address: of the contiguous memory.
+
+    Returns:
+        The bytes copied.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     whole = np.array([address, pieces.nbytes(lo, hi)], np.int64)
     function = _libc.process_vm_writev if write else _libc.process_vm_readv
     moved = function(os.getpid(), pieces.row(lo + 1), hi - lo, whole.ctypes.data, 1, 0)

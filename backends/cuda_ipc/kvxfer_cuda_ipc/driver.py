@@ -20,8 +20,10 @@ PEER_ACCESS_ALREADY_ENABLED = 704
 
 @functools.cache
 def context(ordinal: int) -> Context:
-    """A device's primary context, the one that PyTorch uses too, held for the life of the process. Raises
-    ``TransportError``."""
+    """Return a device's primary context, the one that PyTorch uses too, held for the life of the process.
+
+    Raises ``TransportError``.
+    """
     if not 0 <= ordinal < devices():
         raise TransportError(f"there is no GPU {ordinal}: this process sees {devices()}")
     return Context(ordinal)
@@ -48,7 +50,10 @@ class Context:
         check("leaving the GPU's context", self.api.cuCtxPopCurrent())
 
     def kernel(self, word: int, steps: int) -> Any:
-        """The copy kernel for words of so many bytes and so many words a lane and chunk. Must be entered."""
+        """Return the copy kernel for words of so many bytes and so many words a lane and chunk.
+
+        Must be entered.
+        """
         name = f"copy{word}x{steps}"
         if name not in self._kernels:
             self._kernels[name] = check(f"finding {name}", self.api.cuModuleGetFunction(self._module, name.encode()))
@@ -76,12 +81,18 @@ class Context:
         return None
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Base and size of what was allocated around an address. Must be entered. Raises ``CudaError``."""
+        """Return base and size of what was allocated around an address.
+
+        Must be entered. Raises ``CudaError``.
+        """
         base, size = check("looking up an allocation", self.api.cuMemGetAddressRange(address))
         return int(base), int(size)
 
     def share(self, base: int) -> bytes:
-        """A handle by which another process can open an allocation. Must be entered."""
+        """Return a handle by which another process can open an allocation.
+
+        Must be entered.
+        """
         handle = check("sharing memory", self.api.cuIpcGetMemHandle(base))
         return ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
 

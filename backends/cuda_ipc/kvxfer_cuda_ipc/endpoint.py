@@ -29,8 +29,11 @@ class Allocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exported(msgspec.Struct, frozen=True, array_like=True):
-    """One memory. ``gpu``: UUID of the device that it is on. ``regions``: index of the allocation in which each region
-    lies, its offset there, and its size."""
+    """One memory.
+
+    ``gpu``: UUID of the device that it is on. ``regions``: index of the allocation in which each region lies, its
+    offset there, and its size.
+    """
 
     number: Annotated[int, Meta(ge=0, lt=4096)]
     gpu: bytes
@@ -39,8 +42,11 @@ class Exported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``host``: ``kvxfer.backend.host``. ``process`` is as below. ``link`` is random: it names this end of a link and proves the right to
-    use it. ``socket`` is the abstract Unix socket on which the peer announces itself."""
+    """``host``: ``kvxfer.backend.host``.
+
+    ``process`` is as below. ``link`` is random: it names this end of a link and proves the right to use it. ``socket``
+    is the abstract Unix socket on which the peer announces itself.
+    """
 
     backend = "cuda_ipc"
     format = 2

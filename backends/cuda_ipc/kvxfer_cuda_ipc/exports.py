@@ -20,7 +20,11 @@ _ours: dict[bytes, tuple[Context, int]] = {}
 
 
 def export(number: int, regions: Sequence[Region], context: Context) -> Exported:
-    """What a peer must know of a memory. Raises ``TransportError`` for memory that cannot be shared."""
+    """Return what a peer must know of a memory.
+
+    Raises:
+        TransportError: memory that cannot be shared.
+    """
     known: dict[int, int] = {}
     allocations: list[Allocation] = []
     placed: list[tuple[int, int, int]] = []
@@ -64,8 +68,10 @@ class Opened:
         self._mapped: dict[tuple[int, bytes], tuple[int, int]] = {}  # (ordinal, handle) -> address, uses
 
     def open(self, peer: Endpoint, memory: Exported, ordinal: int) -> tuple[Region, ...]:
-        """The peer's memory as regions at the addresses by which GPU ``ordinal`` reaches it. Every call needs its
-        ``close``. Raises ``TransportError``."""
+        """Return the peer's memory as regions at the addresses by which GPU ``ordinal`` reaches it.
+
+        Every call needs its ``close``. Raises ``TransportError``.
+        """
         context = self._contexts(ordinal)
         if context.reaches(memory.gpu) is False:
             raise TransportError(

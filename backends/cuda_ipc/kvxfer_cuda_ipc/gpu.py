@@ -112,8 +112,13 @@ class Gpu:
         return self._started
 
     def finished(self, until: float = 0.0) -> int:
-        """Number of the last launch that is over; all before it are too. Asks until this time of ``time.monotonic`` if
-        none is. Raises ``CudaError``, after which nothing can be done on this GPU any more."""
+        """Return the number of the last launch that is over; all before it are too.
+
+        Asks until this time of ``time.monotonic`` if none is.
+
+        Raises:
+            CudaError: , after which nothing can be done on this GPU any more.
+        """
         if self._under_way:
             before = self._finished
             with self.context:
@@ -162,8 +167,10 @@ class Gpu:
         )
 
     def _rows_at(self, rows: Rows) -> int:
-        """Where the rows stand on the device. They stay until the arena is full; what overwrites them then is queued
-        behind the launches that use them."""
+        """Where the rows stand on the device.
+
+        They stay until the arena is full; what overwrites them then is queued behind the launches that use them.
+        """
         at = self._resident.get(rows)
         if at is None:
             nbytes = rows.table.nbytes

@@ -50,7 +50,10 @@ def nvrtc() -> Any:
 
 
 def check(what: str, result: tuple[Any, ...]) -> Any:
-    """The value of a call's result, if it has one. Raises ``CudaError``."""
+    """Return the value of a call's result, if it has one.
+
+    Raises ``CudaError``.
+    """
     if result[0] != 0:
         raise CudaError(what, getattr(result[0], "name", str(result[0])))
     return result[1] if len(result) == 2 else result[1:]
@@ -62,7 +65,7 @@ def devices() -> int:
 
 
 def probe() -> Probe:
-    """Looks at driver, compiler and GPUs; makes no context."""
+    """Look at driver, compiler and GPUs, without making a context."""
     try:
         count = devices()
         if not count:

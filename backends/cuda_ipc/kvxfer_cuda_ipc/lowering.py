@@ -28,7 +28,11 @@ class Lowering:
         self._placements: dict[tuple[object, ...], Placement] = {}
 
     def launches(self, batch: Batch | PlanBatch) -> Iterator[Launch]:
-        """What is to be launched for a batch. Raises ``TransportError`` for what lies outside the memories."""
+        """Yield what is to be launched for a batch.
+
+        Raises:
+            TransportError: what lies outside the memories.
+        """
         if isinstance(batch, PlanBatch):
             for strided in batch.plan.copies:
                 if len(strided.counts):

@@ -34,6 +34,8 @@ MIX = 2654435761
 
 
 def say(**fields: Any) -> None:
+    """Print a JSON object, with numbers cut to what they tell."""
+
     def short(value: Any) -> Any:
         if isinstance(value, dict):
             return {k: short(v) for k, v in value.items()}
@@ -43,12 +45,12 @@ def say(**fields: Any) -> None:
 
 
 def regions(base: int, device: int) -> tuple[Region, ...]:
-    """A region a layer, side by side in one allocation."""
+    """Return a region a layer, side by side in one allocation."""
     return tuple(Region(base + i * LAYER_BYTES, LAYER_BYTES, f"cuda:{device}") for i in range(LAYERS))
 
 
 def cache(layout: str, lo: int = 0, hi: int = HEADS, tp: int = 0) -> Cache:
-    """A rank that holds the heads [lo, hi), in memory of the same size whatever it holds."""
+    """Return a rank that holds the heads [lo, hi), in memory of the same size whatever it holds."""
     count = hi - lo
     token, head = (count * HEAD_BYTES, HEAD_BYTES) if layout == "NHD" else (HEAD_BYTES, TOKENS * HEAD_BYTES)
     page = TOKENS * count * HEAD_BYTES
@@ -84,18 +86,20 @@ SHAPES = {
 
 
 def planner(shape: str) -> Planner:
+    """Return the planner of a pair of layouts."""
     producers, consumer = SHAPES[shape]
     return Planner(producers[0], consumer, route(producers, [consumer])[Rank()].assignments[Rank()])
 
 
 def scattered(planned: Planner, tokens: int, seed: int = 0) -> CopyPlan:
+    """Return the plan of a request in blocks that lie anywhere."""
     random = np.random.default_rng(seed)
     blocks = -(-tokens // TOKENS)
     return planned.plan([random.permutation(BLOCKS)[:blocks]], [random.permutation(BLOCKS)[:blocks]], 0, tokens)
 
 
 def serve(pipe: Connection, device: int) -> None:
-    """The producer: memory whose every word says where it stands, and a transport that is only there."""
+    """Be the producer: memory whose every word says where it stands, and a transport that is only there."""
     torch.cuda.set_device(device)
     memory = torch.empty(LAYERS * LAYER_BYTES // 4, dtype=torch.int32, device=f"cuda:{device}")
     starts = flat_starts(regions(1 << 40, 0))
@@ -120,7 +124,7 @@ def serve(pipe: Connection, device: int) -> None:
 
 
 def signed(words: torch.Tensor) -> torch.Tensor:
-    """A 32-bit value for each word index."""
+    """Return a 32-bit value for each word index."""
     mixed = words * MIX & 0xFFFFFFFF
     return torch.where(mixed >= 1 << 31, mixed - (1 << 32), mixed).to(torch.int32)
 
@@ -167,6 +171,7 @@ class Consumer:
 
 
 def timed(consumer: Consumer, plan: CopyPlan, link: float, times: int = 9, verb: Verb = Verb.READ) -> dict[str, Any]:
+    """Move a plan several times; return what it took."""
     batch = consumer.batch(plan, verb)
     for _ in range(3):
         consumer.move(batch)
@@ -206,7 +211,7 @@ def check(consumer: Consumer, memory: torch.Tensor, plan: CopyPlan) -> int:
 
 
 def links(producer: int, consumer: int) -> dict[str, float]:
-    """A plain copy between the GPUs, GB/s."""
+    """Measure a plain copy between the GPUs, GB/s."""
     rates = {}
     for name, size in (("128 MiB", 128 << 20), ("1 GiB", 1 << 30), ("4 GiB", 4 << 30)):
         src = torch.empty(size, dtype=torch.uint8, device=f"cuda:{producer}").random_()
@@ -227,7 +232,7 @@ def links(producer: int, consumer: int) -> dict[str, float]:
 
 
 def slowdown(consumer: Consumer, plan: CopyPlan, device: int) -> dict[str, Any]:
-    """A loop of bf16 matrix products on the consumer's GPU, alone and beside transfers that follow each other."""
+    """Measure a loop of bf16 matrix products on the consumer's GPU, alone and beside transfers that follow each other."""
     a, b = (torch.randn(8192, 8192, device=f"cuda:{device}", dtype=torch.bfloat16) for _ in range(2))
     batch, count = consumer.batch(plan), 60
 
@@ -261,6 +266,7 @@ def slowdown(consumer: Consumer, plan: CopyPlan, device: int) -> dict[str, Any]:
 
 
 def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the sections of the measurement, each with a name."""
     torch.cuda.set_device(device)
     rates = links(producer, device)
     say(section="link", gbps=rates)

@@ -14,9 +14,10 @@ __all__ = ["Options"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``engine``: ``kernel`` copies with a kernel on ``ctas`` blocks of 1024 threads, each of which keeps a
-    multiprocessor busy while it lasts; ``copy`` leaves it to the GPU's copy engines, which cost no multiprocessor and
-    much time for each run.
+    """``engine``.
+
+    ``kernel`` copies with a kernel on ``ctas`` blocks of 1024 threads, each of which keeps a multiprocessor busy while
+    it lasts; ``copy`` leaves it to the GPU's copy engines, which cost no multiprocessor and much time for each run.
     """
 
     engine: Literal["kernel", "copy"] = "kernel"
@@ -24,5 +25,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Raises ``ConfigError`` for an unknown option (naming the nearest one) and for a bad value."""
+        """Read the options of a configuration.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+        """
         return read(cls, options, "option {!r} of back end 'cuda_ipc'")

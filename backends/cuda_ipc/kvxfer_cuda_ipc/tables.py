@@ -80,8 +80,11 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One kernel launch. ``src_at``, ``dst_at``, ``counts``: int64 ``[segments]``, places in bytes as the rows expect
-    them; row ``r`` of segment ``s`` is ``unit * counts[s]`` words of ``word`` bytes, ``chunks`` chunks at most."""
+    """One kernel launch.
+
+    ``src_at``, ``dst_at``, ``counts``: int64 ``[segments]``, places in bytes as the rows expect them; row ``r`` of
+    segment ``s`` is ``unit * counts[s]`` words of ``word`` bytes, ``chunks`` chunks at most.
+    """
 
     rows: Rows
     src_at: Ints
@@ -110,8 +113,11 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """A pattern's rows as addresses of a pair of memories, for the segments whose places lie within bounds: source
-    places in ``[src_low, src_high]``, where the latter is the end of the longest row, and so for the destination."""
+    """A pattern's rows as addresses of a pair of memories, for the segments whose places lie within bounds.
+
+    Source places in ``[src_low, src_high]``, where the latter is the end of the longest row, and so for the
+    destination.
+    """
 
     rows: tuple[Rows, ...]
     src_low: int
@@ -123,8 +129,7 @@ class Placement:
     def of(
         cls, pattern: CopyPattern, src: Sequence[Region], dst: Sequence[Region], src_at: int, dst_at: int
     ) -> Placement | None:
-        """Every row keeps to the region that it is in for a segment at ``src_at`` and ``dst_at``; ``None`` when it is
-        in none there."""
+        """Every row keeps to the region that it is in for a segment at ``src_at`` and ``dst_at``; ``None`` when it is in none there."""
         src_rows, dst_rows = pattern.rows
         a, b = _placed(src_rows, src, src_at), _placed(dst_rows, dst, dst_at)
         if a is None or b is None:
@@ -145,13 +150,13 @@ class Placement:
 
 
 def of_strided_copy(strided: StridedCopy, placement: Placement) -> Iterator[Launch]:
-    """A strided copy whose segments the placement holds."""
+    """Yield the launches of a strided copy whose segments the placement holds."""
     for rows in placement.rows:
         yield from _launches(rows, strided.src_at, strided.dst_at, strided.counts, strided.pattern.unit)
 
 
 def of_runs(src: Ints, dst: Ints, lengths: Ints) -> Iterator[Launch]:
-    """Runs given by address and length in bytes."""
+    """Yield the launches of runs given by address and length in bytes."""
     limit = LONG_RUN * max(1, int(lengths.sum()) // max(1, len(lengths) * LONG_RUN // 2))
     pieces = -(-lengths // limit)
     if len(lengths) and (int(pieces.max()) > 1 or int(pieces.min()) == 0):
@@ -168,7 +173,10 @@ def divisor(d: int) -> tuple[int, int]:
 
 
 def _launches(rows: Rows, src_at: Ints, dst_at: Ints, counts: Ints, unit: int) -> Iterator[Launch]:
-    """``unit`` in bytes. Where it is a single byte, counts are lengths, and their alignment matters as well."""
+    """Yield the launches of rows and segments, whose ``unit`` is in bytes.
+
+    Where it is a single byte, counts are lengths, and their alignment matters as well.
+    """
     most = _most(counts) if len(counts) else 0
     if most == 0:
         return

@@ -97,7 +97,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         self._exported.pop(memory, None)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        """Handles have no rights: who can open one can write, too."""
+        """Return an endpoint. Handles have no rights: who can open one can write, too."""
         link = os.urandom(LINK_BYTES)
         self._liveness.offer(link)
         exported = tuple(e for number, e in self._exported.items() if number in memories)
@@ -250,8 +250,10 @@ class CudaIpcTransport(Base[Endpoint, Link]):
                 self._let_go(link.peer, link.lowerings)
 
     def _sleep(self) -> None:
-        """Say when to poll next: shortly before a batch should be over, ever less often if it is late; or when a fence
-        could have passed."""
+        """Say when to poll next: shortly before a batch should be over, ever less often if it is late.
+
+        Or when a fence could have passed.
+        """
         now, due = time.monotonic(), None
         for job in self._jobs.values():
             if job.last and job.begun is not None:
@@ -288,7 +290,7 @@ def _ordinal(device: str) -> int:
 
 
 def _event(fence: Fence | None) -> int | None:
-    """The CUDA event of a fence as a number, if it has one that we know how to read."""
+    """Return the CUDA event of a fence as a number, if it has one that we know how to read."""
     event = None if fence is None else fence.event
     for name in ("cuda_event", "handle", "ptr"):  # PyTorch, cuda.core, CuPy
         if hasattr(event, name):

@@ -40,15 +40,24 @@ class Pipe(Protocol):
 
     There are no tags and no sizes on the way: the n-th run sent is the n-th received. ``open`` and ``abort`` block and
     are for threads of their own; the others return at once, are called by one thread, and only between the
-    two."""
+    two.
+    """
 
     def open(self) -> None:
-        """Join the other side, and connect so far that no later operation has to wait for it on the host. Waits for the
-        other side without an end. Raises ``TransportError``, also when aborted meanwhile."""
+        """Join the other side, and connect so far that no later operation has to wait for it on the host.
+
+        Waits for the other side without an end.
+
+        Raises:
+            TransportError: , also when aborted meanwhile.
+        """
 
     def move(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Enqueue the sending of runs (address, bytes), none of them empty, or their reception. Raises ``TransportError`` when the
-        communicator is broken."""
+        """Enqueue the sending of runs (address, bytes), none of them empty, or their reception.
+
+        Raises:
+            TransportError: the communicator is broken.
+        """
 
     def wait(self, fence: Fence) -> None:
         """Let what is enqueued later wait for a fence that has a device event."""
@@ -57,12 +66,17 @@ class Pipe(Protocol):
         """Mark the end of what is enqueued."""
 
     def error(self) -> str | None:
-        """What the library reports to be wrong, in its words."""
+        """Return what the library reports to be wrong, in its words."""
 
     def abort(self) -> None:
-        """End the communicator with all that is enqueued, and free what it has. From any thread, at any time (an
-        ``open`` that is under way then ends as soon as it can), again and again. When it returns, nothing
-        enqueued touches memory any more. Raises ``TransportError`` when that cannot be had."""
+        """End the communicator with all that is enqueued, and free what it has.
+
+        From any thread, at any time (an ``open`` that is under way then ends as soon as it can), again and again. When
+        it returns, nothing enqueued touches memory any more.
+
+        Raises:
+            TransportError: that cannot be had.
+        """
 
 
 class Binding(Protocol):
@@ -81,11 +95,13 @@ class Binding(Protocol):
         """Of an agent that has registered no memory."""
 
     def identity(self, device: str) -> str:
-        """A name of the device which no other device anywhere has."""
+        """Return a name of the device which no other device anywhere has."""
 
     def unique_id(self) -> bytes:
-        """``ID_BYTES`` bytes for one new pair of pipes. Blocks, and costs a thread and a socket until both have opened:
-        call it only when both are about to."""
+        """``ID_BYTES`` bytes for one new pair of pipes.
+
+        Blocks, and costs a thread and a socket until both have opened: call it only when both are about to.
+        """
 
     def pipe(self, way: Way) -> Pipe:
-        """Does nothing yet."""
+        """Make a pipe, which does nothing yet."""

@@ -56,8 +56,13 @@ class Channel:
                 self.lost = f"the connection with it broke ({e.strerror or e})"
 
     def hear(self, most: int = 1 << 30) -> list[Message]:
-        """Messages that have arrived, ``most`` at most. Those before the connection was lost are still told. Raises
-        ``ValueError`` for what is no message."""
+        """Messages that have arrived, ``most`` at most.
+
+        Those before the connection was lost are still told.
+
+        Raises:
+            ValueError: for what is no message.
+        """
         for _ in range(TURNS):
             if self.lost is not None:
                 break
@@ -86,7 +91,11 @@ def dial(host: str, port: int, timeout: float) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises ``OSError``."""
+    """Return a socket that listens.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     sock = socket.create_server((host, port), family=family, backlog=512)
     sock.setblocking(False)

@@ -19,9 +19,12 @@ Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """One side of a link to be. ``token``: secret name of the link on this side. ``device``: which GPU. ``channels``: at
-    most, for both sides must have the same. ``release``: of the library, for two releases do not understand each other.
-    ``format``: of everything in this file."""
+    """One side of a link to be.
+
+    ``token``: secret name of the link on this side. ``device``: which GPU. ``channels``: at most, for both sides must
+    have the same. ``release``: of the library, for two releases do not understand each other. ``format``: of everything
+    in this file.
+    """
 
     backend = "nccl"
     format = 3
@@ -39,4 +42,5 @@ class Endpoint(EndpointBase, frozen=True):
 
 
 def new_token() -> bytes:
+    """Return a new secret name of a link's end."""
     return secrets.token_bytes(TOKEN_BYTES)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvxfer.failures import FailureKind
 from kvxfer.transport.contract import Completion, Fence, Verb
 from kvxfer_nccl.binding import Binding, Mark, Pipe, Way
 from kvxfer_nccl.options import Options
@@ -52,11 +53,15 @@ LIBRARY_S = 0.1
 """How often the library is asked for errors while something is under way."""
 
 
-class Broken(Exception):
-    """The lane cannot go on. ``says``: what the other side should be told."""
+OURS = FailureKind.BACKEND_FAILED
 
-    def __init__(self, why: str, says: str) -> None:
+
+class Broken(Exception):
+    """The lane cannot go on. ``says``: what the other side should be told; ``kind``: whose fault it is."""
+
+    def __init__(self, why: str, says: str, kind: FailureKind = FailureKind.PEER_LOST) -> None:
         super().__init__(why)
+        self.kind = kind
         self.says = says
 
 
@@ -125,8 +130,10 @@ class Lane:
         return self._due(now)
 
     def give_up(self) -> tuple[list[Post], list[Post], Task[None] | None]:
-        """End everything. Returns batches that have not touched memory, those that may until the abort is over, and the
-        abort."""
+        """End everything.
+
+        Returns batches that have not touched memory, those that may until the abort is over, and the abort.
+        """
         untouched, touched = list(self.waiting), list(self.enqueued)
         self.waiting.clear()
         self.enqueued.clear()
@@ -145,7 +152,7 @@ class Lane:
             error, self.opening = self.opening.error, None
             self.moved = time.monotonic()
             if error is not None:
-                raise Broken(f"a communicator could not be made: {error}", f"it could not make one: {error}")
+                raise Broken(f"a communicator could not be made: {error}", f"it could not make one: {error}", OURS)
         elif self.opening.age > self.tools.options.init_timeout_s:
             raise Broken(
                 f"a communicator was not made within {self.tools.options.init_timeout_s:g} s",
@@ -179,7 +186,7 @@ class Lane:
             self._tell(post)
 
     def _tell(self, post: Post) -> None:
-        """A batch was enqueued."""
+        """Note that a batch was enqueued."""
 
     def _harvest(self, now: float) -> None:
         raise NotImplementedError
@@ -191,7 +198,7 @@ class Lane:
             assert self.pipe is not None
             error = self.pipe.error()
             if error is not None:
-                raise Broken(f"the library reports {error}", f"its library reports {error}")
+                raise Broken(f"the library reports {error}", f"its library reports {error}", OURS)
 
     def _due(self, now: float) -> float | None:
         due = []
@@ -213,6 +220,8 @@ class Lane:
 
 
 class Sender(Lane):
+    """The direction in which this side sends."""
+
     verb = Verb.SEND
 
     def __init__(self, tools: Tools) -> None:
@@ -247,7 +256,7 @@ class Sender(Lane):
         if self._naming is not None and self._naming.done:
             naming, self._naming = self._naming, None
             if naming.error is not None:
-                raise Broken(f"no unique id could be had: {naming.error}", "it could not make a communicator")
+                raise Broken(f"no unique id could be had: {naming.error}", "it could not make a communicator", OURS)
             self._ready = False
             self.tools.say(Id(self.n, naming.value))
             self._open(naming.value)
@@ -275,6 +284,8 @@ class Sender(Lane):
 
 
 class Receiver(Lane):
+    """The direction in which this side receives."""
+
     verb = Verb.RECV
 
     def __init__(self, tools: Tools) -> None:

@@ -29,8 +29,11 @@ _FINE = (0, 7)  # success, in progress
 
 
 class NcclPipe:
-    """Fulfils ``Pipe``. The communicator blocks (in NCCL's sense), for then an operation costs a tenth of what it costs
-    on one that does not; what can block for long, init and the first operation, is done in ``open``."""
+    """Fulfils ``Pipe``.
+
+    The communicator blocks (in NCCL's sense), for then an operation costs a tenth of what it costs on one that does
+    not; what can block for long, init and the first operation, is done in ``open``.
+    """
 
     def __init__(self, nccl: Any, bindings: Any, torch: Any, way: Way) -> None:
         self._nccl, self._bindings, self._torch, self._way = nccl, bindings, torch, way
@@ -93,8 +96,10 @@ class NcclPipe:
             ) from e
 
     def _act(self, address: int, nbytes: int) -> None:
-        """One send or receive, by the functions below nccl4py's ``Communicator``: that wants a tensor for each piece, and to
-        look at it takes longer than to start the operation."""
+        """One send or receive, by the functions below nccl4py's ``Communicator``.
+
+        That wants a tensor for each piece, and to look at it takes longer than to start the operation.
+        """
         act = self._bindings.send if self._way.sends else self._bindings.recv
         act(address, nbytes, self._byte, self._peer, self._handle, self._stream.cuda_stream)
 
@@ -133,7 +138,7 @@ class NcclPipe:
             raise TransportError(f"NCCL did not abort a communicator cleanly: {e}") from e
 
     def _make_stream(self) -> None:
-        """A stream that nobody else has: torch hands out 32 in turn, and what NCCL runs on one may wait for long."""
+        """Return a stream that nobody else has: torch hands out 32 in turn, and what NCCL runs on one may wait for long."""
         from cuda.core import Device, StreamOptions
 
         device = Device(self._device.index)
@@ -176,7 +181,11 @@ class NcclBinding:
 
 @cache
 def load() -> Binding:
-    """Raises ``TransportError`` when nccl4py, torch, libnccl or a GPU is missing."""
+    """Load what NCCL needs.
+
+    Raises:
+        TransportError: nccl4py, torch, libnccl or a GPU is missing.
+    """
     try:
         import torch
     except ImportError as e:

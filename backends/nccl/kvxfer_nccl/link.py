@@ -11,6 +11,7 @@ import msgspec
 
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, PeerError, TransportError
+from kvxfer.failures import FailureKind
 from kvxfer.transport.contract import Completion, Verb
 from kvxfer_nccl.binding import Binding, Pipe, Way
 from kvxfer_nccl.channel import Channel, dial
@@ -111,11 +112,15 @@ class Link:
                 elif now > self._reach_by:
                     self._fail(PeerError("it has not answered in time; is it alive, and is its port reachable?"))
             except Broken as e:
-                self._fail(PeerError(str(e)), e.says)
+                self._fail(PeerError(str(e), kind=e.kind), e.says, e.kind)
             except ValueError as e:
                 self._fail(PeerError(f"it broke the protocol: {e}"), f"this side broke the protocol: {e}")
             except Exception as e:  # a call of the binding's: never the end of more than its link
-                self._fail(TransportError(f"NCCL failed on this side: {e}"), f"its NCCL failed: {e}")
+                self._fail(
+                    TransportError(f"NCCL failed on this side: {e}"),
+                    f"its NCCL failed: {e}",
+                    FailureKind.BACKEND_FAILED,
+                )
         self._burials = [b for b in self._burials if not b.well]
         for post, burial in self._stuck:
             if burial.well:
@@ -189,8 +194,8 @@ class Link:
                 self._receiver.take_answer(n, keep=False)
             case Keep(n):
                 self._receiver.take_answer(n, keep=True)
-            case Bye(reason):
-                self._fail(PeerError(_printable(reason)))
+            case Bye(reason, kind):
+                self._fail(PeerError(_printable(reason), kind=kind))
 
     # Threads
 
@@ -204,13 +209,13 @@ class Link:
 
     # The end
 
-    def _fail(self, cause: KvxferError, says: str | None = None) -> None:
+    def _fail(self, cause: KvxferError, says: str | None = None, kind: FailureKind = FailureKind.PEER_LOST) -> None:
         """End everything. What NCCL has been given ends when its abort is over."""
         if self.broken is not None:
             return
         self.broken = cause
         if says is not None:
-            self._say(Bye(says[:500]))
+            self._say(Bye(says[:500], kind))
         if self._channel is not None:
             self._wakeup.remove(self._channel.fileno())
             self._channel.close()
@@ -246,9 +251,9 @@ class Link:
     def _error(self, post: Post) -> KvxferError:
         assert self.broken is not None
         what = f"{post.verb} of {post.nbytes} bytes (stream {post.stream}) with {self.theirs}"
-        return type(self.broken)(f"{what} failed: {self.broken}")
+        return type(self.broken)(f"{what} failed: {self.broken}", kind=self.broken.kind)
 
 
 def _printable(text: str) -> str:
-    """A reason from the peer, fit for a message and a log."""
+    """Return a reason from the peer, fit for a message and a log."""
     return "".join(c if c.isprintable() else "?" for c in text[:300]) or "the peer gave no reason"

@@ -18,17 +18,15 @@ NAMING = "option {!r} of back end 'nccl'"
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Attributes:
-    channels: thread blocks (NCCL: CTAs) that one message may use, on both GPUs; more move faster, take more device
-        memory and more from the model's kernels. Of two sides that differ, the fewer.
-    priority: of the stream that transfers run on; ``normal`` is the lowest that CUDA has.
-    idle_close_s: seconds without a transfer after which a communicator is closed, which gives its memory back.
-    init_timeout_s: seconds that the making of a communicator may take.
-    abort_timeout_s: seconds that NCCL gets to abort one, before its memory counts as still in use.
-    connect_timeout_s: seconds until a link that is not yet made counts as failed.
-    listen: address on which this side takes the small connections that accompany links.
-    advertise: host name or address given to peers, if it is not ``listen``.
-    port: TCP port to listen on; 0 takes any free one.
+    """Attributes: channels: thread blocks (NCCL: CTAs) that one message may use, on both GPUs.
+
+    More move faster, take more device memory and more from the model's kernels. Of two sides that differ, the fewer.
+    priority: of the stream that transfers run on; ``normal`` is the lowest that CUDA has. idle_close_s: seconds without
+    a transfer after which a communicator is closed, which gives its memory back. init_timeout_s: seconds that the
+    making of a communicator may take. abort_timeout_s: seconds that NCCL gets to abort one, before its memory counts as
+    still in use. connect_timeout_s: seconds until a link that is not yet made counts as failed. listen: address on
+    which this side takes the small connections that accompany links. advertise: host name or address given to peers, if
+    it is not ``listen``. port: TCP port to listen on; 0 takes any free one.
     """
 
     channels: Annotated[int, Meta(ge=1, le=32)] = 24
@@ -48,7 +46,11 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Raises ``ConfigError`` for an unknown option (naming the nearest one) and for a bad value."""
+        """Read the options of a configuration.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+        """
         parsed = read(cls, options, NAMING)
         check_dialable(parsed.listen, parsed.advertise, NAMING)
         return parsed

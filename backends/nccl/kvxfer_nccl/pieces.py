@@ -54,7 +54,10 @@ class Side:
         self.wire.synchronize()
 
     def wait(self, *events: Any) -> None:
-        """What is enqueued from now on waits for these. Makes this side's GPU the current one."""
+        """Let what is enqueued from now on wait for these.
+
+        Makes this side's GPU the current one.
+        """
         torch.cuda.set_device(self.rank)
         for event in events:
             self.wire.wait_event(event)
@@ -76,6 +79,7 @@ class Side:
 
 
 def side(rank: int, request: Request, piece: int, slots: int) -> Side:
+    """Return one of the two GPUs with a cache and staging memory."""
     model = MODELS["llama-3-8b"]
     pool = Pool(model, request.blocks, f"cuda:{rank}")
     pool.fill()
@@ -89,6 +93,7 @@ def side(rank: int, request: Request, piece: int, slots: int) -> Side:
 
 
 def go(sender: Side, receiver: Side, by: str, piece: int, slots: int, pack: bool, unpack: bool) -> float:
+    """Move all pieces once; return GB/s."""
     for each in (sender, receiver):
         torch.cuda.set_device(each.rank)
         torch.cuda.synchronize()
@@ -121,10 +126,12 @@ def go(sender: Side, receiver: Side, by: str, piece: int, slots: int, pack: bool
     end.record(receiver.wire)
     for each in (sender, receiver):
         torch.cuda.synchronize(each.rank)
-    return sum(p.nbytes for p in sender.pieces) / begin.elapsed_time(end) / 1e6
+    seconds = float(begin.elapsed_time(end)) / 1e3
+    return sum(p.nbytes for p in sender.pieces) / seconds / 1e9
 
 
 def connect(sides: list[Side], channels: int) -> None:
+    """Make the communicator of the two sides."""
     unique_id = nccl.get_unique_id()
     threads = [threading.Thread(target=each.open, args=(unique_id, channels), daemon=True) for each in sides]
     for thread in threads:
@@ -160,5 +167,5 @@ def measure(by: str, tokens: int, piece_mib: int, slots: int, channels: int, sha
         ("unpacking", (False, True)),
         ("both", (True, True)),
     ):
-        rounds = [go(*sides, by, piece, slots, *ways) for _ in range(4)]
+        rounds = [go(sides[0], sides[1], by, piece, slots, *ways) for _ in range(4)]
         print(json.dumps({"moving": name, "GB_per_s": [round(r) for r in rounds[1:]], **said}), flush=True)

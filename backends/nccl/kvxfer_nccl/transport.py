@@ -75,7 +75,11 @@ class NcclTransport(Base[Endpoint, Link]):
 
     @classmethod
     def load(cls) -> Binding:
-        """What makes communicators. Raises ``TransportError`` when it is missing or cannot start."""
+        """Return what makes communicators.
+
+        Raises:
+            TransportError: it is missing or cannot start.
+        """
         from kvxfer_nccl.library import load
 
         return load()

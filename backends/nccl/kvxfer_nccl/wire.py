@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from kvxfer.failures import FailureKind
 from kvxfer_nccl.endpoint import MOST_BYTES, Token
 
 __all__ = ["Bye", "Done", "Hello", "Id", "Keep", "Message", "Ready", "Retire", "Retired", "Sent", "decode", "encode"]
@@ -71,9 +72,10 @@ class Keep(Struct, frozen=True, tag=7, array_like=True):
 
 
 class Bye(Struct, frozen=True, tag=8, array_like=True):
-    """The link is over, and why."""
+    """The link is over, and why; ``kind``: what that is for the batches on it."""
 
     reason: Annotated[str, Meta(max_length=500)]
+    kind: FailureKind = FailureKind.PEER_LOST
 
 
 Message = Hello | Ready | Id | Sent | Done | Retire | Retired | Keep | Bye
@@ -83,6 +85,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
+    """Return a message as it travels."""
     body = _encoder.encode(message)
     return len(body).to_bytes(4) + body
 

@@ -40,11 +40,19 @@ _THREADS = {"UCX": "num_threads", "LIBFABRIC": "num_threads", "UCCL": "num_cpus"
 
 
 class Agent:
-    """``name``: what peers call it. It has one progress thread of NIXL's, which sleeps. One thread at a time, save ``prepare`` and
-    ``post``, which as many may call as the options say."""
+    """``name``: what peers call it.
+
+    It has one progress thread of NIXL's, which sleeps. One thread at a time, save ``prepare`` and ``post``, which as
+    many may call as the options say.
+    """
 
     def __init__(self, name: str, options: Options) -> None:
-        """Raises ``ConfigError`` for a plugin or parameter that this NIXL lacks, ``TransportError`` if it cannot start."""
+        """Start the agent.
+
+        Raises:
+            ConfigError: this NIXL lacks the plugin, or a parameter.
+            TransportError: it cannot start.
+        """
         self._library = library = load(options.log_level)
         self._nixl = nixl = library.bindings
         self._errors = library.errors
@@ -82,7 +90,10 @@ class Agent:
             ) from e
 
     def register(self, regions: Sequence[Region], cuda: bool, device: int) -> Any:
-        """Returns what ``deregister`` takes. Regions lie on one device."""
+        """Return what ``deregister`` takes.
+
+        Regions lie on one device.
+        """
         pieces = [(r.address, r.nbytes, device, "") for r in regions]
         try:
             token = self._nixl.nixlRegDList(self._segments[cuda], pieces)
@@ -103,8 +114,10 @@ class Agent:
             raise TransportError(f"NIXL cannot deregister memory: {self._library.explain(e)}") from e
 
     def metadata(self, *tokens: Any) -> bytes:
-        """What a peer has to ``add``: how to reach this agent, and the memory that was registered so; if that is not none, or one, all
-        that is registered."""
+        """Return what a peer has to ``add``: how to reach this agent, and the memory that was registered so.
+
+        If that is not none, or one, all that is registered.
+        """
         few = self._nixl.nixlRegDList(self._segments[0], []) if not tokens else tokens[0]
         try:
             with inside:
@@ -189,7 +202,7 @@ class Agent:
 
 
 def _parameters(agent: Any, library: Library, options: Options) -> dict[str, str]:
-    """What to give the plugin, checked: NIXL ignores parameters it does not know."""
+    """Return what to give the plugin, checked: NIXL ignores parameters it does not know."""
     plugin, plugins = options.plugin, list(agent.getAvailPlugins())
     build = f"NIXL {library.version} ({library.package})"
     if plugin not in plugins:

@@ -20,9 +20,12 @@ class Piece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``host``: ``Reach.here``; ``within``: the network namespace. ``end``: random, names this end of this link; ``line``: where a peer of
-    the same host and namespace announces itself. ``memories``: by number, ``None`` for one that is gone or not for this peer.
-    ``metadata``: what NIXL has to know of our agent, parts of which UCX takes on trust."""
+    """``host``: ``Reach.here``; ``within``: the network namespace.
+
+    ``end``: random, names this end of this link; ``line``: where a peer of the same host and namespace announces
+    itself. ``memories``: by number, ``None`` for one that is gone or not for this peer. ``metadata``: what NIXL has to
+    know of our agent, parts of which UCX takes on trust.
+    """
 
     backend = "nixl"
     format = 4

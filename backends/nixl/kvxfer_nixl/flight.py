@@ -86,8 +86,10 @@ class Flight:
         return None
 
     def give_up(self, why: str, now: float, cause: Exception | None = None) -> None:
-        """Post no more, and end with an error as soon as NIXL is done with what was posted, or waited for long enough. The first
-        reason counts."""
+        """Post no more, and end with an error as soon as NIXL is done with what was posted, or waited for long enough.
+
+        The first reason counts.
+        """
         if self._error is None:
             self._latest = now + GIVE_UP_S
             lengths = self._local[1][:, 1]
@@ -141,7 +143,7 @@ class Flight:
                 self._take_in(agent, [result for _, result in posted])
 
     def _next(self) -> tuple[Side, Side]:
-        """The descriptors of the next piece."""
+        """Return the descriptors of the next piece."""
         piece = slice(self._start, self._cuts.popleft())
         self._start = piece.stop
         return (self._local[0], self._local[1][piece]), (self._remote[0], self._remote[1][piece])
@@ -178,8 +180,10 @@ class Flight:
                 self._break(agent, handle, e)
 
     def _break(self, agent: Agent, handle: int, error: TransportError) -> None:
-        """The connection has failed, and its worker of UCX's has closed it: nothing of this piece moves any more. Of others, which
-        another worker may have, NIXL has to say so."""
+        """Note that the connection has failed: its worker has closed it, and nothing of this piece moves any more.
+
+        Of others, which another worker may have, NIXL has to say so.
+        """
         agent.release(handle)
         self.link.peer.error = self.link.peer.error or error
         now = time.monotonic()
@@ -188,8 +192,10 @@ class Flight:
 
 
 def _pieces(local: Side, remote: Side, pool: CopyPool) -> tuple[Side, Side, deque[int]]:
-    """The same bytes, and where to cut them: indices into the rows, the last one their number. In host memory into
-    shares for a pool, and none larger than ``PIECE_BYTES``; a longer run becomes several."""
+    """Return the same bytes, and where to cut them: indices into the rows, the last one their number.
+
+    In host memory into shares for a pool, and none larger than ``PIECE_BYTES``; a longer run becomes several.
+    """
     sizes = local[1][:, 1]
     if not len(sizes):
         return local, remote, deque()
@@ -217,7 +223,7 @@ def _pieces(local: Side, remote: Side, pool: CopyPool) -> tuple[Side, Side, dequ
 
 
 def _shorten(local: Side, remote: Side, longest: int) -> tuple[Side, Side]:
-    """The same bytes in runs of at most so many."""
+    """Return the same bytes in runs of at most so many."""
     most = np.uint64(longest)
     sizes = local[1][:, 1]
     counts = ((sizes + most - np.uint64(1)) // most).astype(np.int64)

@@ -80,7 +80,7 @@ class Library:
         return f"{meaning} ({error})" if meaning else f"NIXL raised {type(error).__name__}: {error}"
 
     def why_unloadable(self, plugin: str) -> str:
-        """What the dynamic linker says of a plugin that is there but cannot be loaded."""
+        """Return what the dynamic linker says of a plugin that is there but cannot be loaded."""
         path = self._site / f".{self.package}.mesonpy.libs" / "plugins" / f"libplugin_{plugin}.so"
         try:
             ctypes.CDLL(str(path))
@@ -94,13 +94,16 @@ class Library:
 
 
 def load(log_level: str | None = None) -> Library:
-    """Raises ``TransportError`` with the pip line when NIXL is missing. ``log_level`` counts at the first load only."""
+    """Load NIXL. Raises ``TransportError`` with the pip line when it is missing.
+
+    ``log_level`` counts at the first load only.
+    """
     loaded = sys.modules.get("nixl._bindings")
     if loaded is not None and log_level is not None:
         logging.getLogger("kvxfer.nixl").info("NIXL is loaded already; its log level stays as it is")
     with _unnoticed(log_level):
         try:
-            import nixl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            import nixl
 
             bindings = nixl._bindings
         except (ImportError, AttributeError) as e:

@@ -32,7 +32,11 @@ class Peer:
         self._agent = agent
 
     def tell(self, message: str) -> None:
-        """Returns at once. Raises ``TransportError`` when the connection is known to have failed."""
+        """Send a message, at once.
+
+        Raises:
+            TransportError: the connection is known to have failed.
+        """
         if self.error is None:
             try:
                 self._agent.tell(self.name, message)
@@ -51,8 +55,11 @@ class Peers:
         self._metadata: dict[str, bytes] = {}
 
     def connect(self, metadata: bytes) -> Peer:
-        """The peer with these metadata: the one we know, or a new one. Raises ``TransportError`` when NIXL does not take
-        them."""
+        """Return the peer with these metadata: the one we know, or a new one.
+
+        Raises:
+            TransportError: NIXL does not take them.
+        """
         for peer in list(self._known.values()):
             # Nobody says when an idle connection has failed; the next message does.
             with suppress(TransportError):
@@ -71,7 +78,11 @@ class Link:
     """``end``: our end. ``liveness``: of a peer of this host, whose end NIXL may not tell of. ``broken``: why nothing can move any more."""
 
     def __init__(self, number: int, end: str, theirs: Endpoint, peers: Peers) -> None:
-        """Raises ``TransportError`` when the peer's description or metadata make no sense."""
+        """Greet the peer.
+
+        Raises:
+            TransportError: its description or metadata make no sense.
+        """
         self.number, self.end, self.their_end, self.agent = number, end, theirs.name, theirs.agent
         self.liveness: Liveness | None = None
         self.space = Space.of_peer(theirs.memories)
@@ -96,8 +107,10 @@ class Link:
         return self._broken
 
     def greet(self, now: float) -> None:
-        """Tell the peer that this end is there, if it is time to. The first greeting also makes the connection, so that
-        no transfer has to wait for it."""
+        """Tell the peer that this end is there, if it is time to.
+
+        The first greeting also makes the connection, so that no transfer has to wait for it.
+        """
         if not self.up and self.broken is None and now >= self._greeted + GREET_AGAIN_S:
             self._greeted = now
             with suppress(TransportError):  # it is in ``broken`` now

@@ -56,7 +56,11 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Raises ``ConfigError`` for an unknown option (naming the nearest) or a bad value."""
+        """Read the options of a configuration.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+        """
         parsed = read(cls, options, "option {!r} of back end 'nixl'")
         parsed = msgspec.structs.replace(parsed, plugin=parsed.plugin.upper())
         if parsed.ucx and parsed.plugin != "UCX":
@@ -81,8 +85,11 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def ucx_settings(self) -> dict[str, str]:
-        """Without the prefix, as text: the options, and our defaults where neither they nor the environment say otherwise. Raises
-        ``ConfigError`` when ``listen`` is no address of this host."""
+        """Without the prefix, as text: the options, and our defaults where neither they nor the environment say otherwise.
+
+        Raises:
+            ConfigError: ``listen`` is no address of this host.
+        """
         if self.plugin != "UCX":
             return {}
         given = {key.removeprefix("UCX_"): text(value) for key, value in self.ucx.items()}
@@ -91,5 +98,5 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def text(value: Setting) -> str:
-    """A setting as UCX and NIXL read it."""
+    """Return a setting as UCX and NIXL read it."""
     return {True: "y", False: "n"}[value] if isinstance(value, bool) else str(value)

@@ -38,8 +38,10 @@ _CARDS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Reach:
-    """``here``: names the host, and the part of it whose processes reach each other's memory. ``host``: peers there are
-    reached; ``network``: others are."""
+    """``here``: names the host, and the part of it whose processes reach each other's memory.
+
+    ``host``: peers there are reached; ``network``: others are.
+    """
 
     here: str
     host: bool
@@ -47,8 +49,10 @@ class Reach:
 
     @classmethod
     def of(cls, options: Options, memory: Collection[str]) -> Reach:
-        """For these kinds of memory; as the options say, or else the environment. Plugins other than UCX reach everywhere, and
-        so do all where the user has named the verbs."""
+        """For these kinds of memory; as the options say, or else the environment.
+
+        Plugins other than UCX reach everywhere, and so do all where the user has named the verbs.
+        """
         here = f"{host()}/{pid_namespace()}"
         if options.plugin != "UCX" or options.verbs is not None:
             return cls(here, True, True)
@@ -73,7 +77,7 @@ class Reach:
 
 
 def _allowed(setting: str, there: Set[str]) -> Set[str]:
-    """What a list as UCX reads it (``rc,cuda``, ``^tcp``, ``mlx5_0:1``) allows of what is there."""
+    """Return what a list as UCX reads it (``rc,cuda``, ``^tcp``, ``mlx5_0:1``) allows of what is there."""
     named: set[str] = set()
     for item in setting.removeprefix("^").split(","):
         name = item.strip().lstrip("\\").partition(":")[0]

@@ -51,7 +51,7 @@ class Space:
 
     @classmethod
     def of_peer(cls, pieces: Sequence[Piece | None]) -> Space:
-        """The inverse of ``describe``."""
+        """Return the inverse of ``describe``."""
         memories = Memories()
         space = cls(memories)
         for piece in pieces:
@@ -64,7 +64,11 @@ class Space:
         return space
 
     def rows(self, memory: int, offsets: Ints, lengths: Ints) -> Side:
-        """Raises ``TransportError`` for an unknown memory or a run that is not inside one region."""
+        """Return the descriptors of runs.
+
+        Raises:
+            TransportError: the memory is unknown, or a run is not inside one region.
+        """
         place = self._places.get(memory)
         table = np.empty((len(lengths), 3), np.uint64)
         if place is not None and place.one is not None and _inside(offsets, lengths, place.one.nbytes):

@@ -22,7 +22,8 @@ __all__ = ["applied", "check"]
 def check(settings: Mapping[str, str], library: Path | None) -> None:
     """Raise ``ConfigError`` for a setting that UCX does not take, or that the environment contradicts.
 
-    ``library``: NIXL's libucp; without one (a NIXL built from source) names and values go unchecked."""
+    ``library``: NIXL's libucp; without one (a NIXL built from source) names and values go unchecked.
+    """
     for key, value in settings.items():
         found = os.environ.get(f"UCX_{key}")
         if found is not None and found != value:
@@ -49,7 +50,7 @@ def check(settings: Mapping[str, str], library: Path | None) -> None:
 
 @contextmanager
 def applied(settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """The plugin parameters that carry the settings, for as long as the backend is being created."""
+    """Return the plugin parameters that carry the settings, for as long as the backend is being created."""
     lists = {f"UCX_{k}": v for k, v in settings.items() if "," in v}
     plain = [f"{k}={v}" for k, v in settings.items() if "," not in v]
     before = {k: os.environ.get(k) for k in lists}

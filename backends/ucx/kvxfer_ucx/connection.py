@@ -21,7 +21,11 @@ class Connection:
     """
 
     def __init__(self, library: Library, context: Any, news: News) -> None:
-        """Raises ``TransportError``."""
+        """Make the worker.
+
+        Raises:
+            TransportError: UCX cannot.
+        """
         self._library = library
         self._endpoint: Any = None
         self._closing: Posted | None = None

@@ -20,7 +20,10 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def devices() -> int:
-    """Number of CUDA devices that this process may use; 0 without a driver. Makes no context."""
+    """Return the number of CUDA devices that this process may use; 0 without a driver.
+
+    Makes no context.
+    """
     driver, count = _driver(), ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0

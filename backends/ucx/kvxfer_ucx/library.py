@@ -20,8 +20,10 @@ PIP_LINE = "pip install 'kvxfer-ucx[cu12]' (or [cu13]; either works without a GP
 
 @dataclass(frozen=True)
 class Library:
-    """``ucxx``: its synchronous layer (``ucxx.libucxx``). ``array``: what wraps a buffer for it. ``ucp``: the C library
-    below it."""
+    """``ucxx``: its synchronous layer (``ucxx.libucxx``).
+
+    ``array``: what wraps a buffer for it. ``ucp``: the C library below it.
+    """
 
     ucxx: Any
     array: Any
@@ -31,7 +33,11 @@ class Library:
 
 @cache
 def load() -> Library:
-    """Raises ``TransportError`` with the pip line when ucxx is missing, or when its UCX is one we do not know."""
+    """Load ucxx and its UCX.
+
+    Raises:
+        TransportError: ucxx is missing (the message has the pip line), or its UCX is one that we do not know.
+    """
     with _environment_kept():
         # Read once, when the library is loaded. The cache misses memory that was allocated before that, which
         # is so for every KV cache, and then takes it for host memory.
@@ -39,8 +45,8 @@ def load() -> Library:
         # Or UCX complains that it was told so through Python's environment and did not see it.
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         try:
-            from ucxx import libucxx  # type: ignore[import-untyped]
-            from ucxx._lib.arr import Array  # type: ignore[import-untyped]
+            from ucxx import libucxx
+            from ucxx._lib.arr import Array
         except ImportError as e:
             raise TransportError(f"back end 'ucx' needs ucxx 0.52, which cannot be imported ({e}); {PIP_LINE}") from e
     ucx: tuple[int, int, int] = libucxx.get_ucx_version()

@@ -66,7 +66,7 @@ class Half:
         return self.data is not None and self.data.done()
 
     def status(self) -> int:
-        """What came of it, once ``done``."""
+        """Return what came of it, once ``done``."""
         assert self.data is not None  # it was posted
         if self.verb is Verb.RECV and self.data.status == OK and self.data.nbytes != self.nbytes:
             return TRUNCATED
@@ -126,8 +126,11 @@ class Link:
         return bool(self._going)
 
     def submit(self, half: Half) -> list[Completion]:
-        """Take a batch, and post what may go now: what was packed before it may be ready meanwhile, and who submits several
-        does not step before the last. Returns batches that have ended with that."""
+        """Take a batch, and post what may go now.
+
+        What was packed before it may be ready meanwhile, and who submits several does not step before the last. Returns
+        batches that have ended with that.
+        """
         self._waiting.append(half)
         ended = self._start() if self._open and self.broken is None else []
         self._interval = FENCE_INTERVAL_S[0]
@@ -186,8 +189,11 @@ class Link:
         return [half.number for half in stuck]
 
     def _meet(self) -> bool:
-        """Whether the two sides have met. One that has heard the other's welcome answers it, and waits for the receipt: only with
-        that has UCX all it needs to notice the other's death."""
+        """Whether the two sides have met.
+
+        One that has heard the other's welcome answers it, and waits for the receipt: only with that has UCX all it
+        needs to notice the other's death.
+        """
         if self._met is None and self._welcome.done() and self._welcome.status == OK:
             self._met = self._messages.greet(self.connection.handle, self._tag(self.theirs, _WELCOME, 1))
             self._said.append(self._met)
@@ -277,7 +283,7 @@ class Link:
 
     def _error(self, half: Half) -> KvxferError:
         assert self.broken is not None
-        return type(self.broken)(f"{self._what(half)} failed: {self.broken}")
+        return type(self.broken)(f"{self._what(half)} failed: {self.broken}", kind=self.broken.kind)
 
     @staticmethod
     def _tag(receiver: Endpoint, kind: int, stream: int) -> int:

@@ -108,7 +108,7 @@ class Posted:
             self._messages._cancel(self._messages._worker, request)
 
     def _take(self, request: int | None) -> None:
-        """What a function of UCX returned: nothing when all is done already, a status, or a request."""
+        """Take what a function of UCX returned: nothing when all is done already, a status, or a request."""
         self._messages.posted = True
         if request is None:
             self._add(OK)
@@ -163,8 +163,11 @@ class Messages:
         return str(self._text(status).decode())
 
     def send(self, endpoint: int, pieces: Pieces, tag: int, host: bool) -> Posted:
-        """Send ``pieces`` to the peer of an endpoint (a handle). ``host``, the same on both sides, says that both have
-        them in host memory; it decides how many messages there are."""
+        """Send ``pieces`` to the peer of an endpoint (a handle).
+
+        ``host``, the same on both sides, says that both have them in host memory; it decides how many messages there
+        are.
+        """
         posted = Posted(self, pieces)
         for buffer, count, param in self._layout(pieces, host):
             posted._take(self._send(endpoint, buffer, count, tag, param))

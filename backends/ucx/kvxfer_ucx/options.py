@@ -51,12 +51,19 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Raises ``ConfigError`` for an unknown option (naming the nearest) or a bad value."""
+        """Read the options of a configuration.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+        """
         return read(cls, options, "option {!r} of back end 'ucx'")
 
     def settings(self) -> dict[str, str]:
-        """What to tell UCX: the options, and our defaults where neither they nor the environment say otherwise. Raises
-        ``ConfigError`` when ``listen`` is no address of this host."""
+        """Return what to tell UCX: the options, and our defaults where neither they nor the environment say otherwise.
+
+        Raises:
+            ConfigError: ``listen`` is no address of this host.
+        """
         given = {k: _text(v) for k, v in self.ucx.items()}
         ours = UCX_DEFAULTS | confined(self.listen, given, gpus=cuda.devices() > 0)
         if self.ports is not None:
@@ -65,8 +72,12 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def make_context(library: Library, options: Options) -> Any:
-    """A UCX context with these settings. Raises ``ConfigError`` for a setting that UCX does not take, and
-    ``TransportError`` when it cannot start for another reason."""
+    """Return a UCX context with these settings.
+
+    Raises:
+        ConfigError: a setting that UCX does not take, and ``TransportError`` when it cannot start for another
+            reason.
+    """
     ucxx = library.ucxx
     # No more than we use: what is off can neither be sent to us nor pile up here.
     features = (ucxx.Feature.TAG, ucxx.Feature.STREAM, ucxx.Feature.WAKEUP)

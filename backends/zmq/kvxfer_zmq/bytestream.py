@@ -67,7 +67,7 @@ class ByteStream:
         return min(end, int(self._long_starts[k])) if k < len(self._long_starts) else end
 
     def read(self, offset: int, end: int) -> memoryview:
-        """The bytes of a frame: a view of the memory itself where they lie in one run, else gathered."""
+        """Return the bytes of a frame: a view of the memory itself where they lie in one run, else gathered."""
         i = int(np.searchsorted(self._ends, offset, side="right"))
         if end <= int(self._ends[i]):
             return view(int(self._at[i]) + offset - int(self._starts[i]), end - offset)
@@ -136,7 +136,7 @@ class ByteStream:
         return run + 1
 
     def _window(self, length: int) -> tuple[int, NDArray[Any]]:
-        """The lowest address of the batch and an array whose item i is the ``length`` bytes from byte i on."""
+        """Return the lowest address of the batch and an array whose item i is the ``length`` bytes from byte i on."""
         if length not in self._windows:
             low = int(self._at.min())
             span = int((self._at + self._lengths).max()) - low

@@ -41,7 +41,7 @@ def waiting(socket: zmq.Socket[bytes]) -> bool:
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """The frames of a message, or none where none waits."""
+    """Return the frames of a message, or none where none waits."""
     frames: list[zmq.Frame] = []
     try:
         while not frames or frames[-1].more:  # asking the socket for that costs three times as much
@@ -102,7 +102,7 @@ class Connection:
         return None if self._reached or self.lost else self._reach_by
 
     def reached(self) -> None:
-        """The peer was heard from."""
+        """Note that the peer was heard from."""
         self._reached = True
 
     def watch(self, now: float) -> None:
@@ -128,7 +128,7 @@ class Connection:
         return bool(events & POLLIN), bool(events & POLLOUT)
 
     def hear(self) -> bytes:
-        """What the peer's ROUTER answers; it only ever does to say that, and why, the link is over."""
+        """Return what the peer's ROUTER answers; it only ever does to say that, and why, the link is over."""
         frames = self._dealer.recv_multipart(NOBLOCK)
         return frames[1] if len(frames) == 2 else b"the link is over"
 

@@ -25,4 +25,5 @@ class Endpoint(EndpointBase, frozen=True):
 
 
 def new_token() -> bytes:
+    """Return a new secret name of a link's end."""
     return secrets.token_bytes(TOKEN_BYTES)

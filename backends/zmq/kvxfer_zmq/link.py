@@ -133,8 +133,10 @@ class Link:
                 self._end_early(post, "aborted here", "the other side aborted it")
 
     def advance(self, now: float, until: float) -> bool:
-        """Do what can be done without waiting, sending no longer than ``until``. Returns whether to call again at
-        once; else the descriptors and ``due`` tell when."""
+        """Do what can be done without waiting, sending no longer than ``until``.
+
+        Returns whether to call again at once; else the descriptors and ``due`` tell when.
+        """
         if not self.broken:
             self._connection.watch(now)
             if self._connection.lost:
@@ -264,7 +266,7 @@ class Link:
             self._say(Header(Kind.GRANT, post.stream, post.granted, nbytes))
 
     def _start(self, post: Post) -> None:
-        """The fence has passed; begin, as far as the peer is ready."""
+        """Begin, as far as the peer is ready: the fence has passed."""
         if post.verb is Verb.RECV:
             if self._ready:
                 self._grant(post)
@@ -355,6 +357,6 @@ class Link:
 
 
 def _text(raw: memoryview) -> str:
-    """A reason from the peer, fit for a message and a log."""
+    """Return a reason from the peer, fit for a message and a log."""
     text = bytes(raw[:200]).decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text) or "the peer gave no reason"

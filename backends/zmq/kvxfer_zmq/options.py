@@ -18,14 +18,12 @@ NAMING = "option {!r} of back end 'zmq'"
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Attributes:
-    protocol: ``tcp``, or ``ipc`` (a Unix socket) between processes of one host.
-    listen: address to bind to; peers must be able to reach it (both sides dial).
-    advertise: host name or address given to peers, if it is not ``listen``.
-    port: TCP port to bind to; 0 takes any free one.
-    io_threads: threads of ZeroMQ; one moves about 4 GB/s.
-    connect_timeout_s: seconds after which a peer that does not answer is unreachable.
-    heartbeat_s: seconds between signs of life; after five without one a link is dead.
+    """Attributes: protocol: ``tcp``, or ``ipc`` (a Unix socket) between processes of one host. listen.
+
+    Address to bind to; peers must be able to reach it (both sides dial). advertise: host name or address given to
+    peers, if it is not ``listen``. port: TCP port to bind to; 0 takes any free one. io_threads: threads of ZeroMQ; one
+    moves about 4 GB/s. connect_timeout_s: seconds after which a peer that does not answer is unreachable. heartbeat_s:
+    seconds between signs of life; after five without one a link is dead.
     """
 
     protocol: Literal["tcp", "ipc"] = "tcp"
@@ -38,7 +36,11 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Raises ``ConfigError`` for an unknown option (naming the nearest one) and for a bad value."""
+        """Read the options of a configuration.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+        """
         parsed = read(cls, options, NAMING)
         if parsed.protocol == "tcp":
             check_dialable(parsed.listen, parsed.advertise, NAMING)

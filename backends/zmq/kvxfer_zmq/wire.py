@@ -21,7 +21,9 @@ _HEADER = struct.Struct("<BQQQ")
 
 
 class Kind(enum.IntEnum):
-    """``stream`` counts the SENDs of the side that sends them; ``a`` and ``b`` are by kind:
+    """Kinds of messages.
+
+    ``stream`` counts the SENDs of the side that sends them; ``a`` and ``b`` are by kind:
 
     HELLO, WELCOME: the sender's ``connect`` was called; HELLO asks for WELCOME.
     GRANT: the receiver has posted ``stream`` of ``b`` bytes and takes those below offset ``a``.
@@ -45,6 +47,8 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 class Header(NamedTuple):
+    """What a message begins with; ``Kind`` says what the numbers mean."""
+
     kind: Kind
     stream: int = 0
     a: int = 0
@@ -55,7 +59,11 @@ class Header(NamedTuple):
 
     @classmethod
     def decode(cls, raw: bytes) -> Header:
-        """Raises ``ValueError`` for anything else than a header."""
+        """Read a header.
+
+        Raises:
+            ValueError: it is none.
+        """
         try:
             kind, stream, a, b = _HEADER.unpack(raw)
         except struct.error as e:
@@ -71,12 +79,12 @@ def routing_id(listener: bytes, dialer: bytes) -> bytes:
 
 
 def password(listener: bytes) -> bytes:
-    """What a dialer shows to a listener, as text."""
+    """Return what a dialer shows to a listener, as text."""
     return listener.hex().encode()
 
 
 def split_routing_id(raw: bytes) -> tuple[bytes, bytes] | None:
-    """(listener's token, dialer's token), or ``None`` for an id that is not ours."""
+    """Return (listener's token, dialer's token), or ``None`` for an id that is not ours."""
     if len(raw) != ROUTING_ID_BYTES or raw[:1] != b"k":
         return None
     return raw[1 : 1 + TOKEN_BYTES], raw[1 + TOKEN_BYTES :]

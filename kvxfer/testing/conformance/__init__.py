@@ -13,7 +13,7 @@ when it fails. Tests that move bytes run once for every way of moving that the b
 
 import pytest
 
-_THEMES = ("declaration", "memory", "transfers", "links", "endings", "deaths", "resources")
+_THEMES = ("declaration", "memory", "transfers", "links", "endings", "deaths", "resources", "volume")
 pytest.register_assert_rewrite(f"{__name__}.harness", *(f"{__name__}.{theme}" for theme in _THEMES))
 
 # Only now, so that failed assertions in them explain themselves.
@@ -25,11 +25,12 @@ from kvxfer.testing.conformance.links import Links  # noqa: E402
 from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.resources import Resources  # noqa: E402
 from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
+from kvxfer.testing.conformance.volume import Volume  # noqa: E402
 
 __all__ = ["ConformanceSuite", "ParticipantLink", "Part", "Started", "Suite", "TransferMode", "World"]
 
 
-class ConformanceSuite(Declaration, Memory, Transfers, Links, Endings, Deaths, Resources):
+class ConformanceSuite(Declaration, Memory, Transfers, Volume, Links, Endings, Deaths, Resources):
     """Subclass it and set ``backend``; see ``Suite`` for the other settings."""
 
 

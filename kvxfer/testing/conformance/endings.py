@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.testing.conformance.harness import Part, Started, Suite, TransferMode, World, assert_equal
+from kvxfer.testing.conformance.harness import (
+    SIZES,
+    Part,
+    ParticipantLink,
+    Started,
+    Suite,
+    TransferMode,
+    World,
+    assert_equal,
+    overlay,
+)
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport.contract import Batch, Verb
 
@@ -64,6 +75,71 @@ class Endings(Suite):
             link = world.link(a, b)
         assert a.transport.lost(link.peers[a.name]) is None, "a link that works is called lost"
         world.move(link, part.way, *part.sides(a, b), Runs.of([0], [5], [100_000]))
+
+    def test_an_abort_ends_its_batch_and_no_other(self, world: World, part: Part) -> None:
+        """An abort ends one batch, and batches before and after it go on and succeed.
+
+        So it is where ``capabilities.abort`` is ``batch``, on the same link too. (Where it is ``peer``, those of other links
+        do.) In a direction of SENDs the aborted one keeps its place: the peer's half of it fails, and the halves around it
+        meet as if nothing had been.
+        """
+        a, b = world.local(), world.other()
+        world.allocate(a, b)
+        mine, theirs = a.endpoint(), b.endpoint()
+        link = ParticipantLink(
+            {a.name: a.connect(mine, theirs), b.name: -1}
+        )  # b has not connected, so that none ends by itself
+        other = world.link(a, b)
+        source, target = part.sides(a, b)
+        pieces = [Runs.of([i * 50_000], [i * 50_000 + 9], [40_000]) for i in range(5)]
+        halves = [link.halves(part.way, source, target, runs) for runs in pieces]
+        started = [
+            Started([(a, a.submit(batch)) for participant, batch in half if participant is a]) for half in halves
+        ]
+        world.run(0.05)
+        a.abort(started[2].halves[0][1])
+        [aborted] = world.finish(started[2])
+        assert aborted.error is not None, "a batch that could not move succeeded"
+        if self.capabilities().abort == "batch":
+            expected, content = target.content(0), source.content(0)
+            peer = b.connect(theirs, mine)
+            for half, begun in zip(halves, started, strict=True):
+                begun.halves += [
+                    (b, b.submit(replace(batch, peer=peer))) for participant, batch in half if participant is b
+                ]
+            ended = world.finish(*started)
+            assert len([r for r in ended if r.error is not None]) == len(started[2].halves), [r.error for r in ended]
+            for i in (0, 1, 3, 4):
+                expected = overlay(expected, content, pieces[i])
+            assert_equal(target.content(0), expected, "the target's memory")
+        world.move(other, part.way, source, target, Runs.of([0], [600_000], [100_000]))
+
+    def test_each_result_is_of_its_batch(self, world: World, part: Part) -> None:
+        """When several batches end in one ``poll``, each gets its own result.
+
+        One that was aborted gets its error, one of another link its success. Look at how you take results and numbers apart.
+        """
+        a, b, link = world.pair()
+        c = world.other()
+        c.allocate(SIZES, 9)
+        other = world.link(a, c)
+        source, target = part.sides(a, c)
+        for i in range(20):
+            # Nobody takes part in the one; where nobody has to, its link is not made yet.
+            idle = world.half_link(a, b) if part.way is not TransferMode.SEND else link
+            first = Started([(a, a.submit(idle.half(part, a, b, LARGE)))])
+            good = other.start(part.way, source, target, Runs.of([i * 1000], [i * 2000], [1000]))
+            late = Started([(a, a.submit(idle.half(part, a, b, LARGE)))])
+            for begun in (first, late):
+                a.abort(begun.halves[0][1])
+            failed = world.finish(first, late)
+            assert all(r.error is not None for r in failed), "an aborted batch succeeded"
+            world.succeed(good)
+            if part.way is not TransferMode.SEND or self.capabilities().abort == "peer":
+                a.disconnect(idle.peers[a.name])
+                if part.way is TransferMode.SEND:
+                    b.disconnect(idle.peers[b.name])
+                    link = world.link(a, b)
 
     def test_aborting_what_is_over_does_nothing(self, world: World, way: TransferMode) -> None:
         """Unknown and finished numbers are ignored: an abort often crosses the completion."""

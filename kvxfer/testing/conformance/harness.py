@@ -303,6 +303,7 @@ class Suite:
         rounds: Rounds of connecting, moving and closing, after which nothing may have leaked.
         closing_s: Seconds for which the library goes on closing a link after ``disconnect`` has returned. What is being
             closed is no leak.
+        gigabytes: Whether batches of gigabytes are tried, which take seconds and as much memory. Once for a back end is enough.
     """
 
     __test__ = False
@@ -315,6 +316,7 @@ class Suite:
     notice_s: ClassVar[float] = 15.0
     rounds: ClassVar[int] = 200
     closing_s: ClassVar[float] = 0.0
+    gigabytes: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

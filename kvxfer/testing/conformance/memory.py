@@ -31,6 +31,17 @@ class Memory(Suite):
                 transport.register([region])
         buffer.free()
 
+    def test_kinds_that_are_not_declared_are_refused(self, world: World) -> None:
+        """Memory of a kind that ``capabilities.memory`` does not name is refused when it is registered.
+
+        Nothing says so later but a fault, or bytes of somebody else.
+        """
+        transport, buffer = world.local().transport, Buffer(4096, self.device(0))
+        for kind in {"cpu", "cuda:0", "xpu:0"} - {k if k == "cpu" else f"{k}:0" for k in self.capabilities().memory}:
+            with pytest.raises(TransportError):
+                transport.register([Region(buffer.region.address, 4096, kind)])
+        buffer.free()
+
     def test_a_memory_may_be_empty(self, world: World) -> None:
         """A memory without regions is a memory: it has a number, and nothing can be moved from it."""
         participant = world.local()

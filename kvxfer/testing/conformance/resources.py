@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from kvxfer.testing.conformance.harness import Suite, World
+from kvxfer.testing.conformance.harness import PARTS, SIZES, HostFence, Suite, World
 from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.transport.contract import Transport
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5
 IDLE_CPU = 0.03
@@ -20,6 +24,12 @@ loaded host leaves us too little of a processor to use ``IDLE_CPU`` of it."""
 RSS_SLACK, RSS_STRETCHES = 16 << 20, 3
 """Bytes by which memory may grow over all rounds, seen in that many stretches of them."""
 
+FENCE_CPU, FENCE_TURNS = 0.3, 4000
+"""Share of a core that waiting for a fence may take, and polls a second."""
+
+BLOCKING_ROUNDS = 6
+
+_mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
@@ -68,6 +78,80 @@ def _lost(rounds: Callable[[int], object], count: int) -> int:
     return RSS_STRETCHES * min(grown)
 
 
+def _grown(work: Callable[[int], object], count: int) -> float:
+    """Bytes by which each of ``count`` pieces of work made the heaps grow, Python's and the C library's."""
+    before = _heap()
+    work(count)
+    return (_heap() - before) / count
+
+
+def _heap() -> int:
+    gc.collect()
+    python = 64 * sys.getallocatedblocks()
+    if _mallinfo is None:
+        return python
+    _mallinfo.restype = _Mallinfo
+    info = _mallinfo()
+    return python + int(info.uordblks) + int(info.hblkhd)
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as f:
+            found |= set(map(int, f.read().split()))
+    return found
+
+
+def _shared_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _unused(files: set[str]) -> set[str]:
+    """Those files in shared memory that no living process has mapped: others' tests run beside this one."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if not files:
+            break
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as f:
+            maps = f.read()
+            files = {name for name in files if f"/dev/shm/{name}" not in maps or int(pid) == os.getpid()}
+    return files
+
+
+@contextlib.contextmanager
+def _clock(transport: Transport) -> Iterator[dict[str, float]]:
+    """Note the longest time that each method of a transport takes meanwhile, in seconds."""
+    took: dict[str, float] = {}
+
+    def timed(name: str) -> Callable[..., Any]:
+        method = getattr(transport, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            begun = time.monotonic()
+            try:
+                return method(*args, **named)
+            finally:
+                took[name] = max(took.get(name, 0.0), time.monotonic() - begun)
+
+        return call
+
+    names = ("endpoint", "connect", "submit", "poll", "abort", "disconnect", "withdraw", "lost")
+    for name in names:
+        setattr(transport, name, timed(name))
+    try:
+        yield took
+    finally:
+        for name in names:
+            delattr(transport, name)
+
+
 class Resources(Suite):
     """Clauses about what a back end costs and leaves behind."""
 
@@ -111,6 +195,85 @@ class Resources(Suite):
                 world.run(self.closing_s)
 
         self._stays(world, rounds, "a link")
+
+    def test_batches_do_not_leak(self, world: World) -> None:
+        """Thousands of batches on one link leave nothing behind.
+
+        No number stays in a table, no buffer, no Python object: an engine moves millions.
+        """
+        a, b, link = world.pair()
+        way = self.ways()[0]
+
+        def batches(count: int) -> None:
+            for i in range(0, count, 8):
+                world.succeed(*(link.start(way, a, b, Runs.of([j], [2 * j], [3000])) for j in range(i, i + 8)))
+                for participant in (a, b):
+                    if isinstance(participant, LocalParticipant):
+                        participant.forget()
+
+        batches(400)
+        lost = min(_grown(batches, 800) for _ in range(3))
+        assert lost < 100, f"{lost:.0f} bytes of memory are lost a batch"
+
+    def test_nothing_is_left_in_the_system(self, world: World) -> None:
+        """When both sides have closed, no file of theirs is left in shared memory, and no child process."""
+        files, children = _shared_files(), _children()
+        for _ in range(3):
+            a, b, link = world.pair()
+            world.move(link, self.ways()[0], a, b, Runs.of([0], [0], [1_000_000]))
+            a.close()
+            b.close()
+        world.wait_for(lambda: not _children() - children, "the end of child processes")
+        world.wait_for(lambda: not _unused(_shared_files() - files), "the removal of files in shared memory")
+
+    def test_waiting_for_a_fence_does_not_spin(self, world: World) -> None:
+        """A batch whose fence has not passed is asked about now and then, and not all the time.
+
+        An engine's forward pass takes milliseconds, and needs the processor.
+        """
+        a, b, link = world.pair()
+        part, fence = next(p for p in PARTS if p.way in self.ways()), HostFence()
+        started = link.start(part.way, *part.sides(a, b), Runs.of([0], [0], [1000]), fences={a.name: fence})
+        world.run(0.2)
+        stretches = [_idle(world, 1) for _ in range(3)]
+        used, turns = (min(column) for column in zip(*stretches, strict=True))
+        fence.open = True
+        world.succeed(started)
+        assert used < FENCE_CPU, f"waiting for a fence uses {used:.0%} of a core"
+        assert turns < FENCE_TURNS, f"waiting for a fence takes {turns:.0f} polls a second"
+
+    def test_no_call_blocks(self, world: World) -> None:
+        """No method takes longer than ``capabilities.may_block_s``: one thread serves all links.
+
+        The least of some rounds counts, since a busy host holds everybody up. That goes for peers that do not answer,
+        too: the second one here never connects.
+        """
+        way, most = self.ways()[0], max(self.capabilities().may_block_s, 0.01)
+        slowest: dict[str, float] = {}
+        for i in range(BLOCKING_ROUNDS):
+            inner = World(self)
+            try:
+                a, b = inner.local(), inner.other()
+                a.allocate(SIZES, i)
+                b.allocate(SIZES, i)
+                with _clock(a.transport) as took:
+                    link, idle = inner.link(a, b), inner.half_link(a, b)
+                    part = next(p for p in PARTS if p.way is way)
+                    waiting = a.submit(idle.half(part, a, b, Runs.of([0], [0], [1_000_000])))
+                    inner.move(link, way, a, b, Runs.of([0], [0], [3_000_000]))
+                    inner.succeed(*(link.start(way, a, b, Runs.of([j], [j], [100])) for j in range(50)))
+                    a.abort(waiting)
+                    inner.run(0.1)
+                    for peer in (link, idle):
+                        a.disconnect(peer.peers[a.name])
+                    inner.run(0.1)
+                slowest = {name: min(s, slowest.get(name, s)) for name, s in took.items()}
+            finally:
+                inner.close()
+            if all(s <= most for s in slowest.values()):
+                break
+        late = {name: f"{s:.3f} s" for name, s in slowest.items() if s > most}
+        assert not late, f"calls may block for {most:g} s, and these took longer: {late}"
 
     def _stays(self, world: World, rounds: Callable[[int], None], what: str) -> None:
         """Check that descriptors, threads and memory stay what they are after the first few rounds."""

@@ -1,0 +1,140 @@
+"""How much: sizes, numbers of runs, of batches and of links that engines come to and tests seldom do."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvxfer.testing.conformance.harness import ParticipantLink, Suite, TransferMode, World, assert_equal, overlay
+from kvxfer.testing.participant import Participant, Runs
+
+MIB = 1 << 20
+ROUND = (64 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+"""Sizes that buffers, slots and limits tend to have. Each is moved as it is, one byte shorter and one byte longer."""
+MANY_RUNS, MANY_BATCHES, MANY_LINKS = 100_000, 200, 40
+HIGH = 4 << 30
+"""Flat offset from which 32 bits no longer do."""
+LONG = (2 << 30) + 4096
+"""Length of a run that no signed 32-bit number holds."""
+LONG_S = 120.0
+"""How long that may take: hosts are slow to give memory that is touched for the first time."""
+
+
+class Volume(Suite):
+    """Clauses about sizes and numbers."""
+
+    def test_round_sizes(self, world: World, way: TransferMode) -> None:
+        """Sizes that are powers of two, and their neighbours, arrive whole.
+
+        A limit, a slot or a length field that is
+        one too small or too large shows here: look at what your back end does with a batch that fills it exactly.
+        """
+        a, b = world.local(), world.other()
+        for participant in (a, b):
+            participant.allocate([ROUND[-1] + MIB], 3)
+        link = world.link(a, b)
+        a.fill(0, seed=8)
+        for size in ROUND:
+            for nbytes in (size - 1, size, size + 1):
+                b.write(0, 0, np.zeros(nbytes + 100, np.uint8))
+                world.succeed(link.start(way, a, b, Runs.of([5], [50], [nbytes])))
+                found, wanted = b.read(0, 0, nbytes + 100), a.read(0, 5, nbytes)
+                assert_equal(found[50 : 50 + nbytes], wanted, f"a run of {nbytes} bytes")
+                assert not found[:50].any() and not found[50 + nbytes :].any(), f"{nbytes} bytes, and some beside them"
+
+    def test_a_hundred_thousand_runs(self, world: World, way: TransferMode) -> None:
+        """One batch of so many runs arrives whole.
+
+        A prompt of 100,000 tokens has as many in a cache of single tokens.
+        Cut it where your library has a limit.
+        """
+        a, b = world.local(), world.other()
+        size, gap = 24, 32
+        for participant in (a, b):
+            participant.allocate([MANY_RUNS * gap], 5)
+        link = world.link(a, b)
+        order = np.random.default_rng(0)
+        src, dst = (order.permutation(MANY_RUNS) * gap for _ in range(2))
+        world.move(link, way, a, b, Runs.of(src, dst, np.full(MANY_RUNS, size)))
+
+    def test_hundreds_of_equal_batches_at_once(self, world: World, way: TransferMode) -> None:
+        """Batches of one length that are all in flight at once are not mixed up.
+
+        Nothing but their order tells them apart.
+        """
+        a, b, link = world.pair()
+        expected, source = b.content(0), a.content(0)
+        piece = 7000
+        order = np.random.default_rng(1).permutation(MANY_BATCHES)
+        pieces = [Runs.of([i * piece], [int(order[i]) * piece + 3], [piece]) for i in range(MANY_BATCHES)]
+        started = [link.start(way, a, b, runs) for runs in pieces]
+        world.succeed(*started)
+        for runs in pieces:
+            expected = overlay(expected, source, runs)
+        assert_equal(b.content(0), expected, "the target's memory")
+
+    def test_dozens_of_links_at_once(self, world: World, way: TransferMode) -> None:
+        """One transport has a link to each rank of each engine that it serves: none of them is the last one."""
+        a, b = world.local(), world.other()
+        world.allocate(a, b)
+        links: list[ParticipantLink] = [world.link(a, b) for _ in range(MANY_LINKS)]
+        expected, source = b.content(0), a.content(0)
+        pieces = [Runs.of([i * 1000], [(MANY_LINKS - i) * 2000], [1000 + i]) for i in range(MANY_LINKS)]
+        world.succeed(*(link.start(way, a, b, runs) for link, runs in zip(links, pieces, strict=True)))
+        for runs in pieces:
+            expected = overlay(expected, source, runs)
+        assert_equal(b.content(0), expected, "the target's memory")
+
+    @pytest.mark.slow
+    def test_offsets_beyond_four_gigabytes(self, world: World) -> None:
+        """Caches are larger than 32 bits can count: what lies there is moved, and not what lies 4 GiB before it."""
+        a, b, link = self._untouched(world, HIGH + 4 * MIB, needs=64 * MIB)
+        data = np.random.default_rng(3).integers(1, 255, MIB, np.uint8)
+        for way in self.ways():
+            a.write(0, HIGH + 17, data)
+            world.succeed(link.start(way, a, b, Runs.of([HIGH + 17], [HIGH + 4097], [MIB])))
+            assert_equal(b.read(0, HIGH + 4097, MIB), data, "what lies beyond 4 GiB")
+            assert not b.read(0, 0, 2 * MIB).any(), "bytes arrived 4 GiB before their place"
+            data = data[::-1]
+
+    @pytest.mark.slow
+    def test_a_run_longer_than_two_gigabytes(self, world: World) -> None:
+        """One run may be longer than a signed 32-bit number says."""
+        with _alone():
+            a, b, link = self._untouched(world, LONG + MIB, needs=2 * LONG)
+            data = np.random.default_rng(4).integers(1, 255, 4096, np.uint8)
+            for at in (0, LONG // 2, LONG - 4096):
+                a.write(0, at, data)
+            ended = world.finish(link.start(self.ways()[0], a, b, Runs.of([0], [64], [LONG])), seconds=LONG_S)
+            assert all(r.error is None for r in ended), ended
+            for at in (0, LONG // 2, LONG - 4096):
+                assert_equal(b.read(0, at + 64, 4096), data, f"byte {at} and after it")
+            assert not b.read(0, LONG + 64, 4096).any(), "more arrived than was sent"
+            world.close()  # gives the memory back before another process takes its turn
+
+    def _untouched(self, world: World, nbytes: int, needs: int) -> tuple[Participant, Participant, ParticipantLink]:
+        """Make a pair with memory that takes room only where it is touched, where that can be had."""
+        if self.memory != "cpu" or not self.gigabytes:
+            pytest.skip("gigabytes are tried on the host, and once for a back end")
+        with open("/proc/meminfo") as f:
+            free = next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
+        if free < needs + (2 << 30):
+            pytest.skip(f"only {free >> 20} MiB of memory are free here")
+        a, b = world.local(), world.other()
+        for participant in (a, b):
+            participant.allocate_untouched([nbytes])
+        return a, b, world.link(a, b)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Take turns with other processes that need much memory."""
+    with open(os.path.join(tempfile.gettempdir(), "kvxfer-conformance.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
