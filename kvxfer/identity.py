@@ -85,8 +85,10 @@ class Source(msgspec.Struct, frozen=True):
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT`, where HOST is IPv4, IPv6 in brackets or bare, or a host name. IdentityError if it is
-    not."""
+    """`HOST:PORT`, where HOST is IPv4, IPv6 in brackets or bare, or a host name.
+
+    IdentityError if it is not.
+    """
     host, _, port = text.rpartition(":")
     if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
         raise IdentityError(f"address {text!r} does not end in a port")
@@ -108,7 +110,7 @@ def allowed(address: Address, allow_list: Iterable[str]) -> bool:
 
 
 def new_epoch() -> int:
-    """A number for the life of one process, 63 random bits: its peers tell it from its predecessor by it."""
+    """Return a number for the life of one process, 63 random bits: its peers tell it from its predecessor by it."""
     return int.from_bytes(os.urandom(8)) >> 1
 
 
@@ -156,7 +158,7 @@ def key(*parts: Any) -> bytes:
 
 
 def _plain(part: object) -> object:
-    """What msgpack keeps apart: a TransferId becomes a map, as nothing else does."""
+    """Return what msgpack keeps apart: a TransferId becomes a map, as nothing else does."""
     match part:
         case TransferId():
             return {part.base: part.prompt}
@@ -178,8 +180,7 @@ def _token_bytes(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
 
 
 def _host(text: str) -> str:
-    """The one form of a host; a number in disguise (`127.1`, `0x7f000001`), which resolvers accept, is
-    none."""
+    """Return the one form of a host; a number in disguise (`127.1`, `0x7f000001`), which resolvers accept, is none."""
     bracketed = text.startswith("[") and text.endswith("]")
     bare = text[1:-1] if bracketed else text
     try:

@@ -70,7 +70,7 @@ def test_noise_is_refused_even_with_a_checksum_that_is_right(noise: bytes) -> No
 @pytest.mark.parametrize(
     "other, said",
     [
-        (Newer("b", b""), "format 8, this side's 7; install the same release of kvxfer-our-own on both"),
+        (Newer("b", b""), "format 8, this side's 7; install the same release of it on both"),
         (Theirs("b", b"", 1), "an endpoint of back end 'another', not of 'our_own'"),
         (Ours("b", b"", 65536), "65535"),
     ],

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvxfer.errors import ConfigError
+from kvxfer.values import Group
 from kvxfer_vllm.pages import CATALOGUE, WRITERS, form_of, group_pages, writer_of
 from kvxfer_vllm.pages.families import FAMILIES
 
@@ -93,7 +94,7 @@ def test_what_no_other_engine_needs_stays_local() -> None:
     for more in ({"enable_kv_transfer": False}, {}):
         spec = FullAttentionSpec(**SHAPE) if more else interface.HiddenStateCacheSpec(**SHAPE)
         (group,) = group_pages(groups(spec, **more))
-        assert (group.kind, group.block) == ("local", 32)
+        assert group.group == Group(32, "local")
 
 
 def test_what_lives_in_host_memory_is_refused() -> None:
@@ -113,7 +114,7 @@ def test_what_lives_in_host_memory_is_refused() -> None:
 )
 def test_how_groups_keep_their_blocks(spec: Any, kind: str, window: int) -> None:
     (group,) = group_pages(groups(spec))
-    assert (group.kind, group.window) == (kind, window)
+    assert (group.group.kind, group.group.window) == (kind, window)
 
 
 def test_a_group_that_keeps_blocks_in_two_ways_is_refused() -> None:
@@ -147,7 +148,7 @@ class Strange(KVCacheSpec):
 def test_a_spec_that_nobody_knows_is_kept_as_its_manager_keeps_it() -> None:
     spec = Derived(**SHAPE, sliding_window=8)
     (group,) = group_pages(groups(spec))
-    assert (group.kind, group.window) == ("window", 8)
+    assert (group.group.kind, group.group.window) == ("window", 8)
     assert form_of(spec, next(w for w, form in WRITERS.items() if form == "kv")) == "whole"
     with pytest.raises(ConfigError, match="it holds Strange; kvxfer does not know how its blocks are kept"):
         group_pages(groups(Strange(32)))

@@ -39,8 +39,10 @@ class Clearing:
         self._streams = [torch.cuda.Stream(device) for device in devices]
 
     def before(self, blocks: BlockTable, start: int, tokens: int) -> None:
-        """Clear what loading the tokens ``[start, tokens)`` into these blocks may leave as it is. Done when this returns, so
-        that the load may begin."""
+        """Clear what loading the tokens ``[start, tokens)`` into these blocks may leave as it is.
+
+        Done when this returns, so that the load may begin.
+        """
         import torch
 
         holes = uncovered(self._cache, blocks, start, tokens)

@@ -32,7 +32,7 @@ when it computes the request anew (where it takes failed loads by block id, it g
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """What ``get_transfer_results`` returns (0.30 and later)."""
+    """Return what ``get_transfer_results`` returns (0.30 and later)."""
     return _Results(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
 

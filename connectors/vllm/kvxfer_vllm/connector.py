@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["KVXferConnector"]
 
 
-class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
+    """kvxfer as vLLM loads it, once in the scheduler and once in each worker."""
+
     _cache_hit_source = compat.HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -100,7 +102,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._sched.waiting
 
     def reset_cache(self) -> bool:
-        """Called when vLLM drops its caches with ``reset_connector``, as it does around a change of weights."""
+        """Take in that vLLM drops its caches with ``reset_connector``, as it does around a change of weights."""
         return self._sched.reset()
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -139,13 +141,13 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._work.load(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is not scheduled before its load is over."""
+        """Do nothing: loads are asynchronous, and a request is not scheduled before its load is over."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Offers are made once a step, for all layers."""
 
     def wait_for_save(self) -> None:
-        """Does not wait: the last hook after the forward pass and drafting is where the step's offers are made."""
+        """Make the step's offers, in the last hook after the forward pass and drafting; wait for nothing."""
         self._work.after_forward(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -153,7 +155,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return compat.transfer_results(*self._work.results())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """vLLM 0.29's way; failed loads follow by block id."""
+        """Answer in the way of vLLM 0.29; failed loads follow by block id."""
         self._work.collect()
         sent, received, _ = self._work.results()
         return sent or None, received or None
@@ -187,7 +189,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: the cache is registered with a back end and must stay where it is."""
+        """Return False: the cache is registered with a back end and must stay where it is."""
         return False
 
     @classmethod

@@ -19,8 +19,10 @@ __all__ = ["draft_of"]
 
 
 def draft_of(layer: str, config: VllmConfig) -> str:
-    """A text for the draft model that a layer belongs to, the same for the same model; empty for a layer of the model that is
-    served."""
+    """Return a text for the draft model that a layer belongs to, the same for the same model.
+
+    Empty for a layer of the model that is served.
+    """
     spec = getattr(config, "speculative_config", None)
     draft = getattr(spec, "draft_model_config", None)
     if spec is None or draft is None:

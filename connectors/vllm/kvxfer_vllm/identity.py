@@ -28,7 +28,10 @@ _UNESSENTIAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype",
 
 
 def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
-    """The facts of an engine that has loaded its weights. Reads a few MiB of their files, in less than a second."""
+    """Return the facts of an engine that has loaded its weights.
+
+    Reads a few MiB of their files, in less than a second.
+    """
     model = vllm_config.model_config
     return {
         **_weights(vllm_config, config),
@@ -41,7 +44,7 @@ def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
 
 
 def updated(facts: dict[str, str]) -> dict[str, str]:
-    """The facts after the weights have been changed in place, once more."""
+    """Return the facts after the weights have been changed in place, once more."""
     return {**facts, "updates": str(int(facts["updates"]) + 1)}
 
 
@@ -67,8 +70,10 @@ def _weights(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
 
 
 def _checkpoint(name: str, revision: str | None, download_dir: str | None) -> Path:
-    """Where the files of a model are: its path, or what vLLM has downloaded for its name. Raises ``OSError`` or
-    ``ValueError`` where they are not on this host."""
+    """Return where the files of a model are: its path, or what vLLM has downloaded for its name.
+
+    Raises ``OSError`` or ``ValueError`` where they are not on this host.
+    """
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -77,7 +82,7 @@ def _checkpoint(name: str, revision: str | None, download_dir: str | None) -> Pa
 
 
 def _shape(hf_config: Any) -> str:
-    """A hash of the model's configuration, without what says where it lies and who wrote it."""
+    """Return a hash of the model's configuration, without what says where it lies and who wrote it."""
     text = json.dumps(_essential(hf_config.to_dict()), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -100,7 +105,7 @@ def _rope(model: Any) -> dict[str, str]:
 
 
 def _fitting(text: str) -> str:
-    """A text that may be a fact."""
+    """Return a text that may be a fact."""
     if len(text) <= TEXT and text.isprintable():
         return text
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()

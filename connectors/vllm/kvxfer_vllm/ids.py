@@ -32,7 +32,7 @@ class ExternalId(msgspec.Struct, frozen=True):
 
 
 def external_id(internal: str) -> ExternalId:
-    """What two engines that serve one request agree on, from the id that either gave it.
+    """Return what two engines that serve one request agree on, from the id that either gave it.
 
     Undoes what vLLM adds, each at most once, in this order: the child prefix ``<i>_`` (n > 1); the kind of
     request, ``cmpl-``, ``chatcmpl-`` or ``generate-tokens-``; the suffix, ``-`` and eight lower-case hex digits; for

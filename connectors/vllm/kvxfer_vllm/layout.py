@@ -55,9 +55,10 @@ class Layout:
         by_rank: list[str] = []
         ratios: list[int] = []
         shapes: dict[tuple[Any, ...], list[tuple[str, int]]] = defaultdict(list)
-        for g, (group, kind) in enumerate(zip(kv.kv_cache_groups, group_pages(kv), strict=True)):
-            if kind.kind == "local":  # its place in the tables stays, its pages are nobody else's
-                groups.append(Group(kind.block))
+        for g, (group, pages_of) in enumerate(zip(kv.kv_cache_groups, group_pages(kv), strict=True)):
+            known = pages_of.group
+            if known.kind == "local":  # its place in the tables stays, its pages are nobody else's
+                groups.append(Group(known.block_tokens))
                 ratios.append(1)
                 continue
             per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
@@ -66,8 +67,8 @@ class Layout:
             if len(ratio) > 1:
                 raise ConfigError(f"layers of KV-cache group {g} split their blocks differently: {sorted(ratio)}")
             ratios.append(ratio.pop())
-            kernel_tokens = group.kv_cache_spec.block_size // ratios[-1]
-            groups.append(Group(kernel_tokens, kind.kind, kind.window))
+            kernel_tokens = known.block_tokens // ratios[-1]
+            groups.append(Group(kernel_tokens, known.kind, known.window))
             seen: set[int] = set()
             for name in present:
                 spec = group.kv_cache_spec if per_layer is None else per_layer.get(name)
@@ -76,7 +77,7 @@ class Layout:
                     continue  # it reads the cache of another layer and has none of its own
                 seen.add(offset)
                 pages = _Pages(name, tensors[name], spec, g, kernel_tokens, config, rank)
-                for shape, within in pages.state() if kind.kind == "state" else pages.planes():
+                for shape, within in pages.state() if known.kind == "state" else pages.planes():
                     shapes[shape].append((name, offset + within))
                 if pages.by_rank:
                     by_rank.append(name)
@@ -93,7 +94,10 @@ class Layout:
         return cls(Cache(regions.found, tuple(groups), views, rank), tuple(ratios))
 
     def table(self, logical: BlockTable) -> BlockTable:
-        """The block table of the kernels' blocks: logical block b is kernel block b * ratio and the ratio - 1 that follow."""
+        """Return the block table of the kernels' blocks.
+
+        Logical block b is kernel block b * ratio and the ratio - 1 that follow.
+        """
         if set(self.ratios) <= {1}:
             return logical
         return BlockTable.of(_expand(row, ratio) for row, ratio in zip(logical, self.ratios, strict=True))
@@ -119,7 +123,7 @@ class _Regions:
         if region not in self.found:
             self.found += (region,)
         start = Cache(self.found, (), ()).starts[self.found.index(region)]
-        return start + tensor.data_ptr() - region.address
+        return start + int(tensor.data_ptr()) - region.address
 
 
 Plane = tuple[tuple[Any, ...], int]
@@ -127,8 +131,11 @@ Plane = tuple[tuple[Any, ...], int]
 
 
 class _Pages:
-    """One layer's pages as planes of a view. ``by_rank``: whether each rank's go to the same rank of an equal engine only,
-    though more than that is known of what they hold."""
+    """One layer's pages as planes of a view.
+
+    ``by_rank``: whether each rank's go to the same rank of an equal engine only, though more than that is known of
+    what they hold.
+    """
 
     def __init__(
         self, name: str, t: torch.Tensor, spec: Any, group: int, tokens: int, config: VllmConfig, rank: Rank
@@ -188,8 +195,11 @@ class _Pages:
         return [self._plane("k", k, form, heads, self._token), self._plane("v", v, form, heads, self._token, k)]
 
     def _whole(self) -> list[Plane]:
-        """Pages of which nothing is known. They are moved in as few pieces as they have in memory, to the same rank of an
-        engine of the same size unless all ranks hold the same."""
+        """Pages of which nothing is known.
+
+        They are moved in as few pieces as they have in memory, to the same rank of an engine of the same size unless
+        all ranks hold the same.
+        """
         _, slots, states, content = self._t.shape
         cell = content * self._t.element_size()
         if self._token == cell and (slots == 1 or self._head == states * cell):
@@ -222,8 +232,10 @@ class _Pages:
         return [self._described(p.plane, p.unit, p.encoding + of, p.heads, None, p.offset) for p in found]
 
     def _heads(self) -> Heads:
-        """The range of the layer's KV heads that this rank holds; ranks beyond their number hold replicas. Where their total
-        is not known, a rank's heads go to the same rank of an engine of the same size."""
+        """Return the range of the layer's KV heads that this rank holds; ranks beyond their number hold replicas.
+
+        Where their total is not known, a rank's heads go to the same rank of an engine of the same size.
+        """
         own, total = self._spec.num_kv_heads, total_heads(self._name, self._layer, self._spec, self._config)
         if total is None:
             self.by_rank = True

@@ -65,14 +65,17 @@ def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmCon
 
 
 def _write(layer: Any, model: dict[str, Any], dtype: torch.dtype) -> Write:
-    """A layer's own write. Raises ``Unproven`` where there is none that can be called outside of a forward pass."""
+    """Return a layer's own write.
+
+    Raises ``Unproven`` where there is none that can be called outside of a forward pass.
+    """
     if getattr(layer, "kv_sharing_target_layer_name", None):
         layer = model[layer.kv_sharing_target_layer_name]  # it has no cache of its own, and reads what that one writes
     if type(layer).__name__ == "DeepseekV32IndexerCache":
         return _of_indexer(layer, dtype)
     update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
     backend = layer.get_attn_backend() if update is not None else None
-    if backend is None or getattr(layer, "hisparse_cache", None) is not None:
+    if update is None or backend is None or getattr(layer, "hisparse_cache", None) is not None:
         raise Unproven("it has no write that can be called by itself")
     if backend.is_mla():
         inputs = {"kv_c": (layer.kv_lora_rank,), "k_pe": (1, layer.qk_rope_head_dim)}
@@ -89,7 +92,10 @@ def _mla(layer: Any, kv: Any, slots: Any) -> None:
 
 
 def _of_indexer(layer: Any, dtype: torch.dtype) -> Write:
-    """The keys of a sparse indexer, fp8 with fp32 scales: what vLLM's kernels do that are not fused with what comes before."""
+    """Return the keys of a sparse indexer, fp8 with fp32 scales.
+
+    What vLLM's kernels do that are not fused with what comes before.
+    """
     from vllm import _custom_ops as ops
 
     size, rest = divmod(layer.head_dim * _INDEXER_SCALED, _INDEXER_SCALED + 4)

@@ -17,7 +17,7 @@ __all__ = ["Handshake", "ReportMetadata", "StepMetadata"]
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(KVConnectorMetadata):
     """Scheduler to all workers, each step.
 
     vLLM takes the ends of transfers from its workers only, so that what the scheduler side finds out goes by way of them.
@@ -33,14 +33,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class Handshake(KVConnectorHandshakeMetadata):
     """Worker to scheduler, once: where the worker's agent listens, and its cache."""
 
     member: RankDescriptor
 
 
 @dataclass
-class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class ReportMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler."""
 
     report: Report

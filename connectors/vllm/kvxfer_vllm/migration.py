@@ -53,8 +53,10 @@ _MOST_CHANNELS = 32
 
 
 def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """kvxfer settings from ``kv_connector_extra_config`` and the ``KVTransferConfig`` that holds it (``kv_port`` is
-    read), and a note for the log on each old key: where it went, or why it no longer matters.
+    """Return kvxfer's settings out of ``kv_connector_extra_config``, and notes on what was the predecessor's.
+
+    ``transfer_config`` is the ``KVTransferConfig`` that holds them (``kv_port`` is read). There is a note for the log on each
+    old key: where it went, or why it no longer matters.
 
     A configuration without old keys is returned as it is, with no notes. kvxfer's own keys beside old ones win.
 
@@ -89,8 +91,10 @@ def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str,
 
 
 def check_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
-    """The setting ``legacy_hosts``: networks, addresses or names of prefill engines that an id may name. Raises
-    ``ConfigError`` for an entry that is none."""
+    """Return the setting ``legacy_hosts``: networks, addresses or names of prefill engines that an id may name.
+
+    Raises ``ConfigError`` for an entry that is none.
+    """
     entries = tuple(hosts)
     try:
         allowed(Address("127.0.0.1", 1), entries)
@@ -141,7 +145,7 @@ def params_of(
 
 
 def _number(key: str, value: Any, low: int, high: int) -> int:
-    """The old connector took numbers as text, too."""
+    """Return a number, which the old connector took as text, too."""
     try:
         number = int(value)
     except (TypeError, ValueError):

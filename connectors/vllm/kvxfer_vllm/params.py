@@ -30,7 +30,7 @@ def is_load(params: Mapping[str, Any] | None) -> bool:
 
 
 def offered_id(params: Mapping[str, Any], epoch: int, external: ExternalId) -> TransferId:
-    """The id under which a prompt is offered: the router's, or one of our own."""
+    """Return the id under which a prompt is offered: the router's, or one of our own."""
     name = params.get("transfer_id")
     return (
         TransferId.routed(str(name), external.prompt)
@@ -42,7 +42,7 @@ def offered_id(params: Mapping[str, Any], epoch: int, external: ExternalId) -> T
 def answer(
     ticket: Ticket, engine: str, request: str, tp: int, table: Sequence[Sequence[int]], tokens: int
 ) -> dict[str, Any]:
-    """What P returns for its router to give to D."""
+    """Return what P answers, for its router to give to D."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -60,7 +60,7 @@ def answer(
 
 
 def digest_of(params: Mapping[str, Any]) -> bytes:
-    """The digest that P named; empty if it did not, or not so that it can be read."""
+    """Return the digest that P named; empty if it did not, or not so that it can be read."""
     try:
         return bytes.fromhex(params.get(DIGEST) or "")
     except (TypeError, ValueError):

@@ -32,8 +32,10 @@ def check_spec(group: int, spec: Any) -> None:
 
 
 def leave_last_token(request: Request) -> None:
-    """Have vLLM compute this prompt without its last token, and no further: the next step would overwrite the state. What
-    it answers is of no use to anybody. Raises ``KvxferError`` for a prompt of which the state cannot be offered."""
+    """Have vLLM compute this prompt without its last token, and no further: the next step would overwrite the state.
+
+    What it answers is of no use to anybody. Raises ``KvxferError`` for a prompt of which the state cannot be offered.
+    """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise KvxferError("a recurrent state is not offered for a prompt of embeddings")
     if request.num_prompt_tokens < 2:

@@ -1,5 +1,8 @@
-"""The scales by which a layer quantises what it caches: numbers of the layer, not of the page, without which it is worth
-nothing. (Those that are computed for each token lie in the page with it.)"""
+"""The scales by which a layer quantises what it caches.
+
+Numbers of the layer, not of the page, without which it is worth nothing. (Those that are computed for each token lie
+in the page with it.)
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ _HOLDERS = ("_k_scale", "_v_scale")
 
 
 def scales_of(name: str, layer: Any, spec: Any) -> str:
-    """What a layer's encoding says of its scales, such as ``/k=0.25,v=0.5``; nothing where its cache is not quantised, or
-    all scales lie in its pages.
+    """Return what a layer's encoding says of its scales, such as ``/k=0.25,v=0.5``.
+
+    Nothing where its cache is not quantised, or all scales lie in its pages.
 
     Args:
         name: the layer's name.

@@ -244,7 +244,7 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        return sum(map(len, (self.side, self._seen, self._tables)))
+        return len(self.side) + len(self._seen) + len(self._tables)
 
 
 def _table(block_ids: Sequence[Sequence[int]]) -> BlockTable:

@@ -21,7 +21,10 @@ log = logging.getLogger("kvxfer.vllm")
 
 
 def settings_of(vllm_config: VllmConfig) -> ConnectorConfig:
-    """The user's ``kv_connector_extra_config``, checked. Raises ``ConfigError``."""
+    """Return the user's ``kv_connector_extra_config``, checked.
+
+    Raises ``ConfigError``.
+    """
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         raise ConfigError("kvxfer needs a kv_transfer_config")
@@ -45,25 +48,33 @@ def settings_of(vllm_config: VllmConfig) -> ConnectorConfig:
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """The engine's KV-cache groups as the schedule knows them. Raises ``ConfigError`` for unsupported kinds."""
+    """Return the engine's KV-cache groups as the schedule knows them.
+
+    Raises ``ConfigError`` for unsupported kinds.
+    """
     pages = group_pages(kv_cache_config)
     for i, group in enumerate(pages):
-        if group.kind == "state":
+        if group.group.kind == "state":
             recurrent.check_spec(i, group.specs[0])
-    return tuple(Group(group.block, group.kind, group.window) for group in pages)
+    return tuple(group.group for group in pages)
 
 
 def counts_media(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM names images, audio and video by a count of its own, for want of a cache that needs to know them by
-    content: two engines then have one name for two images."""
+    """Return whether vLLM names images, audio and video by a count of its own.
+
+    It does for want of a cache that needs to know them by content; two engines then have one name for two images.
+    """
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     cached = getattr(media, "mm_processor_cache_gb", 1) > 0 or vllm_config.cache_config.enable_prefix_caching
     return media is not None and not cached
 
 
 def hits_may_differ(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether vLLM may count as cached what its full attention has, though the state there is gone, if the rest comes from
-    outside: we bring the state with any load. Not beside a window, of which we bring what lies behind the hit only."""
+    """Return whether vLLM may count as cached what its full attention has, though the state there is gone.
+
+    It may if the rest comes from outside: we bring the state with any load. Not beside a window, of which we bring what lies
+    behind the hit only.
+    """
     pages = group_pages(kv_cache_config)
-    full = {group.specs for group in pages if group.kind == "full"}
-    return {group.kind for group in pages} == {"full", "state"} and len(full) == 1
+    full = {group.specs for group in pages if group.group.kind == "full"}
+    return {group.group.kind for group in pages} == {"full", "state"} and len(full) == 1

@@ -20,9 +20,13 @@ COUNTS = ("corrupt", "direct", "staged")
 
 
 class KVXferStats(KVConnectorStats):
-    """``data["loads"]``: one ``[outcome, bytes, seconds]`` for each load that has ended on a rank; its outcome is
-    ``delivered`` or the kind of its failure. ``data["counts"]``: by
-    how much the agents' counts have grown. ``data["quarantined"]``: bytes, of the ranks where they have changed."""
+    """``data["loads"]``: one ``[outcome, bytes, seconds]`` for each load that has ended on a rank.
+
+    Its outcome is ``delivered`` or the kind of its failure. ``data["counts"]``: by how much the agents' counts have
+    grown. ``data["quarantined"]``: bytes, of the ranks where they have changed.
+    """
+
+    data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or {})
@@ -30,11 +34,11 @@ class KVXferStats(KVConnectorStats):
             self.reset()
 
     def record(self, event: Ended) -> None:
-        """A load has ended."""
+        """Return a load has ended."""
         self.data["loads"].append([str(event.outcome.kind or DELIVERED), event.nbytes, event.seconds])
 
     def note(self, rank: str, before: Stats | None, now: Stats) -> None:
-        """A rank's agent says this now, and said that before."""
+        """Return a rank's agent says this now, and said that before."""
         for name in COUNTS:
             self._count(name, getattr(now, name) - (getattr(before, name) if before else 0))
         if now.quarantined_bytes != (before.quarantined_bytes if before else 0):

@@ -54,6 +54,7 @@ def fingerprint(checkpoint: Path) -> str:
     if not files:
         raise ValueError(f"{checkpoint} holds no file of weights")
     with ThreadPoolExecutor(READERS) as pool:
+        found: list[tuple[tuple[object, ...], tuple[str, int, int]]]
         if all(file.suffix == ".safetensors" for file in files):
             found = sorted(entry for entries in pool.map(_header, files) for entry in entries)
         else:
@@ -70,7 +71,7 @@ def fingerprint(checkpoint: Path) -> str:
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    """The files of weights: those that an index names, if there is one, else safetensors, else others."""
+    """Return the files of weights: those that an index names, if there is one, else safetensors, else others."""
     if checkpoint.is_file():
         return [checkpoint]
     named: set[str] = set()

@@ -150,7 +150,7 @@ def staged(
     flags: Iterable[str] = (),
     prompts: Iterable[str] = PROMPTS.values(),
 ) -> Iterator[tuple[Stage, dict[str, list[int]]]]:
-    """A stage with all its servers up and acquainted, and the tokens that a plain server makes of each prompt."""
+    """Return a stage with all its servers up and acquainted, and the tokens that a plain server makes of each prompt."""
     with ExitStack() as stack:
         stage = Stage(model, logs, settings, prefills, flags)
         stack.callback(stage.stop)
@@ -172,8 +172,9 @@ def under_load(
     meanwhile: Callable[[], None],
     warm_up: float = 0.0,
 ) -> dict[str, Any]:
-    """Have `clients` send requests while `meanwhile` runs, then see what became of them and of the servers. What these
-    hold after `warm_up` seconds of load is what they are measured by.
+    """Have `clients` send requests while `meanwhile` runs, then see what became of them and of the servers.
+
+    What these hold after `warm_up` seconds of load is what they are measured by.
 
     Returns:
         `requests` by what the client did and how it ended, `resources` of each server before and after, and
@@ -205,7 +206,7 @@ def under_load(
 
 
 def _afterwards(stage: Stage, expected: Mapping[str, list[int]]) -> list[str]:
-    """What is wrong once nobody disturbs any more: wrong answers, failed ones, blocks that are not free again."""
+    """Return what is wrong once nobody disturbs any more: wrong answers, failed ones, blocks that are not free again."""
     found = []
     for prompt, tokens in expected.items():
         for name in stage.prefills:

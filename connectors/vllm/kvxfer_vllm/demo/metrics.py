@@ -49,7 +49,10 @@ def received(server: Server) -> Received:
 
 
 def total(server: Server, name: str) -> float:
-    """The sum of one metric over its labels. Raises ServerError if the server does not export it."""
+    """Return the sum of one metric over its labels.
+
+    Raises ServerError if the server does not export it.
+    """
     return _total(_families(server), server, name)
 
 

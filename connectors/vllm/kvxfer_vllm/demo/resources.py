@@ -21,7 +21,10 @@ class Resources:
         return asdict(self)
 
     def growth(self, before: Resources, resident: int, descriptors: int) -> list[str]:
-        """What is more than it was `before`, beyond these allowances; threads get none beyond one a peer that came."""
+        """Return what is more than it was `before`, beyond these allowances.
+
+        Threads get none beyond one a peer that came.
+        """
         found = []
         if self.resident > before.resident + resident:
             found.append(f"{(self.resident - before.resident) / 2**20:.0f} MiB more resident memory")

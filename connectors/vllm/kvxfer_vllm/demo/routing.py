@@ -34,8 +34,11 @@ def complete(
     kv_transfer_params: dict[str, Any] | None = None,
     timeout: float = 60.0,
 ) -> Completion:
-    """One greedy completion, exactly `max_tokens` long. Raises ServerError if the server fails it, and NoAnswer (having
-    hung up, which makes the server abort it) after `timeout` seconds."""
+    """Return one greedy completion, exactly `max_tokens` long.
+
+    Raises ServerError if the server fails it, and NoAnswer (having hung up, which makes the server abort it) after
+    `timeout` seconds.
+    """
     body: dict[str, Any] = {
         "model": MODEL_NAME,
         "prompt": prompt,

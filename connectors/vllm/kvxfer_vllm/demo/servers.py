@@ -107,8 +107,11 @@ class Server:
             return False
 
     def post(self, path: str, body: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
-        """POST JSON, return the JSON answer. Raises ServerError for any status but 200 and when the connection fails,
-        NoAnswer when `timeout` seconds are over."""
+        """POST JSON, return the JSON answer.
+
+        Raises ServerError for any status but 200 and when the connection fails, NoAnswer when `timeout` seconds are
+        over.
+        """
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
         try:
@@ -123,12 +126,12 @@ class Server:
             raise self.error(f"did not answer {path}: {error}") from None
 
     def metrics(self) -> str:
-        """The server's page of Prometheus metrics."""
+        """Return the server's page of Prometheus metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             return str(answer.read().decode())
 
     def resources(self) -> Resources:
-        """What all its processes hold."""
+        """Return what all its processes hold."""
         return resources(self._process.pid)
 
     def error(self, what: str, kind: type[ServerError] = ServerError) -> ServerError:
@@ -219,7 +222,7 @@ def running(
 
 
 def connector(role: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `--kv-transfer-config` says to have a vLLM server use kvxfer."""
+    """Return what `--kv-transfer-config` says to have a vLLM server use kvxfer."""
     return {
         "kv_connector": "KVXferConnector",
         "kv_connector_module_path": "kvxfer_vllm",
@@ -245,8 +248,11 @@ def await_ready(
 
 
 def free_port() -> int:
-    """A TCP port that is free, and below those that the system hands out by itself: a server binds it half a minute from
-    now, and by then any other could have been taken."""
+    """Return a TCP port that is free.
+
+    Below those that the system hands out by itself: a server binds it half a minute from now, and by then any other
+    could have been taken.
+    """
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe:

@@ -164,7 +164,9 @@ _MANAGERS: dict[str, Kept] = {"FullAttentionManager": "full", "SlidingWindowMana
 
 
 def entry_of(spec: Any) -> Entry:
-    """A spec's entry, by its exact class. One that nobody knows is as opaque as can be, and kept as its manager keeps it.
+    """Return a spec's entry, by its exact class.
+
+    One that nobody knows is as opaque as can be, and kept as its manager keeps it.
 
     Never raises: what cannot be moved is ``refused``, which ``groups_of`` turns into an error that names it.
     """
@@ -177,7 +179,7 @@ def entry_of(spec: Any) -> Entry:
 
 
 def _manager(spec: Any) -> str:
-    """The class that vLLM has registered for keeping such blocks."""
+    """Return the class that vLLM has registered for keeping such blocks."""
     try:
         from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 

@@ -17,7 +17,7 @@ __all__ = ["encoding_of"]
 def encoding_of(
     name: str, layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig
 ) -> str:
-    """The encoding of a layer's pages.
+    """Return the encoding of a layer's pages.
 
     Args:
         name: the layer's name.
@@ -43,7 +43,7 @@ def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor,
     _, heads, states, content = tensor.shape
     if form == "packed":
         return f"vllm/attention/packed/{cached}/{_isa()}/{states}x{content}"
-    kernel = getattr(getattr(layer, "kv_cache", None), "shape", ())
+    kernel: tuple[int, ...] = getattr(getattr(layer, "kv_cache", None), "shape", ())
     rows = kernel[-2] if len(kernel) > 2 else states
     return (
         f"vllm/whole/{type(spec).__name__}/{writer or 'unknown'}/{cached}/{getattr(spec, 'tokens_per_state', 1)}/"
@@ -52,8 +52,11 @@ def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor,
 
 
 def _cache_dtype(layer: Any, spec: Any, config: VllmConfig) -> str:
-    """What the stored numbers are: the layer's own cache dtype if it has one (some layers are left out of quantisation),
-    with names of one meaning made one, and fp8 by its flavour on this device."""
+    """Return what the stored numbers are.
+
+    The layer's own cache dtype if it has one (some layers are left out of quantisation), with names of one meaning
+    made one, and fp8 by its flavour on this device.
+    """
     stated = getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None)
     stated = str(stated or getattr(getattr(config, "cache_config", None), "cache_dtype", "auto"))
     if stated in ("auto", "half", "float", "float16", "bfloat16", "float32"):
@@ -77,7 +80,7 @@ def _order(tensor: torch.Tensor) -> str:
 
 
 def _isa() -> str:
-    """What the CPU kernels pack for on this machine."""
+    """Return what the CPU kernels pack for on this machine."""
     import torch
 
     cpu = torch.cpu
@@ -85,11 +88,11 @@ def _isa() -> str:
         return "amx"
     if getattr(cpu, "_is_avx512_bf16_supported", lambda: False)():
         return "avx512bf16"
-    return torch.backends.cpu.get_cpu_capability().lower()
+    return str(torch.backends.cpu.get_cpu_capability()).lower()
 
 
 def _device(tensor: torch.Tensor) -> str:
-    """The sort of device whose kernels have written: pages of unknown content may be packed for it."""
+    """Return the sort of device whose kernels have written: pages of unknown content may be packed for it."""
     import torch
 
     if tensor.device.type == "cpu":
@@ -101,8 +104,10 @@ def _device(tensor: torch.Tensor) -> str:
 
 
 def _scales(config: VllmConfig) -> str:
-    """How a sparse indexer's scales are stored here: the dtype asked for, and whether kernels take powers of two (ue8m0)
-    or fp32."""
+    """Return how a sparse indexer's scales are stored here.
+
+    The dtype asked for, and whether kernels take powers of two (ue8m0) or fp32.
+    """
     asked = str(getattr(getattr(config, "attention_config", None), "indexer_kv_dtype", None))
     try:
         from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used

@@ -64,7 +64,7 @@ _INLINE = {"INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
 
 
 def writer_of(layer: Any) -> str:
-    """The class of vLLM that stands for how this layer's pages are written; empty if it is not known.
+    """Return the class of vLLM that stands for how this layer's pages are written; empty if it is not known.
 
     vLLM derives classes from its back ends that differ in how they are told what to do only
     (``subclass_attention_backend``): they go by the one that they are derived from. One that differs in more, or comes from
@@ -81,7 +81,7 @@ def writer_of(layer: Any) -> str:
 
 
 def form_of(spec: Any, writer: str) -> Form:
-    """What is known of the pages of a layer, from the exact class of its spec and from who writes them."""
+    """Return what is known of the pages of a layer, from the exact class of its spec and from who writes them."""
     if type(spec).__name__ not in CATALOGUE or not type(spec).__module__.startswith("vllm."):
         return "whole"
     form, quant = WRITERS.get(writer, "whole"), quant_of(spec)
@@ -100,5 +100,5 @@ def replicated(spec: Any, writer: str) -> bool:
 
 
 def quant_of(spec: Any) -> str:
-    """The name of a spec's quantisation."""
+    """Return the name of a spec's quantisation."""
     return str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvxfer.errors import ConfigError
+from kvxfer.values import Group
 from kvxfer_vllm.pages.catalogue import entry_of
 
 if TYPE_CHECKING:
@@ -18,14 +19,13 @@ __all__ = ["GroupPages", "group_pages", "layer_specs"]
 class GroupPages:
     """One group of an engine.
 
-    kind: as ``kvxfer.schedule.Group`` has it, or ``local``: its blocks never leave the engine.
-    block: tokens of a block of the scheduler's table.
-    window: of a window, how many tokens a token can attend to at most, itself included; of a chunk, its length; else 0.
+    Attributes:
+        group: As the scheduler's block table has it; of a chunk, the window is its length. ``local`` if its blocks never
+            leave the engine.
+        specs: The specs of its layers; a uniform group has one for all.
     """
 
-    kind: Literal["full", "window", "state", "local"]
-    block: int
-    window: int
+    group: Group
     specs: tuple[Any, ...]
 
 
@@ -35,7 +35,7 @@ def group_pages(kv_cache_config: KVCacheConfig) -> tuple[GroupPages, ...]:
 
 
 def layer_specs(spec: Any) -> tuple[Any, ...]:
-    """The specs of a group's layers; a uniform group holds one for all."""
+    """Return the specs of a group's layers; a uniform group holds one for all."""
     per_layer = getattr(spec, "kv_cache_specs", None)
     return tuple(per_layer.values()) if per_layer is not None else (spec,)
 
@@ -47,7 +47,7 @@ def _classify(i: int, group: KVCacheGroupSpec) -> GroupPages:
     if getattr(group, "host_resident", False):
         raise ConfigError(f"kvxfer does not support KV-cache group {i} ({names}): it lives in the host's memory")
     if not getattr(group, "enable_kv_transfer", True):
-        return GroupPages("local", spec.block_size, 0, specs)
+        return GroupPages(Group(spec.block_size, "local"), specs)
     entries = {e.spec: e for e in map(entry_of, specs)}
     for entry in entries.values():
         if entry.kept == "refused":
@@ -61,11 +61,12 @@ def _classify(i: int, group: KVCacheGroupSpec) -> GroupPages:
         )
     kind = kept.pop()
     assert kind != "refused"
-    return GroupPages("window" if kind == "chunk" else kind, spec.block_size, windows.pop(), specs)
+    as_grouped: Literal["full", "window", "state", "local"] = "window" if kind == "chunk" else kind
+    return GroupPages(Group(spec.block_size, as_grouped, windows.pop()), specs)
 
 
 def _window(spec: Any, kept: str) -> int:
-    """A token attends to no more tokens than this, itself included; 0 for all.
+    """Return the number of tokens that a token attends to at most, itself included; 0 for all.
 
     A full group may hold layers with a window, where vLLM runs without its hybrid manager: it keeps all their blocks, so
     they are full here. A chunk reaches from its first token to the one that attends, so that its length is the most.

@@ -28,7 +28,7 @@ _FULL = re.compile(r"global|full")
 
 def total_heads(name: str, layer: Any, spec: Any, config: VllmConfig) -> int | None:
     """KV heads of a layer, replicas counted once; ``None`` if that is not certain."""
-    ranks, own = config.parallel_config.tensor_parallel_size, int(spec.num_kv_heads)
+    ranks, own = int(config.parallel_config.tensor_parallel_size), int(spec.num_kv_heads)
     shards = getattr(spec, "max_tp_shards", None)
     if shards is not None:
         return own * min(ranks, int(shards))
@@ -44,7 +44,7 @@ def _sees_window(layer: Any, spec: Any) -> bool:
 
 
 def _of_layer(name: str, config: VllmConfig) -> set[int]:
-    """What a configuration with one part for each layer says of this one."""
+    """Return what a configuration with one part for each layer says of this one."""
     text, index = config.model_config.hf_text_config, re.findall(r"\.(\d+)\.", name)
     if len(index) != 1:
         return set()

@@ -26,8 +26,10 @@ _TRIED = frozenset({"ShortConv", "MambaMixer2"})
 
 @dataclass(frozen=True)
 class Piece:
-    """One plane of a layer. ``offset``: in bytes from the start of a page; ``unit``: bytes of a head (of all, where it has
-    none)."""
+    """One plane of a layer.
+
+    ``offset``: in bytes from the start of a page; ``unit``: bytes of a head (of all, where it has none).
+    """
 
     plane: str
     unit: int
@@ -37,12 +39,13 @@ class Piece:
 
 
 def pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> list[Piece]:
-    """The planes of a layer's states.
+    """Return the planes of a layer's states.
 
     Args:
         layer: vLLM's layer object; ``None`` if there is none.
         spec: its ``MambaSpec``.
-        rank: this rank, of ``size`` tensor-parallel ones.
+        rank: this rank.
+        size: how many tensor-parallel ranks there are.
         device: the sort of device whose kernels write the states.
     """
     sections = _sections(layer, spec, rank.tp, size)
@@ -86,12 +89,12 @@ class _Section:
 
 
 def _sections(layer: Any, spec: Any, rank: int, size: int) -> list[_Section] | None:
-    """The sections of a layer's convolution; ``None`` if it is not certain what they are."""
+    """Return the sections of a layer's convolution; ``None`` if it is not certain what they are."""
     kind, shapes = type(layer), spec.shapes
     if not kind.__module__.startswith("vllm.") or getattr(spec, "tp_replicated", False) or len(shapes[0]) != 2:
         return None
     channels = shapes[0][0 if _channels_outside() else 1]
-    matrix = shapes[1] if len(shapes) == 2 else ()
+    matrix: tuple[int, ...] = shapes[1] if len(shapes) == 2 else ()
     if kind.__name__ == "ShortConv" and len(shapes) == 1:
         cut = [channels]
     elif kind.__name__ == "MambaMixer" and len(matrix) == 2 and matrix[0] == channels:
