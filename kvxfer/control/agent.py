@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 from kvxfer import facts as f
 from kvxfer.config import Config
@@ -508,6 +508,8 @@ class Agent:
                 why = self._resolver.ask(action.source, action.own, now)
                 if why is not None:
                     self._do(partial(self._consumer.resolved, action.source, why))
+            case _:
+                assert_never(action)
 
     def _ended(self, e: Ended) -> None:
         if e.role == "producer":
@@ -587,6 +589,8 @@ class Agent:
                 return self._reset(result.backend, result.failure.about("the back end was reset: "), now)
             case results.Died():
                 self.begin_close(result.failure)
+            case _:
+                assert_never(result)
         return []
 
     def _linked(self, result: results.Endpoint | results.Connected | results.Broken, now: float) -> list[Action]:

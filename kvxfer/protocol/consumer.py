@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import assert_never
 
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan, PlanError
@@ -186,6 +187,8 @@ class ConsumerMachine:
                 return self._verdict(f, rank, msg, now)
             case m.AttemptClosed():
                 return self._gone(f, rank, msg, now)
+            case _:
+                assert_never(msg)
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """A part has ended on this side."""

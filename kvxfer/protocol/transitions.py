@@ -9,24 +9,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["RANK_FETCH", "RANK_SERVE", "RankFetchEvent", "RankFetchState", "Transitions", "ServeEvent", "ServeState"]
+__all__ = [
+    "RANK_FETCH",
+    "IllegalTransition",
+    "RANK_SERVE",
+    "RankFetchEvent",
+    "RankFetchState",
+    "Transitions",
+    "ServeEvent",
+    "ServeState",
+]
 
 S = TypeVar("S", bound=enum.StrEnum)
 E = TypeVar("E", bound=enum.StrEnum)
 
 
+class IllegalTransition(RuntimeError):
+    """A machine has met what its table says never comes about: a mistake of ours. The agent logs it and goes on."""
+
+
 @dataclass(frozen=True)
 class Transitions(Generic[S, E]):
     """``moves``: where a stimulus leads. ``ignored``: stimuli that leave a state alone, by the reason. ``never``: pairs
-    that the machine that uses the table does not bring about."""
+    that the machine that uses the table does not bring about; they raise."""
 
     moves: Mapping[tuple[S, E], S]
     ignored: Mapping[str, frozenset[tuple[S, E]]]
     never: Mapping[str, frozenset[tuple[S, E]]]
 
     def after(self, state: S, stimulus: E) -> S | None:
-        """The next state, or ``None`` when the stimulus is ignored."""
-        return self.moves.get((state, stimulus))
+        """Return the next state, or ``None`` when the stimulus is ignored.
+
+        Raises:
+            IllegalTransition: the pair is one that never comes about. Nothing has been changed.
+        """
+        after = self.moves.get((state, stimulus))
+        if after is None:
+            for why, pairs in self.never.items():
+                if (state, stimulus) in pairs:
+                    raise IllegalTransition(f"{stimulus!r} in state {state!r}: {why}")
+        return after
 
 
 def _pairs(states: Any, events: Any) -> frozenset[Any]:

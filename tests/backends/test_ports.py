@@ -91,7 +91,7 @@ def own_address() -> str:
     return address
 
 
-BULK = {"zmq": 1, "cma": 0, "nixl": 0, "ucx": 0}
+BULK = {"zmq": 1, "tcp": 1, "cma": 0, "nixl": 0, "ucx": 0}
 """TCP ports of each back end on loopback."""
 
 
@@ -108,7 +108,7 @@ def test_on_loopback_there_is_no_port_that_asks_for_nothing(backend: str, key: b
         assert ports(pid) == ["127.0.0.1"] * (1 + BULK[backend])
 
 
-@pytest.mark.parametrize("backend", ["nixl", "ucx", "zmq"])
+@pytest.mark.parametrize("backend", ["nixl", "ucx", "zmq", "tcp"])
 def test_at_an_address_every_port_is_at_that_address(backend: str) -> None:
     require(backend)
     address = own_address()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ def hello(p: Engine, **changes: object) -> m.Hello:
     cache = make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
     values = {
         "protocol": m.PROTOCOL,
-        "backend": p.agents[0].config.backend,
+        "backend": p.agents[0].member.backends[0],
         "expect_epoch": member.epoch,
         "epoch": 1,
         "engine": "stranger",
@@ -91,23 +91,23 @@ class Tracked(FakeTransport):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, options)
-        self.idle: list[bytes] = []
+        self.kept: list[bytes] = []
         self.given = 0
         self.made.append(self)
 
-    def endpoint(self) -> bytes:
-        self.idle.append(super().endpoint())
+    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
+        self.kept.append(super().endpoint_lending(memories, writable))
         self.given += 1
-        return self.idle[-1]
+        return self.kept[-1]
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         peer = super().connect(mine, theirs)
-        self.idle.remove(mine)
+        self.kept.remove(mine)
         return peer
 
     def withdraw(self, endpoint: bytes) -> None:
         super().withdraw(endpoint)
-        self.idle.remove(endpoint)
+        self.kept.remove(endpoint)
 
 
 def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
     with socket.create_server(("127.0.0.1", int(p.agents[0].member.address.rpartition(":")[2]))):
         assert late(3) is FailureKind.PEER_UNREACHABLE
     assert of_d.given >= 2
-    until(lambda: not of_p.idle and not of_d.idle)
+    until(lambda: not of_p.kept and not of_d.kept)
 
 
 def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engine, Engine]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from kvxfer.protocol.transitions import (
     RANK_FETCH,
     RANK_SERVE,
+    IllegalTransition,
     RankFetchEvent,
     RankFetchState,
     ServeEvent,
@@ -44,9 +45,15 @@ def test_every_state_is_reached_and_every_life_can_end(life: Transitions[Any, An
 
 @each_table
 def test_stimuli_that_mean_nothing_change_nothing(life: Transitions[Any, Any], states: Any, events: Any) -> None:
-    for pairs in (*life.ignored.values(), *life.never.values()):
-        for state, stimulus in pairs:
-            assert life.after(state, stimulus) is None
+    for state, stimulus in (pair for pairs in life.ignored.values() for pair in pairs):
+        assert life.after(state, stimulus) is None
+
+
+@each_table
+def test_what_never_comes_about_is_no_ignored_stimulus(life: Transitions[Any, Any], states: Any, events: Any) -> None:
+    for state, stimulus in (pair for pairs in life.never.values() for pair in pairs):
+        with pytest.raises(IllegalTransition):
+            life.after(state, stimulus)
 
 
 def test_the_page_shows_the_tables_as_they_are() -> None:

@@ -59,8 +59,7 @@ class Staged(Job):
         self._starving = False  # wants a slot, and there was none
         self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
 
-    @property
-    def ahead(self) -> tuple[int, CopyPlan] | None:
+    def peek(self) -> tuple[int, CopyPlan] | None:
         """The number and plan of the piece to begin next, cut when first asked for: while the one before is being packed."""
         if self._ahead is None:
             self._ahead = next(self._rest, None)
@@ -68,7 +67,7 @@ class Staged(Job):
 
     @property
     def submitting(self) -> bool:
-        return self.error is None and self.ahead is not None
+        return self.error is None and self.peek() is not None
 
     @property
     def starving(self) -> bool:
@@ -80,7 +79,7 @@ class Staged(Job):
 
     @property
     def complete(self) -> bool:
-        return self.ahead is None and not self.held and not self.unpacking
+        return self.peek() is None and not self.held and not self.unpacking
 
     @property
     def ended(self) -> bool:
@@ -97,7 +96,7 @@ class Staged(Job):
 
     def begin(self) -> _Piece | None:
         """The next piece with a slot for it, or nothing now."""
-        ahead = self.ahead
+        ahead = self.peek()
         if ahead is None or self.error is not None or not self.my_turn:
             return None
         slot = self.take()
@@ -207,7 +206,7 @@ class StagedRecv(Staged):
         self._announced = max(self._announced, piece + 1)
 
     def take(self) -> Slot | None:
-        sure = self.ahead is not None and self.ahead[0] < self._announced
+        sure = (ahead := self.peek()) is not None and ahead[0] < self._announced
         slot = self.staging.take(self.ref.link, self.ref.role, sure)
         self._starving = slot is None
         return slot

@@ -1,0 +1,108 @@
+"""A connection as the transport's loop sees it."""
+
+from __future__ import annotations
+
+import select
+import socket
+from typing import Protocol
+
+from kvxfer_tcp.options import Options
+from kvxfer_tcp.vectors import Pipe
+
+__all__ = ["ANY", "Connection", "Loop", "Violation", "tune"]
+
+ANY = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+
+_ENDS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+
+WRITE_BYTES = 1 << 20
+"""At most these bytes of what is said beside the data leave in one call."""
+
+
+class Violation(Exception):
+    """The peer said what no peer of ours would."""
+
+
+class Loop(Protocol):
+    """What gives connections their turns."""
+
+    def watch(self, connection: Connection) -> None:
+        """Give it turns from now on, the first one soon."""
+
+    def heat(self, connection: Connection) -> None:
+        """Give it a turn soon."""
+
+    def forget(self, connection: Connection) -> None:
+        """Give it no more turns. Called before its socket is closed."""
+
+
+class Connection:
+    """One socket, and whether it is worth a turn.
+
+    The kernel tells once that it has become ``readable`` or ``writable``; then that stays true until a call finds that it is not.
+
+    Attributes:
+        readable: whether something may have come, or the connection has ended.
+        writable: whether there may be room to send.
+        out: bytes that are to leave before any data.
+    """
+
+    def __init__(self, loop: Loop, opened: socket.socket) -> None:
+        self.loop, self.pipe = loop, Pipe(opened)
+        self.readable = self.writable = False
+        self.out = bytearray()
+        loop.watch(self)
+
+    def tell(self, events: int) -> None:
+        """Take what epoll says of the socket."""
+        self.readable |= bool(events & _ENDS)
+        self.writable |= bool(events & (select.EPOLLOUT | select.EPOLLERR))
+
+    def step(self) -> bool:
+        """Do a bounded part of what can be done now; returns whether there is more. Raises ``OSError`` or ``Violation``."""
+        raise NotImplementedError
+
+    def lost(self, error: Exception) -> None:
+        """Take what ``step`` has raised."""
+        raise NotImplementedError
+
+    def say(self, data: bytes) -> None:
+        """Have bytes sent."""
+        self.out += data
+        self.loop.heat(self)
+
+    def write(self) -> None:
+        """Send what is in ``out``, as far as there is room."""
+        try:
+            del self.out[: self.pipe.socket.send(self.out[:WRITE_BYTES])]
+        except BlockingIOError:
+            self.writable = False
+
+    def close(self) -> None:
+        """Close it at once. Idempotent."""
+        if self.pipe.socket.fileno() >= 0:
+            self.loop.forget(self)
+            self.pipe.socket.close()
+
+
+def tune(opened: socket.socket, options: Options, dialled: bool) -> None:
+    """Have the kernel send at once, and notice a host that is gone.
+
+    Args:
+        opened: the socket.
+        options: of the back end.
+        dialled: whether it is the reading side's. That has little to send, so what is not acknowledged for long means
+            that the host is gone; the other side may just wait for a reader that was stopped.
+    """
+    patience = max(1, round(options.heartbeat_s))
+    settings = [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, patience),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, patience),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
+    ]
+    if dialled:
+        settings.append((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(5000 * options.heartbeat_s)))
+    for level, name, value in settings:
+        opened.setsockopt(level, name, value)

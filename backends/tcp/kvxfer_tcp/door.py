@@ -1,0 +1,135 @@
+"""The listener, and whoever has connected to it and not shown a token yet."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+
+from kvxfer_tcp.connection import Connection, Loop
+from kvxfer_tcp.options import Options
+from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, TOKEN_BYTES, Header, Kind, greeting
+
+__all__ = ["Door"]
+
+AT_ONCE = 64
+"""Connections that are accepted in one call of ``poll``."""
+
+STRANGERS = 128
+"""Connections that have not shown a token yet; a further one takes the place of the one that has waited longest."""
+
+BACKLOG = 512
+
+RETRY_S = 0.1
+"""How often accepting is tried again where the process has no descriptor left."""
+
+
+class Door:
+    """Hands ``admit`` the token that a connection has shown, its socket, and whether it is the first one of a link."""
+
+    def __init__(self, loop: Loop, options: Options, admit: Callable[[bytes, socket.socket, bool], None]) -> None:
+        """Listen.
+
+        Raises:
+            OSError: not at this address or port.
+        """
+        self._loop, self._options, self._admit = loop, options, admit
+        self._strangers: dict[_Stranger, float] = {}
+        found = socket.getaddrinfo(options.listen, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        self.listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            if options.port:
+                self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                self.listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address[0] != "::")
+            self.listener.bind(address)
+            self.listener.listen(BACKLOG)
+        except BaseException:
+            self.listener.close()
+            raise
+        self.port: int = self.listener.getsockname()[1]
+        self.retry: float | None = None
+
+    @property
+    def due(self) -> float | None:
+        """When to call ``expire`` or ``accept``, though no descriptor tells."""
+        times = [next(iter(self._strangers.values()))] if self._strangers else []
+        return min([*times, *([self.retry] if self.retry else [])], default=None)
+
+    def accept(self) -> None:
+        """Take in those who have connected."""
+        self.retry = None
+        for _ in range(AT_ONCE):
+            try:
+                opened, _ = self.listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self.retry = time.monotonic() + RETRY_S
+                    return
+                continue  # that one has gone again
+            opened.setblocking(False)
+            if len(self._strangers) >= STRANGERS:
+                self.turn_away(next(iter(self._strangers)))
+            self._strangers[_Stranger(self._loop, opened, self)] = time.monotonic() + self._options.connect_timeout_s
+
+    def expire(self, now: float) -> None:
+        """Turn those away who have shown no token in time."""
+        for stranger in [s for s, due in self._strangers.items() if due <= now]:
+            self.turn_away(stranger)
+
+    def turn_away(self, stranger: _Stranger) -> None:
+        """Close a connection; its peer is told nothing."""
+        self._strangers.pop(stranger, None)
+        stranger.close()
+
+    def introduce(self, stranger: _Stranger, token: bytes, first: bool) -> None:
+        """Pass on somebody who has said what a peer of ours would."""
+        del self._strangers[stranger]
+        self._loop.forget(stranger)
+        self._admit(token, stranger.pipe.socket, first)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.listener.close()
+        for stranger in list(self._strangers):
+            self.turn_away(stranger)
+
+
+class _Stranger(Connection):
+    """A connection that has shown no token. Of what it sends, a greeting and a header are read, and nothing more."""
+
+    def __init__(self, loop: Loop, opened: socket.socket, door: Door) -> None:
+        super().__init__(loop, opened)
+        self._door, self._said = door, b""
+
+    def lost(self, error: Exception) -> None:
+        self._door.turn_away(self)
+
+    def step(self) -> bool:
+        if not self.readable:
+            return False
+        try:
+            said = self.pipe.socket.recv(GREETING_BYTES + FRAME_BYTES - len(self._said))
+        except BlockingIOError:
+            self.readable = False
+            return False
+        self._said += said
+        token = self._said[GREETING_BYTES - TOKEN_BYTES : GREETING_BYTES]
+        if not said or not greeting(token).startswith(self._said[:GREETING_BYTES]):
+            self._door.turn_away(self)
+            return False
+        if len(self._said) < GREETING_BYTES + FRAME_BYTES:
+            return True
+        try:
+            kind = Header.decode(self._said[GREETING_BYTES:]).kind
+        except ValueError:
+            kind = Kind.ASK
+        if kind in (Kind.FIRST, Kind.MORE):
+            self._door.introduce(self, token, kind is Kind.FIRST)
+        else:
+            self._door.turn_away(self)
+        return False

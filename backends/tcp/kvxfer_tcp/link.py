@@ -1,0 +1,118 @@
+"""A link: what this side reads from a peer, and what the peer reads from here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from kvxfer.backend.memories import Memories
+from kvxfer.transport.contract import Completion
+from kvxfer_tcp.connection import Loop
+from kvxfer_tcp.options import Options
+from kvxfer_tcp.reader import Address, Reader
+from kvxfer_tcp.server import Server
+from kvxfer_tcp.wire import Endpoint, greeting
+
+__all__ = ["Link", "Names", "numeric"]
+
+
+class Link:
+    """Both directions of a link; what ends one ends the other, too.
+
+    Attributes:
+        broken: why it is of no more use, or ``None``.
+        dial_by: when it must be connected; ``None`` where it is, or need not be.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        options: Options,
+        memories: Memories,
+        mine: Endpoint,
+        theirs: Endpoint,
+        done: Callable[[Completion], None],
+    ) -> None:
+        self.mine, self.theirs = mine, theirs
+        self.broken: str | None = None
+        self.dial_by: float | None = None
+        self.reader = Reader(loop, options, mine, theirs, done, self.cut)
+        most = min(mine.connections, theirs.connections)
+        self.server = Server(loop, memories, frozenset(mine.lends), most, greeting(theirs.token), self.cut)
+
+    def dial(self, addresses: list[Address] | OSError) -> None:
+        """Connect to where the peer is, as far as that has been found out."""
+        if self.broken is not None:
+            return
+        try:
+            if isinstance(addresses, OSError):
+                raise addresses
+            self.reader.dial(addresses)
+        except OSError as e:
+            self.cut(f"it cannot be reached: {e}")
+
+    def cut(self, why: str) -> None:
+        """End the link: all that is in flight on it fails."""
+        if self.broken is None:
+            self.broken = why
+            self.server.close()
+            self.reader.fail(why)
+
+
+def numeric(host: str, port: int) -> list[Address] | None:
+    """Return the address that a host is named by, or ``None`` for one that must be looked up."""
+    try:
+        return _look_up(host, port, socket.AI_NUMERICHOST)
+    except OSError:
+        return None
+
+
+def _look_up(host: str, port: int, flags: int = 0) -> list[Address]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, tuple(address)) for family, _, _, _, address in found]
+
+
+class Names:
+    """Looks names of hosts up, which may take seconds, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: list[tuple[Link, list[Address] | OSError]] = []
+        self._bell: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when ``found`` has something to tell."""
+        assert self._bell is not None
+        return self._bell
+
+    def look_up(self, link: Link) -> None:
+        """Find out where the peer of a link is."""
+        name = f"kvxfer-tcp-name-{link.theirs.host}"
+        threading.Thread(target=self._run, args=(link,), name=name, daemon=True).start()
+
+    def found(self) -> list[tuple[Link, list[Address] | OSError]]:
+        """Return what has been found since, or why nothing has."""
+        with self._lock:
+            os.eventfd_read(self.fileno())
+            found, self._found = self._found, []
+            return found
+
+    def close(self) -> None:
+        """Take no more answers."""
+        with self._lock:
+            if self._bell is not None:
+                os.close(self._bell)
+                self._bell = None
+
+    def _run(self, link: Link) -> None:
+        answer: list[Address] | OSError
+        try:
+            answer = _look_up(link.theirs.host, link.theirs.port)
+        except (OSError, UnicodeError) as e:
+            answer = e if isinstance(e, OSError) else OSError(str(e))
+        with self._lock:
+            if self._bell is not None:
+                self._found.append((link, answer))
+                os.eventfd_write(self._bell, 1)

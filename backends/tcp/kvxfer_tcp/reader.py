@@ -1,0 +1,400 @@
+"""The reading side of a link: it dials, asks, and puts what comes where it belongs.
+
+Nothing lands in memory but what a batch of this side waits for: of each frame the request must be open, and the chunk one
+that has not come yet. The bytes of an aborted batch are dropped in the kernel as they come.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvxfer.errors import PeerError
+from kvxfer.geometry.plan import Ints
+from kvxfer.transport.contract import Completion, Fence
+from kvxfer_tcp.connection import Connection, Loop, Violation, tune
+from kvxfer_tcp.options import Options
+from kvxfer_tcp.vectors import Buffer, Table
+from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Endpoint, Header, Kind, greeting
+
+__all__ = ["Address", "Read", "Reader"]
+
+Address = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
+
+ASK_RUNS, ASK_BYTES = 8192, 1 << 30
+"""Runs and bytes of one request: what the peer must keep for it is bounded by both."""
+
+OPEN_ASKS = 32
+"""Requests of a link that wait at the peer, at most."""
+
+LEAST_CHUNK, SHARED_CHUNK, MOST_CHUNK = 128 << 10, 2 << 20, 8 << 20
+"""Bytes of a chunk: at least, at most where several connections share a batch, and at most. So many bytes may still come on
+a connection for a batch that was aborted. Where a chunk ends a reader may have to wait once more, so they are long."""
+
+WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
+"""A reader sleeps until so much of a chunk has come, on the only connection or on each of several. Without that it would
+wake for the first packet, and on a busy host wait for its turn on a processor each time."""
+
+
+@dataclass(eq=False)
+class Read:
+    """A batch that has not ended. ``left``: bytes that have not come; ``asks``: requests that have not been made."""
+
+    number: int
+    local: Ints
+    memory: int
+    remote: Ints
+    lengths: Ints
+    after: Fence | None
+    nbytes: int = 0
+    left: int = 0
+    asks: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        keep = self.lengths > 0
+        if not keep.all():
+            self.local, self.remote, self.lengths = self.local[keep], self.remote[keep], self.lengths[keep]
+        if len(self.lengths) and int(self.lengths.max()) > ASK_BYTES:
+            pieces = -(-self.lengths // ASK_BYTES)
+            run = np.repeat(np.arange(len(pieces)), pieces)
+            skip = (np.arange(len(run)) - (np.cumsum(pieces) - pieces)[run]) * ASK_BYTES
+            self.local, self.remote = self.local[run] + skip, self.remote[run] + skip
+            self.lengths = np.minimum(self.lengths[run] - skip, ASK_BYTES)
+        ends = np.cumsum(self.lengths)
+        self.nbytes = self.left = int(ends[-1]) if len(ends) else 0
+        lo = 0
+        while lo < len(ends):
+            before = int(ends[lo - 1]) if lo else 0
+            hi = min(lo + ASK_RUNS, int(np.searchsorted(ends, before + ASK_BYTES, side="right")))
+            self.asks.append((lo, hi))
+            lo = hi
+
+
+class _Ask:
+    """A request that is under way, and where its bytes go."""
+
+    def __init__(self, number: int, read: Read, lo: int, hi: int, chunk: int) -> None:
+        self.number, self.read = number, read
+        self.table = Table(read.local[lo:hi], read.lengths[lo:hi], chunk)
+        self.missing = bytearray(b"\1" * self.table.chunks)
+        self.left = self.table.chunks
+
+
+class Reader:
+    """All that this side reads on a link. ``done`` takes completions; ``cut`` ends the link for a reason."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        options: Options,
+        mine: Endpoint,
+        theirs: Endpoint,
+        done: Callable[[Completion], None],
+        cut: Callable[[str], None],
+    ) -> None:
+        self.mine, self.cut = mine, cut
+        self.peer = f"{theirs.agent!r} at {theirs.host}:{theirs.port}"
+        self._loop, self._options, self._theirs, self._done = loop, options, theirs, done
+        self._reads: dict[int, Read] = {}
+        self._fenced: list[Read] = []
+        self._waiting: deque[Read] = deque()
+        self._open: dict[int, _Ask] = {}
+        self._asked = 0
+        self.wake_bytes = WAKE_BYTES
+        self._connections: list[_Incoming] = []
+
+    def dial(self, addresses: list[Address]) -> None:
+        """Make the connections, to the first of these addresses that answers."""
+        count = min(self._options.connections, self._theirs.connections)
+        self.wake_bytes = WAKE_BYTES if count == 1 else SHARED_WAKE
+        for i in range(count):
+            kind = Kind.MORE if i else Kind.FIRST
+            hello = greeting(self._theirs.token) + Header(kind).encode()
+            self._connections.append(_Incoming(self._loop, self, self._options, addresses, hello))
+        self.ask()
+
+    @property
+    def connected(self) -> bool:
+        """Whether all connections have been made."""
+        return bool(self._connections) and all(c.connected for c in self._connections)
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a batch waits for its fence."""
+        return bool(self._fenced)
+
+    def start(self, read: Read) -> None:
+        """Take over a batch."""
+        self._reads[read.number] = read
+        if read.after is not None:
+            self._fenced.append(read)
+        else:
+            self._begin(read)
+            self.ask()
+
+    def look(self) -> None:
+        """Begin the batches whose fences have passed."""
+        for read in [r for r in self._fenced if r.after is None or r.after.passed()]:
+            read.after = None
+            self._fenced.remove(read)
+            self._begin(read)
+        self.ask()
+
+    def _begin(self, read: Read) -> None:
+        if read.nbytes:
+            self._waiting.append(read)
+        else:
+            self._end(read, None)
+
+    def stop(self, number: int) -> None:
+        """End a batch; what still comes for it is dropped."""
+        read = self._reads.get(number)
+        if read is not None:
+            self._end(read, "aborted here")
+            self.ask()
+
+    def fail(self, why: str) -> None:
+        """Close the connections and end all batches."""
+        for connection in self._connections:
+            connection.close()
+        for read in list(self._reads.values()):
+            self._end(read, why)
+
+    def ask(self) -> None:
+        """Make requests, as many as may be open."""
+        made: list[tuple[int, Read, int, int, int]] = []
+        while self._waiting and self._connections and len(self._open) + len(made) < OPEN_ASKS:
+            read = self._waiting[0]
+            lo, hi = read.asks.popleft()
+            if not read.asks:
+                self._waiting.popleft()
+            chunk = MOST_CHUNK
+            if len(self._connections) > 1:
+                share = -(-read.nbytes // (8 * len(self._connections) * LEAST_CHUNK)) * LEAST_CHUNK
+                chunk = min(share, SHARED_CHUNK)
+            number, self._asked = self._asked, self._asked + 1
+            made.append((number, read, lo, hi, chunk))
+            runs = np.concatenate((read.remote[lo:hi], read.lengths[lo:hi])).astype("<i8", copy=False)
+            self._connections[0].say(Header(Kind.ASK, hi - lo, read.memory, chunk, number).encode() + runs.tobytes())
+        if made:
+            self._connections[0].hurry()
+        for each in made:  # while the peer looks at them
+            self._open[each[0]] = _Ask(*each)
+
+    def chunk(self, header: Header) -> _Ask | None:
+        """Return the request that a chunk belongs to, or ``None`` for one that has ended."""
+        ask = self._open.get(header.request)
+        if ask is None:
+            if header.request >= self._asked:
+                raise Violation(f"data of request {header.request}, which was not made")
+            if not 0 < header.size <= MOST_CHUNK:
+                raise Violation(f"a chunk of {header.size} bytes")
+            return None
+        if header.chunk >= ask.table.chunks or not ask.missing[header.chunk]:
+            raise Violation(f"chunk {header.chunk} of request {header.request}, which was not to come")
+        if header.size != ask.table.chunk_bytes(header.chunk):
+            raise Violation(f"a chunk of {header.size} bytes in place of {ask.table.chunk_bytes(header.chunk)}")
+        ask.missing[header.chunk] = 0
+        return ask
+
+    def came(self, ask: _Ask, nbytes: int) -> None:
+        """Take note that a chunk is in its place."""
+        ask.left -= 1
+        ask.read.left -= nbytes
+        if not ask.left:
+            del self._open[ask.number]
+            if not ask.read.left:
+                self._end(ask.read, None)
+            self.ask()
+
+    def refused(self, request: int, why: str) -> None:
+        """End the batch of a request that the peer does not serve."""
+        ask = self._open.pop(request, None)
+        if ask is not None:
+            self._end(ask.read, f"it refused: {why}")
+            self.ask()
+        elif request >= self._asked:
+            raise Violation(f"request {request} was refused, which was not made")
+
+    def _end(self, read: Read, why: str | None) -> None:
+        del self._reads[read.number]
+        if read in self._fenced:
+            self._fenced.remove(read)
+        error = None
+        if why is not None:
+            if read in self._waiting:
+                self._waiting.remove(read)
+            for ask in [a for a in self._open.values() if a.read is read]:
+                del self._open[ask.number]
+                self._connections[0].say(Header(Kind.CANCEL, request=ask.number).encode())
+                for connection in self._connections:
+                    connection.drop(ask)
+            moved = read.nbytes - read.left
+            error = PeerError(f"reading {read.nbytes} bytes from {self.peer} failed after {moved} bytes: {why}")
+        self._done(Completion(read.number, error))
+
+
+class _Incoming(Connection):
+    """A connection that this side dialled."""
+
+    def __init__(self, loop: Loop, reader: Reader, options: Options, addresses: list[Address], hello: bytes) -> None:
+        self._reader, self._options = reader, options
+        self._addresses = deque(addresses)
+        self.connected = self._greeted = False
+        self._head, self._text = Buffer(FRAME_BYTES), Buffer(MOST_REASON)
+        self._ask: _Ask | None = None
+        self._refused: tuple[int, int] | None = None
+        self._skip = 0
+        self._wake = 1
+        self._expect_head()
+        super().__init__(loop, self._open())
+        self.out += hello
+
+    def _open(self) -> socket.socket:
+        """Begin to connect to the next address."""
+        family, address = self._addresses.popleft()
+        opened = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            tune(opened, self._options, True)
+            number = opened.connect_ex(address)
+            if number not in (0, errno.EINPROGRESS):
+                raise OSError(number, os.strerror(number))
+            return opened
+        except OSError:
+            opened.close()
+            if not self._addresses:
+                raise
+        return self._open()
+
+    def lost(self, error: Exception) -> None:
+        if isinstance(error, Violation):
+            self._reader.cut(f"it broke the protocol: {error}")
+        elif self._greeted:
+            self._reader.cut(
+                f"the connection was lost, since it closed the link or its process or host is gone ({error})"
+            )
+        elif self.connected:
+            self._reader.cut(f"it does not know this link, since it closed it or was restarted ({error})")
+        elif self._addresses:
+            self.close()
+            hello, self.out = self.out, bytearray()
+            try:
+                super().__init__(self.loop, self._open())
+                self.out = hello
+            except OSError as e:
+                self.lost(e)
+        else:
+            self._reader.cut(f"it cannot be reached: {error}")
+
+    def step(self) -> bool:
+        if not self.connected:
+            if not self.writable and not self.readable:
+                return False
+            number = self.pipe.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if number:
+                raise OSError(number, os.strerror(number))
+            self.connected = True
+        if self.out and self.writable:
+            self.write()
+        if self.readable:
+            self._receive()
+        return self.readable or (self.writable and bool(self.out))
+
+    def hurry(self) -> None:
+        """Send what is to be said now, rather than in the next turn."""
+        if self.connected and self.writable:
+            with suppress(OSError):  # the next turn will see it
+                self.write()
+
+    def drop(self, ask: _Ask) -> None:
+        """Put no more bytes of this request into memory."""
+        if self._ask is ask:
+            self._ask = None
+            if self._left > FRAME_BYTES:
+                self._skip = self._left - FRAME_BYTES
+                self._expect_head()
+
+    def _expect_head(self) -> None:
+        self._head.empty(FRAME_BYTES)
+        self._expect(self._head, 1, 2, FRAME_BYTES)
+
+    def _expect(self, table: Table, lo: int, hi: int, nbytes: int) -> None:
+        self._table, self._lo, self._hi, self._left = table, lo, hi, nbytes
+
+    def _receive(self) -> None:
+        if self._skip:
+            count = self.pipe.discard(self._skip)
+            if count < 0:
+                self._sleep(self._skip)
+            else:
+                self._skip -= count
+            return
+        count = self.pipe.receive(self._table, self._lo, self._hi)
+        if count < 0:
+            self._sleep(self._left - FRAME_BYTES if self._ask is not None else 1)
+            return
+        self._left -= count
+        if self._left:
+            self._lo = self._table.moved(self._lo, self._hi, count)
+        if self._ask is not None and self._left <= FRAME_BYTES:
+            ask, self._ask = self._ask, None
+            self._reader.came(ask, self._nbytes)
+        if not self._left:
+            if self._refused is not None:
+                (request, length), self._refused = self._refused, None
+                self._reader.refused(request, _text(self._text.read(length)))
+                self._expect_head()
+            else:
+                self._take(self._head.read(FRAME_BYTES))
+
+    def _sleep(self, coming: int) -> None:
+        """Be told once there is more; ``coming``: bytes that surely come."""
+        self.readable = False
+        wake = min(coming, self._reader.wake_bytes)
+        if wake != self._wake:
+            self._wake = wake
+            # If so much is there by now, this tells at once.
+            self.pipe.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake)
+
+    def _take(self, raw: bytes) -> None:
+        """Act on a header."""
+        if not self._greeted:
+            if raw != greeting(self._reader.mine.token):
+                raise Violation("what listens there does not know this link")
+            self._greeted = True
+            self._expect_head()
+            return
+        try:
+            header = Header.decode(raw)
+        except ValueError as e:
+            raise Violation(str(e)) from None
+        if header.kind is Kind.DATA:
+            ask = self._reader.chunk(header)
+            if ask is None:
+                self._skip = header.size
+                self._expect_head()
+                return
+            lo, last = ask.table.spare[header.chunk] + 1, ask.table.spare[header.chunk + 1]
+            # The next header comes with the end of these bytes, in one call.
+            ask.table.rows[last] = self._head.address, FRAME_BYTES
+            self._ask, self._nbytes = ask, header.size
+            self._expect(ask.table, lo, last + 1, header.size + FRAME_BYTES)
+        elif header.kind is Kind.REFUSED and 0 < header.size <= MOST_REASON:
+            self._refused = header.request, header.size
+            self._text.empty(header.size)
+            self._expect(self._text, 1, 2, header.size)
+        else:
+            raise Violation(f"a frame {header}")
+
+
+def _text(raw: bytes) -> str:
+    """Return a reason from the peer, fit for a message and a log."""
+    text = raw.decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else "?" for c in text)

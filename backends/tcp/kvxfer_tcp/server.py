@@ -1,0 +1,212 @@
+"""The other side of a link: it serves what the peer asks for, and nothing that is not lent to that peer."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from kvxfer.backend.memories import Memories
+from kvxfer.errors import TransportError
+from kvxfer_tcp.connection import Connection, Loop, Violation
+from kvxfer_tcp.reader import ASK_BYTES, ASK_RUNS, LEAST_CHUNK, MOST_CHUNK, OPEN_ASKS
+from kvxfer_tcp.vectors import Table
+from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind
+
+__all__ = ["Server"]
+
+READ_BYTES = 64 << 10
+"""At most these bytes of requests are taken in at once."""
+
+_HEADERS = np.dtype([("kind", "<u4"), ("count", "<u4"), ("memory", "<u4"), ("chunk", "<u4"), ("request", "<u8")])
+
+
+class _Request:
+    """What the peer has asked for, ready to be sent."""
+
+    def __init__(self, request: int, memory: int, table: Table) -> None:
+        self.number, self.memory, self.table = request, memory, table
+        self.next = 0
+        heads = np.zeros(table.chunks, _HEADERS)
+        heads["kind"], heads["request"] = Kind.DATA, request
+        heads["chunk"] = np.arange(table.chunks)
+        heads["count"] = table.chunk_bytes(0)
+        heads["count"][-1] = table.chunk_bytes(table.chunks - 1)
+        self._heads = heads
+        spare = np.array(table.spare[:-1])
+        table.rows[spare, 0] = heads.ctypes.data + FRAME_BYTES * np.arange(table.chunks)
+        table.rows[spare, 1] = FRAME_BYTES
+
+
+class Server:
+    """All that the peer of a link reads. ``lent``: the memories that it may; ``cut`` ends the link for a reason."""
+
+    def __init__(
+        self, loop: Loop, memories: Memories, lent: frozenset[int], most: int, hello: bytes, cut: Callable[[str], None]
+    ) -> None:
+        self.cut = cut
+        self._loop, self._memories, self._lent, self._hello = loop, memories, lent, hello
+        self._most, self._first = most, False
+        self._queue: deque[_Request] = deque()
+        self._connections: list[_Outgoing] = []
+
+    def admit(self, opened: socket.socket, first: bool) -> None:
+        """Take a connection of the peer's, which has shown that it is one."""
+        if len(self._connections) >= self._most or (first and self._first):
+            opened.close()
+            return
+        self._first |= first
+        connection = _Outgoing(self._loop, self, opened, first)
+        connection.say(self._hello)
+        self._connections.append(connection)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._queue.clear()
+        for connection in self._connections:
+            connection.close()
+
+    def forget(self, memory: int) -> None:
+        """Send nothing more of a memory."""
+        if any(c.sending == memory for c in self._connections):
+            # Its frame cannot be ended well, nor in a way that the peer would notice.
+            self.cut(f"memory {memory} was taken back while it was read")
+            return
+        for request in [r for r in self._queue if r.memory == memory]:
+            self._queue.remove(request)
+            self._refuse(request.number, f"memory {memory} was taken back")
+
+    def next(self) -> tuple[_Request, int] | None:
+        """Return the next chunk to be sent; requests take turns."""
+        if not self._queue:
+            return None
+        request = self._queue[0]
+        chunk, request.next = request.next, request.next + 1
+        if request.next == request.table.chunks:
+            self._queue.popleft()
+        else:
+            self._queue.rotate(-1)
+        return request, chunk
+
+    @property
+    def busy(self) -> bool:
+        """Whether chunks wait to be sent."""
+        return bool(self._queue)
+
+    def ask(self, header: Header, runs: bytes) -> None:
+        """Take a request."""
+        if len(self._queue) >= OPEN_ASKS:
+            raise Violation(f"more than {OPEN_ASKS} requests at once")
+        offsets, lengths = np.frombuffer(runs, "<i8").astype(np.int64, copy=False).reshape(2, header.size)
+        if header.memory not in self._lent or header.memory not in self._memories:
+            self._refuse(header.request, f"it lends no memory {header.memory}")
+            return
+        try:
+            addresses = self._memories.addresses(header.memory, offsets, lengths)
+        except TransportError as e:
+            self._refuse(header.request, str(e))
+            return
+        if not int(lengths.min()) or int(lengths.max()) > ASK_BYTES or int(lengths.sum()) > ASK_BYTES:
+            raise Violation("a request for nothing, or for more than is served at once")
+        self._queue.append(_Request(header.request, header.memory, Table(addresses, lengths, header.chunk)))
+        for connection in self._connections:
+            self._loop.heat(connection)
+
+    def cancel(self, request: int) -> None:
+        """Forget what is left of a request."""
+        for open_ in self._queue:
+            if open_.number == request:
+                self._queue.remove(open_)
+                return
+
+    def _refuse(self, request: int, why: str) -> None:
+        text = why.encode()[:MOST_REASON]
+        self._connections[0].say(Header(Kind.REFUSED, len(text), request=request).encode() + text)
+
+
+class _Outgoing(Connection):
+    """A connection that the peer dialled. On the ``first`` one it asks."""
+
+    def __init__(self, loop: Loop, server: Server, opened: socket.socket, first: bool) -> None:
+        super().__init__(loop, opened)
+        self._server, self._first = server, first
+        self._in = bytearray()
+        self._request: _Request | None = None
+        self._lo = self._hi = self._left = 0
+        self.readable = True  # something may have come before it was watched
+
+    @property
+    def sending(self) -> int | None:
+        """The memory of which a chunk is on its way."""
+        return None if self._request is None else self._request.memory
+
+    def lost(self, error: Exception) -> None:
+        if isinstance(error, Violation):
+            self._server.cut(f"it broke the protocol: {error}")
+        else:
+            self._server.cut(f"it closed the link, or its process or host is gone ({error})")
+
+    def step(self) -> bool:
+        if self.readable:
+            self._hear()
+        if self.writable:
+            if self._request is None and self.out:
+                self.write()
+            else:
+                self._send()
+        waits = self._request is not None or bool(self.out) or self._server.busy
+        return self.readable or (self.writable and waits)
+
+    def _send(self) -> None:
+        if self._request is None:
+            following = self._server.next()
+            if following is None:
+                return
+            self._request, chunk = following
+            spare = self._request.table.spare
+            self._lo, self._hi = spare[chunk], spare[chunk + 1]
+            self._left = self._request.table.chunk_bytes(chunk) + FRAME_BYTES
+        count = self.pipe.send(self._request.table, self._lo, self._hi)
+        if count < 0:
+            self.writable = False
+            return
+        self._left -= count
+        if self._left:
+            self._lo = self._request.table.moved(self._lo, self._hi, count)
+        else:
+            self._request = None
+
+    def _hear(self) -> None:
+        try:
+            data = self.pipe.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            self.readable = False
+            return
+        if not data:
+            raise ConnectionResetError("closed by the other side")
+        if not self._first:
+            raise Violation("bytes on a connection that is not for requests")
+        self._in += data
+        at = 0
+        while len(self._in) - at >= FRAME_BYTES:
+            try:
+                header = Header.decode(self._in[at : at + FRAME_BYTES])
+            except ValueError as e:
+                raise Violation(str(e)) from None
+            if header.kind is Kind.CANCEL:
+                self._server.cancel(header.request)
+            elif header.kind is not Kind.ASK:
+                raise Violation(f"a frame {header}")
+            elif not 0 < header.size <= ASK_RUNS or not LEAST_CHUNK <= header.chunk <= MOST_CHUNK:
+                raise Violation(f"a request for {header.size} runs in chunks of {header.chunk} bytes")
+            else:
+                end = at + FRAME_BYTES + 16 * header.size
+                if len(self._in) < end:
+                    break
+                self._server.ask(header, bytes(self._in[at + FRAME_BYTES : end]))
+                at = end
+                continue
+            at += FRAME_BYTES
+        del self._in[:at]

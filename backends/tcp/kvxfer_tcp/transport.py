@@ -1,0 +1,228 @@
+"""The transport: one listener, and a ``Link`` for each peer."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from typing import Any
+
+from kvxfer.backend.base import Base
+from kvxfer.errors import PeerError, TransportError
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
+from kvxfer_tcp.connection import ANY, Connection, Violation
+from kvxfer_tcp.door import Door
+from kvxfer_tcp.link import Link, Names, numeric
+from kvxfer_tcp.options import Options
+from kvxfer_tcp.reader import Read
+from kvxfer_tcp.wire import Endpoint, new_token
+
+__all__ = ["TcpTransport"]
+
+TURN_S = 0.005
+"""About how long one call of ``poll`` goes on before it returns, though more could be done."""
+
+FENCE_S = 0.0005
+"""How often fences are looked at."""
+
+
+class TcpTransport(Base[Endpoint, Link]):
+    """READ of CPU memory. Options: see ``kvxfer_tcp.options.Options``. Only the thread that made it may use it."""
+
+    name = "tcp"
+    contract = 1
+    inherits = frozenset({"listen", "advertise"})
+    guarded = "always"
+    costs = {"cpu": 80}
+    endpoint_type = Endpoint
+
+    def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
+        self._options = Options.parse(options)
+        self._connections: dict[int, Connection] = {}
+        self._hot: dict[Connection, None] = {}
+        self._expected: dict[bytes, list[tuple[socket.socket, bool]]] = {}
+        self._by_token: dict[bytes, Link] = {}
+        self._dialling: set[Link] = set()
+        self._fenced: set[Link] = set()
+        self._epoll = select.epoll()
+        try:
+            self._door = Door(self, self._options, self._admit)
+        except (OSError, UnicodeError) as e:
+            self._epoll.close()
+            where = f"{self._options.listen} port {self._options.port}"
+            raise TransportError(f"back end 'tcp' of {agent!r} cannot listen on {where}: {e}") from e
+        self._names = Names()
+        super().__init__(agent, options)
+        self.wakeup.add(self._epoll.fileno(), "connections")
+        self.wakeup.add(self._door.listener.fileno(), "door")
+        self.wakeup.add(self._names.fileno(), "names")
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(True, "TCP works everywhere; it moves CPU memory", frozenset({"cpu"}))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            verbs=frozenset({Verb.READ}), memory=frozenset({"cpu"}), run_bytes=512, may_block_s=4 * TURN_S
+        )
+
+    # What Base asks for
+
+    def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
+        host = self._options.advertise or self._options.listen
+        lends = tuple(sorted(memories))
+        mine = Endpoint(self.agent, host, self._door.port, new_token(), self._options.connections, lends)
+        self._expected[mine.token] = []
+        return mine
+
+    def drop_endpoint(self, mine: Endpoint) -> None:
+        for opened, _ in self._expected.pop(mine.token, []):
+            opened.close()
+
+    def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
+        link = Link(self, self._options, self.memories, mine, theirs, self.complete)
+        self._by_token[mine.token] = link
+        for opened, first in self._expected.pop(mine.token):
+            link.server.admit(opened, first)
+        if theirs.lends:
+            link.dial_by = time.monotonic() + self._options.connect_timeout_s
+            self._dialling.add(link)
+            addresses = numeric(theirs.host, theirs.port)
+            if addresses is None:
+                self._names.look_up(link)
+            else:
+                link.dial(addresses)
+        return link
+
+    def drop_link(self, number: int, link: Link) -> None:
+        self._by_token.pop(link.mine.token, None)
+        self._dialling.discard(link)
+        self._fenced.discard(link)
+        link.cut("the link was closed here")
+
+    def drop_memory(self, memory: int) -> None:
+        for link in self.links.values():
+            link.server.forget(memory)
+
+    def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
+        local = self.memories.addresses(batch.local, batch.local_offsets, batch.lengths)
+        remote = batch.remote_offsets
+        if remote is None or remote.shape != local.shape:
+            raise TransportError("a READ needs one remote offset a run")
+        if batch.remote not in link.theirs.lends:
+            raise TransportError(f"{link.reader.peer} lends no memory {batch.remote}")
+        read = Read(number, local, batch.remote, remote, batch.lengths, after)
+        if link.broken is not None:
+            what = f"reading {read.nbytes} bytes from {link.reader.peer} failed"
+            self.complete(Completion(number, PeerError(f"{what}: {link.broken}")))
+            return
+        link.reader.start(read)
+        if link.reader.fenced:
+            self._fenced.add(link)
+
+    def stop(self, number: int, link: Link) -> None:
+        link.reader.stop(number)
+
+    def advance(self, readable: AbstractSet[Hashable]) -> None:
+        now = time.monotonic()
+        if "door" in readable or (self._door.retry is not None and self._door.retry <= now):
+            self._accept()
+        if "names" in readable:
+            for link, addresses in self._names.found():
+                link.dial(addresses)
+        for link in list(self._fenced):
+            link.reader.look()
+            if not link.reader.fenced:
+                self._fenced.discard(link)
+        self._turns(now + TURN_S)
+        self._door.expire(now)
+        self._give_up(now)
+        times = [now + FENCE_S] if self._fenced else []
+        times += [link.dial_by for link in self._dialling if link.dial_by is not None]
+        if self._door.due is not None:
+            times.append(self._door.due)
+        self.wakeup.at(min(times, default=None))
+        if self._hot:
+            self.wakeup.set()
+
+    def shut_down(self) -> None:
+        for link in self.links.values():
+            link.cut("closed here")
+        for parked in self._expected.values():
+            for opened, _ in parked:
+                opened.close()
+        self._door.close()
+        self._names.close()
+        self._epoll.close()
+        self._hot.clear()
+
+    # What connections ask for
+
+    def watch(self, connection: Connection) -> None:
+        self._connections[connection.pipe.fd] = connection
+        self._epoll.register(connection.pipe.fd, ANY)
+
+    def heat(self, connection: Connection) -> None:
+        if self._connections.get(connection.pipe.fd) is connection:
+            self._hot[connection] = None
+
+    def forget(self, connection: Connection) -> None:
+        self._hot.pop(connection, None)
+        if self._connections.pop(connection.pipe.fd, None) is not None:
+            with suppress(OSError):
+                self._epoll.unregister(connection.pipe.fd)
+
+    def _turns(self, until: float) -> None:
+        """Let connections go on, a bounded step each in turn, until none can or the time is over."""
+        hot = self._hot
+        while True:
+            for fd, events in self._epoll.poll(0):
+                connection = self._connections.get(fd)
+                if connection is not None:
+                    connection.tell(events)
+                    hot[connection] = None
+            if not hot:
+                return
+            for connection in list(hot):
+                if connection not in hot:
+                    continue  # closed since
+                del hot[connection]
+                try:
+                    if connection.step():
+                        hot[connection] = None  # behind all others
+                except (OSError, Violation) as e:
+                    connection.lost(e)
+                if time.monotonic() >= until:
+                    return
+
+    def _accept(self) -> None:
+        """Let the door accept; while it cannot, its listener must not keep us awake."""
+        before, fd = self._door.retry, self._door.listener.fileno()
+        self._door.accept()
+        if before is None and self._door.retry is not None:
+            self.wakeup.remove(fd)
+        elif before is not None and self._door.retry is None:
+            self.wakeup.add(fd, "door")
+
+    def _admit(self, token: bytes, opened: socket.socket, first: bool) -> None:
+        """Take a connection that has shown a token."""
+        link, parked = self._by_token.get(token), self._expected.get(token)
+        if link is not None and link.broken is None:
+            link.server.admit(opened, first)
+        elif parked is not None and len(parked) < self._options.connections:
+            parked.append((opened, first))  # nothing is read from it before this side connects
+        else:
+            opened.close()
+
+    def _give_up(self, now: float) -> None:
+        """End links whose peers have not answered in time."""
+        for link in list(self._dialling):
+            if link.broken is not None or link.reader.connected:
+                self._dialling.discard(link)
+            elif link.dial_by is not None and link.dial_by <= now:
+                self._dialling.discard(link)
+                link.cut("it cannot be reached (no answer in time)")

@@ -1,0 +1,187 @@
+"""Runs of memory as the kernel takes them: tables of ``struct iovec``, and the system calls that they are for."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+
+import numpy as np
+
+from kvxfer.geometry.plan import Ints
+
+__all__ = ["Buffer", "Pipe", "Table", "merged"]
+
+IOV_MAX = 1024
+"""Rows that one system call takes (``UIO_MAXIOV``)."""
+
+_SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_RECEIVE = socket.MSG_DONTWAIT
+_DISCARD = socket.MSG_DONTWAIT | socket.MSG_TRUNC
+
+
+class _Message(ctypes.Structure):
+    """``struct msghdr`` of 64-bit Linux."""
+
+    _fields_ = [
+        ("name", ctypes.c_void_p),
+        ("name_bytes", ctypes.c_uint32),
+        ("rows", ctypes.c_void_p),
+        ("row_count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_bytes", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    ]
+
+
+# These let other threads of Python run while they copy.
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("sendmsg", "recvmsg"):
+    _function = getattr(_libc, _name)
+    _function.argtypes = [ctypes.c_int, ctypes.POINTER(_Message), ctypes.c_int]
+    _function.restype = ctypes.c_ssize_t
+_libc.recv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.recv.restype = ctypes.c_ssize_t
+
+
+def merged(addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+    """Join runs that follow each other in memory, and drop empty ones.
+
+    Args:
+        addresses: int64 ``[n]``.
+        lengths: bytes, int64 ``[n]``.
+
+    Returns:
+        Addresses and lengths of the same bytes in the same order.
+    """
+    if len(lengths) and int(lengths.min()) == 0:
+        keep = lengths > 0
+        addresses, lengths = addresses[keep], lengths[keep]
+    if len(lengths) < 2:
+        return addresses, lengths
+    begins = np.flatnonzero(addresses[1:] != addresses[:-1] + lengths[:-1]) + 1
+    if len(begins) + 1 == len(lengths):
+        return addresses, lengths
+    begins = np.concatenate(([0], begins))
+    return addresses[begins], np.add.reduceat(lengths, begins)
+
+
+class Table:
+    """Runs of memory as one stream of bytes, cut into chunks of equal size (the last may be shorter).
+
+    The rows of all chunks stand one after the other with a spare row before each and after the last. A sender puts its
+    frame's header into the one before a chunk, a receiver the room for the next header into the one after it.
+
+    Attributes:
+        nbytes: of the stream.
+        chunks: how many there are.
+        rows: int64 ``[n, 2]``, of address and length.
+        spare: index of the spare row before each chunk, and of the last one.
+    """
+
+    def __init__(self, addresses: Ints, lengths: Ints, chunk: int) -> None:
+        """Cut them.
+
+        Args:
+            addresses: of the runs, int64 ``[n]``, at least one.
+            lengths: their bytes, int64 ``[n]``, none of them 0.
+            chunk: bytes of a chunk.
+        """
+        addresses, lengths = merged(addresses, lengths)
+        ends = np.cumsum(lengths)
+        self.nbytes = int(ends[-1])
+        self.chunks = -(-self.nbytes // chunk)
+        self._chunk = chunk
+        cuts = ends
+        if self.chunks > 1:
+            cuts = np.union1d(ends, np.arange(1, self.chunks, dtype=np.int64) * chunk)
+        begins = np.concatenate((np.zeros(1, np.int64), cuts[:-1]))
+        run = np.searchsorted(ends, begins, side="right")
+        owner = begins // chunk
+        self.rows = np.zeros((len(begins) + self.chunks + 1, 2), np.int64)
+        place = np.arange(1, len(begins) + 1) + owner
+        self.rows[place, 0] = addresses[run] + begins - (ends - lengths)[run]
+        self.rows[place, 1] = cuts - begins
+        numbers = np.arange(self.chunks + 1)
+        self.spare: list[int] = (np.searchsorted(owner, numbers) + numbers).tolist()
+        self._address = self.rows.ctypes.data
+
+    def chunk_bytes(self, number: int) -> int:
+        """Bytes of a chunk."""
+        return min(self._chunk, self.nbytes - number * self._chunk)
+
+    def row(self, index: int) -> int:
+        """Address of a row."""
+        return self._address + 16 * index
+
+    def moved(self, lo: int, hi: int, nbytes: int) -> int:
+        """Return the first of the rows ``[lo, hi)`` that is not done after so many bytes, cut to what is left of it."""
+        ends = np.cumsum(self.rows[lo : min(hi, lo + IOV_MAX), 1])
+        done = int(ends.searchsorted(nbytes, side="right"))
+        part = nbytes - (int(ends[done - 1]) if done else 0)
+        if part:
+            self.rows[lo + done] += part, -part
+        return lo + done
+
+
+class Buffer(Table):
+    """Memory of its own, in its row 1."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = np.zeros(nbytes, np.uint8)
+        self.address = self.data.ctypes.data
+        super().__init__(np.array([self.address]), np.array([nbytes]), nbytes)
+
+    def empty(self, nbytes: int) -> None:
+        """Have the row stand for the first so many bytes."""
+        self.rows[1] = self.address, nbytes
+
+    def read(self, nbytes: int) -> bytes:
+        """Return the first so many bytes."""
+        return self.data[:nbytes].tobytes()
+
+
+class Pipe:
+    """A socket that never blocks. Its methods raise ``OSError`` when the connection is over."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.fd = connection.fileno()
+        self._message = _Message()
+        self._reference = ctypes.byref(self._message)
+
+    def send(self, table: Table, lo: int, hi: int) -> int:
+        """Send from the rows ``[lo, hi)``; returns how many bytes have left, -1 if there is no room."""
+        return self._call(_libc.sendmsg, table, lo, hi, _SEND)
+
+    def receive(self, table: Table, lo: int, hi: int) -> int:
+        """Receive into the rows ``[lo, hi)``; returns how many bytes have come, -1 if there are none yet."""
+        count = self._call(_libc.recvmsg, table, lo, hi, _RECEIVE)
+        if count == 0:
+            raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
+        return count
+
+    def discard(self, nbytes: int) -> int:
+        """Drop at most so many bytes that have come, without a copy; returns how many, -1 if there are none yet."""
+        count = int(_libc.recv(self.fd, None, nbytes, _DISCARD))
+        if count < 0:
+            return _again()
+        if count == 0:
+            raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
+        return count
+
+    def _call(self, function: ctypes._NamedFuncPointer, table: Table, lo: int, hi: int, flags: int) -> int:
+        message = self._message
+        message.rows, message.row_count = table.row(lo), min(hi - lo, IOV_MAX)
+        count = int(function(self.fd, self._reference, flags))
+        return count if count >= 0 else _again()
+
+
+def _again() -> int:
+    number = ctypes.get_errno()
+    if number == errno.EAGAIN:
+        return -1
+    if number == errno.EINTR:
+        return 0
+    raise OSError(number, os.strerror(number))

@@ -1,0 +1,124 @@
+"""What goes over the wire: endpoints (by somebody else's channel), and frames (by TCP).
+
+The side that reads dials; the side whose memory is read listens. A link has several connections in each direction in which
+it reads. Each begins with a greeting: the dialler shows the listener's token, and the listener answers with the
+dialler's, so that each knows that the other holds both endpoints of this link.
+
+After that the dialler asks on its first connection, and the listener answers on all of them. A frame is a header, and what
+its kind says. The bytes of a request are one stream, run after run, that both sides cut at the same places into *chunks*;
+each chunk goes as one frame over whichever connection has room.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import struct
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
+
+from kvxfer.backend.endpoint import EndpointBase
+from kvxfer_tcp.options import MOST_CONNECTIONS
+
+__all__ = [
+    "FRAME_BYTES",
+    "GREETING_BYTES",
+    "MOST_REASON",
+    "TOKEN_BYTES",
+    "Endpoint",
+    "Header",
+    "Kind",
+    "greeting",
+    "new_token",
+]
+
+TOKEN_BYTES = 16
+MAGIC = b"kvxfer\x00\x01"
+
+_GREETING = struct.Struct("<8s16s")
+GREETING_BYTES = _GREETING.size
+
+_HEADER = struct.Struct("<IIIIQ")
+FRAME_BYTES = _HEADER.size
+
+MOST_REASON = 400
+"""Bytes of the text in a REFUSED."""
+
+
+class Kind(enum.IntEnum):
+    """The meaning of a frame. ``request``: a number that the dialler gives, 0, 1, 2 ... on each link.
+
+    FIRST, MORE: the first frame of each connection: it is the dialler's first one, on which it asks, or another.
+    ASK: read ``size`` runs of ``memory``, in chunks of ``chunk`` bytes; as many flat offsets and then lengths follow, int64.
+    CANCEL: what is left of the request is of no more use.
+    DATA: chunk number ``chunk`` of the request, of ``size`` bytes, follows.
+    REFUSED: the request has failed; ``size`` bytes of text say why.
+    """
+
+    FIRST = 1
+    MORE = 2
+    ASK = 3
+    CANCEL = 4
+    DATA = 5
+    REFUSED = 6
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class Header(NamedTuple):
+    """The beginning of a frame."""
+
+    kind: Kind
+    size: int = 0
+    memory: int = 0
+    chunk: int = 0
+    request: int = 0
+
+    def encode(self) -> bytes:
+        """Return the header as ``FRAME_BYTES`` bytes."""
+        return _HEADER.pack(*self)
+
+    @classmethod
+    def decode(cls, raw: bytes | bytearray) -> Header:
+        """Return the header that these bytes are.
+
+        Raises:
+            ValueError: they are none.
+        """
+        kind, *rest = _HEADER.unpack(raw)
+        if kind not in _KINDS:
+            raise ValueError(f"a frame of unknown kind {kind}")
+        return cls(_KINDS[kind], *rest)
+
+
+class Endpoint(EndpointBase, frozen=True):
+    """One end of a link.
+
+    Attributes:
+        host: name or address that the peer dials.
+        port: of TCP.
+        token: secret of this end of the link, known to its two ends only.
+        connections: that this side makes or takes at most in each direction.
+        lends: numbers of the memories that the peer may read.
+    """
+
+    backend = "tcp"
+    format = 1
+
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)]
+    lends: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=4096)]
+
+
+def new_token() -> bytes:
+    """Return a secret for one end of a link."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def greeting(token: bytes) -> bytes:
+    """Return what a connection begins with, on either side: the token of who is spoken to."""
+    return _GREETING.pack(MAGIC, token)

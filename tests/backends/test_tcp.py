@@ -1,0 +1,406 @@
+"""The tcp back end keeps the contract, and stands up to strangers and bad peers."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer.testing import ConformanceSuite
+from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
+from kvxfer.testing.conformance.harness import assert_equal
+from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.transport import Batch, Verb
+from kvxfer_tcp import TcpTransport
+from kvxfer_tcp.door import STRANGERS
+from kvxfer_tcp.reader import ASK_RUNS, LEAST_CHUNK, OPEN_ASKS
+from kvxfer_tcp.vectors import Table
+from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Endpoint, Header, Kind, greeting, new_token
+
+
+class TestOne(ConformanceSuite):
+    backend = TcpTransport
+    rounds = 1000
+
+
+class TestSeveral(ConformanceSuite):
+    backend = TcpTransport
+    gigabytes = False
+    options: ClassVar[dict[str, Any]] = {"connections": 3}
+
+
+class Ours(Suite):
+    backend = TcpTransport
+    __test__ = False
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(Ours())
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100, 1 << 20])
+def test_chunks_hold_the_runs_in_order(chunk: int) -> None:
+    """Each byte of the runs is in one row, in order, and each chunk between two spare rows."""
+    dice = np.random.default_rng(chunk)
+    lengths = dice.integers(1, 50, 40)
+    addresses = 1000 + np.cumsum(lengths + dice.integers(0, 2, 40) * 5) - lengths  # some follow each other
+    table = Table(addresses, lengths, chunk)
+    wanted = [a + i for a, n in zip(addresses.tolist(), lengths.tolist(), strict=True) for i in range(n)]
+    found: list[int] = []
+    for number in range(table.chunks):
+        rows = table.rows[table.spare[number] + 1 : table.spare[number + 1]]
+        assert int(rows[:, 1].sum()) == table.chunk_bytes(number) and (rows[:, 1] > 0).all()
+        found += [a + i for a, n in rows.tolist() for i in range(n)]
+    assert found == wanted and table.nbytes == len(wanted)
+
+
+def test_more_runs_than_one_request_takes(world: World) -> None:
+    """They are asked for bit by bit, and all arrive; so does what is asked for after that."""
+    count = ASK_RUNS * (OPEN_ASKS + 2)
+    a, b = world.local(), world.local()
+    for participant in (a, b):
+        participant.allocate([2 * count], seed=len(participant.name))
+    b.fill(0, seed=77)
+    link = world.link(a, b)
+    src = np.random.default_rng(1).permutation(count) * 2
+    world.move(link, TransferMode.READ, a, b, Runs.of(src, np.arange(count) * 2, np.ones(count, np.int64)))
+    world.move(link, TransferMode.READ, a, b, Runs.of([1], [5], [1000]))
+
+
+def test_an_abort_leaves_the_link_alone(world: World) -> None:
+    """What is under way for the batch is dropped, another one's bytes arrive, and neither side calls the link lost."""
+    a, b, link = world.pair()
+    for _ in range(20):
+        given_up = link.start(TransferMode.READ, a, b, Runs.of([0], [0], [3_000_000]))
+        other = link.start(TransferMode.READ, a, b, Runs.of([2_000_000], [3_000_001], [140_000]))
+        world.turn()
+        [(_, number)] = given_up.halves
+        b.abort(number)
+        world.succeed(other)
+        world.finish(given_up)
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [7], [3_000_000]))
+    for participant in (a, b):
+        assert participant.transport.lost(link.peers[participant.name]) is None
+
+
+def test_only_what_is_lent_can_be_read(world: World) -> None:
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    a.allocate([1000], 3)
+    mine, theirs = a.transport.endpoint_lending([1], False), b.transport.endpoint_lending([], False)
+    link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [5], [500]), 1, 0)
+    for reader, source in ((b, a), (a, b)):
+        with pytest.raises(TransportError, match="lends no memory 0"):
+            link.start(TransferMode.READ, source, reader, Runs.of([0], [0], [10]))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_memory_that_is_taken_back_fails_who_reads_it(world: World, begun: bool) -> None:
+    a, b = world.local(), world.local()
+    for participant in (a, b):
+        participant.allocate([64 << 20], 1)
+    link = world.link(a, b)
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [5], [500]))
+    started = link.start(TransferMode.READ, a, b, Runs.of([0], [0], [64 << 20]))
+    b.turn(True)  # asks
+    for _ in range(3 if begun else 0):
+        a.turn(True)
+    a.deregister(0)
+    [result] = world.finish(started)
+    assert result.error is not None and a.name in result.error
+
+
+class Impostor:
+    """Speaks plain TCP to a transport, as a peer that holds a valid endpoint: everything else is up to the test.
+
+    It asks on ``out``, as a reader would, and answers on ``came``, where the victim asks it.
+    """
+
+    def __init__(self, world: World, victim: LocalParticipant) -> None:
+        self.world, self.victim = world, victim
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = victim.endpoint()
+        theirs = Endpoint.decode(self.endpoint)
+        self.mine = Endpoint("impostor", "127.0.0.1", self.listener.getsockname()[1], new_token(), 1, (0,))
+        self.peer = victim.connect(self.endpoint, self.mine.encode())
+        self.came = self.listener.accept()[0]
+        self.out = socket.create_connection((theirs.host, theirs.port))
+        self.out.sendall(greeting(theirs.token) + Header(Kind.FIRST).encode())
+        world.run(0.05)
+        first = greeting(self.mine.token) + Header(Kind.FIRST).encode()
+        assert self.came.recv(len(first), socket.MSG_WAITALL) == first
+        assert self.out.recv(GREETING_BYTES, socket.MSG_WAITALL) == greeting(self.mine.token)
+
+    def greet(self) -> None:
+        """Show the victim that we are who it dialled."""
+        self.came.sendall(greeting(Endpoint.decode(self.endpoint).token))
+
+    def asked(self) -> Started:
+        """Have the victim ask for ``N`` bytes, and take its request."""
+        batch = Batch(Verb.READ, self.peer, 0, np.array([N]), np.array([500]), 0, np.array([0]))
+        started = Started([(self.victim, self.victim.submit(batch))])
+        self.world.run(0.05)
+        assert len(self.came.recv(FRAME_BYTES + 16, socket.MSG_WAITALL)) == FRAME_BYTES + 16
+        return started
+
+    def close(self) -> None:
+        for each in (self.out, self.came, self.listener):
+            each.close()
+
+
+@pytest.fixture
+def impostor(world: World) -> Iterator[Impostor]:
+    victim = world.local()
+    victim.allocate([1 << 20], 1)
+    impostor = Impostor(world, victim)
+    yield impostor
+    impostor.close()
+
+
+N = 100_000
+DATA = Header(Kind.DATA, N)
+
+ANSWERS: dict[str, bytes] = {
+    "an unknown kind": b"\xff" * FRAME_BYTES,
+    "a question": Header(Kind.ASK, 1).encode(),
+    "another size": DATA._replace(size=N - 1).encode() + b"x" * N,
+    "more than was asked for": DATA._replace(size=N + 1).encode() + b"x" * (N + 1),
+    "a chunk that is none": DATA._replace(chunk=1).encode() + b"x" * N,
+    "a request to come": DATA._replace(request=7).encode() + b"x" * N,
+    "a refusal of a request to come": Header(Kind.REFUSED, 1, request=7).encode() + b"x",
+    "a refusal without end": Header(Kind.REFUSED, 1 << 30).encode(),
+}
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_a_source_that_breaks_the_protocol_costs_its_link_only(world: World, impostor: Impostor, what: str) -> None:
+    victim, other = impostor.victim, world.local()
+    other.allocate([1 << 20], 2)
+    good = world.link(victim, other)
+    before = victim.content(0)
+    impostor.greet()
+    started = impostor.asked()
+    with suppress(OSError):
+        impostor.came.sendall(ANSWERS[what])
+    [result] = world.finish(started)
+    assert result.error is not None and "impostor" in result.error and "protocol" in result.error
+    assert_equal(victim.content(0), before, "the victim's memory")
+    assert victim.transport.lost(impostor.peer)
+    world.move(good, TransferMode.READ, other, victim, Runs.of([0], [0], [1000]))
+
+
+def test_a_chunk_that_comes_twice_completes_nothing(world: World, impostor: Impostor) -> None:
+    impostor.greet()
+    size = 20 << 20
+    victim = impostor.victim
+    memory = victim.transport
+    batch = Batch(Verb.READ, impostor.peer, 0, np.full(20, 1 << 20), np.zeros(20, np.int64), 0, np.zeros(20, np.int64))
+    started = Started([(victim, victim.submit(batch))])
+    world.run(0.05)
+    head = Header.decode(impostor.came.recv(FRAME_BYTES + 320, socket.MSG_WAITALL)[:FRAME_BYTES])
+    frame = Header(Kind.DATA, head.chunk).encode() + b"x" * head.chunk
+    assert size > 2 * head.chunk and memory is victim.transport
+    impostor.came.setblocking(False)
+    rest = memoryview(frame + frame)
+    while rest and not started.over():
+        with suppress(BlockingIOError, ConnectionError):
+            rest = rest[impostor.came.send(rest) :]
+        world.turn(0.001)
+    [result] = world.finish(started)
+    assert result.error is not None and "was not to come" in result.error
+
+
+def test_who_does_not_know_the_link_is_no_source(world: World, impostor: Impostor) -> None:
+    """Whoever listens where a peer did is believed nothing unless it shows the other token."""
+    started = impostor.asked()
+    before = impostor.victim.content(0)
+    impostor.came.sendall(greeting(new_token()) + DATA.encode() + b"x" * N)
+    [result] = world.finish(started)
+    assert result.error is not None and "does not know this link" in result.error
+    assert_equal(impostor.victim.content(0), before, "the victim's memory")
+
+
+def test_bytes_in_good_order_arrive(world: World, impostor: Impostor) -> None:
+    """What the other tests break: so that they fail for the reason they name."""
+    impostor.greet()
+    started = impostor.asked()
+    for part in (DATA.encode()[:5], DATA.encode()[5:] + b"x" * (N - 1), b"y"):
+        impostor.came.sendall(part)
+        world.run(0.02)
+    world.succeed(started)
+    assert impostor.victim.content(0)[500 : 500 + N].tobytes() == b"x" * (N - 1) + b"y"
+
+
+def question(runs: list[tuple[int, int]], memory: int = 0, chunk: int = LEAST_CHUNK, request: int = 0) -> bytes:
+    offsets, lengths = zip(*runs, strict=True)
+    return Header(Kind.ASK, len(runs), memory, chunk, request).encode() + np.array([offsets, lengths], "<i8").tobytes()
+
+
+def test_a_reader_gets_what_it_asks_for(world: World, impostor: Impostor) -> None:
+    impostor.out.sendall(question([(5, 10), (100, 20)]))
+    world.run(0.05)
+    memory = impostor.victim.content(0).tobytes()
+    assert Header.decode(impostor.out.recv(FRAME_BYTES)) == Header(Kind.DATA, 30)
+    assert impostor.out.recv(30, socket.MSG_WAITALL) == memory[5:15] + memory[100:120]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        question([(0, 10)], memory=3),
+        question([((1 << 20) - 5, 10)]),
+        question([(-1, 10)]),
+        question([(1 << 40, 10)]),
+        question([(0, 10), (10, -1)]),
+    ],
+)
+def test_what_is_not_there_is_refused_and_costs_nothing(world: World, impostor: Impostor, asked: bytes) -> None:
+    impostor.out.sendall(asked + question([(5, 10)], request=1))
+    world.run(0.05)
+    refused = Header.decode(impostor.out.recv(FRAME_BYTES, socket.MSG_WAITALL))
+    assert refused.kind is Kind.REFUSED and refused.request == 0
+    assert impostor.out.recv(refused.size, socket.MSG_WAITALL)
+    assert Header.decode(impostor.out.recv(FRAME_BYTES, socket.MSG_WAITALL)) == Header(Kind.DATA, 10, request=1)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"\xff" * FRAME_BYTES,
+        Header(Kind.DATA, 10).encode(),
+        Header(Kind.ASK, 0, 0, LEAST_CHUNK).encode(),
+        Header(Kind.ASK, ASK_RUNS + 1, 0, LEAST_CHUNK).encode(),
+        question([(0, 10)], chunk=1),
+        question([(0, 10)], chunk=1 << 31),
+        question([(0, 0)]),
+        question([(0, 1 << 20)] * 1025),
+        b"".join(question([(0, 1 << 20)] * 1000, request=i) for i in range(OPEN_ASKS + 2)),
+    ],
+)
+def test_a_reader_that_breaks_the_protocol_costs_its_link_only(world: World, impostor: Impostor, asked: bytes) -> None:
+    victim, other = impostor.victim, world.local()
+    other.allocate([1 << 20], 2)
+    good = world.link(victim, other)
+    impostor.out.sendall(asked)
+    world.wait_for(lambda: victim.transport.lost(impostor.peer) is not None, "the end of the link")
+    assert "protocol" in str(victim.transport.lost(impostor.peer))
+    world.move(good, TransferMode.READ, victim, other, Runs.of([0], [0], [1000]))
+
+
+def address(endpoint: bytes) -> tuple[str, int]:
+    decoded = Endpoint.decode(endpoint)
+    return decoded.host, decoded.port
+
+
+def test_strangers_hurt_nobody(world: World) -> None:
+    """No token, no link: whatever they send, the connection is closed and nothing is said."""
+    a, b, link = world.pair()
+    real = Endpoint.decode(b.endpoint())
+    for said in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(4096),
+        greeting(new_token()) + Header(Kind.FIRST).encode(),
+        greeting(real.token) + Header(Kind.ASK).encode(),
+        greeting(real.token) + b"\xff" * FRAME_BYTES,
+    ):
+        with socket.create_connection((real.host, real.port), timeout=5) as stranger:
+            stranger.sendall(said)
+            world.run(0.05)
+            with suppress(ConnectionError):
+                assert stranger.recv(1) == b""
+    for size in (1000, 2_000_000):
+        world.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [size]))
+
+
+def test_strangers_are_bounded_in_number_and_time(world: World) -> None:
+    a = LocalParticipant(TcpTransport, {"connect_timeout_s": 0.5}, "short", "cpu")
+    world.adopt(a)
+    b = world.local()
+    world.allocate(a, b)
+    link = world.link(a, b)
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
+    before = len(os.listdir("/proc/self/fd"))
+    strangers = []
+    for _ in range(STRANGERS + 50):
+        strangers.append(socket.create_connection(address(a.endpoint())))
+        world.turn(0.001)
+    world.run(0.05)
+    assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= STRANGERS
+    world.move(world.link(a, b), TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
+    world.run(0.7)
+    assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= 8  # those of the second link
+    for stranger in strangers:
+        stranger.close()
+    world.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
+
+
+def test_a_stale_endpoint_fails_at_once(world: World) -> None:
+    """The peer has given up the link before we dial: its answer, not a deadline, ends our batches."""
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    mine, theirs = a.endpoint(), b.endpoint()
+    b.disconnect(b.connect(theirs, mine))
+    peer = a.connect(mine, theirs)
+    batch = Batch(Verb.READ, peer, 0, np.array([N]), np.array([0]), 0, np.array([0]))
+    [result] = world.finish(Started([(a, a.submit(batch))]), seconds=3)
+    assert result.error is not None and "closed" in result.error
+
+
+@pytest.mark.parametrize("host, why", [("127.0.0.1", "refused"), ("no-such-host.invalid", "cannot be reached")])
+def test_nobody_there_is_told_at_once(world: World, host: str, why: str) -> None:
+    """And a name is looked up where nothing has to wait for it."""
+    a = world.local()
+    world.allocate(a)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    begun = time.monotonic()
+    peer = a.connect(a.endpoint(), Endpoint("nobody", host, port, new_token(), 1, (0,)).encode())
+    assert time.monotonic() - begun < 0.5
+    batch = Batch(Verb.READ, peer, 0, np.array([N]), np.array([0]), 0, np.array([0]))
+    [result] = world.finish(Started([(a, a.submit(batch))]))
+    assert result.error is not None and why in result.error and "nobody" in result.error
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"port": 70_000}, "port"),
+        ({"connections": 0}, "connections"),
+        ({"connections": "many"}, "connections"),
+        ({"conections": 2}, "did you mean 'connections'"),
+        ({"heartbeat_s": 0}, "heartbeat_s"),
+        ({"listen": "0.0.0.0"}, "advertise"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        TcpTransport("agent", options)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=str(port)):
+            TcpTransport("agent", {"port": port})
+
+
+def test_the_advertised_name_is_what_peers_dial(world: World) -> None:
+    """A name may stand for several addresses; the first that answers is taken."""
+    a = LocalParticipant(TcpTransport, {"listen": "0.0.0.0", "advertise": "localhost"}, "named", "cpu")
+    world.adopt(a)
+    b = world.local()
+    world.allocate(a, b)
+    assert Endpoint.decode(a.endpoint()).host == "localhost"
+    world.move(world.link(a, b), TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
