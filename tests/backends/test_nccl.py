@@ -248,7 +248,8 @@ def test_after_a_communicator_in_error_the_next_transfer_works(
     monkeypatch.setattr(FakePipe, "error", lambda pipe: "unhandled cuda error")
     ends = d.wait(Ended, count=8)
     assert all(not e.outcome.delivered for e in ends)
-    assert ends[0].outcome.kind is FailureKind.BACKEND_FAILED
+    # By whichever the data thread hears of first: the batch that failed, or the link that is lost with it.
+    assert ends[0].outcome.kind in (FailureKind.BACKEND_FAILED, FailureKind.PEER_LOST)
     assert "unhandled cuda error" in ends[0].outcome.failure.detail
     d.wait(Released, count=8)
     gate.event.set()
