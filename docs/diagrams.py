@@ -1,6 +1,6 @@
 """Draw the tables of ``kvxfer.protocol.transitions`` into ``docs/session.md``: ``python docs/diagrams.py``.
 
-Replaces what stands between ``<!-- lane -->`` and ``<!-- end lane -->`` (and the same for ``serve``) by a diagram of
+Replaces what stands between ``<!-- rank fetch -->`` and ``<!-- end rank fetch -->`` (and the same for ``serve``) by a diagram of
 all moves and a table of what is ignored, and why.
 """
 
@@ -22,7 +22,7 @@ from kvxfer.protocol.transitions import (
 )
 
 PAGE = Path(__file__).with_name("session.md")
-TABLES = {"lane": (RANK_FETCH, RankFetchState, RankFetchEvent), "serve": (RANK_SERVE, ServeState, ServeEvent)}
+TABLES = {"rank fetch": (RANK_FETCH, RankFetchState, RankFetchEvent), "serve": (RANK_SERVE, ServeState, ServeEvent)}
 
 
 def diagram(life: Transitions[Any, Any], states: Any) -> str:

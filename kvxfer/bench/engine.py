@@ -103,7 +103,7 @@ class BenchEngine:
         )
         self._terms = LinkPolicy.of(self._config.backend, *self._mover.start(WAIT_S), cache)
         self._mover.endpoint("link", 1, self._setup.role)  # type: ignore[arg-type]
-        self._mine = bytes(self._take(results.Endpoint).endpoint)
+        self._mine = bytes(self._take(results.EndpointMade).endpoint)
         return self._mine
 
     def connect(self, theirs: bytes) -> str:

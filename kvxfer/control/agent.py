@@ -42,6 +42,7 @@ from kvxfer.protocol.values import (
     Action,
     Close,
     Dial,
+    Emit,
     Ended,
     Event,
     Hash,
@@ -51,7 +52,6 @@ from kvxfer.protocol.values import (
     Move,
     Moved,
     RemoteWritesEnded,
-    Report,
     Resolve,
     Send,
     Stats,
@@ -476,7 +476,7 @@ class Agent:
                 self._do(partial(self._producer.link_down, link, why))
 
     def _act(self, action: Action, now: float) -> None:
-        if self._over and not isinstance(action, Report):
+        if self._over and not isinstance(action, Emit):
             return
         match action:
             case Send():
@@ -493,7 +493,7 @@ class Agent:
                 self._data.remote_writes_ended(action.ref)
             case Hash():
                 self._hasher.hash(action)
-            case Report(event=event):
+            case Emit(event=event):
                 self._events.append(event)
                 if isinstance(event, Ended):
                     self._ended(event)
@@ -573,7 +573,7 @@ class Agent:
             case Hashed():
                 machine = self._consumer if result.ref.role == "consumer" else self._producer
                 return machine.hashed(result, now)
-            case results.Endpoint() | results.Connected() | results.Broken():
+            case results.EndpointMade() | results.Connected() | results.Broken():
                 return self._linked(result, now)
             case results.Disconnected():
                 closed = self._data.disconnected(result.link)
@@ -593,7 +593,7 @@ class Agent:
                 assert_never(result)
         return []
 
-    def _linked(self, result: results.Endpoint | results.Connected | results.Broken, now: float) -> list[Action]:
+    def _linked(self, result: results.EndpointMade | results.Connected | results.Broken, now: float) -> list[Action]:
         """The data thread's word about a link."""
         link = result.link
         if isinstance(link, bytes):

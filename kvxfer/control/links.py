@@ -19,7 +19,7 @@ from kvxfer.control.revocations import RevocationView
 from kvxfer.control.sockets import Connection, ControlSockets
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import check_facts
-from kvxfer.data.results import Broken, Connected, Endpoint
+from kvxfer.data.results import Broken, Connected, EndpointMade
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner, ShardAssignment
@@ -173,13 +173,13 @@ class Inbound:
         self._sockets.finish(connection)
         raise PeerError(f"refused a link from {hello.engine[:100]!r} at {connection.host}: {why.detail}", kind=why.kind)
 
-    def result(self, result: Endpoint | Connected | Broken, now: float) -> LinkInfo | Lost | None:
+    def result(self, result: EndpointMade | Connected | Broken, now: float) -> LinkInfo | Lost | None:
         """The mover's word about a link: its terms once it is up, or that it is lost."""
         link, known = result.link, self._links.get(result.link)
         if known is None or known.number != result.number:
             return None
         why = result.failure
-        if why is None and isinstance(result, Endpoint):
+        if why is None and isinstance(result, EndpointMade):
             try:
                 assert known.planner is not None
                 known.info = self._data.terms(known.hello.backend).agree(known.hello, known.planner, _name(known))
@@ -378,7 +378,7 @@ class Outbound:
             return Lost(Failure.of(e, peer=link_name(link)), again=False)
         return None
 
-    def result(self, result: Endpoint | Connected | Broken, now: float) -> LinkInfo | Lost | None:
+    def result(self, result: EndpointMade | Connected | Broken, now: float) -> LinkInfo | Lost | None:
         """The mover's word about a link: its terms once it is up, or that it is lost."""
         o = self._links.get(result.link)
         if o is None or o.number != result.number:
@@ -386,7 +386,7 @@ class Outbound:
         if result.failure is not None:
             why = result.failure.about("our back end: ", link_name(result.link))
             return Lost(why, again=True) if o.up else self._without(o, why, now)
-        if isinstance(result, Endpoint):
+        if isinstance(result, EndpointMade):
             o.mine, o.connection.heard = result.endpoint, now
             t = o.target
             terms = self._data.terms(o.backend)

@@ -19,7 +19,17 @@ from kvxfer.data.checks import Checks
 from kvxfer.data.command_queue import CommandQueue
 from kvxfer.data.jobs import Job, Wire, make_job
 from kvxfer.data.policy import lent
-from kvxfer.data.results import Broken, Connected, Died, Disconnected, Endpoint, PieceReady, PieceTaken, Reset, Result
+from kvxfer.data.results import (
+    Broken,
+    Connected,
+    Died,
+    Disconnected,
+    EndpointMade,
+    PieceReady,
+    PieceTaken,
+    Reset,
+    Result,
+)
 from kvxfer.data.staging import Staging
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
@@ -199,7 +209,7 @@ class DataThread:
 
     def endpoint(self, link: LinkId, number: int, role: Role) -> None:
         if self.failure is not None:
-            self._post(Endpoint(link, number, b"", Failure.of(self.failure).about("it cannot be started: ")))
+            self._post(EndpointMade(link, number, b"", Failure.of(self.failure).about("it cannot be started: ")))
             return
         if self._transport is None:
             self._asked.append((link, number, role))
@@ -207,9 +217,9 @@ class DataThread:
         try:
             self._withdraw(link)
             self._unused[link] = mine = self._transport.endpoint_lending(*lent(self._transport.capabilities, role))
-            self._post(Endpoint(link, number, mine))
+            self._post(EndpointMade(link, number, mine))
         except BaseException as e:
-            self._post(Endpoint(link, number, b"", Failure.of(e)))
+            self._post(EndpointMade(link, number, b"", Failure.of(e)))
 
     def _withdraw(self, link: LinkId) -> None:
         unused = self._unused.pop(link, None)
@@ -452,7 +462,7 @@ class DataThread:
             log.exception("the back end cannot be opened; trying again in %g s", self._reopen - now)
             self._shut()
             for link, number, _ in asked:
-                self._post(Endpoint(link, number, b"", Failure.of(e).about("it cannot be opened: ")))
+                self._post(EndpointMade(link, number, b"", Failure.of(e).about("it cannot be opened: ")))
 
     def _device_done(self) -> bool:
         """Wait until it neither packs nor unpacks, for ``grace`` at most; one that has failed does neither."""

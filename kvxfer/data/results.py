@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from kvxfer.failures import Failure
 from kvxfer.protocol.values import LinkId, Moved, PartRef
 
-__all__ = ["Broken", "Connected", "Died", "Disconnected", "Endpoint", "Reset", "Result", "PieceReady", "PieceTaken"]
+__all__ = ["Broken", "Connected", "Died", "Disconnected", "EndpointMade", "Reset", "Result", "PieceReady", "PieceTaken"]
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class EndpointMade:
     """Answer to ``endpoint``: the bytes for the peer, or why there are none."""
 
     link: LinkId
@@ -79,4 +79,4 @@ class Died:
     failure: Failure
 
 
-Result = Endpoint | Connected | Broken | Disconnected | Moved | PieceReady | PieceTaken | Reset | Died
+Result = EndpointMade | Connected | Broken | Disconnected | Moved | PieceReady | PieceTaken | Reset | Died

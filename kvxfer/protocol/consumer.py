@@ -26,6 +26,7 @@ from kvxfer.protocol.values import (
     Action,
     Close,
     Dial,
+    Emit,
     Ended,
     Hash,
     Hashed,
@@ -36,7 +37,6 @@ from kvxfer.protocol.values import (
     PartRef,
     Released,
     RemoteWritesEnded,
-    Report,
     Resolve,
     Resolved,
     Send,
@@ -473,7 +473,7 @@ class ConsumerMachine:
         ended = Ended(
             "consumer", spec.transfer, spec.handle, outcome, f.nbytes, now - f.began, f.generation, f.heard - f.began
         )
-        out: list[Action] = [Report(ended)]
+        out: list[Action] = [Emit(ended)]
         for link, rank in (f.ranks or {}).items():
             if rank.state is S.DELIVERED:
                 continue
@@ -493,4 +493,4 @@ class ConsumerMachine:
         del self._fetches[f.spec.handle]
         for rank in (f.ranks or {}).values():
             self._tries.pop(rank.attempt, None)
-        return [Report(Released("consumer", f.spec.transfer, f.spec.handle))]
+        return [Emit(Released("consumer", f.spec.transfer, f.spec.handle))]

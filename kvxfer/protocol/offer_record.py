@@ -19,7 +19,7 @@ __all__ = [
     "Early",
     "OfferRecord",
     "Key",
-    "Link",
+    "ConsumerLink",
     "Over",
     "RankServe",
     "announce",
@@ -35,7 +35,7 @@ Key = tuple[LinkId, int]
 
 
 @dataclass
-class Link:
+class ConsumerLink:
     """A consumer rank that has said hello. ``stream``: the next number of a part."""
 
     info: LinkInfo
@@ -238,7 +238,9 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
         return 0
 
 
-def announce(serve: RankServe, link: Link, offer: Offer, plan: CopyPlan | None, hi: int, final: bool) -> list[Action]:
+def announce(
+    serve: RankServe, link: ConsumerLink, offer: Offer, plan: CopyPlan | None, hi: int, final: bool
+) -> list[Action]:
     """The next part, up to token ``hi``, the last one if ``final``: what tells the consumer of it, moves it and hashes it.
     ``plan``: of the part, where the link is not unattended."""
     want, info, number = serve.want, link.info, serve.part

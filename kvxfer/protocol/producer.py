@@ -14,9 +14,9 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep, PeerBudgets
 from kvxfer.protocol.offer_record import (
+    ConsumerLink,
     Early,
     Key,
-    Link,
     OfferRecord,
     Over,
     RankServe,
@@ -31,7 +31,7 @@ from kvxfer.protocol.parts import aligned, cuts
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.timers import Recent, Timers
 from kvxfer.protocol.transitions import ServeEvent, ServeState
-from kvxfer.protocol.values import Action, Close, Ended, Hashed, LinkId, LinkInfo, Moved, Released, Report, Send
+from kvxfer.protocol.values import Action, Close, Emit, Ended, Hashed, LinkId, LinkInfo, Moved, Released, Send
 from kvxfer.values import Offer
 
 __all__ = ["ProducerMachine"]
@@ -60,7 +60,7 @@ class ProducerMachine:
         self._closed: Outcome | None = None
         self._records: dict[TransferId, OfferRecord] = {}
         self._serves: dict[Key, RankServe] = {}  # those of holdings that have ended included
-        self._links: dict[LinkId, Link] = {}
+        self._links: dict[LinkId, ConsumerLink] = {}
         self._nbytes = 0  # of the block tables of all serves
         self._leases: Timers[TransferId] = Timers()
         self._budgets: Timers[Key] = Timers()
@@ -137,7 +137,7 @@ class ProducerMachine:
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
         """A consumer rank has said hello, on a link that was not there before."""
-        self._links[link] = Link(info)
+        self._links[link] = ConsumerLink(info)
         return []
 
     def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
@@ -484,7 +484,7 @@ class ProducerMachine:
         out: list[Action] = []
         if h.known:
             ended = Ended("producer", h.transfer, str(h.transfer), outcome, h.nbytes, now - h.began, h.generation)
-            out.append(Report(ended))
+            out.append(Emit(ended))
             if not h.serves:
                 out += self._release(h)
         for serve in list(h.serves.values()):
@@ -495,4 +495,4 @@ class ProducerMachine:
         """The engine may have its blocks back once nothing of the holding moves; comes once, with its last serve."""
         if h.outcome is None or h.serves or not h.known:
             return []
-        return [Report(Released("producer", h.transfer, str(h.transfer), h.generation))]
+        return [Emit(Released("producer", h.transfer, str(h.transfer), h.generation))]

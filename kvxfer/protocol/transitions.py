@@ -75,11 +75,11 @@ class RankFetchEvent(enum.StrEnum):
     LINK_DOWN = "link lost for good"
     HAVE = "have"
     COMPLETE = "all parts complete"
-    ASK = "all lanes arrived"
-    SEEN = "all lanes arrived, seen to have held"
+    ASK = "all ranks arrived"
+    SEEN = "all ranks arrived, seen to have held"
     VERDICT = "verdict"
-    ALL_HELD = "all lanes held"
-    ANOTHER = "another lane begins anew"
+    ALL_HELD = "all ranks held"
+    ANOTHER = "another rank begins anew"
     OUTDATED = "a newer generation seen"
     GONE = "gone"
     GONE_AGAIN = "gone, may come again"
@@ -116,7 +116,7 @@ RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
             (_L.LINKING, _L.PAUSED), (_e.HAVE, _e.VERDICT, _e.GONE, _e.GONE_AGAIN)
         ),
         "the outcome stands": _pairs(_OVER, set(_e) - set(_INSIDE)),
-        "the verdict is asked for once all lanes have arrived": _pairs(
+        "the verdict is asked for once all ranks have arrived": _pairs(
             (_L.WANTING, _L.MOVING, _L.ARRIVED), (_e.VERDICT,)
         ),
         "it has been said": frozenset({(_L.HELD, _e.VERDICT)}),
@@ -131,14 +131,14 @@ RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
         "nothing has been asked yet": _pairs((_L.LINKING, _L.WANTING, _L.MOVING, _L.ARRIVED, _L.PAUSED), (_e.ANOTHER,)),
     },
     never={
-        "links come up under lanes that wait for one": _pairs(set(_L) - {_L.LINKING}, (_e.LINK_UP,)),
+        "links come up under rank fetches that wait for one": _pairs(set(_L) - {_L.LINKING}, (_e.LINK_UP,)),
         "only moving parts complete": _pairs(set(_L) - {_L.MOVING}, (_e.COMPLETE,)),
-        "it is asked, or looked, once all lanes have arrived": _pairs(set(_L) - {_L.ARRIVED}, (_e.ASK, _e.SEEN)),
-        "all lanes hold, or none is delivered": _pairs(set(_L) - {_L.HELD}, (_e.ALL_HELD,)),
+        "it is asked, or looked, once all ranks have arrived": _pairs(set(_L) - {_L.ARRIVED}, (_e.ASK, _e.SEEN)),
+        "all ranks hold, or none is delivered": _pairs(set(_L) - {_L.HELD}, (_e.ALL_HELD,)),
         "nothing was announced here yet": frozenset({(_L.WANTING, _e.OUTDATED)}),
         "what others announce, they do after they have begun anew": _pairs((_L.CHECKING, _L.HELD), (_e.OUTDATED,)),
-        "no lane begins anew after the outcome": _pairs(_OVER, (_e.ANOTHER,)),
-        "only a paused lane waits for quiet": _pairs(set(_L) - {_L.PAUSED}, (_e.QUIET,)),
+        "no rank begins anew after the outcome": _pairs(_OVER, (_e.ANOTHER,)),
+        "only a paused rank waits for quiet": _pairs(set(_L) - {_L.PAUSED}, (_e.QUIET,)),
     },
 )
 
@@ -155,7 +155,7 @@ class ServeState(enum.StrEnum):
 
 class ServeEvent(enum.StrEnum):
     ANNOUNCE = "part announced"
-    SETTLE = "it held for all lanes"
+    SETTLE = "it held for all ranks"
     STOP = "drop, revoke, expiry or error"
     QUIET = "own parts ended"
     LINK_DOWN = "link lost"

@@ -36,7 +36,7 @@ __all__ = [
     "Outcome",
     "PartRef",
     "Released",
-    "Report",
+    "Emit",
     "Resolve",
     "Resolved",
     "Role",
@@ -215,11 +215,11 @@ class Hash(msgspec.Struct, frozen=True):
     side: Side
 
 
-class Report(msgspec.Struct, frozen=True):
+class Emit(msgspec.Struct, frozen=True):
     event: Event
 
 
-Action = Resolve | Dial | Close | Send | Move | Abort | RemoteWritesEnded | Hash | Report
+Action = Resolve | Dial | Close | Send | Move | Abort | RemoteWritesEnded | Hash | Emit
 
 
 class Moved(msgspec.Struct, frozen=True):

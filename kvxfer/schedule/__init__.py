@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from kvxfer.identity import Source
 from kvxfer.schedule.agreement import RankAgreement
-from kvxfer.schedule.commands import Cancel, Decline, Revoke, ScheduleError, StepCommands
+from kvxfer.schedule.commands import Cancel, DeclinedTransfer, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
 from kvxfer.schedule.producer import OfferSchedule
 from kvxfer.values import BlockTable, Group
 
 __all__ = [
     "Cancel",
-    "Decline",
+    "DeclinedTransfer",
     "FetchSchedule",
     "OfferSchedule",
     "RankAgreement",

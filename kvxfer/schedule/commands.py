@@ -8,7 +8,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.values import BlockTable, Fetch, Group, Offer
 
-__all__ = ["Cancel", "Decline", "Revoke", "ScheduleError", "StepCommands", "check_table"]
+__all__ = ["Cancel", "DeclinedTransfer", "Revoke", "ScheduleError", "StepCommands", "check_table"]
 
 
 class ScheduleError(KvxferError):
@@ -61,7 +61,7 @@ class StepCommands(msgspec.Struct, frozen=True):
         return bool(self.offers or self.revokes or self.fetches or self.cancels)
 
 
-class Decline(msgspec.Struct, frozen=True):
+class DeclinedTransfer(msgspec.Struct, frozen=True):
     """A consumer will never ask for this transfer: the producer may drop it.
 
     Not for workers, who never heard of the transfer: the scheduler half tells the producer's directory.

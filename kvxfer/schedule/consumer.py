@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule.commands import Cancel, Decline, ScheduleError, StepCommands, check_table
+from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
 from kvxfer.values import NULL, BlockTable, Fetch, Group
 
 
@@ -47,7 +47,7 @@ class FetchSchedule:
         self._loading: dict[str, _Load] = {}  # by loader, which may have finished meanwhile
         self._fetches: list[Fetch] = []
         self._cancels: dict[str, Cancel] = {}  # by request
-        self._declines: list[Decline] = []
+        self._declines: list[DeclinedTransfer] = []
 
     def arrive(self, request: str, transfer: TransferId, digest: bytes, source: Source, tokens: int) -> bool:
         """Take in a request of whose prompt the first ``tokens`` tokens can be had from ``source``.
@@ -172,7 +172,7 @@ class FetchSchedule:
         self._cancels.clear()
         return drained
 
-    def declines(self) -> tuple[Decline, ...]:
+    def declines(self) -> tuple[DeclinedTransfer, ...]:
         """Transfers given up unread since the last call; for their producers, not for workers."""
         drained = tuple(self._declines)
         self._declines.clear()
@@ -202,7 +202,7 @@ class FetchSchedule:
 
     def _decline(self, load: _Load, reason: str) -> None:
         load.state = _State.CLOSED
-        self._declines.append(Decline(load.transfer, load.digest, load.source, reason))
+        self._declines.append(DeclinedTransfer(load.transfer, load.digest, load.source, reason))
 
     def _prune(self, load: _Load) -> None:
         if not load.requests and load.loader is None:

@@ -25,8 +25,8 @@ from tests.conftest import require
 require("nixl")
 
 from kvxfer_nixl import NixlTransport, flight  # noqa: E402  (only where it can be used)
-from kvxfer_nixl.agent import Agent  # noqa: E402
-from kvxfer_nixl.endpoint import Piece  # noqa: E402
+from kvxfer_nixl.agent import LibraryAgent  # noqa: E402
+from kvxfer_nixl.endpoint import ExportedPiece  # noqa: E402
 
 
 class TestCma(ConformanceSuite):
@@ -91,9 +91,11 @@ def test_batches_in_pieces_move_the_same_bytes(world: World, runs: Runs, monkeyp
 
 
 def test_a_large_batch_is_posted_by_several_threads(cma: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    posted, post = list[str](), Agent.post
+    posted, post = list[str](), LibraryAgent.post
     monkeypatch.setattr(
-        Agent, "post", lambda self, handle: (posted.append(threading.current_thread().name), post(self, handle))[1]
+        LibraryAgent,
+        "post",
+        lambda self, handle: (posted.append(threading.current_thread().name), post(self, handle))[1],
     )
     a, b, link = large(cma)
     runs = Runs.of(np.arange(512) * 16384, np.arange(512)[::-1] * 16384, np.full(512, 16384))
@@ -119,17 +121,17 @@ def test_without_threads_a_batch_is_posted_by_one(cma: World, monkeypatch: pytes
 
 def test_a_failed_piece_vouches_for_no_other(cma: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread has a worker of UCX's with connections of its own: that one has failed says nothing of the others."""
-    broken, finished, post = list[int](), threading.Event(), Agent.post
+    broken, finished, post = list[int](), threading.Event(), LibraryAgent.post
 
-    def done(self: Agent, handle: int) -> bool:
+    def done(self: LibraryAgent, handle: int) -> bool:
         if not broken:
             broken.append(handle)
             raise TransportError("the connection broke")
         return finished.is_set()
 
     a, b, link = large(cma)
-    monkeypatch.setattr(Agent, "post", lambda self, handle: post(self, handle) and False)
-    monkeypatch.setattr(Agent, "done", done)
+    monkeypatch.setattr(LibraryAgent, "post", lambda self, handle: post(self, handle) and False)
+    monkeypatch.setattr(LibraryAgent, "done", done)
     started = link.start(
         TransferMode.READ, a, b, Runs.of(np.arange(512) * 16384, np.arange(512)[::-1] * 16384, np.full(512, 16384))
     )
@@ -205,9 +207,9 @@ def test_a_link_closed_before_we_connect_fails_at_once(world: World) -> None:
         ({"plugin": "LIBFABRIC"}, "they must agree"),
         ({"metadata": b""}, "metadata"),
         ({"metadata": b"nixlSerDes|Agent"}, "metadata"),
-        ({"memories": (Piece("abacus", ((4096, 4096),)),)}, "abacus"),
-        ({"memories": (Piece("cuda:x", ((4096, 4096),)),)}, "cuda"),
-        ({"memories": (Piece("cpu", ((4096, 4096), (4097, 10))),)}, "overlap"),
+        ({"memories": (ExportedPiece("abacus", ((4096, 4096),)),)}, "abacus"),
+        ({"memories": (ExportedPiece("cuda:x", ((4096, 4096),)),)}, "cuda"),
+        ({"memories": (ExportedPiece("cpu", ((4096, 4096), (4097, 10))),)}, "overlap"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -27,7 +27,7 @@ from tests.control.conftest import make_cache
 config = Config.from_mapping(json.loads(sys.argv[1]))
 memory = np.full(3 * 16 * 4 * 4 * 16, int(sys.argv[2]), np.uint8)
 agent = Agent(make_cache(memory, 1, 0, 16), config, sys.argv[2])
-mover, begun = agent._movers._first, threading.Event()
+mover, begun = agent._data._first, threading.Event()
 mover.endpoint(("nobody", 1), 1, "consumer")  # some open a port for each link
 mover._inbox.post(begun.set)
 begun.wait()

@@ -19,7 +19,7 @@ from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport
 from kvxfer_tcp.door import STRANGERS
 from kvxfer_tcp.reader import ASK_RUNS, LEAST_CHUNK, OPEN_ASKS
-from kvxfer_tcp.vectors import Table
+from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Endpoint, Header, Kind, greeting, new_token
 
 
@@ -52,7 +52,7 @@ def test_chunks_hold_the_runs_in_order(chunk: int) -> None:
     dice = np.random.default_rng(chunk)
     lengths = dice.integers(1, 50, 40)
     addresses = 1000 + np.cumsum(lengths + dice.integers(0, 2, 40) * 5) - lengths  # some follow each other
-    table = Table(addresses, lengths, chunk)
+    table = IovecTable(addresses, lengths, chunk)
     wanted = [a + i for a, n in zip(addresses.tolist(), lengths.tolist(), strict=True) for i in range(n)]
     found: list[int] = []
     for number in range(table.chunks):

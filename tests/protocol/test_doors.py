@@ -15,7 +15,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol import producer
 from kvxfer.protocol.budgets import Keep, PeerBudgets
 from kvxfer.protocol.producer import ProducerMachine
-from kvxfer.protocol.values import Action, Ended, Failure, LinkInfo, Outcome, Released, Report, Send
+from kvxfer.protocol.values import Action, Emit, Ended, Failure, LinkInfo, Outcome, Released, Send
 from kvxfer.values import BlockTable, Offer
 from tests.control.conftest import Engine, fetch, make_cache, offered
 
@@ -44,7 +44,7 @@ class Door:
         self.machine.link_up(peer, LinkInfo("read", PLANNER, peer=epoch), self.now)
 
     def does(self, actions: list[Action]) -> list[m.Message]:
-        self.events += [a.event for a in actions if isinstance(a, Report)]
+        self.events += [a.event for a in actions if isinstance(a, Emit)]
         return [a.message for a in actions if isinstance(a, Send)]
 
     def says(self, who: bytes, msg: m.Message) -> list[m.Message]:

@@ -23,7 +23,7 @@ from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState, Transitions
-from kvxfer.protocol.values import Abort, Action, Dial, Ended, LinkInfo, Move, Moved, RankRoute, Report, Resolved, Send
+from kvxfer.protocol.values import Abort, Action, Dial, Emit, Ended, LinkInfo, Move, Moved, RankRoute, Resolved, Send
 from kvxfer.schedule import RankAgreement
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.control.conftest import Engine, fetch, offered, until
@@ -88,7 +88,7 @@ class Ranks:
                                 who, Moved(ref, Failure(FailureKind.CANCELLED, "aborted"), True, 0)
                             )
                         )
-                case Report(event=Ended() as end) if side == "c":
+                case Emit(event=Ended() as end) if side == "c":
                     assert i not in self.ended
                     self.ended[i] = end
                     self.check(i, end)

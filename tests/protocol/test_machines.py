@@ -18,7 +18,7 @@ from kvxfer.identity import Source
 from kvxfer.protocol import parts
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, Transitions
-from kvxfer.protocol.values import Ended, LinkInfo, RankRoute, Report, Resolved
+from kvxfer.protocol.values import Emit, Ended, LinkInfo, RankRoute, Resolved
 from kvxfer.values import BlockTable, Fetch
 from tests.protocol.world import SETTINGS, Script, Setting, World
 from tests.protocol.world.base import LEASE, RANKS, TRANSFERS
@@ -174,7 +174,7 @@ def test_a_deadline_tells_why_the_link_had_to_be_made_anew() -> None:
     machine.resolved(source, Resolved((RankRoute("link", 1),)), 0.0)
     machine.link_up("link", LinkInfo("read", planner=None), 0.1)  # type: ignore[arg-type]
     machine.link_reset("link", Failure(FailureKind.PEER_LOST, "the cable was cut"), 1.0)
-    [end] = [a.event for a in machine.tick(5.0) if isinstance(a, Report) and isinstance(a.event, Ended)]
+    [end] = [a.event for a in machine.tick(5.0) if isinstance(a, Emit) and isinstance(a.event, Ended)]
     assert end.outcome.kind is FailureKind.PEER_LOST
     assert (
         end.outcome.failure.detail == "no outcome within 5 s (still linking, since its link broke: the cable was cut)"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import Cancel, Decline, Revoke, Schedule, StepCommands
+from kvxfer.schedule import Cancel, DeclinedTransfer, Revoke, Schedule, StepCommands
 from kvxfer.values import BlockTable, Fetch, Group, Offer
 
 
@@ -27,8 +27,8 @@ ALL = StepCommands(
 def test_commands_survive_pickle_and_msgpack() -> None:
     assert pickle.loads(pickle.dumps(ALL)) == ALL
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(ALL), type=StepCommands) == ALL
-    decline = Decline(T, b"d", PEER, "why")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(decline), type=Decline) == decline
+    decline = DeclinedTransfer(T, b"d", PEER, "why")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(decline), type=DeclinedTransfer) == decline
 
 
 def test_a_step_without_news_is_false() -> None:

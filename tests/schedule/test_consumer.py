@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import Cancel, Decline, FetchSchedule, ScheduleError
+from kvxfer.schedule import Cancel, DeclinedTransfer, FetchSchedule, ScheduleError
 from kvxfer.values import BlockTable, Fetch, Group
 
 
@@ -189,7 +189,7 @@ class TestDecline:
         intake = expecting(FULL, 40)
         assert intake.waiting == {T: (DIGEST, PEER)}
         intake.finish("r", "the consumer rejected the request")
-        assert intake.declines() == (Decline(T, DIGEST, PEER, "the consumer rejected the request"),)
+        assert intake.declines() == (DeclinedTransfer(T, DIGEST, PEER, "the consumer rejected the request"),)
         assert not intake.declines() and not intake.waiting and len(intake) == 0
 
     def test_all_is_in_the_local_cache(self) -> None:

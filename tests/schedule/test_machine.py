@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import Cancel, Decline, Revoke, StepCommands
+from kvxfer.schedule import Cancel, DeclinedTransfer, Revoke, StepCommands
 from kvxfer.values import Fetch, Group, Offer
 from tests.schedule.engine import STATE, Engine, Request, Scheduled, ceil
 
@@ -51,7 +51,7 @@ class Taking:
         self.prompt = prompt
         self.requests: list[Request] = []
         self.cancelled = False
-        self.ends = 0  # a Fetch or a Decline is due: one
+        self.ends = 0  # a Fetch or a DeclinedTransfer is due: one
 
     @property
     def alive(self) -> bool:
@@ -356,7 +356,7 @@ class Machine(RuleBasedStateMachine):
         assert [request.over for request in taking.requests if request.loading] == [True]
         taking.cancelled = True
 
-    def declined(self, decline: Decline) -> None:
+    def declined(self, decline: DeclinedTransfer) -> None:
         assert decline.source == PEER and decline.reason
         next(taking for taking in self.taking[decline.transfer] if not taking.ends).ends += 1
 

@@ -11,7 +11,7 @@ from kvxfer.backend import CopyPool
 from kvxfer.geometry.plan import Ints
 from kvxfer_cma.vm import IOV_MAX, Pieces, Process
 
-__all__ = ["Copy", "Direct", "Step", "split_long"]
+__all__ = ["Copy", "DirectCopy", "CopyStep", "split_long"]
 
 STEP_BYTES = 16 << 20
 """At most these bytes go in one system call of each thread. It cannot be broken off, so they bound how long a poll blocks: 4 ms at
@@ -21,7 +21,7 @@ PIECE_BYTES = 256 << 10
 """Longer runs are cut, so that a few long ones among many short ones do not make every step short."""
 
 
-class Step(enum.Enum):
+class CopyStep(enum.Enum):
     """What is to be done after a step."""
 
     MORE = enum.auto()  # there is more to do at once
@@ -33,7 +33,7 @@ class Step(enum.Enum):
 class Copy(Protocol):
     """A batch on its way."""
 
-    def step(self) -> Step:
+    def step(self) -> CopyStep:
         """Move some bytes. Raises ``PeerError`` or ``OSError``; then the copy is over."""
 
     def drop(self) -> None:
@@ -50,7 +50,7 @@ def split_long(limit: int, lengths: Ints, *offsets: Ints) -> tuple[Ints, ...]:
     return np.minimum(lengths[run] - skip, limit), *(o[run] + skip for o in offsets)
 
 
-class Direct:
+class DirectCopy:
     """Straight from one process's memory into the other's, by as many threads as it is large enough for."""
 
     def __init__(self, process: Process, pool: CopyPool, write: bool, local: Ints, remote: Ints, lengths: Ints) -> None:
@@ -73,12 +73,12 @@ class Direct:
             for lo, hi in zip(cuts, cuts[1:], strict=False)
         ]
 
-    def step(self) -> Step:
+    def step(self) -> CopyStep:
         if not self._process.ready():
-            return Step.LATER
+            return CopyStep.LATER
         self._pool.do([share.step for share in self._shares])
         self._shares = [share for share in self._shares if share.left]
-        return Step.MORE if self._shares else Step.DONE
+        return CopyStep.MORE if self._shares else CopyStep.DONE
 
     def drop(self) -> None:
         """Nothing to do: no step is under way."""

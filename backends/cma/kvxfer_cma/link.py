@@ -60,7 +60,7 @@ def way_in(peer: Endpoint, options: Options, pid_namespace: int) -> dict[int, vm
     try:
         for process in processes.values():
             process.ready()
-    except vm.Refused as e:
+    except vm.AccessRefused as e:
         if options.mode == "auto":
             return None
         raise TransportError(str(e)) from e

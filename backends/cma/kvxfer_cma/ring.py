@@ -27,7 +27,7 @@ import numpy as np
 from kvxfer.backend.memories import Memories
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry.plan import Ints
-from kvxfer_cma.copy import Step, split_long
+from kvxfer_cma.copy import CopyStep, split_long
 from kvxfer_cma.endpoint import LINK_BYTES
 from kvxfer_cma.vm import IOV_MAX, Pieces, copy_own
 
@@ -183,7 +183,7 @@ class Relayed:
         self._asked: dict[int, tuple[int, int]] = {}  # slot -> runs [lo, hi)
         self._error: Exception | None = None
 
-    def step(self) -> Step:
+    def step(self) -> CopyStep:
         if self._error is not None:
             raise self._error
         self._asker.check()
@@ -196,8 +196,8 @@ class Relayed:
                 self._asker.slots.fill(slot, self._local, lo, hi)
             self._asker.ask(slot, self, self._write, self._memory, hi - lo)
         if self._at < self._end:
-            return Step.MORE if free else Step.WAIT
-        return Step.WAIT if self._asked else Step.DONE
+            return CopyStep.MORE if free else CopyStep.WAIT
+        return CopyStep.WAIT if self._asked else CopyStep.DONE
 
     def answered(self, slot: int, status: int) -> None:
         runs = self._asked.pop(slot, None)

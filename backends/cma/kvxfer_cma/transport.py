@@ -17,7 +17,7 @@ from kvxfer.backend.host import host, pid_namespace
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Verb
 from kvxfer_cma import ptrace, vm
-from kvxfer_cma.copy import Copy, Direct, Step
+from kvxfer_cma.copy import Copy, CopyStep, DirectCopy
 from kvxfer_cma.endpoint import LINK_BYTES, Endpoint, Exported
 from kvxfer_cma.link import Link, way_in
 from kvxfer_cma.options import Options
@@ -151,7 +151,7 @@ class CmaTransport(Base[Endpoint, Link]):
         if link.asker is not None:
             copy = Relayed(link.asker, write, local, batch.remote, batch.remote_offsets, lengths)
         elif batch.remote in link.processes:
-            copy = Direct(link.processes[batch.remote], self._pool, write, local, remote, lengths)
+            copy = DirectCopy(link.processes[batch.remote], self._pool, write, local, remote, lengths)
         else:
             raise TransportError(f"{link.peer} has no memory {batch.remote}")
         self._jobs[number] = _Job(link, copy, after)
@@ -189,17 +189,17 @@ class CmaTransport(Base[Endpoint, Link]):
             self._jobs[number] = job  # next time the others come first
             try:
                 if job.after is not None and not job.after.passed():
-                    step = Step.LATER
+                    step = CopyStep.LATER
                 else:
                     job.after = None
                     step = job.copy.step()
             except Exception as e:  # whatever it is, it is how this batch ended
                 self._end(number, e)
                 continue
-            if step is Step.DONE:
+            if step is CopyStep.DONE:
                 self._end(number, None)
-            more |= step is Step.MORE
-            later |= step is Step.LATER
+            more |= step is CopyStep.MORE
+            later |= step is CopyStep.LATER
         if later:
             self.wakeup.at(time.monotonic() + RETRY_S)
         return more

@@ -17,7 +17,7 @@ import numpy as np
 from kvxfer.errors import PeerError
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["IOV_MAX", "KEY_BYTES", "Pieces", "Process", "Refused", "copy_own", "not_yet", "unsupported"]
+__all__ = ["IOV_MAX", "KEY_BYTES", "Pieces", "Process", "AccessRefused", "copy_own", "not_yet", "unsupported"]
 
 IOV_MAX = 1024
 """Pieces that one system call takes (``UIO_MAXIOV``)."""
@@ -33,7 +33,7 @@ for _name in ("process_vm_readv", "process_vm_writev"):
         _function.restype = ctypes.c_ssize_t
 
 
-class Refused(PeerError):
+class AccessRefused(PeerError):
     """The kernel does not let this process touch the peer's memory."""
 
 
@@ -150,7 +150,7 @@ class Process:
         if e.errno == errno.ESRCH:
             return PeerError(f"{who} is gone")
         if e.errno == errno.EPERM:
-            return Refused(
+            return AccessRefused(
                 f"the kernel refuses access to the memory of {who}. Run both as one user and, where Yama's "
                 "ptrace_scope is 1, set `allow_ptrace: true` in the back-end options of both; or grant "
                 "CAP_SYS_PTRACE, or use `mode: shm`. `kvxfer doctor` shows what is in force"

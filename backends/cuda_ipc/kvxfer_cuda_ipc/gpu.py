@@ -16,7 +16,7 @@ from kvxfer.geometry.plan import Ints
 from kvxfer_cuda_ipc.driver import NOT_READY, Context
 from kvxfer_cuda_ipc.library import CudaError, check
 from kvxfer_cuda_ipc.options import Options
-from kvxfer_cuda_ipc.tables import HELD, LANES, MOST_ROWS, MOST_SEGMENTS, Launch, Rows, divisor
+from kvxfer_cuda_ipc.tables import HELD, LANES, MOST_ROWS, MOST_SEGMENTS, AddressRows, Launch, divisor
 
 __all__ = ["THREADS", "WORK", "Gpu", "blocks_for", "describe"]
 
@@ -64,7 +64,7 @@ class Gpu:
         self._ctas = options.ctas
         self._started = self._finished = 0
         self._under_way: deque[_Slot] = deque()
-        self._resident: dict[Rows, int] = {}
+        self._resident: dict[AddressRows, int] = {}
         self._arena_used = 0
         self._work = ctypes.create_string_buffer(WORK.size)
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
@@ -166,7 +166,7 @@ class Gpu:
             self._api.cuLaunchKernel(kernel, blocks, 1, 1, THREADS, 1, 1, 0, self._stream, self._arguments_at, 0),
         )
 
-    def _rows_at(self, rows: Rows) -> int:
+    def _rows_at(self, rows: AddressRows) -> int:
         """Where the rows stand on the device.
 
         They stay until the arena is full; what overwrites them then is queued behind the launches that use them.

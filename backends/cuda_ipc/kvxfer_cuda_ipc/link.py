@@ -12,7 +12,7 @@ from kvxfer_cuda_ipc.gpu import Gpu
 from kvxfer_cuda_ipc.lowering import Lowering
 from kvxfer_cuda_ipc.tables import Launch
 
-__all__ = ["Job", "Link"]
+__all__ = ["CopyJob", "Link"]
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Link:
 
 
 @dataclass(eq=False)
-class Job:
+class CopyJob:
     """A batch.
 
     Attributes:

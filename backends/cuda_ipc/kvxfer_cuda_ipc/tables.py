@@ -14,7 +14,17 @@ from kvxfer.geometry import CopyPattern, Region, StridedCopy
 from kvxfer.geometry.cache import flat_starts
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["MOST_ROWS", "MOST_SEGMENTS", "Launch", "Placement", "Rows", "Tile", "divisor", "of_runs", "of_strided_copy"]
+__all__ = [
+    "MOST_ROWS",
+    "MOST_SEGMENTS",
+    "Launch",
+    "Placement",
+    "AddressRows",
+    "Tile",
+    "divisor",
+    "of_runs",
+    "of_strided_copy",
+]
 
 MOST_ROWS = 1 << 16
 MOST_SEGMENTS = 1 << 15
@@ -42,7 +52,7 @@ def _most(values: Ints) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class AddressRows:
     """Source and destination address of each row, less the place of its segment: int64 ``[2, rows]``.
 
     ``bits``: all of them or-ed, which shows how they are aligned.
@@ -52,14 +62,14 @@ class Rows:
     bits: int
 
     @classmethod
-    def of(cls, src: Ints, dst: Ints) -> Rows:
+    def of(cls, src: Ints, dst: Ints) -> AddressRows:
         return cls(np.stack([src, dst]), _bits(src) | _bits(dst))
 
     def __len__(self) -> int:
         return int(self.table.shape[1])
 
 
-ONE_ROW = Rows.of(np.zeros(1, np.int64), np.zeros(1, np.int64))
+ONE_ROW = AddressRows.of(np.zeros(1, np.int64), np.zeros(1, np.int64))
 """For runs, which carry their addresses themselves."""
 
 
@@ -86,7 +96,7 @@ class Launch:
     segment ``s`` is ``unit * counts[s]`` words of ``word`` bytes, ``chunks`` chunks at most.
     """
 
-    rows: Rows
+    rows: AddressRows
     src_at: Ints
     dst_at: Ints
     counts: Ints
@@ -119,7 +129,7 @@ class Placement:
     destination.
     """
 
-    rows: tuple[Rows, ...]
+    rows: tuple[AddressRows, ...]
     src_low: int
     src_high: int
     dst_low: int
@@ -135,7 +145,7 @@ class Placement:
         if a is None or b is None:
             return None
         parts = range(0, len(pattern), MOST_ROWS)
-        rows = tuple(Rows.of(a[0][i : i + MOST_ROWS], b[0][i : i + MOST_ROWS]) for i in parts)
+        rows = tuple(AddressRows.of(a[0][i : i + MOST_ROWS], b[0][i : i + MOST_ROWS]) for i in parts)
         return cls(rows, a[1], a[2], b[1], b[2])
 
     def holds(self, strided: StridedCopy) -> bool:
@@ -172,7 +182,7 @@ def divisor(d: int) -> tuple[int, int]:
     return -(-(1 << shift) // d), shift
 
 
-def _launches(rows: Rows, src_at: Ints, dst_at: Ints, counts: Ints, unit: int) -> Iterator[Launch]:
+def _launches(rows: AddressRows, src_at: Ints, dst_at: Ints, counts: Ints, unit: int) -> Iterator[Launch]:
     """Yield the launches of rows and segments, whose ``unit`` is in bytes.
 
     Where it is a single byte, counts are lengths, and their alignment matters as well.

@@ -20,7 +20,7 @@ from kvxfer_cuda_ipc.endpoint import LINK_BYTES, Endpoint, Exported, process
 from kvxfer_cuda_ipc.exports import Opened, export
 from kvxfer_cuda_ipc.gpu import Gpu
 from kvxfer_cuda_ipc.library import probe
-from kvxfer_cuda_ipc.link import Job, Link
+from kvxfer_cuda_ipc.link import CopyJob, Link
 from kvxfer_cuda_ipc.lowering import Lowering
 from kvxfer_cuda_ipc.options import Options
 
@@ -67,7 +67,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         self._gpus: dict[int, Gpu] = {}
         self._opened = Opened(lambda ordinal: self._gpus[ordinal].context)
         self._leaving: list[Link] = []  # disconnected, and perhaps still in use by a launch
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, CopyJob] = {}
         self._liveness = LivenessLinks("cuda-ipc", self.wakeup)
 
     @classmethod
@@ -161,7 +161,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         if ordinal not in link.lowerings:
             raise TransportError(f"memory {batch.local} was registered after the link to {link.peer.agent} was made")
         launches = deque(link.lowerings[ordinal].launches(batch))
-        self._jobs[number] = job = Job(link, self._gpus[ordinal], after, launches)
+        self._jobs[number] = job = CopyJob(link, self._gpus[ordinal], after, launches)
         self._advance(job)
 
     def stop(self, number: int, link: Link) -> None:
@@ -187,7 +187,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
             last.callback(self._liveness.close)
         self._jobs.clear()
 
-    def _advance(self, job: Job) -> None:
+    def _advance(self, job: CopyJob) -> None:
         """Start what can be started."""
         if job.error is not None or (job.begun is not None and not job.launches):
             return
@@ -228,7 +228,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
                 over[gpu] = 0
         return over
 
-    def _verdict(self, job: Job) -> Exception | None:
+    def _verdict(self, job: CopyJob) -> Exception | None:
         """How a job ended whose launches are all over."""
         job.link.liveness.check()
         if job.error is None and job.link.liveness.down is not None:
@@ -236,7 +236,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         return job.error
 
     @staticmethod
-    def _stop(job: Job, error: Exception) -> None:
+    def _stop(job: CopyJob, error: Exception) -> None:
         """Start nothing more. The job ends when what was started is over: nothing can call it back."""
         job.error = job.error or error
         job.launches.clear()
@@ -268,7 +268,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
             due = now + RETRY_S
         self.wakeup.at(due)
 
-    def _expected(self, job: Job) -> float:
+    def _expected(self, job: CopyJob) -> float:
         """When a batch that was begun should be over."""
         return (job.begun or 0.0) + job.nbytes / job.gpu.pace
 

@@ -17,12 +17,12 @@ from kvxfer_nixl.gate import inside
 from kvxfer_nixl.library import Library, load
 from kvxfer_nixl.options import Options, text
 
-__all__ = ["Agent", "Rows", "Side"]
+__all__ = ["LibraryAgent", "DescriptorRows", "Side"]
 
-Rows = NDArray[np.uint64]
+DescriptorRows = NDArray[np.uint64]
 """Descriptors, C-contiguous ``[n, 3]``: address, bytes, device."""
 
-Side = tuple[bool, Rows]
+Side = tuple[bool, DescriptorRows]
 """Descriptors, and whether they lie in GPU memory."""
 
 PROGRESS_US = 100_000
@@ -39,7 +39,7 @@ _REFUSED = {
 _THREADS = {"UCX": "num_threads", "LIBFABRIC": "num_threads", "UCCL": "num_cpus"}
 
 
-class Agent:
+class LibraryAgent:
     """``name``: what peers call it.
 
     It has one progress thread of NIXL's, which sleeps. One thread at a time, save ``prepare`` and ``post``, which as

@@ -9,10 +9,10 @@ from msgspec import Meta, Struct
 from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.backend.liveness import LINK_BYTES
 
-__all__ = ["Endpoint", "Piece"]
+__all__ = ["Endpoint", "ExportedPiece"]
 
 
-class Piece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ExportedPiece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A memory: its device, and (address, bytes) of its regions."""
 
     device: Annotated[str, Meta(max_length=32)]
@@ -36,7 +36,7 @@ class Endpoint(EndpointBase, frozen=True):
     within: int
     end: Annotated[bytes, Meta(min_length=LINK_BYTES, max_length=LINK_BYTES)]
     line: Annotated[str, Meta(max_length=96)]
-    memories: tuple[Piece | None, ...]
+    memories: tuple[ExportedPiece | None, ...]
     metadata: bytes
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 from kvxfer.backend import CopyPool
 from kvxfer.errors import TransportError
 from kvxfer.transport.contract import Completion, Fence
-from kvxfer_nixl.agent import Agent, Side
+from kvxfer_nixl.agent import LibraryAgent, Side
 from kvxfer_nixl.link import Link
 
 __all__ = ["Flight"]
@@ -70,7 +70,7 @@ class Flight:
         self._error: TransportError | None = None
         self._earliest, self._latest = 0.0, 0.0
 
-    def advance(self, agent: Agent, now: float, until: float) -> Completion | None:
+    def advance(self, agent: LibraryAgent, now: float, until: float) -> Completion | None:
         """Look what is done, post more until the time ``until``, and say whether this is the end."""
         self._look(agent)
         if self._cuts or self._handles:
@@ -97,12 +97,12 @@ class Flight:
             self._error = TransportError(f"{what} failed: {why}")
             self._error.__cause__ = cause
 
-    def linger(self, agent: Agent) -> bool:
+    def linger(self, agent: LibraryAgent) -> bool:
         """After the end: whether NIXL is still not done."""
         self._look(agent)
         return bool(self._handles)
 
-    def drop(self, agent: Agent) -> None:
+    def drop(self, agent: LibraryAgent) -> None:
         """Release all handles, whatever they are doing: when the connection or the agent is no more."""
         for handle in self._handles:
             agent.release(handle)
@@ -126,7 +126,7 @@ class Flight:
             self._fence = None
         return self._fence is None
 
-    def _post(self, agent: Agent, until: float) -> None:
+    def _post(self, agent: LibraryAgent, until: float) -> None:
         on_host = not (self._local[0] or self._remote[0])
         while self._cuts and len(self._handles) < WINDOW and self._error is None and time.monotonic() < until:
             at_once = min(len(self._cuts), WINDOW - len(self._handles), self._pool.size if on_host else 1)
@@ -148,7 +148,7 @@ class Flight:
         self._start = piece.stop
         return (self._local[0], self._local[1][piece]), (self._remote[0], self._remote[1][piece])
 
-    def _post_one(self, agent: Agent, piece: tuple[Side, Side], result: _Posted) -> None:
+    def _post_one(self, agent: LibraryAgent, piece: tuple[Side, Side], result: _Posted) -> None:
         """On any thread. NIXL binds what is made to a worker of the thread that makes it."""
         try:
             result.handle = agent.prepare(self._operation, *piece, self.link.peer.name)
@@ -156,7 +156,7 @@ class Flight:
         except TransportError as e:
             result.error = e
 
-    def _take_in(self, agent: Agent, results: list[_Posted]) -> None:
+    def _take_in(self, agent: LibraryAgent, results: list[_Posted]) -> None:
         self._posted = time.monotonic()
         for r in results:
             if r.handle is None:
@@ -169,7 +169,7 @@ class Flight:
             else:
                 self._handles.append(r.handle)
 
-    def _look(self, agent: Agent) -> None:
+    def _look(self, agent: LibraryAgent) -> None:
         for handle in list(self._handles):
             try:
                 if agent.done(handle):
@@ -179,7 +179,7 @@ class Flight:
                 self._handles.remove(handle)
                 self._break(agent, handle, e)
 
-    def _break(self, agent: Agent, handle: int, error: TransportError) -> None:
+    def _break(self, agent: LibraryAgent, handle: int, error: TransportError) -> None:
         """Note that the connection has failed: its worker has closed it, and nothing of this piece moves any more.
 
         Of others, which another worker may have, NIXL has to say so.

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from kvxfer.backend import Liveness
 from kvxfer.errors import TransportError
-from kvxfer_nixl.agent import Agent
+from kvxfer_nixl.agent import LibraryAgent
 from kvxfer_nixl.endpoint import Endpoint
-from kvxfer_nixl.space import Space
+from kvxfer_nixl.space import RegisteredSpace
 
 __all__ = ["Link", "Peer", "Peers"]
 
@@ -26,7 +26,7 @@ GREET_AGAIN_S = 0.25
 class Peer:
     """``name``: NIXL's. ``error``: why the connection has failed; it never comes back."""
 
-    def __init__(self, name: str, agent: Agent) -> None:
+    def __init__(self, name: str, agent: LibraryAgent) -> None:
         self.name = name
         self.error: TransportError | None = None
         self._agent = agent
@@ -49,7 +49,7 @@ class Peer:
 class Peers:
     """The peers of one agent."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: LibraryAgent) -> None:
         self._agent = agent
         self._known: dict[str, Peer] = {}
         self._metadata: dict[str, bytes] = {}
@@ -85,7 +85,7 @@ class Link:
         """
         self.number, self.end, self.their_end, self.agent = number, end, theirs.name, theirs.agent
         self.liveness: Liveness | None = None
-        self.space = Space.of_peer(theirs.memories)
+        self.space = RegisteredSpace.of_peer(theirs.memories)
         self.peer = peers.connect(theirs.metadata)
         self.up = False
         self._broken: TransportError | None = None

@@ -11,9 +11,9 @@ import numpy as np
 
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
-from kvxfer_nixl.agent import Agent, Rows
+from kvxfer_nixl.agent import DescriptorRows, LibraryAgent
 from kvxfer_nixl.options import Options
-from kvxfer_nixl.space import device_of
+from kvxfer_nixl.space import nixl_device
 
 __all__ = ["NixlRaw"]
 
@@ -24,9 +24,9 @@ class NixlRaw:
     two_sided = False
 
     def __init__(self, sends: bool, region: Region, options: Mapping[str, Any]) -> None:
-        self._agent = Agent(f"raw-{os.getpid()}", Options.parse(options))
+        self._agent = LibraryAgent(f"raw-{os.getpid()}", Options.parse(options))
         self._address = region.address
-        self._cuda, self._device = device_of(region.device)
+        self._cuda, self._device = nixl_device(region.device)
         self._memory = self._agent.register([region], self._cuda, self._device)
 
     def endpoint(self) -> bytes:
@@ -50,5 +50,5 @@ class NixlRaw:
         self._agent.close()
 
 
-def _rows(addresses: Ints, lengths: Ints, device: int) -> Rows:
+def _rows(addresses: Ints, lengths: Ints, device: int) -> DescriptorRows:
     return np.column_stack((addresses, lengths, np.full(len(lengths), device))).astype(np.uint64)

@@ -12,9 +12,9 @@ from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
 from kvxfer_nixl.agent import Side
-from kvxfer_nixl.endpoint import Piece
+from kvxfer_nixl.endpoint import ExportedPiece
 
-__all__ = ["Space", "device_of", "one_device"]
+__all__ = ["RegisteredSpace", "nixl_device", "one_device"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Place:
     one: Region | None
 
 
-class Space:
+class RegisteredSpace:
     """The memories of one side as NIXL knows them: each lies on one device."""
 
     def __init__(self, memories: Memories) -> None:
@@ -42,7 +42,7 @@ class Space:
         """Forget a memory."""
         del self._places[memory]
 
-    def describe(self, memories: Collection[int]) -> tuple[Piece | None, ...]:
+    def describe(self, memories: Collection[int]) -> tuple[ExportedPiece | None, ...]:
         """For a peer that may have these: by number, ``None`` for others and for those that are gone."""
         return tuple(
             self._piece(memory) if memory in self._places and memory in memories else None
@@ -50,7 +50,7 @@ class Space:
         )
 
     @classmethod
-    def of_peer(cls, pieces: Sequence[Piece | None]) -> Space:
+    def of_peer(cls, pieces: Sequence[ExportedPiece | None]) -> RegisteredSpace:
         """Return the inverse of ``describe``."""
         memories = Memories()
         space = cls(memories)
@@ -81,9 +81,9 @@ class Space:
         table[:, 2] = place.device
         return place.cuda, table
 
-    def _piece(self, memory: int) -> Piece:
+    def _piece(self, memory: int) -> ExportedPiece:
         regions = self._memories.regions(memory)
-        return Piece(regions[0].device if regions else "cpu", tuple((r.address, r.nbytes) for r in regions))
+        return ExportedPiece(regions[0].device if regions else "cpu", tuple((r.address, r.nbytes) for r in regions))
 
 
 def _inside(offsets: Ints, lengths: Ints, nbytes: int) -> bool:
@@ -105,10 +105,10 @@ def one_device(regions: Sequence[Region]) -> tuple[bool, int]:
     found = {r.device for r in regions}
     if len(found) > 1:
         raise TransportError(f"the regions of one memory must lie on one device, not on {', '.join(sorted(found))}")
-    return device_of(found.pop() if found else "cpu")
+    return nixl_device(found.pop() if found else "cpu")
 
 
-def device_of(device: str) -> tuple[bool, int]:
+def nixl_device(device: str) -> tuple[bool, int]:
     """Whether it is a GPU, and NIXL's number for it. Raises ``TransportError`` for a name that is neither."""
     kind, _, number = device.partition(":")
     if device == "cpu":

@@ -22,14 +22,14 @@ from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
-from kvxfer_nixl.agent import Agent
+from kvxfer_nixl.agent import LibraryAgent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.flight import Flight
 from kvxfer_nixl.library import has_gpu, load
 from kvxfer_nixl.link import Link, Peers
 from kvxfer_nixl.options import Options
 from kvxfer_nixl.reach import Reach
-from kvxfer_nixl.space import Space, one_device
+from kvxfer_nixl.space import RegisteredSpace, one_device
 
 __all__ = ["NixlTransport"]
 
@@ -57,7 +57,7 @@ class NixlTransport(Base[Endpoint, Link]):
         self._options = Options.parse(options)
         # So that NIXL's log tells who it is, and no other process ever has the name.
         name = f"{re.sub(r'[^0-9A-Za-z_.-]', '_', agent)[:64]}~{secrets.token_hex(8)}"
-        self._nixl = Agent(name, self._options)
+        self._nixl = LibraryAgent(name, self._options)
         self._peers = Peers(self._nixl)
         memory = _memory_kinds(self._nixl)
         self._reach = Reach.of(self._options, memory)
@@ -73,7 +73,7 @@ class NixlTransport(Base[Endpoint, Link]):
         )
         self._within = network_namespace()
         super().__init__(agent, options)
-        self._space = Space(self.memories)
+        self._space = RegisteredSpace(self.memories)
         self._tokens: dict[int, Any] = {}
         self._issued: dict[str, str] = {}  # what was heard for an endpoint that is not used yet
         self._ends: dict[str, Link] = {}
@@ -87,7 +87,7 @@ class NixlTransport(Base[Endpoint, Link]):
         try:
             library = load()
             facts = {"nixl": f"{library.version} ({library.package})"}
-            agent = Agent("probe", Options())
+            agent = LibraryAgent("probe", Options())
             try:
                 facts["plugins"] = ", ".join(agent.plugins)
                 facts["ucx"] = library.ucx_version
@@ -248,7 +248,7 @@ class NixlTransport(Base[Endpoint, Link]):
         self.wakeup.at(min(due, default=None))
 
 
-def _memory_kinds(agent: Agent) -> frozenset[str]:
+def _memory_kinds(agent: LibraryAgent) -> frozenset[str]:
     """``cuda`` where there is a GPU: NIXL's plugins say that they move its memory whether there is one or not."""
     found = {"cpu"} if "DRAM_SEG" in agent.kinds else set[str]()
     return frozenset(found | {"cuda"} if has_gpu() and "VRAM_SEG" in agent.kinds else found)

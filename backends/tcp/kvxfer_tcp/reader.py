@@ -21,7 +21,7 @@ from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Completion, Fence
 from kvxfer_tcp.connection import Connection, Loop, Violation, tune
 from kvxfer_tcp.options import Options
-from kvxfer_tcp.vectors import Buffer, Table
+from kvxfer_tcp.vectors import IovecBuffer, IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Endpoint, Header, Kind, greeting
 
 __all__ = ["Address", "Read", "Reader"]
@@ -82,7 +82,7 @@ class _Ask:
 
     def __init__(self, number: int, read: Read, lo: int, hi: int, chunk: int) -> None:
         self.number, self.read = number, read
-        self.table = Table(read.local[lo:hi], read.lengths[lo:hi], chunk)
+        self.table = IovecTable(read.local[lo:hi], read.lengths[lo:hi], chunk)
         self.missing = bytearray(b"\1" * self.table.chunks)
         self.left = self.table.chunks
 
@@ -248,7 +248,7 @@ class _Incoming(Connection):
         self._reader, self._options = reader, options
         self._addresses = deque(addresses)
         self.connected = self._greeted = False
-        self._head, self._text = Buffer(FRAME_BYTES), Buffer(MOST_REASON)
+        self._head, self._text = IovecBuffer(FRAME_BYTES), IovecBuffer(MOST_REASON)
         self._ask: _Ask | None = None
         self._refused: tuple[int, int] | None = None
         self._skip = 0
@@ -325,7 +325,7 @@ class _Incoming(Connection):
         self._head.empty(FRAME_BYTES)
         self._expect(self._head, 1, 2, FRAME_BYTES)
 
-    def _expect(self, table: Table, lo: int, hi: int, nbytes: int) -> None:
+    def _expect(self, table: IovecTable, lo: int, hi: int, nbytes: int) -> None:
         self._table, self._lo, self._hi, self._left = table, lo, hi, nbytes
 
     def _receive(self) -> None:

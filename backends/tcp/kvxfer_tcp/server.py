@@ -12,7 +12,7 @@ from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer_tcp.connection import Connection, Loop, Violation
 from kvxfer_tcp.reader import ASK_BYTES, ASK_RUNS, LEAST_CHUNK, MOST_CHUNK, OPEN_ASKS
-from kvxfer_tcp.vectors import Table
+from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind
 
 __all__ = ["Server"]
@@ -26,7 +26,7 @@ _HEADERS = np.dtype([("kind", "<u4"), ("count", "<u4"), ("memory", "<u4"), ("chu
 class _Request:
     """What the peer has asked for, ready to be sent."""
 
-    def __init__(self, request: int, memory: int, table: Table) -> None:
+    def __init__(self, request: int, memory: int, table: IovecTable) -> None:
         self.number, self.memory, self.table = request, memory, table
         self.next = 0
         heads = np.zeros(table.chunks, _HEADERS)
@@ -110,7 +110,7 @@ class Server:
             return
         if not int(lengths.min()) or int(lengths.max()) > ASK_BYTES or int(lengths.sum()) > ASK_BYTES:
             raise Violation("a request for nothing, or for more than is served at once")
-        self._queue.append(_Request(header.request, header.memory, Table(addresses, lengths, header.chunk)))
+        self._queue.append(_Request(header.request, header.memory, IovecTable(addresses, lengths, header.chunk)))
         for connection in self._connections:
             self._loop.heat(connection)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["Buffer", "Pipe", "Table", "merged"]
+__all__ = ["IovecBuffer", "Pipe", "IovecTable", "merged"]
 
 IOV_MAX = 1024
 """Rows that one system call takes (``UIO_MAXIOV``)."""
@@ -67,7 +67,7 @@ def merged(addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
     return addresses[begins], np.add.reduceat(lengths, begins)
 
 
-class Table:
+class IovecTable:
     """Runs of memory as one stream of bytes, cut into chunks of equal size (the last may be shorter).
 
     The rows of all chunks stand one after the other with a spare row before each and after the last. A sender puts its
@@ -125,7 +125,7 @@ class Table:
         return lo + done
 
 
-class Buffer(Table):
+class IovecBuffer(IovecTable):
     """Memory of its own, in its row 1."""
 
     def __init__(self, nbytes: int) -> None:
@@ -151,11 +151,11 @@ class Pipe:
         self._message = _Message()
         self._reference = ctypes.byref(self._message)
 
-    def send(self, table: Table, lo: int, hi: int) -> int:
+    def send(self, table: IovecTable, lo: int, hi: int) -> int:
         """Send from the rows ``[lo, hi)``; returns how many bytes have left, -1 if there is no room."""
         return self._call(_libc.sendmsg, table, lo, hi, _SEND)
 
-    def receive(self, table: Table, lo: int, hi: int) -> int:
+    def receive(self, table: IovecTable, lo: int, hi: int) -> int:
         """Receive into the rows ``[lo, hi)``; returns how many bytes have come, -1 if there are none yet."""
         count = self._call(_libc.recvmsg, table, lo, hi, _RECEIVE)
         if count == 0:
@@ -171,7 +171,7 @@ class Pipe:
             raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
         return count
 
-    def _call(self, function: ctypes._NamedFuncPointer, table: Table, lo: int, hi: int, flags: int) -> int:
+    def _call(self, function: ctypes._NamedFuncPointer, table: IovecTable, lo: int, hi: int, flags: int) -> int:
         message = self._message
         message.rows, message.row_count = table.row(lo), min(hi - lo, IOV_MAX)
         count = int(function(self.fd, self._reference, flags))

@@ -269,7 +269,7 @@ class StagedServe(Staged):
         self._packing.clear()
 
 
-class Named(Staged):
+class SlotAtPeer(Staged):
     """Pieces that begin when the peer names a slot of its own for them, in whatever order."""
 
     def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
@@ -304,7 +304,7 @@ class Named(Staged):
         return None
 
 
-class StagedRead(Named):
+class StagedRead(SlotAtPeer):
     """One-sided read, consumer: read each announced piece into a slot of our own, say so, unpack it."""
 
     def advance(self) -> None:
@@ -324,7 +324,7 @@ class StagedRead(Named):
             self.give_back(piece, done.quiet)
 
 
-class StagedWrite(Named):
+class StagedWrite(SlotAtPeer):
     """One-sided write, producer: pack each piece for which a slot was lent, write it there, say so."""
 
     def advance(self) -> None:

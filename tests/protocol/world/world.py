@@ -20,12 +20,12 @@ from kvxfer.protocol.values import (
     Action,
     Close,
     Dial,
+    Emit,
     Hash,
     Hashed,
     Move,
     RankRoute,
     RemoteWritesEnded,
-    Report,
     Resolve,
     Resolved,
     Send,
@@ -115,7 +115,7 @@ class World:
     def perform(self, agent: Agent, actions: list[Action]) -> None:
         for action in actions if agent.alive else ():
             match action:
-                case Report(event=event):
+                case Emit(event=event):
                     engine = self.prefills if event.role == "producer" else self.decodes
                     engine.report(agent, event)
                 case Send(link=name, message=msg):
