@@ -23,7 +23,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.revocations import RevocationCounter
-from kvxfer.protocol.values import Action, Ended, LinkInfo, Moved, PartRef, Released, Report, Send
+from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Moved, PartRef, Released, Send
 from kvxfer.testing.fake import Network
 from kvxfer.values import BlockTable, Offer
 from tests.control.conftest import Engine, fetch, make_cache, offered
@@ -232,7 +232,7 @@ def test_what_goes_well_or_was_never_announced_does_not() -> None:
     party = Party()
     have = party.announced()
     said = party.machine.message(b"link", m.CommitRequest(T, 1, 1), 0.0)
-    assert any(isinstance(a, Report) for a in said)
+    assert any(isinstance(a, Emit) for a in said)
     assert have.revocations == party.revocations.declared
     waiting = Party()
     waiting.want()

@@ -92,10 +92,9 @@ class Rig:
         return connection
 
     def hello(self) -> m.Hello:
-        c = self.agent.config
         return m.Hello(
             m.PROTOCOL,
-            c.backend,
+            self.agent.member.backends[0],
             self.agent.epoch,
             5,
             "rogue",
@@ -181,7 +180,8 @@ class Rig:
         ):
             with Stranger(address, 20.0) as s:
                 s.say(question)
-                assert isinstance(s.answer(), answer)
+                found = s.answer()
+                assert isinstance(found, answer), found
         for connection in self.speakers:
             self.ours.drop(connection)
         self.begin()
