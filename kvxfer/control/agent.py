@@ -89,9 +89,9 @@ Ways = Iterator[tuple[Source, Path | Failure]]
 class Agent:
     """Move KV in and out of one worker's cache.
 
-    Make it once the cache is allocated. All methods may be called from any thread and return at once, save ``close``. In
-    a process that was forked from the one that made it they raise ``KvxferError``, save ``close``, which does nothing
-    there. The agent is closed when a ``with`` block or the interpreter ends.
+    Make it once the cache is allocated. All methods may be called from any thread and return at once, save ``close``.
+    In a process that was forked from the one that made it they raise ``KvxferError``, save ``close``, which does
+    nothing there. The agent is closed when a ``with`` block or the interpreter ends.
 
     Args:
         cache: Describes memory that must stay where it is until ``close``.
@@ -196,8 +196,8 @@ class Agent:
     def offer(self, offer: Offer, after: Fence | None = None) -> None:
         """Let consumers have these blocks.
 
-        The offer ends in one ``Ended`` and one ``Released`` event; until the second the blocks must not be reused. If the
-        agent is closed, both come at once.
+        The offer ends in one ``Ended`` and one ``Released`` event; until the second the blocks must not be reused. If
+        the agent is closed, both come at once.
 
         Args:
             offer: The transfer, its generation and its blocks.
@@ -230,9 +230,9 @@ class Agent:
     def fetch(self, fetch: Fetch) -> None:
         """Bring a transfer into our blocks.
 
-        The fetch ends in one ``Ended`` event within the configured deadline from now, and in one ``Released``. Until the
-        second the blocks must be neither used nor freed. If the agent is closed, both come at once. A handle that is in use
-        already is an error of the engine, which is logged; the fetch that has it goes on.
+        The fetch ends in one ``Ended`` event within the configured deadline from now, and in one ``Released``. Until
+        the second the blocks must be neither used nor freed. If the agent is closed, both come at once. A handle that
+        is in use already is an error of the engine, which is logged; the fetch that has it goes on.
         """
         self._owner.check()
         self._do(partial(self._consumer.fetch, fetch, called=time.monotonic()))
@@ -245,7 +245,8 @@ class Agent:
     def identify(self, facts: Mapping[str, str]) -> None:
         """State what all KV of the engine depends on from now on, after all calls made before; see ``kvxfer.facts``.
 
-        When it changes, what is being fetched fails; peers to which other facts apply lose their links and are told why.
+        When it changes, what is being fetched fails; peers to which other facts apply lose their links and are told
+        why.
 
         Raises:
             ConfigError: The facts are too long.
@@ -276,15 +277,16 @@ class Agent:
     def close(self, timeout: float = CLOSE_S) -> bool:
         """Give up all transfers, stop the threads, close sockets and back ends.
 
-        May be called from any thread, any number of times; each call waits until all is done. Each transfer in hand ends,
-        ``CANCELLED``, and is released; peers that take part in it are told.
+        May be called from any thread, any number of times; each call waits until all is done. Each transfer in hand
+        ends, ``CANCELLED``, and is released; peers that take part in it are told.
 
         Args:
             timeout: Seconds to wait at the most.
 
         Returns:
-            Whether all memory is quiet. If it is not, because a back end does not let go in time or never does, the cache
-            must not be freed: transfers whose memory may still be touched are not released (a late release may follow).
+            Whether all memory is quiet. If it is not, because a back end does not let go in time or never does, the
+            cache must not be freed: transfers whose memory may still be touched are not released (a late release may
+            follow).
         """
         if not self._owner.here:
             return False
@@ -314,7 +316,8 @@ class Agent:
         Args:
             weight: About what the job costs, in any unit; light jobs go first.
             job: What is done.
-            done: Called on the control thread with the job's result, or the ``Failure`` why there is none, and the time.
+            done: Called on the control thread with the job's result, or the ``Failure`` why there is none, and the
+                time.
 
         Returns:
             False when too many jobs wait already; then this one is not done.

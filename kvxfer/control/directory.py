@@ -48,9 +48,9 @@ TOGETHER = 1000
 class Directory:
     """Serve the descriptor of an engine from a thread of its own.
 
-    All methods may be called from any thread and do not block, save ``close``. In a process that was forked from the one
-    that made it they raise ``KvxferError``, save ``close``, which does nothing there. The directory is closed when a
-    ``with`` block or the interpreter ends.
+    All methods may be called from any thread and do not block, save ``close``. In a process that was forked from the
+    one that made it they raise ``KvxferError``, save ``close``, which does nothing there. The directory is closed when
+    a ``with`` block or the interpreter ends.
 
     Args:
         engine: The engine's name.
@@ -120,8 +120,8 @@ class Directory:
     def identify(self, facts: Mapping[str, str]) -> None:
         """Set what all KV of the engine depends on.
 
-        Other engines' agents compare it with their own before they link with ours. It may change while the engine lives, if
-        its weights do.
+        Other engines' agents compare it with their own before they link with ours. It may change while the engine
+        lives, if its weights do.
 
         Raises:
             ConfigError: The facts are too long.

@@ -60,17 +60,17 @@ class _Query:
 class Resolver:
     """Find the ways to sources.
 
-    Answers come from ``receive``, ``tick`` and what is done elsewhere, as a source with its path or the reason why there
-    is none.
+    Answers come from ``receive``, ``tick`` and what is done elsewhere, as a source with its path or the reason why
+    there is none.
 
     Args:
         sockets: The agent's control sockets.
         me: Our own rank.
         patience: Seconds for which anybody waits for an answer.
         facts: What all of our KV depends on; there is no path to an engine that states others.
-        examine: ``examine(weight, job, done)`` has a job done off this thread, and gives ``done`` its result or the reason
-            why there is none. The answers of ``done`` count like those of ``receive``. Returns false when too much waits
-            for that already.
+        examine: ``examine(weight, job, done)`` has a job done off this thread, and gives ``done`` its result or the
+            reason why there is none. The answers of ``done`` count like those of ``receive``. Returns false when too
+            much waits for that already.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Resolver:
     def _path(
         self, card: m.EngineDescriptor, source: Source, own: tuple[m.RankDescriptor, ...] | None
     ) -> Path | Failure:
-        """Return the way to a source, or why there is none; any thread may call it, since it uses nothing that changes."""
+        """Return the way to a source, or why there is none. Any thread: it uses nothing that changes."""
         ours = [member.cache for member in own or (self._me,)]
         try:
             if (why := f.difference(self.facts, card.facts, "at the producer")) is not None:
