@@ -19,6 +19,7 @@ EXIT_S = 5.0
 
 class Closable(Protocol):
     """What has threads that must end before the interpreter does."""
+
     def begin_close(self) -> None:
         """Have it close, and return at once."""
 

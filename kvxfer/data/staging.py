@@ -55,6 +55,7 @@ class Slot:
         owner: The link that holds it.
         use: What it is for.
     """
+
     offset: int
     owner: LinkId
     use: Use

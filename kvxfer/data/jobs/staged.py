@@ -307,7 +307,7 @@ class SlotAtPeer(Staged):
         self._named.append((piece, offset))
 
     def next_named(self) -> tuple[_Piece, int] | None:
-        """Return the next piece with a slot for it here, and its offset at the peer; or ``None`` when there is none now."""
+        """Return the next piece with a slot here, and its offset at the peer; ``None`` when there is none now."""
         while self.error is None and self._named:
             slot = self.take()
             if slot is None:
