@@ -38,7 +38,7 @@ SLICE_S = 0.005
 SHARE = 16
 """Messages of one connection before others have their turn."""
 MOST_NOTICES = 4 << 20
-"""Bytes of notices, as they came, that wait for our scheduler half; of one connection, a quarter of it."""
+"""Bytes of notices, as they came, that wait for our scheduler side; of one connection, a quarter of it."""
 MOST_TOLD = 100_000
 """Notices of ours that wait to be sent."""
 TOGETHER = 1000
