@@ -1,1 +1,4 @@
-"""The agent and all that its control thread does: links, directories, routes, sockets."""
+"""What runs on an agent's control thread, and the directory: links, routes to producers, control sockets.
+
+The state machines that this thread runs are in ``kvxfer.protocol``; what moves bytes is in ``kvxfer.data``.
+"""

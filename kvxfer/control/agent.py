@@ -1,7 +1,7 @@
-"""The agent: one per worker process. Owns the registered cache, a back end and the control sockets.
+"""The agent: one for each worker process. It owns the registered cache, the data plane and the control sockets.
 
 Engine threads only append to queues. One control thread runs the two state machines and never calls what may
-block; the mover's data thread owns the back end. Both sleep in a poll.
+block; each back end has a data thread of its own. All of these threads sleep in a poll.
 """
 
 from __future__ import annotations
@@ -89,13 +89,22 @@ Ways = Iterator[tuple[Source, Path | Failure]]
 class Agent:
     """Move KV in and out of one worker's cache.
 
-    Make it once the cache is allocated; ``cache`` describes memory that must stay where it is until ``close``. ``facts``: what all
-    KV in it depends on, the same as the engine's directory states; ``None`` until the engine says it (``identify``). Raises
-    ``ConfigError`` (unknown back end, bad options or facts), ``TransportError`` (it cannot start), ``KvxferError`` (checks are asked for
-    that cannot be made here) or ``OSError`` (no port).
-    All methods may be called from any thread and return at once, save ``close``. In a process that was forked from the one
-    that made it they raise ``KvxferError``, save ``close``, which does nothing there. It is closed when a ``with`` block or the
-    interpreter ends.
+    Make it once the cache is allocated. All methods may be called from any thread and return at once, save ``close``.
+    In a process that was forked from the one that made it they raise ``KvxferError``, save ``close``, which does
+    nothing there. The agent is closed when a ``with`` block or the interpreter ends.
+
+    Args:
+        cache: Describes memory that must stay where it is until ``close``.
+        config: The settings.
+        engine: The engine's name, for peers and logs.
+        facts: What all KV in the cache depends on, the same as the engine's directory states; ``None`` until the engine
+            says it (``identify``).
+
+    Raises:
+        ConfigError: The back end is unknown, or options or facts are bad.
+        TransportError: The back end cannot start.
+        KvxferError: Checks are asked for that cannot be made here.
+        OSError: No port can be had.
     """
 
     def __init__(self, cache: Cache, config: Config, engine: str = "", facts: Mapping[str, str] | None = None) -> None:
@@ -185,16 +194,30 @@ class Agent:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, after: Fence | None = None) -> None:
-        """Let consumers have these blocks. ``after``: the fence behind which their content is complete. Ends in one
-        ``Ended`` and one ``Released`` event; until then the blocks must not be reused. Of an agent that is closed, at once."""
+        """Let consumers have these blocks.
+
+        The offer ends in one ``Ended`` and one ``Released`` event; until the second the blocks must not be reused. If
+        the agent is closed, both come at once.
+
+        Args:
+            offer: The transfer, its generation and its blocks.
+            after: The fence behind which the blocks' content is complete; ``None`` when it is complete already.
+        """
         self._owner.check()
         self._revocations.offered(offer.transfer, offer.generation)
         self._do(partial(self._offer, offer, after, time.monotonic()))
 
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
-        """Blocks of this generation are given up; whoever has read them will be told not to trust them. Call it before
-        they are used for something else; once it has returned they may be. ``gone``: for good. Then the transfer ends,
-        with its two events unless they have come before."""
+        """Give up the blocks of a generation; whoever has read them will be told not to trust them.
+
+        Call it before the blocks are used for something else; once it has returned they may be.
+
+        Args:
+            transfer: The transfer.
+            generation: The generation whose blocks are given up.
+            reason: Why, for the consumer and the log.
+            gone: Whether it is for good. Then the transfer ends, with its two events unless they have come before.
+        """
         self._owner.check()
         declared = self._revocations.declare(transfer)  # the engine may use the blocks before our thread comes to it
         self._do(partial(self._revoke, transfer, generation, reason, gone, declared))
@@ -205,25 +228,33 @@ class Agent:
         self._do(partial(self._renew, transfer))
 
     def fetch(self, fetch: Fetch) -> None:
-        """Bring a transfer into our blocks. Ends in one ``Ended`` within the configured deadline from now, and in one ``Released``,
-        until which the blocks must be neither used nor freed; of an agent that is closed, at once. A handle in use is an error
-        of the engine that is logged; the fetch that has it goes on."""
+        """Bring a transfer into our blocks.
+
+        The fetch ends in one ``Ended`` event within the configured deadline from now, and in one ``Released``. Until
+        the second the blocks must be neither used nor freed. If the agent is closed, both come at once. A handle that
+        is in use already is an error of the engine, which is logged; the fetch that has it goes on.
+        """
         self._owner.check()
         self._do(partial(self._consumer.fetch, fetch, called=time.monotonic()))
 
     def cancel(self, handle: str, reason: str) -> None:
-        """The engine no longer wants this fetch."""
+        """Give up a fetch that the engine no longer wants."""
         self._owner.check()
         self._do(partial(self._consumer.cancel, handle, reason))
 
     def identify(self, facts: Mapping[str, str]) -> None:
-        """State what all KV of the engine depends on from now on, after all calls made before; see ``kvxfer.facts``. When it
-        changes, what is being fetched fails, and peers to which other facts apply lose their links and are told why. Raises
-        ``ConfigError`` for facts that are too long."""
+        """State what all KV of the engine depends on from now on, after all calls made before; see ``kvxfer.facts``.
+
+        When it changes, what is being fetched fails; peers to which other facts apply lose their links and are told
+        why.
+
+        Raises:
+            ConfigError: The facts are too long.
+        """
         self._do(partial(self._identify, f.check(facts)))
 
     def events(self) -> list[Event]:
-        """Outcomes and releases since the last call, in order; what is left of them after ``close`` too."""
+        """Return outcomes and releases since the last call, in order; after ``close``, what is left of them."""
         self._owner.check()
         out: list[Event] = []
         with contextlib.suppress(IndexError):
@@ -232,7 +263,7 @@ class Agent:
         return out
 
     def stats(self) -> Stats:
-        """What there is now, and what has been counted."""
+        """Return what there is now, and what has been counted."""
         self._owner.check()
         return Stats(
             fetches=len(self._consumer),
@@ -244,12 +275,18 @@ class Agent:
         )
 
     def close(self, timeout: float = CLOSE_S) -> bool:
-        """Give up all transfers, stop the threads, close sockets and the back end. Any thread, any number of times; each call waits
-        until that is done, ``timeout`` seconds at the most.
+        """Give up all transfers, stop the threads, close sockets and back ends.
 
-        Each transfer in hand ends, ``CANCELLED``, and is released; peers that take part in it are told. Returns whether all
-        memory is quiet: if a back end does not let go in time, or is one that never does, transfers whose memory it may still
-        touch are not released (a late release may follow), and the cache must not be freed.
+        May be called from any thread, any number of times; each call waits until all is done. Each transfer in hand
+        ends, ``CANCELLED``, and is released; peers that take part in it are told.
+
+        Args:
+            timeout: Seconds to wait at the most.
+
+        Returns:
+            Whether all memory is quiet. If it is not, because a back end does not let go in time or never does, the
+            cache must not be freed: transfers whose memory may still be touched are not released (a late release may
+            follow).
         """
         if not self._owner.here:
             return False
@@ -260,7 +297,7 @@ class Agent:
         return self._over and not self._held
 
     def begin_close(self, why: Failure = CLOSED) -> None:
-        """Have the agent close, and all transfers end so; returns at once. What came first counts."""
+        """Have the agent close and all transfers end for this reason, and return at once; the first reason counts."""
         if self._owner.here and self._closing is None:
             self._closing = why
             self._revocations.close()
@@ -274,8 +311,17 @@ class Agent:
             self._sockets.wake()
 
     def _examine(self, weight: int, job: Callable[[], Any], done: Callable[[Any, float], list[Action]]) -> bool:
-        """Have a job done off the control thread, and its result, or the reason why there is none, taken in there. False when
-        too many wait for that."""
+        """Have a job done off the control thread, and its result taken in there.
+
+        Args:
+            weight: About what the job costs, in any unit; light jobs go first.
+            job: What is done.
+            done: Called on the control thread with the job's result, or the ``Failure`` why there is none, and the
+                time.
+
+        Returns:
+            False when too many jobs wait already; then this one is not done.
+        """
 
         def examine() -> None:
             try:
@@ -333,7 +379,7 @@ class Agent:
 
     @property
     def _held(self) -> int:
-        """Transfers that are not released."""
+        """How many transfers are not released."""
         return len(self._consumer) + len(self._producer)
 
     def _stop_others(self, timeout: float) -> None:
@@ -345,8 +391,10 @@ class Agent:
         self._data.close(max(until - time.monotonic(), 0.1))
 
     def _turn(self) -> None:
-        """Look at what is due, then take in some of what has been called for, then some of what peers have said: none of these
-        keeps the others waiting."""
+        """Look at what is due, then take in calls, then what peers have said.
+
+        Of calls and messages only some are taken in each turn, so that neither keeps the other waiting.
+        """
         news = self._sockets.poll(self._wait())
         now = time.monotonic()
         self._pardon(now)
@@ -360,8 +408,10 @@ class Agent:
         self._sockets.flush()
 
     def _pardon(self, now: float) -> None:
-        """While this process or its host did not run (stopped, frozen, starved), nobody could be heard: that is not the
-        peers' silence."""
+        """Do not count time in which this process did not run as the peers' silence.
+
+        While the process or its host was stopped, frozen or starved, nobody could be heard.
+        """
         stalled, self._awake = now - self._awake - LONGEST_WAIT_S, now
         if stalled > STALL_S:
             log.warning("this process did not run for about %.1f s", stalled)
@@ -369,7 +419,7 @@ class Agent:
             self._out.pardon(stalled)
 
     def _wait(self) -> float:
-        """Seconds until something is due."""
+        """Return the seconds until something is due."""
         if self._fences:
             return 0.001
         clocks = self._consumer, self._producer, self._resolver, self._out, self._in
@@ -422,7 +472,7 @@ class Agent:
         return []
 
     def _drain_late(self) -> None:
-        """The same once the control thread has ended: whoever says something sees to it, one at a time."""
+        """Take in what is said once the control thread has ended, on the thread that says it, one thread at a time."""
         with self._late:
             self._drain()
 
@@ -448,7 +498,7 @@ class Agent:
             self._take(partial(self._producer.link_down, link, why))
 
     def _deadlines(self) -> None:
-        """What is due to the machines."""
+        """Have the machines do what is due."""
         now = time.monotonic()
         for machine in (self._consumer, self._producer):
             due = machine.next_tick()
@@ -466,7 +516,7 @@ class Agent:
                 self._failed(action, Failure.of(e, FailureKind.PEER_LOST))
 
     def _failed(self, action: Action, why: Failure) -> None:
-        """An action that concerns a link could not be done: the link is lost."""
+        """Count the link as lost whose action could not be done."""
         if isinstance(action, Send | Dial):
             link = action.link
             if isinstance(action, Dial) or link in self._out:
@@ -594,7 +644,7 @@ class Agent:
         return []
 
     def _linked(self, result: results.EndpointMade | results.Connected | results.Broken, now: float) -> list[Action]:
-        """The data thread's word about a link."""
+        """Take in what the data thread says about a link."""
         link = result.link
         if isinstance(link, bytes):
             found = self._in.result(result, now)
@@ -640,7 +690,10 @@ class Agent:
         return out
 
     def _forget_if_over(self, transfer: TransferId, generation: int) -> None:
-        """Offers that come too late, or are taken back before they were announced, have no end of their own."""
+        """Forget a revocation counter's entry of a transfer that the producer does not hold.
+
+        Offers that come too late, or are taken back before they were announced, have no end of their own.
+        """
         if not self._producer.holds(transfer):
             self._revocations.over(transfer, generation)
 

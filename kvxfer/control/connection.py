@@ -37,12 +37,17 @@ _Secure = Callable[[socket.socket], socket.socket]
 
 
 class Connection:
-    """Made by a ``ControlSockets`` and used by its thread.
+    """One control connection, made by a ``ControlSockets`` and used by its thread.
 
-    ``name``: its own, and no other's ever. ``host``: of the other end, for logs. ``owner``: what it belongs to. ``limit``: bytes
-    of the longest frame that may come. ``guest``: its peer has dialled us, and is not known yet. ``lost``: why nothing can be
-    said or heard any more, save frames that had come before. ``heard``: when something came last. ``after``: its owner's mark
-    of what it does before it receives.
+    Attributes:
+        name: Its own, and no other connection's ever.
+        host: The host of the other end, for logs.
+        owner: What it belongs to.
+        limit: Bytes of the longest frame that may come.
+        guest: Whether its peer has dialled us and is not known yet.
+        lost: Why nothing can be said or heard any more, save frames that had come before; ``None`` while it lives.
+        heard: When something came last, by ``time.monotonic``.
+        after: Its owner's mark of what it does before it receives.
     """
 
     def __init__(self, host: str, owner: Any, limit: int, dirty: set[Connection], secure: _Secure, guest: bool) -> None:
@@ -71,18 +76,24 @@ class Connection:
 
     @property
     def held(self) -> int:
-        """Bytes that are kept for it."""
+        """How many bytes are kept for it."""
         return self._framed + len(self._in) + len(self._out)
 
     # --- for its owner ---------------------------------------------------------------------------------------------
 
     def send(self, message: m.Message) -> bool:
-        """Queue a message, to leave at the end of the turn; false when the peer is gone or has stopped reading. Raises
-        ``PeerError`` for one too large."""
+        """Queue a message, to leave at the end of the turn.
+
+        Returns:
+            False when the peer is gone or has stopped reading.
+
+        Raises:
+            PeerError: The message is too large.
+        """
         return self.send_frame(m.encode(message))
 
     def send_frame(self, frame: bytes) -> bool:
-        """The same, encoded already."""
+        """Queue a message that is encoded already; see ``send``."""
         if self.lost is not None or self._finished or len(self._out) + len(frame) > _QUEUE:
             return False
         self._out += _HEAD.pack(len(frame))
@@ -91,7 +102,11 @@ class Connection:
         return True
 
     def receive(self) -> bytes | None:
-        """The next frame, or ``None`` when there is none now, or when the peer has to take our answers first."""
+        """Return the next frame.
+
+        Returns:
+            ``None`` when there is none now, or when the peer has to take our answers first.
+        """
         if not self.ready:
             return None
         frame = self._frames.popleft()
@@ -159,7 +174,7 @@ class Connection:
         self.lose(f"it cannot be reached: {os.strerror(error)}") if not self._targets else self._shut()
 
     def pump(self) -> bool:
-        """Read and write what can be. Returns whether there is more to read, of which a poll may not know."""
+        """Read and write what can be; return whether there is more to read, of which a poll may not know."""
         try:
             if self._socket is None or not (self._open or self._opened()):
                 return False
@@ -171,7 +186,7 @@ class Connection:
             return False
 
     def _opened(self) -> bool:
-        """Go on with connecting and with the handshake; whether both are done."""
+        """Go on with connecting and with the handshake; return whether both are done."""
         assert self._socket is not None
         if not self._connected:
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -257,7 +272,11 @@ class Connection:
             self._socket = None
 
     def _split(self) -> int:
-        """Take the frames out of what has come. Returns the length of one that is too long, which is not looked behind, or 0."""
+        """Take the complete frames out of what has come.
+
+        Returns:
+            The length of a frame that is too long, behind which nothing is looked at; or 0.
+        """
         at, end, length = 0, len(self._in), 0
         with memoryview(self._in) as view:
             while end - at >= 4:

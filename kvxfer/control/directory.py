@@ -1,6 +1,6 @@
-"""The engine's directory: one address, served by the scheduler half, that finds all of the engine's ranks.
+"""The engine's directory: one address, served by the scheduler side, that leads to all of the engine's ranks.
 
-It also carries what scheduler halves say to each other about requests that no worker knows yet: keep the lease
+It also carries what scheduler sides say to each other about requests that no worker knows yet: keep the lease
 of those (``Renew``), free those (``Decline``).
 """
 
@@ -38,7 +38,7 @@ SLICE_S = 0.005
 SHARE = 16
 """Messages of one connection before others have their turn."""
 MOST_NOTICES = 4 << 20
-"""Bytes of notices, as they came, that wait for our scheduler half; of one connection, a quarter of it."""
+"""Bytes of notices, as they came, that wait for our scheduler side; of one connection, a quarter of it."""
 MOST_TOLD = 100_000
 """Notices of ours that wait to be sent."""
 TOGETHER = 1000
@@ -46,12 +46,23 @@ TOGETHER = 1000
 
 
 class Directory:
-    """Serve the card of engine ``engine`` on ``host``:``port`` (0: any free port) from a thread of its own.
+    """Serve the descriptor of an engine from a thread of its own.
 
-    ``security``: who may connect and be dialled. ``facts``: what all KV of the engine depends on, see ``identify``. All methods
-    may be called from any thread and do not block, save ``close``. In a process that was forked from the one that made it they
-    raise ``KvxferError``, save ``close``, which does nothing there. It is closed when a ``with`` block or the interpreter ends.
-    Raises ``OSError`` when the address cannot be had.
+    All methods may be called from any thread and do not block, save ``close``. In a process that was forked from the
+    one that made it they raise ``KvxferError``, save ``close``, which does nothing there. The directory is closed when
+    a ``with`` block or the interpreter ends.
+
+    Args:
+        engine: The engine's name.
+        epoch: The engine's epoch.
+        host: The host to listen on.
+        port: The port to listen on; 0 takes any free one.
+        advertise: The host that others are told; ``None``: ``host``.
+        security: Who may connect and be dialled.
+        facts: What all KV of the engine depends on, see ``identify``.
+
+    Raises:
+        OSError: The address cannot be had.
     """
 
     def __init__(
@@ -96,14 +107,25 @@ class Directory:
         self.close()
 
     def publish(self, members: tuple[m.RankDescriptor, ...]) -> None:
-        """Set the engine's ranks. Until then lookups get no answer, and whoever asks asks again. Raises ``PeerError`` when they
-        are more than a message can describe."""
+        """Set the engine's ranks.
+
+        Until then lookups get no answer, and whoever asks asks again.
+
+        Raises:
+            PeerError: They are more than a message can describe.
+        """
         self._owner.check()
         self._state(members, self._facts)
 
     def identify(self, facts: Mapping[str, str]) -> None:
-        """Set what all KV of the engine depends on; other engines' agents compare it with their own before they link with
-        ours. It may change while the engine lives, if its weights do. Raises ``ConfigError`` for facts that are too long."""
+        """Set what all KV of the engine depends on.
+
+        Other engines' agents compare it with their own before they link with ours. It may change while the engine
+        lives, if its weights do.
+
+        Raises:
+            ConfigError: The facts are too long.
+        """
         self._owner.check()
         self._state(self._members, f.check(facts))
 
@@ -114,7 +136,7 @@ class Directory:
         self._members, self._facts, self._card = members, facts, card
 
     def notices(self) -> list[m.Renew | m.Decline]:
-        """What other engines' scheduler halves have said about our transfers since the last call."""
+        """Return what other engines' scheduler sides have said about our transfers since the last call."""
         self._owner.check()
         with self._lock:
             out = list(self._notices)
@@ -131,13 +153,16 @@ class Directory:
         self._sockets.wake()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Stop serving, and wait until that is done, ``timeout`` seconds at the most. Any thread, any number of times."""
+        """Stop serving, and wait until that is done, ``timeout`` seconds at the most.
+
+        May be called from any thread, any number of times.
+        """
         self.begin_close()
         if self._owner.here and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def begin_close(self) -> None:
-        """Have it stop; returns at once."""
+        """Have it stop, and return at once."""
         if self._owner.here:
             self._closing = True
             self._sockets.wake()

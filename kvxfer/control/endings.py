@@ -18,19 +18,23 @@ EXIT_S = 5.0
 
 
 class Closable(Protocol):
+    """What has threads that must end before the interpreter does."""
+
     def begin_close(self) -> None:
-        """Have it close; returns at once."""
+        """Have it close, and return at once."""
 
     def close(self, timeout: float) -> object:
-        """Wait for that, so many seconds at most."""
+        """Wait until it is closed, ``timeout`` seconds at the most."""
 
 
 _open: WeakSet[Closable] = WeakSet()
 
 
 def close_at_exit(thing: Closable) -> None:
-    """Close it when the interpreter ends, if it is still there then: before the libraries that were loaded until now take their
-    leave, since what was registered last is called first."""
+    """Close it when the interpreter ends, if it is still there then.
+
+    What was registered last is called first, so it is closed before the libraries that were loaded until now shut down.
+    """
     _open.add(thing)
     atexit.unregister(_close_all)
     atexit.register(_close_all)
@@ -45,7 +49,7 @@ def _close_all() -> None:
 
 
 def _leave_alone() -> None:
-    """In a forked child: what libraries hold of the parent's is never given back from here, not even when the child ends."""
+    """Never give back, in a forked child, what libraries hold of the parent's, not even when the child ends."""
     for thing in list(_open):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     _open.clear()
@@ -55,7 +59,11 @@ os.register_at_fork(after_in_child=_leave_alone)
 
 
 class ProcessGuard:
-    """The process that made something with threads and sockets of its own: a child that is forked has neither. ``what``: it is."""
+    """The process that made something with threads and sockets of its own; a forked child has neither.
+
+    Args:
+        what: What was made, for the error's text.
+    """
 
     def __init__(self, what: str) -> None:
         self._what, self._pid = what, os.getpid()
@@ -66,7 +74,11 @@ class ProcessGuard:
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raises ``KvxferError`` in any other process."""
+        """Refuse use from another process.
+
+        Raises:
+            KvxferError: This is not the process that made it.
+        """
         if not self.here:
             raise KvxferError(
                 f"{self._what} belongs to process {self._pid}, of which this one ({os.getpid()}) was forked; "

@@ -13,14 +13,23 @@ __all__ = ["Fences"]
 
 
 class Fences:
-    """Keeps a transfer's offers in order: none overtakes an earlier one, whatever their fences say."""
+    """The offers that wait for their fences, those of each transfer in order.
+
+    No offer overtakes an earlier one of its transfer, whatever their fences say.
+    """
 
     def __init__(self) -> None:
         self._held: dict[TransferId, deque[tuple[Offer, Fence | None, float]]] = {}
         self._closed = False
 
     def hold(self, offer: Offer, after: Fence | None, called: float) -> bool:
-        """Keep an offer back that was made at this time; false when there is no need to."""
+        """Keep an offer back until its fence has passed; return false when there is no need to.
+
+        Args:
+            offer: The offer.
+            after: Its fence, if it has one.
+            called: When it was made, by ``time.monotonic``.
+        """
         line = self._held.get(offer.transfer)
         if line is None:
             if self._closed or after is None or _look(after) is True:
@@ -30,7 +39,7 @@ class Fences:
         return True
 
     def forget(self, transfer: TransferId, generation: int) -> None:
-        """Offers up to this generation are void."""
+        """Drop a transfer's offers up to this generation: they are void."""
         kept = deque(held for held in self._held.pop(transfer, ()) if held[0].generation > generation)
         if kept:
             self._held[transfer] = kept
@@ -59,7 +68,10 @@ class Fences:
 
 
 def _look(fence: Fence) -> bool | str:
-    """Whether it has passed, or what its check failed with: the engine's code, of which anything may come."""
+    """Return whether a fence has passed, or the error that its check failed with.
+
+    The check is the engine's code, so anything may be raised.
+    """
     try:
         return bool(fence.passed())
     except BaseException as e:

@@ -43,7 +43,12 @@ PEER_FRAME = 4 << 20
 
 @dataclass(frozen=True)
 class Lost:
-    """A link is lost. ``again``: it was up, and dialling anew may help."""
+    """The loss of a link.
+
+    Attributes:
+        why: The reason.
+        again: Whether it was up, so that dialling anew may help.
+    """
 
     why: Failure
     again: bool
@@ -51,7 +56,11 @@ class Lost:
 
 @dataclass
 class _In:
-    """``planner``: there once its hello has been admitted."""
+    """A link that a consumer has dialled.
+
+    Attributes:
+        planner: Plans the copies; ``None`` until its hello has been admitted.
+    """
 
     connection: Connection
     number: int
@@ -65,8 +74,15 @@ class _In:
 class Inbound:
     """Links that consumers have dialled to us, by the names of their connections.
 
-    ``examine``: has a hello looked at off the control thread, and its answer given to ``examined``; false when there are too
-    many of them.
+    Args:
+        sockets: The agent's control sockets.
+        data: The agent's data plane.
+        cache: Our cache.
+        epoch: Our epoch.
+        silence: Seconds without a word after which a link is lost.
+        revocations: Where consumers on this host find our revocation counter.
+        examine: Has a hello looked at off the control thread, and its answer given to ``examined``; returns false when
+            too many wait for that.
     """
 
     def __init__(
@@ -87,8 +103,14 @@ class Inbound:
         self._deaf: list[LinkId] = []  # do not take our messages
 
     def receive(self, connection: Connection, frame: bytes, now: float) -> tuple[LinkId, m.Message] | None:
-        """Take what came in; returns what is for the producer's machine or the mover. Raises ``PeerError`` for what
-        makes no sense; its sender has been told if it might be a consumer of another version."""
+        """Take in a frame.
+
+        Returns:
+            What is for the producer's machine or the data plane, with its link; ``None`` when it is for neither.
+
+        Raises:
+            PeerError: It makes no sense; its sender has been told if it might be a consumer of another version.
+        """
         link = connection.name
         known = self._links.get(link)
         try:
@@ -144,8 +166,10 @@ class Inbound:
         self._clock.set(link, now + self._silence)
 
     def identify(self, facts: Mapping[str, str]) -> Iterator[tuple[LinkId, Failure]]:
-        """From now on our KV depends on this. Links of consumers to whom other facts apply are given up; those who dial anew
-        are told why there is none."""
+        """Set what our KV depends on from now on, and yield the links that are given up for it.
+
+        These are of consumers to whom other facts apply; those who dial anew are told why there is no link.
+        """
         for link, known in list(self._links.items()):
             try:
                 check_facts(known.hello, facts)
@@ -155,8 +179,16 @@ class Inbound:
                 yield link, why
 
     def examined(self, link: LinkId, found: Planner | Failure, now: float) -> None:
-        """What has come of looking at a hello: the way to plan copies for it, or why it is refused. Raises ``PeerError`` for
-        the log in that case."""
+        """Take in what has come of looking at a hello.
+
+        Args:
+            link: The link that the hello asks for.
+            found: The planner of its copies, or why it is refused.
+            now: The time, by ``time.monotonic``.
+
+        Raises:
+            PeerError: It is refused; for the log.
+        """
         known = self._links.get(link)
         if known is None:
             return
@@ -174,7 +206,11 @@ class Inbound:
         raise PeerError(f"refused a link from {hello.engine[:100]!r} at {connection.host}: {why.detail}", kind=why.kind)
 
     def result(self, result: EndpointMade | Connected | Broken, now: float) -> LinkInfo | Lost | None:
-        """The mover's word about a link: its terms once it is up, or that it is lost."""
+        """Take in what the data thread says about a link.
+
+        Returns:
+            What was agreed on once the link is up, or that it is lost; ``None`` when there is neither news.
+        """
         link, known = result.link, self._links.get(result.link)
         if known is None or known.number != result.number:
             return None
@@ -210,7 +246,11 @@ class Inbound:
         connection.send(m.Refused(why.kind, why.detail, again, backend))
 
     def hung_up(self, connection: Connection) -> Failure | None:
-        """A connection is lost. Returns why its link is, if it had one; that is closed here already."""
+        """Take in the loss of a connection.
+
+        Returns:
+            Why its link is lost, which is closed here already; ``None`` if it had none.
+        """
         known = self._links.get(connection.name)
         if known is None:
             return None
@@ -218,7 +258,7 @@ class Inbound:
         return Failure(K.PEER_LOST, str(connection.lost), _name(known))
 
     def tick(self, now: float) -> Iterator[tuple[LinkId, Failure]]:
-        """Links that have gone silent or deaf, closed here already."""
+        """Close the links that have gone silent or deaf, and yield them."""
         deaf, self._deaf = self._deaf, []
         for link in deaf:
             yield from self._lost(link, "it does not take our messages")
@@ -239,7 +279,7 @@ class Inbound:
         return 0.0 if self._deaf else self._clock.next()
 
     def pardon(self, seconds: float) -> None:
-        """For so long nobody could be heard."""
+        """Add seconds in which nobody could be heard to the times at which peers were heard last."""
         for known in self._links.values():
             known.connection.heard += seconds
 
@@ -283,8 +323,15 @@ def _who(known: _In | None, connection: Connection) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A producer rank to dial: where, which incarnation, its cache, what we are assigned of it, and the back ends that both have,
-    by our preference."""
+    """A producer rank to dial.
+
+    Attributes:
+        address: Where it listens.
+        epoch: Its epoch.
+        cache: Its cache.
+        assignments: What we read of it.
+        backends: The back ends that both have, by our preference.
+    """
 
     address: str
     epoch: int
@@ -313,7 +360,17 @@ class _Out:
 
 
 class Outbound:
-    """Links that we dial, by (address, epoch). ``facts``: what all of our KV depends on."""
+    """Links that we dial, by (address, epoch).
+
+    Args:
+        sockets: The agent's control sockets.
+        data: The agent's data plane.
+        cache: Our cache.
+        epoch: Our epoch.
+        engine: Our engine's name.
+        silence: Seconds without a word after which a link is lost.
+        facts: What all of our KV depends on.
+    """
 
     def __init__(
         self,
@@ -337,22 +394,29 @@ class Outbound:
         return link in self._links
 
     def of(self, backend: str) -> list[LinkId]:
-        """The links of a back end."""
+        """Return the links of a back end."""
         return [link for link, o in self._links.items() if o.backend == backend]
 
     def identify(self, facts: Mapping[str, str]) -> list[LinkId]:
-        """From now on our KV depends on this. Returns the links that we know, all made or to be made under other facts."""
+        """Set what our KV depends on from now on.
+
+        Returns:
+            The links that we know, all made or to be made under other facts.
+        """
         self._facts = facts
         return list(self._targets)
 
     def know(self, targets: Iterable[Target]) -> None:
-        """Where links lead that may be dialled later."""
+        """Learn where links lead that may be dialled later."""
         for t in targets:
             self._targets[t.link] = t
 
     def dial(self, link: LinkId, now: float) -> None:
-        """Make a link, or make it anew, with the first back end that has not failed to. Raises ``PeerError`` when its
-        address is none."""
+        """Make a link, or make it anew, with the first back end that has not failed to.
+
+        Raises:
+            PeerError: Its address is none, or is not known any more.
+        """
         self.drop(link)
         if link not in self._targets:
             raise PeerError(f"the way to {link_name(link)} is not known any more", kind=K.PEER_LOST)
@@ -364,7 +428,7 @@ class Outbound:
         self._data.endpoint(link, number, backend, "consumer")
 
     def _without(self, o: _Out, why: Failure, now: float) -> Lost | None:
-        """This back end cannot make the link: try the next, if there is one."""
+        """Try the next back end, since this one cannot make the link; the link is lost if there is none."""
         link = o.target.link
         failed = self._unfit.setdefault(link, {})
         failed[o.backend] = why
@@ -379,7 +443,11 @@ class Outbound:
         return None
 
     def result(self, result: EndpointMade | Connected | Broken, now: float) -> LinkInfo | Lost | None:
-        """The mover's word about a link: its terms once it is up, or that it is lost."""
+        """Take in what the data thread says about a link.
+
+        Returns:
+            What was agreed on once the link is up, or that it is lost; ``None`` when there is neither news.
+        """
         o = self._links.get(result.link)
         if o is None or o.number != result.number:
             return None
@@ -402,8 +470,11 @@ class Outbound:
         )
 
     def receive(self, link: LinkId, connection: Connection, frame: bytes, now: float) -> m.Message | Lost | None:
-        """What a frame means for the consumer's machine or the mover, if it means anything to them. Links may be dropped and
-        dialled meanwhile."""
+        """Take in a frame; links may be dropped and dialled meanwhile.
+
+        Returns:
+            What is for the consumer's machine or the data plane, or that the link is lost; ``None`` when it is neither.
+        """
         o = self._links.get(link)
         if o is None or o.connection is not connection:
             return None
@@ -432,7 +503,7 @@ class Outbound:
         return None  # else it is a Pong, which has been heard, or nonsense
 
     def hung_up(self, link: LinkId, connection: Connection) -> Lost | None:
-        """A connection is lost, and with it the link, if it was still that link's."""
+        """Take in the loss of a connection, and with it of the link, if it was still that link's."""
         o = self._links.get(link)
         if o is None or o.connection is not connection:
             return None
@@ -467,7 +538,7 @@ class Outbound:
         return 0.0 if self._deaf else self._clock.next()
 
     def pardon(self, seconds: float) -> None:
-        """For so long nobody could be heard."""
+        """Add seconds in which nobody could be heard to the times at which peers were heard last."""
         for o in self._links.values():
             o.connection.heard += seconds
 

@@ -1,7 +1,7 @@
-"""Find the route to a producer engine: look its card up in its directory, and join it with our own engine's.
+"""Find the route to a producer engine: look its descriptor up in its directory, and join it with our own engine's.
 
-Used by the control thread only; what takes time, to check the caches that a card describes and to join them with ours, is done
-elsewhere. Unanswered questions are repeated until the fetches that wait for them give up.
+Used by the control thread only. To check the caches that a descriptor describes, and to join them with ours, takes
+time and is done elsewhere. Unanswered questions are repeated until the fetches that wait for them give up.
 """
 
 from __future__ import annotations
@@ -58,11 +58,19 @@ class _Query:
 
 
 class Resolver:
-    """Answers come from ``receive``, ``tick`` and what is done elsewhere as (source, path or the reason why there is none).
+    """Find the ways to sources.
 
-    ``patience``: seconds for which anybody waits for an answer. ``facts``: what all of our KV depends on; of an engine that
-    states others there is no path. ``examine(weight, job, done)``: has a job done off this thread and its result, or the reason
-    why there is none, given to ``done``, whose answers count like those of ``receive``; false when too much waits for that already.
+    Answers come from ``receive``, ``tick`` and what is done elsewhere, as a source with its path or the reason why
+    there is none.
+
+    Args:
+        sockets: The agent's control sockets.
+        me: Our own rank.
+        patience: Seconds for which anybody waits for an answer.
+        facts: What all of our KV depends on; there is no path to an engine that states others.
+        examine: ``examine(weight, job, done)`` has a job done off this thread, and gives ``done`` its result or the
+            reason why there is none. The answers of ``done`` count like those of ``receive``. Returns false when too
+            much waits for that already.
     """
 
     def __init__(
@@ -83,8 +91,16 @@ class Resolver:
         ] = {}  # our own engine's ranks, which live as long as we do
 
     def ask(self, source: Source, own: Source | None, now: float) -> Failure | None:
-        """Begin to resolve; ``own`` is our engine's directory if it has more ranks than this one. Returns why that is
-        not possible, if so."""
+        """Begin to resolve a source.
+
+        Args:
+            source: The producer engine's directory.
+            own: Our engine's directory if it has more ranks than this one; else ``None``.
+            now: The time, by ``time.monotonic``.
+
+        Returns:
+            Why that is not possible; ``None`` if it is.
+        """
         self._wanted[source] = own
         try:
             for directory in (source, own):
@@ -115,13 +131,13 @@ class Resolver:
         return connection
 
     def hung_up(self, directory: Source, connection: sockets.Connection) -> None:
-        """A connection is lost; another is made when the question would be repeated."""
+        """Take in the loss of a connection; another is made when the question would be repeated."""
         q = self._queries.get(directory)
         if q is not None and q.connection is connection:
             q.connection = None
 
     def receive(self, directory: Source, frame: bytes) -> Iterator[tuple[Source, Path | Failure]]:
-        """A directory has answered."""
+        """Take in a directory's answer."""
         if directory not in self._queries:
             return
         self._close(directory)
@@ -133,7 +149,7 @@ class Resolver:
     def _checked(
         self, directory: Source, card: m.EngineDescriptor | Failure
     ) -> Iterator[tuple[Source, Path | Failure]]:
-        """Its card has been looked at."""
+        """Take in a directory's descriptor that has been checked, or why it is refused."""
         now = time.monotonic()
         if isinstance(card, Failure):
             yield from self._failed(directory, card)
@@ -158,7 +174,7 @@ class Resolver:
     def _path(
         self, card: m.EngineDescriptor, source: Source, own: tuple[m.RankDescriptor, ...] | None
     ) -> Path | Failure:
-        """The way to a source, or why there is none. Uses nothing that changes: any thread."""
+        """Return the way to a source, or why there is none. Any thread: it uses nothing that changes."""
         ours = [member.cache for member in own or (self._me,)]
         try:
             if (why := f.difference(self.facts, card.facts, "at the producer")) is not None:
@@ -181,7 +197,7 @@ class Resolver:
         return Target(member.address, member.epoch, member.cache, assignments, common)
 
     def tick(self, now: float) -> Iterator[tuple[Source, Failure]]:
-        """Repeat unanswered questions; those for which nobody waits any more have failed."""
+        """Repeat unanswered questions, and yield as failed those for which nobody waits any more."""
         for directory in self._clock.due(now):
             q = self._queries[directory]
             if now - q.wanted >= self._patience:
@@ -199,7 +215,7 @@ class Resolver:
         return self._clock.next()
 
     def _failed(self, directory: Source, why: Failure) -> Iterator[tuple[Source, Failure]]:
-        """All that depended on this directory have no route."""
+        """Yield all sources that depended on this directory: they have no route."""
         for source in [s for s, own in self._wanted.items() if directory in (s, own)]:
             yield source, self._fail(source, why.about("", f"directory {directory}"))
 
@@ -219,7 +235,12 @@ def _misfit(why: str) -> PeerError:
 
 
 def _card(frame: bytes, directory: Source) -> m.EngineDescriptor:
-    """A directory's answer, with all that it describes checked. Raises ``PeerError`` or ``ValueError``."""
+    """Return the descriptor that a directory answered with, once all that it describes has been checked.
+
+    Raises:
+        PeerError: The answer is a refusal, or none that can be used.
+        ValueError: A cache is described wrongly.
+    """
     card = m.decode(frame)
     if isinstance(card, m.Refused):
         raise PeerError(f"it refused: {card.reason}", kind=card.kind)

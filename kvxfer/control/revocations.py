@@ -23,7 +23,14 @@ _PLACE = re.compile(r"(\d{1,10})/(\d{1,7})/([0-9a-f]{32})")
 
 
 class SharedRevocationCounter(RevocationCounter):
-    """A tally that other processes of this host and user can read. ``place``: what a ``RevocationView`` takes. Raises ``OSError``."""
+    """A revocation counter that other processes of this host and user can read.
+
+    Attributes:
+        place: What a ``RevocationView`` takes.
+
+    Raises:
+        OSError: No shared memory can be had.
+    """
 
     def __init__(self) -> None:
         # Goes with the process, however that ends.
@@ -41,7 +48,7 @@ class SharedRevocationCounter(RevocationCounter):
         super().__init__(memoryview(self._memory)[:8].cast("Q"))
 
     def close(self) -> None:
-        """All is given up that was announced, or will be. Any thread; idempotent."""
+        """Give up all that was announced, or will be. Any thread; idempotent."""
         with self._lock:
             if self._fd >= 0:
                 self._word[0] += 1
@@ -53,11 +60,19 @@ class SharedRevocationCounter(RevocationCounter):
 
 
 class RevocationView:
-    """A consumer's view of a producer's tally. Called, it tells how much has been declared so far. Any thread."""
+    """A consumer's view of a producer's revocation counter.
+
+    Called, by any thread, it tells how much has been declared so far.
+    """
 
     def __init__(self, place: str) -> None:
-        """Raises ``OSError`` or ``ValueError`` when there is no such tally to be seen from here: the producer runs on another
-        host, in another container, or as another user."""
+        """Map the counter at ``place``.
+
+        Raises:
+            OSError: The counter cannot be opened from here.
+            ValueError: What is there is not that counter. Either error means that the producer runs on another host, in
+                another container, or as another user.
+        """
         found = _PLACE.fullmatch(place)
         if found is None:
             raise ValueError(f"{place!r} names no tally")
@@ -80,7 +95,7 @@ class RevocationView:
 
     @classmethod
     def of(cls, place: str) -> RevocationView | None:
-        """``None`` when it cannot be seen."""
+        """Return the view of the counter at ``place``, or ``None`` when it cannot be seen."""
         try:
             return cls(place)
         except (OSError, ValueError):
@@ -91,5 +106,8 @@ class RevocationView:
 
 
 def _sealed(fd: int) -> bool:
-    """Whether nobody can make it smaller any more: to read what is mapped and not there would end this process."""
+    """Return whether nobody can make the memory smaller any more.
+
+    To read what is mapped and no longer there would end this process.
+    """
     return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)

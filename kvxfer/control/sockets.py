@@ -40,7 +40,7 @@ _LOOKUPS = 64
 
 
 def address(host: str, port: int) -> str:
-    """How the address of a control socket is written; an IPv6 host gets its brackets."""
+    """Return the address of a control socket as it is written; an IPv6 host gets its brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
 
 
@@ -49,7 +49,9 @@ class ControlSockets:
 
     Made by any thread before the one that runs it, and closed by that one; ``wake`` is for all threads.
 
-    ``security``: who may connect and be dialled. ``inbox``: what others leave for the thread before they ``wake`` it.
+    Args:
+        security: Who may connect and be dialled.
+        inbox: What others leave for the thread before they ``wake`` it.
     """
 
     def __init__(self, security: Security, inbox: Sized = ()) -> None:
@@ -72,7 +74,19 @@ class ControlSockets:
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
     def listen(self, host: str, port: int, owner: Any) -> int:
-        """Take connections on ``host`` for ``owner``; ``port`` 0 takes a free one. Returns the port. Raises ``OSError``."""
+        """Take connections for ``owner``.
+
+        Args:
+            host: The host to listen on.
+            port: The port to listen on; 0 takes a free one.
+            owner: What the connections belong to.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: The address cannot be had.
+        """
         plain = host.strip("[]")
         try:
             family, *_, where = socket.getaddrinfo(plain, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -86,9 +100,16 @@ class ControlSockets:
         return int(sock.getsockname()[1])
 
     def dial(self, where: str, owner: Any, limit: int) -> Connection:
-        """Begin a connection, over which messages may be sent at once; if it cannot be had, it is ``lost``. ``limit``: bytes
-        of the longest frame that may come. Raises ``PeerError`` for what is no address, or none that may be dialled: it came
-        from a peer."""
+        """Begin a connection, over which messages may be sent at once; if it cannot be had, it is ``lost``.
+
+        Args:
+            where: The address, which came from a peer.
+            owner: What the connection belongs to.
+            limit: Bytes of the longest frame that may come.
+
+        Raises:
+            PeerError: ``where`` is no address, or none that may be dialled; or too many names are being looked up.
+        """
         try:
             if not where.startswith("tcp://"):
                 raise IdentityError(f"{where!r} is not tcp://HOST:PORT")
@@ -104,7 +125,12 @@ class ControlSockets:
         return conn
 
     def keep(self, conn: Connection, limit: int) -> None:
-        """It is no guest any more; ``limit``: bytes of the longest frame that it may send from now on."""
+        """Count a connection as a guest no more.
+
+        Args:
+            conn: The connection.
+            limit: Bytes of the longest frame that its peer may send from now on.
+        """
         if self._guests.pop(conn, True) is None:
             self._guest_bytes -= conn.counted
         conn.guest, conn.limit = False, limit
@@ -129,7 +155,11 @@ class ControlSockets:
                 self._guests[conn] = None
 
     def poll(self, seconds: float) -> set[Connection]:
-        """Wait for something to do, read and write what can be. Returns the connections from which something may have come."""
+        """Wait for something to do, at most so many seconds; read and write what can be.
+
+        Returns:
+            The connections from which something may have come.
+        """
         self._asleep = True  # before the inbox is looked at, so that whoever fills it after that wakes us
         idle = not (self._inbox or self._ready or self._more or self._found)
         events = self._epoll.poll(seconds if idle else 0, _EVENTS)
@@ -153,7 +183,10 @@ class ControlSockets:
         return more
 
     def ready(self) -> Iterator[Connection]:
-        """Those that have frames, or are lost, each once; whoever is not come to now comes first the next time."""
+        """Yield the connections that have frames, or are lost, each once.
+
+        Those that are not reached now come first the next time.
+        """
         for _ in range(len(self._ready)):
             conn = next(iter(self._ready), None)
             if conn is None:
@@ -169,7 +202,7 @@ class ControlSockets:
                 self._dirty.add(conn)
 
     def flush(self) -> None:
-        """Let what has been said leave."""
+        """Send what has been said, as far as peers take it now."""
         while self._dirty:
             conn = self._dirty.pop()
             conn.flush()
@@ -184,7 +217,7 @@ class ControlSockets:
                     os.eventfd_write(self._flag, 1)
 
     def linger(self, seconds: float) -> None:
-        """Let what has been said leave, for so long at the most."""
+        """Send what has been said, and wait for peers to take it, so many seconds at the most."""
         until = time.monotonic() + seconds
         self.flush()
         while any(conn.unsent for conn in self._by_fd.values()) and time.monotonic() < until:
@@ -238,7 +271,7 @@ class ControlSockets:
         self._settle(conn)
 
     def _forget(self, conn: Connection) -> None:
-        """It is closed."""
+        """Drop what is kept of a connection that is closed."""
         if conn.watched is not None and self._by_fd.get(conn.watched[0]) is conn:
             del self._by_fd[conn.watched[0]]
         conn.watched = None
@@ -289,7 +322,7 @@ class ControlSockets:
         self._settle(conn)
 
     def _look_up(self, conn: Connection, host: str, port: int) -> None:
-        """On the thread for names."""
+        """Look a name up, on the thread for names."""
         try:
             self._found.append((conn, _addresses(host, port)))
         except OSError as e:

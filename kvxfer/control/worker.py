@@ -14,8 +14,15 @@ log = logging.getLogger("kvxfer.worker")
 
 
 class Worker:
-    """Does one job after the other on a thread of its own, the lightest first, so that a heavy one costs others only what it
-    takes once it has begun. The thread starts with the first job. Any thread may call its methods."""
+    """A thread that does one job after the other, the lightest first.
+
+    A heavy job costs others only what it takes once it has begun. The thread starts with the first job. Any thread may
+    call the methods.
+
+    Args:
+        name: The thread's name.
+        most: How many jobs may wait.
+    """
 
     def __init__(self, name: str, most: int) -> None:
         self._most = most
@@ -26,8 +33,15 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, weight: int, job: Callable[[], None]) -> bool:
-        """Have a job done that says itself what came of it. ``weight``: about what it costs, in any unit. False when as many
-        wait as may, or after ``close``."""
+        """Have a job done that says itself what came of it.
+
+        Args:
+            weight: About what it costs, in any unit.
+            job: What is done.
+
+        Returns:
+            False when as many wait as may, or after ``close``; then the job is not done.
+        """
         with self._change:
             if self._closed or len(self._jobs) >= self._most:
                 return False
@@ -39,7 +53,10 @@ class Worker:
         return True
 
     def close(self, timeout: float) -> None:
-        """Begin nothing more and wait for what has begun, ``timeout`` seconds at most (it is a daemon thread). Idempotent."""
+        """Begin nothing more and wait for what has begun, ``timeout`` seconds at most (it is a daemon thread).
+
+        Idempotent.
+        """
         with self._change:
             self._closed = True
             self._jobs.clear()

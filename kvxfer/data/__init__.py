@@ -1,1 +1,4 @@
-"""What moves the bytes: a data thread for each back end, the jobs that parts become, staging memory, checksums."""
+"""What runs on the data threads, and how the control thread speaks to them: back ends, jobs, staging memory, checks.
+
+Nothing here knows digests or deadlines of transfers.
+"""

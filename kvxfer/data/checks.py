@@ -22,7 +22,12 @@ log = logging.getLogger("kvxfer.mover")
 
 
 class Checks:
-    """Used by the data thread only. ``regions``: the cache's memory. ``post``: gets the end of each part."""
+    """Read parts that have arrived. Used by the data thread only.
+
+    Args:
+        regions: The cache's memory.
+        post: Gets the end of each part.
+    """
 
     def __init__(self, regions: tuple[Region, ...], post: Callable[[Moved], None]) -> None:
         self._regions, self._post = regions, post
@@ -45,7 +50,7 @@ class Checks:
             log.exception("a checksum could not be prepared")
 
     def end(self, moved: Moved) -> None:
-        """A part has ended. If it has arrived, its end is told when it has been read."""
+        """Take in the end of a part; of one that has arrived, the end is told when it has been read."""
         begin = self._ready.pop(moved.ref, None)
         if begin is not None and moved.failure is None:
             try:
@@ -69,11 +74,11 @@ class Checks:
             self._post(moved)
 
     def forget(self) -> None:
-        """Parts that have not ended will not."""
+        """Drop the parts that have not ended, since they will not."""
         self._ready.clear()
 
     def wait(self) -> None:
-        """Until nothing is read any more."""
+        """Wait until nothing is read any more."""
         for _, checksum in self._reading:
             with suppress(Exception):  # nobody wants to know any more
                 checksum.value  # noqa: B018  (waits)

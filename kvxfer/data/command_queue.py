@@ -1,4 +1,4 @@
-"""A mailbox: calls from any thread for one that sleeps in a poll."""
+"""Calls from any thread for one that sleeps in a poll."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ __all__ = ["CommandQueue"]
 
 
 class CommandQueue:
-    """``post`` from any thread, ``sleep`` and ``take`` on one.
+    """Calls that wait for a thread: ``post`` from any thread, ``sleep`` and ``take`` on one.
 
-    No ``Wakeup``, whose epoll would have to be looked at within this poll and after it: the data thread sleeps often, and shortly.
+    This is no ``Wakeup``, whose epoll would have to be looked at within this poll and after it: the data thread sleeps
+    often, and shortly.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class CommandQueue:
         self._lock = threading.Lock()
 
     def sleep(self, fd: int | None, seconds: float) -> None:
-        """Until there is a call, ``fd`` is readable, or so much time has passed."""
+        """Sleep until there is a call, ``fd`` is readable, or so many seconds have passed."""
         if fd != self._other:
             if self._other is not None:
                 self._poller.unregister(self._other)
@@ -50,7 +51,7 @@ class CommandQueue:
         self._asleep = False
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
-        """Have ``call(*args)`` made by whoever takes it; never, once the mailbox is closed."""
+        """Have ``call(*args)`` made by whoever takes it; never, once the queue is closed."""
         self._calls.append(partial(call, *args))
         if not self._asleep:
             return
@@ -60,12 +61,12 @@ class CommandQueue:
                 os.eventfd_write(self._flag, 1)
 
     def take(self) -> Iterator[Callable[[], None]]:
-        """The calls that have come, those that come meanwhile included."""
+        """Yield the calls that have come, those that come meanwhile included."""
         while self._calls:
             yield self._calls.popleft()
 
     def close(self) -> None:
-        """Once nobody takes any more. Idempotent."""
+        """Close it, once nobody takes any more. Idempotent."""
         with self._lock:
             if not self._closed:
                 os.close(self._flag)

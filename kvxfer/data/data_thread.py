@@ -58,7 +58,13 @@ _UNENDED: list[Staging | None] = []
 
 @dataclass
 class _Peer:
-    """A link that is connected. ``broken``: an abort took all of it along."""
+    """A link that is connected.
+
+    Attributes:
+        number: Tells this making of the link from earlier ones.
+        peer: The back end's number for the connection.
+        broken: Whether an abort took all of it along.
+    """
 
     number: int
     peer: int
@@ -66,10 +72,13 @@ class _Peer:
 
 
 class DataThread:
-    """``run`` is the thread; what else is public is what ``Mover`` posts to it, save the attributes.
+    """The data thread: ``run``, and what ``Mover`` posts to it. For the arguments see ``Mover``.
 
-    Arguments: see ``Mover``. ``ready``: set once the back end has been made, or could not be (``failure``). ``made``,
-    ``staging``: what it can do, and the staging memory that was made for it.
+    Attributes:
+        ready: Set once the back end has been made, or could not be.
+        failure: Why the back end could not be made; else ``None``.
+        made: What the back end can do; ``None`` until it has been made.
+        staging: The staging memory that was made for it; ``None`` until then.
     """
 
     def __init__(
@@ -110,8 +119,10 @@ class DataThread:
         return sum(job.nbytes for job in list(self._quarantine.values()))
 
     def run(self, inbox: CommandQueue) -> None:
-        """Make the back end, do what comes in, until ``stop``; then every part has ended. Whatever a back end raises, be it no
-        ``Exception``, costs its parts at the most."""
+        """Make the back end and do what comes in, until ``stop``; then every part has ended.
+
+        Whatever a back end raises, be it no ``Exception``, costs its parts at the most.
+        """
         try:
             try:
                 self._open()
@@ -175,8 +186,10 @@ class DataThread:
         self._overdue()
 
     def _make_room(self) -> None:
-        """Where consumers wait for slots and others take nothing of theirs, the transfers of those are given up; once they live
-        again, they may want them anew."""
+        """Give up transfers whose consumers take nothing of theirs while others wait for slots.
+
+        Once such consumers go on, they may ask for the transfers anew.
+        """
         hungry = {job.ref.link for job in self._restless.values() if job.starving and job.ref.role == "producer"}
         idle = set(self.staging.idle(PATIENCE_S)) if hungry and self.staging is not None else set()
         if not idle or not hungry - idle:
@@ -266,7 +279,7 @@ class DataThread:
             self._lines.pop((link, verb), None)
 
     def _break(self, link: LinkId, why: Failure) -> None:
-        """The link is of no more use to anyone; whoever made it must make it anew."""
+        """Report that a link is of no more use to anyone; whoever made it must make it anew."""
         known = self._peers.get(link)
         if known is None or known.broken:
             return
@@ -277,7 +290,10 @@ class DataThread:
         self._post(Broken(link, known.number, why))
 
     def _inspect(self) -> None:
-        """Links on which something has failed: those that are lost are made anew, and what else moves on them with it."""
+        """Look at the links on which something has failed.
+
+        Those that are lost are reported broken, and all that moves on them ends with them.
+        """
         doubtful, self._doubtful = self._doubtful, set()
         for link in doubtful:
             self._doubt(link)
@@ -430,7 +446,7 @@ class DataThread:
         self._try_open()
 
     def _void(self, why: Failure) -> bool:
-        """Close the back end, which ends all parts; whether all memory is quiet."""
+        """Close the back end, which ends all parts; return whether all memory is quiet."""
         never = self._transport is not None and self._transport.capabilities.quiet == "never"
         self._shut()
         never |= not self._device_done()
@@ -446,8 +462,10 @@ class DataThread:
         return not never
 
     def _try_open(self) -> None:
-        """Open the back end, unless that was tried a moment ago, or it could not be opened to begin with. Then links that have
-        been asked for can be made, or fail."""
+        """Open the back end, unless that was tried a moment ago, or it could not be opened to begin with.
+
+        Then links that have been asked for can be made, or fail.
+        """
         now = time.monotonic()
         if now < self._reopen or self.failure is not None:
             return
@@ -465,7 +483,10 @@ class DataThread:
                 self._post(EndpointMade(link, number, b"", Failure.of(e).about("it cannot be opened: ")))
 
     def _device_done(self) -> bool:
-        """Wait until it neither packs nor unpacks, for ``grace`` at most; one that has failed does neither."""
+        """Wait until the device neither packs nor unpacks, for ``grace`` seconds at most; return whether it is so.
+
+        A device that has failed does neither.
+        """
         try:
             done = self.staging is None or self.staging.wait(time.monotonic() + self._grace)
         except BaseException:

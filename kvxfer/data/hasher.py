@@ -23,8 +23,13 @@ log = logging.getLogger("kvxfer.hasher")
 
 
 class Hasher:
-    """``cache``: what is read. ``post``: called with one ``Hashed`` for each ``Hash``, on this object's thread or
-    from within ``cancel`` or ``close``; must not block. Methods are called by one thread, save ``close``."""
+    """The thread that computes checksums. Methods are called by one thread, save ``close``.
+
+    Args:
+        cache: What is read.
+        post: Called with one ``Hashed`` for each ``Hash``, on this object's thread or from within ``cancel`` or
+            ``close``; must not block.
+    """
 
     def __init__(self, cache: Cache, post: Callable[[Hashed | Died], None]) -> None:
         self._cache, self._post = cache, post
@@ -34,7 +39,10 @@ class Hasher:
         self._started = False
 
     def get_ready(self) -> None:
-        """Have compiled what reads the cache, which may take seconds, so that no transfer waits for it: it reads one token."""
+        """Have compiled what reads the cache, so that no transfer waits for it; reads one token.
+
+        It may take seconds.
+        """
         cache = self._cache
         assignments = route([cache], [cache])[cache.rank].assignments.get(cache.rank, ())
         first = [[0]] * len(cache.groups)
@@ -50,8 +58,10 @@ class Hasher:
             self._thread.start()
 
     def cancel(self, ref: PartRef) -> None:
-        """It is of no use any more: if it has not begun, it ends here. One that has begun, or is not known, is left
-        alone."""
+        """End a part here that has not begun and is of no use any more.
+
+        One that has begun, or is not known, is left alone.
+        """
         if self._waiting.pop(ref, None) is not None:
             self._post(Hashed(ref, failure=Failure(FailureKind.CANCELLED, "it was given up")))
 

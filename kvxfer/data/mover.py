@@ -23,11 +23,19 @@ log = logging.getLogger("kvxfer.mover")
 
 
 class Mover:
-    """Start with ``start`` or ``begin``; all other methods may be called from any thread and wait for nothing.
+    """The data thread of one back end, as other threads see it.
 
-    ``name``: of the back end. ``make``: builds it, on the data thread (again after a reset). ``regions``: the cache's memory,
-    number 0; what ``stage`` makes of the back end's capabilities is staging memory, number 1. ``post``: called on the data
-    thread with each result; must not block.
+    Begin with ``start`` or ``begin``; all other methods may be called from any thread and wait for nothing, save
+    ``close``.
+
+    Args:
+        name: The back end's name.
+        make: Builds the back end, on the data thread (again after a reset).
+        regions: The cache's memory, number 0.
+        stage: Makes staging memory, number 1, given the back end's capabilities.
+        post: Called on the data thread with each result; must not block.
+        grace: Seconds within which a batch must end after its abort.
+        quarantine_limit: Bytes of memory that is not quiet above which the back end is reset.
     """
 
     def __init__(
@@ -45,7 +53,12 @@ class Mover:
         self._thread = threading.Thread(target=self._data.run, args=(self._inbox,), name="kvxfer-data", daemon=True)
 
     def start(self, timeout: float) -> tuple[Capabilities, Staging]:
-        """Make the back end. Raises what its constructor or ``stage`` raised, or ``TimeoutError``; then ``close``."""
+        """Make the back end, and wait for it, ``timeout`` seconds at most. If this raises, ``close``.
+
+        Raises:
+            TimeoutError: It takes longer.
+            Exception: What the back end's constructor or ``stage`` raised.
+        """
         self.begin()
         if not self._data.ready.wait(timeout):
             raise TimeoutError(f"the back end did not start within {timeout:g} s")
@@ -57,7 +70,7 @@ class Mover:
 
     @property
     def made(self) -> tuple[Capabilities, Staging]:
-        """Of a back end that has started. Raises what kept it from that."""
+        """The capabilities and staging memory of a back end that has started; raises what kept it from that."""
         data = self._data
         if data.failure is not None:
             raise data.failure
@@ -83,11 +96,11 @@ class Mover:
         self._inbox.post(self._data.abort, ref)
 
     def remote_writes_ended(self, ref: PartRef) -> None:
-        """The peer has ended its half of this part for good."""
+        """Say that the peer has ended its half of this part for good."""
         self._inbox.post(self._data.remote_writes_ended, ref)
 
     def slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
-        """A ``Slot`` or ``SlotFree`` message for this part (of ``SlotFree`` only ``piece`` counts)."""
+        """Hand on a ``SlotReady`` or ``SlotFree`` message for this part (of ``SlotFree`` only ``piece`` counts)."""
         self._inbox.post(self._data.slot, ref, piece, offset, nbytes)
 
     def stop(self) -> None:
@@ -95,8 +108,10 @@ class Mover:
         self._inbox.post(self._data.stop)
 
     def close(self, timeout: float) -> None:
-        """End everything and wait for the thread, ``timeout`` seconds at most (it is a daemon thread). Of each part that had not
-        ended its end is posted, later if the back end did not let go in time."""
+        """End everything and wait for the thread, ``timeout`` seconds at most (it is a daemon thread).
+
+        Of each part that had not ended the end is posted, later if the back end did not let go in time.
+        """
         self.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)

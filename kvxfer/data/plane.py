@@ -23,8 +23,13 @@ log = logging.getLogger("kvxfer.movers")
 
 
 class DataPlane:
-    """``candidates``: names of the back ends, by preference. ``make``: builds the mover of one. ``terms``: of one that has
-    been started, how it is used."""
+    """All back ends of an agent, each with its data thread.
+
+    Args:
+        candidates: Names of the back ends, by preference.
+        make: Builds the mover of one.
+        terms: Tells how one that has been started is used.
+    """
 
     def __init__(
         self,
@@ -42,8 +47,17 @@ class DataPlane:
         self._held: dict[LinkId, tuple[int, str, Role]] = {}  # asked for while the link was being closed
 
     def start(self, timeout: float) -> None:
-        """Start the first back end that can be; those before it drop out of the candidates. Any thread. Raises ``ConfigError``
-        (options that do not fit), or what kept the last from starting; then ``close``."""
+        """Start the first back end that can be; those before it drop out of the candidates.
+
+        Any thread may call it. If it raises, ``close``.
+
+        Args:
+            timeout: Seconds that each may take.
+
+        Raises:
+            ConfigError: Options do not fit.
+            Exception: What kept the last candidate from starting.
+        """
         while True:
             first, *others = self.candidates
             try:
@@ -60,7 +74,7 @@ class DataPlane:
                 self._first = self._data[others[0]] = self._make(others[0])
 
     def terms(self, backend: str) -> LinkPolicy:
-        """How a back end is used that has given an endpoint."""
+        """Return how a back end is used that has given an endpoint."""
         if backend not in self._terms:
             self._terms[backend] = self._terms_of(backend, *self._data[backend].made)
         return self._terms[backend]
@@ -88,8 +102,11 @@ class DataPlane:
         mover.disconnect(link)
 
     def disconnected(self, link: LinkId) -> bool:
-        """Take in an answer to ``disconnect``: whether it was the last, so that nothing comes over the link any more
-        from any back end."""
+        """Take in an answer to ``disconnect``.
+
+        Returns:
+            Whether it was the last, so that nothing comes over the link any more from any back end.
+        """
         self._closing[link] -= 1
         if self._closing[link]:
             return False

@@ -30,7 +30,16 @@ CUDA_RUN = 2 << 20
 
 @dataclass(frozen=True)
 class LinkPolicy:
-    """Fixed for an agent's life. ``stage_below``: parts whose rows are shorter on average are packed (0: none is)."""
+    """How links use a back end; fixed for an agent's life.
+
+    Attributes:
+        backend: The back end's name.
+        mode: How bytes move.
+        cache: Our cache.
+        piece_bytes: Bytes of a staged piece.
+        stage_below: Parts whose rows are shorter on average, in bytes, are packed; 0: none is.
+        integrity: How bytes are checked.
+    """
 
     backend: str
     mode: Mode
@@ -80,8 +89,16 @@ class LinkPolicy:
         )
 
     def agree(self, hello: m.Hello, planner: Planner, name: str = "") -> LinkInfo:
-        """What a hello amounts to that has been admitted, of a peer known by ``name``. Raises
-        ``PeerError`` with the reason for a refusal."""
+        """Return what an admitted hello amounts to.
+
+        Args:
+            hello: The consumer's hello.
+            planner: Plans the link's copies.
+            name: The name by which the peer is known.
+
+        Raises:
+            PeerError: The link is refused, with the reason.
+        """
         if hello.mode != self.mode:
             raise _misfit(
                 f"{hello.engine!r} uses back end {self.backend!r} by {hello.mode}, this engine by {self.mode}; configure it "
@@ -94,7 +111,11 @@ class LinkPolicy:
         return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, self.stage_below, integrity, name=name)
 
     def accept(self, welcome: m.Welcome) -> None:
-        """Check a producer's answer to our hello. Raises ``PeerError`` when it is none that we asked for."""
+        """Check a producer's answer to our hello.
+
+        Raises:
+            PeerError: It is none that we asked for.
+        """
         if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
             raise _misfit(f"its pieces have {welcome.piece_bytes} bytes, and ours {self.piece_bytes}")
         if STRICTNESS.index(welcome.integrity) < STRICTNESS.index(self.integrity):
@@ -106,8 +127,21 @@ class LinkPolicy:
 def admit(
     hello: m.Hello, candidates: Sequence[str], cache: Cache, epoch: int, facts: Mapping[str, str] | None
 ) -> Planner:
-    """Check all of a consumer's hello that does not depend on what a back end can do. ``candidates``, ``cache``, ``epoch``, ``facts``:
-    ours. Raises ``PeerError`` with the reason for a refusal."""
+    """Check all of a consumer's hello that does not depend on what a back end can do.
+
+    Args:
+        hello: The consumer's hello.
+        candidates: Our back ends.
+        cache: Our cache.
+        epoch: Our epoch.
+        facts: What our KV depends on; ``None``: see ``check_facts``.
+
+    Returns:
+        The planner of the link's copies.
+
+    Raises:
+        PeerError: The link is refused, with the reason.
+    """
     if hello.protocol != m.PROTOCOL:
         raise _misfit(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
     if hello.expect_epoch != epoch:
@@ -127,15 +161,28 @@ def admit(
 
 
 def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
-    """Refuse a consumer whose KV depends on something else than ours. ``facts``: ours; ``None``: our engine has not said them
-    yet, and the consumer has compared those of our directory. Raises ``PeerError``."""
+    """Refuse a consumer whose KV depends on something else than ours.
+
+    Args:
+        hello: The consumer's hello.
+        facts: What ours depends on; ``None``: our engine has not said it yet, and the consumer has compared what our
+            directory states.
+
+    Raises:
+        PeerError: They differ.
+    """
     why = None if facts is None else f.difference(facts, hello.facts, "at the consumer")
     if why is not None:
         raise _misfit(f"{hello.engine!r} asks for KV of this engine, but {why}")
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
-    """How staging memory is made once the back end's capabilities are known."""
+    """Return what makes staging memory once the back end's capabilities are known.
+
+    Args:
+        cache: The cache that is staged for.
+        nbytes: Bytes of staging memory; ``None``: the default.
+    """
 
     def make(caps: Capabilities) -> Staging:
         kinds = {r.device.partition(":")[0] for r in cache.regions}
@@ -151,8 +198,15 @@ def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging
 
 
 def lent(caps: Capabilities, role: Role) -> tuple[frozenset[int], bool]:
-    """What the peer of a link on which we are ``role`` needs of our memory (0: the cache, 1: staging), and whether to write
-    to it. In each mode one side moves the bytes, or none alone."""
+    """Tell which of our memory the peer of a link needs; in each mode one side moves the bytes, or none alone.
+
+    Args:
+        caps: What the back end can do.
+        role: Our role on the link.
+
+    Returns:
+        The numbers of the memory (0: the cache, 1: staging), and whether the peer writes to it.
+    """
     mode, serves = _mode(caps), role == "producer"
     if mode == "read":
         return (frozenset({0, 1}) if serves else frozenset()), False

@@ -47,8 +47,11 @@ class Disconnected:
 
 @dataclass(frozen=True)
 class PieceReady:
-    """What the peer is to be told of piece ``piece``. By a producer: it lies packed in our staging memory, to be read; it
-    is on its way, where it is sent; it is written into the slot that was lent. By a consumer: a slot to write it into."""
+    """What the peer is to be told of a piece.
+
+    By a producer: the piece lies packed in our staging memory, to be read; or it is on its way, where it is sent; or it
+    is written into the slot that was lent. By a consumer: a slot to write it into.
+    """
 
     ref: PartRef
     piece: int

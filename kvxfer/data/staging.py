@@ -48,13 +48,30 @@ Use = Literal["sent", "known", "expected"]
 
 @dataclass(frozen=True)
 class Slot:
+    """A place in staging memory that is in use.
+
+    Attributes:
+        offset: Where it begins, in bytes.
+        owner: The link that holds it.
+        use: What it is for.
+    """
+
     offset: int
     owner: LinkId
     use: Use
 
 
 class Staging:
-    """``nbytes`` of staging on ``device`` (pinned if it is host memory under a GPU cache) for a cache's ``regions``."""
+    """Staging memory for a cache, pinned if it is host memory under a GPU cache.
+
+    Args:
+        regions: The cache's memory.
+        nbytes: Bytes of staging memory.
+        device: Where it lies.
+
+    Raises:
+        ConfigError: ``nbytes`` is too small.
+    """
 
     def __init__(self, regions: tuple[Region, ...], nbytes: int, device: str) -> None:
         self._space = memory.space(regions)
@@ -70,7 +87,7 @@ class Staging:
         return self._buffer.region
 
     def reset(self) -> None:
-        """All slots are free: no back end can touch them any more."""
+        """Free all slots: no back end can touch them any more."""
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
         self._busy: dict[int, Fence] = {}  # by slot: what the device was last asked to do there, until it has
         self._held: dict[Role, Counter[LinkId]] = {"producer": Counter(), "consumer": Counter()}
@@ -79,8 +96,16 @@ class Staging:
         self.given = 0  # how many slots have come back
 
     def take(self, owner: LinkId, role: Role, sure: bool = True) -> Slot | None:
-        """A free slot for a link, or ``None`` while there is none or the credits of link or use are used up. ``sure``:
-        whether a consumer's will be used without the peer's waiting for a slot that others may have."""
+        """Take a free slot for a link.
+
+        Args:
+            owner: The link.
+            role: Our role on it.
+            sure: Whether a consumer's slot will be used without the peer's waiting for a slot that others may have.
+
+        Returns:
+            ``None`` while no slot is free, or the credits of link or use are used up.
+        """
         use: Use = "sent" if role == "producer" else "known" if sure else "expected"
         if not self._may(owner, role, use):
             return None
@@ -102,7 +127,7 @@ class Staging:
         return room > 1 and mine < min(CREDITS, (SLOTS - RESERVED) // len(holders))
 
     def _room(self, use: Use) -> int:
-        """How many more slots may be had for this."""
+        """Return how many more slots may be had for this use."""
         used, most = self._used, SLOTS - RESERVED
         room = len(self._free)
         if use != "sent":
@@ -112,7 +137,7 @@ class Staging:
         return min(room, CREDITS - used["expected"]) if use == "expected" else room
 
     def idle(self, seconds: float) -> list[LinkId]:
-        """Links whose consumer has taken nothing for so long of what was packed for it."""
+        """Return the links whose consumer has taken nothing for so many seconds of what was packed for it."""
         before = time.monotonic() - seconds
         return [link for link, moved in self._moved.items() if moved < before]
 
@@ -129,8 +154,16 @@ class Staging:
         return bool(self._busy) and any(not self._idle(at) for at in self._free)
 
     def wait(self, until: float) -> bool:
-        """Block until the device has done all that it was asked to, which takes it as long as one copy of the slots, or until
-        this time of ``time.monotonic``; whether it has. Raises what the device failed with."""
+        """Block until the device has done all that it was asked to, which takes as long as one copy of the slots.
+
+        Raises what the device failed with.
+
+        Args:
+            until: When to stop waiting, by ``time.monotonic``.
+
+        Returns:
+            Whether the device is done.
+        """
         while not all(self._idle(at) for at in list(self._busy)):
             if time.monotonic() >= until:
                 return False

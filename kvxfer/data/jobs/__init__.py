@@ -34,7 +34,7 @@ STAGED: dict[tuple[Verb, Role], type[Staged]] = {
 
 
 def make_job(action: Move, wire: Wire, sink: SlotSink) -> Job:
-    """The job for a part, by verb and role and whether it is staged."""
+    """Return the job for a part, by verb and role and whether it is staged."""
     if not action.piece_bytes:
         return Direct(action, wire)
     return STAGED[action.verb, action.ref.role](action, wire, sink)

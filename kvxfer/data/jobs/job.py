@@ -24,7 +24,7 @@ SlotSink = Callable[[PartRef, int, int, int], None]
 
 @dataclass(frozen=True)
 class Wire:
-    """What a job needs of the mover: the back end, the peer, memory, and the table of batches in flight."""
+    """What a job needs of the data thread: the back end, the peer, memory, and the table of batches in flight."""
 
     transport: Transport
     peer: int
@@ -34,8 +34,14 @@ class Wire:
 
 
 class Job:
-    """One part on its way. ``advance`` is called after every event; the job has ended when nothing of it is in flight
-    and it is either complete or stopped. ``lends``: the peer writes into memory of ours for it."""
+    """One part on its way.
+
+    ``advance`` is called after every event. The job has ended when nothing of it is in flight and it is either complete
+    or stopped.
+
+    Attributes:
+        lends_memory: Whether the peer writes into memory of ours for it.
+    """
 
     lends_memory = False
 
@@ -88,18 +94,18 @@ class Job:
         """Do what can be done now."""
 
     def calm(self) -> None:
-        """What was not quiet has become so."""
+        """Note that what was not quiet has become so."""
         self.quiet = True
 
     def remote_writes_ended(self) -> None:
-        """The peer has ended its half for good; only jobs that lend it memory care."""
+        """Note that the peer has ended its half for good; only jobs that lend it memory care."""
 
     def calmed_by_close(self, caps: Capabilities) -> bool:
         """Whether closing its link makes its memory quiet."""
         return caps.quiet == "peer_close" or (self.lends_memory and caps.quiet == "batch")
 
     def slot(self, piece: int, offset: int, nbytes: int) -> None:
-        """The peer speaks of a piece; only staged jobs care."""
+        """Take in what the peer says of a piece; only staged jobs care."""
 
     def stop(self, why: Failure) -> None:
         """Submit nothing more; the first reason counts."""

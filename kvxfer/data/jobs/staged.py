@@ -32,8 +32,11 @@ class _Piece:
 
 
 def _pieces(action: Move) -> Iterator[CopyPlan]:
-    """The same on both sides. Of many the first is half as long, so that those behind it follow each other at a distance:
-    a library that shares its link among two of equal length ends both at once, and then stands still."""
+    """Yield the plans of a part's pieces, the same on both sides.
+
+    Of many pieces the first is half as long, so that those behind it follow each other at a distance. A library that
+    shares its link among two of equal length ends both at once, and then stands still.
+    """
     nbytes = action.piece_bytes
     return action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
 
@@ -60,7 +63,10 @@ class Staged(Job):
         self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
 
     def peek(self) -> tuple[int, CopyPlan] | None:
-        """The number and plan of the piece to begin next, cut when first asked for: while the one before is being packed."""
+        """Return the number and plan of the piece to begin next, or ``None`` after the last.
+
+        It is cut when first asked for: while the one before is being packed.
+        """
         if self._ahead is None:
             self._ahead = next(self._rest, None)
         return self._ahead
@@ -95,7 +101,7 @@ class Staged(Job):
         self._unpackers.clear()
 
     def begin(self) -> _Piece | None:
-        """The next piece with a slot for it, or nothing now."""
+        """Return the next piece with a slot for it, or ``None`` when there is nothing to begin now."""
         ahead = self.peek()
         if ahead is None or self.error is not None or not self.my_turn:
             return None
@@ -136,8 +142,13 @@ class Staged(Job):
             raise
 
     def get_ready(self, expected: Iterable[tuple[int, CopyPlan]] = ()) -> None:
-        """Get ready to unpack the pieces that are on their way, and others. To be called when the peer has all that it needs to go
-        on: then it costs no time."""
+        """Get ready to unpack the pieces that are on their way, and others.
+
+        To be called when the peer has all that it needs to go on: then it costs no time.
+
+        Args:
+            expected: Numbers and plans of the other pieces.
+        """
         if self.error is not None:
             return
         for number, plan in chain(((p.number, p.plan) for p in self.held.values()), expected):
@@ -145,7 +156,7 @@ class Staged(Job):
                 self._unpackers[number] = self.staging.unpack(plan)
 
     def land(self, piece: _Piece) -> None:
-        """A piece has arrived in its slot: begin to unpack it."""
+        """Begin to unpack a piece that has arrived in its slot."""
         try:
             unpack = self._unpackers.pop(piece.number, None) or self.staging.unpack(piece.plan)
             piece.fence = unpack(piece.slot)
@@ -155,13 +166,13 @@ class Staged(Job):
         self.unpacking.append(piece)
 
     def settle(self) -> None:
-        """Pieces whose unpacking has finished; their slots are free again."""
+        """Free the slots of the pieces whose unpacking has finished."""
         for piece in [p for p in self.unpacking if p.fence is None or p.fence.passed()]:
             self.unpacking.remove(piece)
             self.staging.give(piece.slot)
 
     def give_back(self, piece: _Piece, quiet: bool) -> None:
-        """A piece that ends here; a slot that is not quiet stays out until it is."""
+        """Free the slot of a piece that ends here; one that is not quiet stays out until it is."""
         if quiet:
             self.staging.give(piece.slot)
         else:
@@ -195,8 +206,10 @@ class StagedSend(Staged):
 
 
 class StagedRecv(Staged):
-    """Two-sided, consumer: receive a piece into a slot, unpack it. It begins before it is told that the piece is being
-    sent only while slots are plenty (see ``staging.py``)."""
+    """Two-sided, consumer: receive a piece into a slot, unpack it.
+
+    It begins before it is told that the piece is being sent only while slots are plenty (see ``staging.py``).
+    """
 
     def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
         super().__init__(action, wire, sink)
@@ -261,7 +274,10 @@ class StagedServe(Staged):
             self.staging.give(taken.slot)
 
     def stop(self, why: Failure) -> None:
-        """Slots may still be read by the consumer, which does no harm here; what it reads is not confirmed any more."""
+        """Stop, and free all slots.
+
+        The consumer may still read them, which does no harm here; what it reads is not confirmed any more.
+        """
         super().stop(why)
         for piece in [*self.held.values(), *self._packing]:
             self.staging.give(piece.slot)
@@ -291,7 +307,7 @@ class SlotAtPeer(Staged):
         self._named.append((piece, offset))
 
     def next_named(self) -> tuple[_Piece, int] | None:
-        """The next piece with a slot for it here, and its place at the peer; or nothing now."""
+        """Return the next piece with a slot here, and its offset at the peer; ``None`` when there is none now."""
         while self.error is None and self._named:
             slot = self.take()
             if slot is None:
@@ -341,8 +357,10 @@ class StagedWrite(SlotAtPeer):
 
 
 class StagedLend(Staged):
-    """One-sided write, consumer: lend a slot for each piece, unpack what was written there. When it is stopped, lent slots
-    stay out until the producer has ended its half or the link is closed."""
+    """One-sided write, consumer: lend a slot for each piece, unpack what was written there.
+
+    When it is stopped, lent slots stay out until the producer has ended its half or the link is closed.
+    """
 
     lends_memory = True
 
