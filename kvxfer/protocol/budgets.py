@@ -1,7 +1,7 @@
-"""What many peers have of something bounded, so that no number of greedy ones keeps it from the others.
+"""Budgets that many peers share, so that no number of greedy ones keeps the others from what is bounded.
 
-One rule for all of it: whoever has ``n`` gets more only while more than ``n`` are free. One that takes all it can gets half,
-the next one a third, and a newcomer finds something free.
+One rule holds for all of it: whoever has ``n`` gets more only while more than ``n`` are free. One that takes all it can gets
+half, the next one a third, and a newcomer finds something free.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ V = TypeVar("V")
 
 
 class PeerBudgets(Generic[Owner]):
-    """``total`` of something, by who has it."""
+    """A bounded number of something, by who has how many.
+
+    Args:
+        total: how many there are.
+    """
 
     def __init__(self, total: int) -> None:
         self._free = total
         self._held: Counter[Owner] = Counter()
 
     def take(self, owner: Owner, n: int = 1) -> bool:
-        """Whether ``owner`` may have ``n`` more; then it has them."""
+        """Give ``owner`` another ``n`` if the rule allows it, and return whether it did."""
         if self._held[owner] + n > self._free:
             return False
         self._held[owner] += n
@@ -33,7 +37,7 @@ class PeerBudgets(Generic[Owner]):
         return True
 
     def give(self, owner: Owner, n: int = 1) -> None:
-        """``owner`` has ``n`` less."""
+        """Take ``n`` back from ``owner``."""
         self._free += n
         self._held[owner] -= n
         if not self._held[owner]:
@@ -41,8 +45,14 @@ class PeerBudgets(Generic[Owner]):
 
 
 class Keep(Generic[Owner, K, V]):
-    """Values that are remembered for ``seconds`` each, ``most`` in all. Where one finds no room, the oldest of the same owner
-    go. All operations cost O(1); the clock is an argument."""
+    """Values that are remembered for a while, within a budget that their owners share.
+
+    Where a value finds no room, the oldest of the same owner go. All operations cost O(1); the clock is an argument.
+
+    Args:
+        seconds: for which each value is remembered.
+        most: how many values there may be in all.
+    """
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
@@ -63,7 +73,7 @@ class Keep(Generic[Owner, K, V]):
         return None if found is None else found[1]
 
     def pop(self, owner: Owner, key: K) -> None:
-        """Forget it, if it is known."""
+        """Forget the value of ``key``, if there is one."""
         if self._kept.pop((owner, key), None) is not None:
             mine = self._keys[owner]
             del mine[key]
@@ -76,7 +86,7 @@ class Keep(Generic[Owner, K, V]):
             self.pop(*next(iter(self._kept)))
 
     def next(self) -> float | None:
-        """When ``forget`` has something to do."""
+        """Return when ``forget`` has something to do next, or ``None``."""
         return self._kept[next(iter(self._kept))][0] if self._kept else None
 
     def __len__(self) -> int:

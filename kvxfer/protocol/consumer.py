@@ -1,9 +1,9 @@
-"""The consumer's half of a session as a sans-IO state machine: events in, actions out, the clock an argument.
+"""The consumer's half of the protocol as a sans-IO state machine: events in, actions out, the clock an argument.
 
-A *fetch* is one request's load. It runs over one *rank* for each producer rank that holds something of it. It is delivered
-when all ranks hold the same generation, and each producer rank still held that after the last byte of the last rank had
-come. The life of a rank is the table ``life.RANK_FETCH``. A rank may take several *attempts*:
-when its link breaks or the producer's blocks change, the attempt is void, and the next begins once nothing of it
+A *fetch* is one request's load. It has one *rank fetch* for each producer rank that holds something of it. It is delivered
+when all rank fetches hold the same generation, and each producer rank still held that generation after the last byte of
+the last rank had come. The life of a rank fetch is the table ``transitions.RANK_FETCH``. A rank fetch may take several
+*attempts*: when its link breaks or the producer's blocks change, the attempt is void, and the next begins once nothing of it
 moves any more. Outcome and release are two events: a fetch is released only when nothing can touch its memory.
 """
 
@@ -58,10 +58,17 @@ REMINDERS = 4
 
 
 class ConsumerMachine:
-    """All fetches of one agent. Not thread-safe; every method returns the actions it asks for.
+    """All fetches of one agent.
 
-    ``timeout``: seconds from a fetch to its outcome. ``retry``: seconds after which an unanswered question is repeated;
-    the wait doubles each time. ``corrupt``: transfers that failed because other bytes arrived than were sent.
+    Not thread-safe. Methods that take an event return the actions that it asks for. ``now`` is the time in seconds, always by the
+    same clock.
+
+    Args:
+        timeout: seconds from a fetch to its outcome.
+        retry: seconds after which an unanswered question is repeated; the wait doubles each time.
+
+    Attributes:
+        corrupt: transfers that failed because other bytes arrived than were sent.
     """
 
     def __init__(self, timeout: float, retry: float = 1.0) -> None:
@@ -79,7 +86,19 @@ class ConsumerMachine:
     # --- from the engine -------------------------------------------------------------------------------------------
 
     def fetch(self, spec: Fetch, now: float, called: float | None = None) -> list[Action]:
-        """Begin; its time runs from ``called`` (``None``: now). Raises ``ValueError`` when the handle is in use."""
+        """Begin a fetch.
+
+        Args:
+            spec: what to fetch, and into which blocks.
+            now: the time in seconds.
+            called: when the engine asked for it, from which its timeout runs; ``None`` means now.
+
+        Returns:
+            The actions that follow.
+
+        Raises:
+            ValueError: the handle is that of a fetch that is still alive.
+        """
         if spec.handle in self._fetches:
             raise ValueError(f"a fetch named {spec.handle!r} is still alive")
         began = now if called is None else called
@@ -91,12 +110,12 @@ class ConsumerMachine:
         return [Resolve(spec.source, spec.own)] if route is None else self._start(f, route, now)
 
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
-        """The engine no longer wants it. Unknown handles are ignored."""
+        """End a fetch that the engine no longer wants. Unknown handles are ignored."""
         f = self._fetches.get(handle)
         return [] if f is None else self._fail(f, Failure(K.CANCELLED, reason), now)
 
     def close(self, why: Failure, now: float) -> list[Action]:
-        """Every fetch ends so, and each that is still to come; all links are given up."""
+        """Fail every fetch, present or still to come, with ``why``, and give all links up."""
         self._closed = why
         out: list[Action] = []
         for f in list(self._fetches.values()):
@@ -108,7 +127,7 @@ class ConsumerMachine:
     # --- from the shell --------------------------------------------------------------------------------------------
 
     def resolved(self, source: Source, route: Resolved | Failure, now: float) -> list[Action]:
-        """The route to a source, or why there is none."""
+        """Take the route to a source, or the reason why there is none."""
         out: list[Action] = []
         if isinstance(route, Resolved):
             self._routes[source] = route
@@ -117,7 +136,7 @@ class ConsumerMachine:
         return out
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
-        """A link that was dialled is there."""
+        """Use a link that was dialled and is up now."""
         if link not in self._links:
             return []
         self._links[link] = info
@@ -130,7 +149,7 @@ class ConsumerMachine:
         return out
 
     def link_reset(self, link: LinkId, why: Failure, now: float) -> list[Action]:
-        """The link broke and may be had again: attempts on it are void, and those who use it get another."""
+        """Void the attempts on a link that broke but can be made again, and dial it anew where it is still needed."""
         if self._links.get(link) is None:
             return []  # being dialled anew already, or of no interest
         ranks = list(self._on_link(link))
@@ -155,7 +174,7 @@ class ConsumerMachine:
         return out
 
     def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
-        """The link is lost for good, and what was on it fails."""
+        """Fail what uses a link that is lost for good."""
         out = self._close(link, why)
         for f, rank in list(self._on_link(link)):
             if rank.on(E.LINK_DOWN):
@@ -163,7 +182,7 @@ class ConsumerMachine:
         return out
 
     def link_closed(self, link: LinkId, now: float) -> list[Action]:
-        """What ``Close`` or ``Dial`` has closed is closed: nothing can come into our memory from there any more."""
+        """Note that a link is closed, as ``Close`` or ``Dial`` asked: its producer can no longer write into our memory."""
         out: list[Action] = []
         for f, rank in list(self._on_link(link)):
             if rank.remote_writes and rank.state in (S.PAUSED, S.FAILED, S.ARRIVED, S.CHECKING):
@@ -171,7 +190,7 @@ class ConsumerMachine:
         return out
 
     def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
-        """A message from the producer rank behind ``link``. Anything late, repeated or unknown changes nothing."""
+        """Handle a message from the producer rank behind ``link``. Anything late, repeated or unknown changes nothing."""
         if not isinstance(msg, m.PartReady | m.Checksums | m.CommitAck | m.AttemptClosed):
             return []
         f, rank = self._tries.get(msg.attempt, (None, None))
@@ -191,7 +210,7 @@ class ConsumerMachine:
                 assert_never(msg)
 
     def moved(self, done: Moved, now: float) -> list[Action]:
-        """A part has ended on this side."""
+        """Handle the end of a part on this side."""
         f, rank = self._tries.get(done.ref.attempt, (None, None))
         if f is None or rank is None or done.ref not in rank.flight:
             return []
@@ -210,13 +229,13 @@ class ConsumerMachine:
             elif done.collateral:
                 out += self.link_reset(link, done.failure, now)
             elif rank.error is None:
-                # If that is because the producer has ended its half, its Gone is on its way and says what follows.
+                # If that is because the producer has ended its half, its AttemptClosed says what follows.
                 rank.error = done.failure
                 self._questions.set(rank.attempt, now + self._retry)
         return out + self._resume(f, rank, now) + self._release(f)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
-        """What has arrived with a part has been read."""
+        """Handle the checksum of what has arrived with a part."""
         f, rank = self._tries.get(done.ref.attempt, (None, None))
         if f is None or rank is None or done.ref not in rank.flight:
             return []
@@ -231,7 +250,7 @@ class ConsumerMachine:
         return out + self._resume(f, rank, now) + self._release(f)
 
     def tick(self, now: float) -> list[Action]:
-        """Deadlines and repeats. Call when ``next_tick`` is due."""
+        """Handle deadlines and repeat questions. Call it when ``next_tick`` is due."""
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
@@ -245,7 +264,7 @@ class ConsumerMachine:
         return out
 
     def next_tick(self) -> float | None:
-        """When ``tick`` has something to do next, or ``None``."""
+        """Return when ``tick`` has something to do next, or ``None``."""
         return min((t for t in (self._deadlines.next(), self._questions.next()) if t is not None), default=None)
 
     def __len__(self) -> int:
@@ -269,13 +288,13 @@ class ConsumerMachine:
         return out
 
     def _close(self, link: LinkId, why: Failure) -> list[Action]:
-        """Give a link up. The way to what is behind it has to be looked up anew."""
+        """Give a link up. The route to what is behind it has to be looked up anew."""
         self._links.pop(link, None)
         self._routes = {s: r for s, r in self._routes.items() if all(rank.link != link for rank in r.ranks)}
         return [Close(link, why)]
 
     def _link(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """A rank in LINKING goes on if its link is up, else sees to it that it is being made."""
+        """Begin an attempt of a rank fetch in LINKING if its link is up, else see that the link is being made."""
         link = rank.spec.link
         if self._links.get(link) is not None:
             return self._want(f, rank, now)
@@ -295,7 +314,10 @@ class ConsumerMachine:
         return self._ask(f, rank, now)
 
     def _ask(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Put, or repeat, the question that a rank waits on. It has an answer, but messages die with their link."""
+        """Put, or repeat, the question that a rank fetch waits on.
+
+        A producer answers each, but messages are lost with their link.
+        """
         self._questions.set(rank.attempt, now + self._retry * 2 ** min(rank.asked, 4))
         rank.asked += 1
         link = rank.spec.link
@@ -341,7 +363,7 @@ class ConsumerMachine:
     def _take(
         self, f: FetchRecord, rank: RankFetch, info: LinkInfo, msg: m.PartReady, plan: CopyPlan, now: float
     ) -> list[Action]:
-        """See to it that a part that was announced comes."""
+        """Ask for the actions by which an announced part arrives."""
         ref = PartRef("consumer", rank.spec.link, f.spec.transfer, rank.attempt, msg.part)
         hashed = to_hash(plan, info, ref)
         if info.mode == "write" and not msg.piece_bytes:
@@ -362,8 +384,10 @@ class ConsumerMachine:
         )
 
     def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
-        """A producer rank has announced this generation. What others have of an older one is of no use: wherever they lag,
-        their engine has given it up."""
+        """Take a generation that a producer rank has announced.
+
+        What other ranks hold of an older one is of no use: wherever they lag, their engine has given it up.
+        """
         f.generation = max(f.generation, generation)
         out: list[Action] = []
         for rank in f.rank_fetches:
@@ -372,7 +396,7 @@ class ConsumerMachine:
         return out
 
     def _outdate(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """The attempt is void, since another rank has a newer generation: want that here, too."""
+        """Void the attempt, since another rank has a newer generation, and ask for that here, too."""
         if not rank.on(E.OUTDATED):
             return []
         self._reopen(f)
@@ -384,15 +408,19 @@ class ConsumerMachine:
         return out + self._resume(f, rank, now)
 
     def _reopen(self, f: FetchRecord) -> None:
-        """A rank begins anew, so its last byte is still to come, and what held in the others will have to have held until
-        then."""
+        """Take back what other rank fetches of this fetch know to have held, because one of them begins anew.
+
+        Its last byte is still to come, and the others will have to have held until then.
+        """
         for rank in f.rank_fetches:
             if rank.on(E.ANOTHER):
                 self._questions.cancel(rank.attempt)
 
     def _complete(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """If all parts are here and cover what was wanted, this rank has arrived; once all have: see, or else ask, whether
-        they can be trusted."""
+        """Note that a rank fetch has arrived, if all its parts are here and cover what was wanted.
+
+        Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
+        """
         if not rank.complete(f.spec.start, f.spec.tokens):
             return []
         rank.on(E.COMPLETE)
@@ -418,8 +446,10 @@ class ConsumerMachine:
         return self._deliver(f, now)
 
     def _deliver(self, f: FetchRecord, now: float) -> list[Action]:
-        """If all ranks have held, that is the outcome. Producers only have to know that we have it; should one never hear of
-        it, its lease ends."""
+        """End the fetch as delivered if all ranks have held.
+
+        Producers only have to know that we have it; should one never hear of it, its lease ends.
+        """
         if any(rank.state is not S.HELD for rank in f.rank_fetches):
             return []
         for rank in f.rank_fetches:
@@ -443,14 +473,14 @@ class ConsumerMachine:
         return out + self._acquit(f, rank, now)
 
     def _acquit(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """The producer has ended what it did for a void attempt."""
+        """Note that the producer has ended what it did for a void attempt."""
         rank.remote_writes = False
         if rank.state in (S.PAUSED, S.FAILED):
             self._questions.cancel(rank.attempt)
         return self._resume(f, rank, now) + self._release(f)
 
     def _resume(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """A paused rank of which nothing moves any more begins its next attempt."""
+        """Begin the next attempt of a paused rank fetch of which nothing moves any more."""
         if rank.state is not S.PAUSED or not rank.quiet:
             return []
         rank.on(E.QUIET)
@@ -460,11 +490,11 @@ class ConsumerMachine:
         return self._end(f, Outcome(why), now)
 
     def _misused(self, f: FetchRecord, rank: RankFetch, what: str, now: float) -> list[Action]:
-        """The producer broke the protocol."""
+        """Fail a fetch whose producer broke the protocol."""
         return self._fail(f, Failure(K.MISUSE, what, link_name(rank.spec.link)), now)
 
     def _end(self, f: FetchRecord, outcome: Outcome, now: float) -> list[Action]:
-        """Fix the outcome once; stop whatever still moves."""
+        """Fix the outcome once, and stop whatever still moves."""
         if f.outcome is not None:
             return []
         f.outcome = outcome

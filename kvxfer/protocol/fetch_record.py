@@ -22,7 +22,7 @@ NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
 
 @dataclass
 class RankFetch:
-    """A rank: what is fetched from one producer rank."""
+    """The share of a fetch that comes from one producer rank."""
 
     spec: RankRoute
     state: RankFetchState = RankFetchState.LINKING
@@ -37,7 +37,7 @@ class RankFetch:
     checksum: int = 0  # of all that has been hashed; checksums add up
     sum: bytes = b""  # the producer's, if it has said so
     error: Failure | None = None  # a part of the attempt could not be moved
-    remote_writes: bool = False  # the producer may write into our memory until it says Gone or the link is closed
+    remote_writes: bool = False  # the producer may write into our memory until it says AttemptClosed or the link closes
     resets: int = 0
     broke: Failure | None = None  # why its link did, the last time
     revoked: bool = False  # an attempt was void since the producer had given its blocks up
@@ -45,7 +45,7 @@ class RankFetch:
     counted: bool = False  # the producer has said that it counts us as done
 
     def on(self, stimulus: RankFetchEvent) -> bool:
-        """Take a transition; false when the stimulus means nothing in this state."""
+        """Take a transition, and return false when the stimulus means nothing in this state."""
         after = RANK_FETCH.after(self.state, stimulus)
         if after is None:
             return False
@@ -53,7 +53,7 @@ class RankFetch:
         return True
 
     def begin(self, attempt: int, remote_writes: bool, least: int) -> None:
-        """The next attempt: nothing is left of the one before."""
+        """Begin the next attempt; nothing is left of the one before."""
         self.least, self.counted = least, False
         self.attempt, self.generation, self.revocations, self.final, self.error = attempt, -1, -1, False, None
         self.remote_writes, self.asked, self.checksum, self.sum = remote_writes, 0, 0, b""
@@ -68,12 +68,12 @@ class RankFetch:
         return not self.flight and not self.remote_writes
 
     def complete(self, start: int, tokens: int) -> bool:
-        """Whether all parts are here and cover what is wanted."""
+        """Return whether all parts are here and cover what is wanted."""
         whole = self.final and covered(self.spans.values(), start, tokens)
         return whole and not self.flight and self.error is None
 
     def held(self, info: LinkInfo | None) -> bool:
-        """Whether all that is here can be seen to be good, so that nobody has to be asked."""
+        """Return whether all that is here can be seen to be good, so that nobody has to be asked."""
         if info is None or info.revocations is None or self.remote_writes:
             return False
         same = info.integrity == "off" or self.sum == m.pack_checksum(self.checksum)
@@ -82,7 +82,7 @@ class RankFetch:
 
 @dataclass
 class FetchRecord:
-    """A fetch."""
+    """What a consumer keeps of a fetch."""
 
     spec: Fetch
     began: float
@@ -99,7 +99,7 @@ class FetchRecord:
         return self.ranks.values() if self.ranks else ()
 
     def want(self, rank: RankFetch, now: float) -> m.FetchRequest:
-        """What a rank asks for."""
+        """Make the message by which a rank fetch asks for its share."""
         s = self.spec
         left = max(self.deadline - now, 0.0)
         return m.FetchRequest(
@@ -107,23 +107,23 @@ class FetchRecord:
         )
 
     def check(self, rank: RankFetch) -> m.CommitRequest:
-        """What a rank says when all is here."""
+        """Make the message by which a rank fetch asks, when all is here, whether it can be trusted."""
         checksum, alone = m.pack_checksum(rank.checksum), len(self.rank_fetches) == 1
         return m.CommitRequest(self.spec.transfer, rank.attempt, rank.generation, checksum, self.round, alone)
 
     def done(self, rank: RankFetch) -> m.Committed:
-        """What is said when all ranks have held."""
+        """Make the message that tells a producer rank that all ranks have held."""
         return m.Committed(self.spec.transfer, rank.attempt, self.spec.digest)
 
     def drop(self, rank: RankFetch) -> m.CloseAttempt:
-        """What is said when an attempt is void."""
+        """Make the message that tells a producer rank that an attempt is void."""
         s = self.spec
         why = NEWER if self.outcome is None or self.outcome.failure is None else self.outcome.failure
         return m.CloseAttempt(s.transfer, rank.attempt, s.digest, why.kind, why.detail, self.outcome is None)
 
     @property
     def late(self) -> FailureKind:
-        """What its deadline means, by what its ranks still wait for."""
+        """The kind of failure if its deadline passes now, by what its ranks still wait for."""
         if not self.rank_fetches:
             return FailureKind.PEER_UNREACHABLE
         for rank in self.rank_fetches:

@@ -2,7 +2,7 @@
 
 One message is one ZeroMQ frame of msgpack. Between two agents every message belongs to a *link*, which a consumer
 dials to one producer rank. ``attempt`` tells a consumer's successive tries at one transfer apart, so that a late
-answer to an earlier try is never taken for one to the present.
+answer to an earlier try is never taken for an answer to the present one.
 """
 
 from __future__ import annotations
@@ -76,8 +76,14 @@ class _Base(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Hello(_Base, frozen=True, tag="hello"):
-    """Consumer to producer rank: who I am, which of your cache I will read, my back end's endpoint and how I use it.
-    ``facts``: what all of my KV depends on (``kvxfer.facts``)."""
+    """Consumer to producer rank: who I am, and how I will read your cache.
+
+    Attributes:
+        endpoint: that of the consumer's back end.
+        assignments: which of the producer rank's cache the consumer will read.
+        mode: how the consumer uses the back end.
+        facts: what all KV of the consumer depends on (``kvxfer.facts``).
+    """
 
     protocol: int
     backend: str
@@ -94,8 +100,13 @@ class Hello(_Base, frozen=True, tag="hello"):
 
 
 class Welcome(_Base, frozen=True, tag="welcome"):
-    """The producer's half of the hello. ``piece_bytes``, ``integrity``: as agreed: the smaller size of a staged piece,
-    the stricter check. ``tally``: where the producer's is, for consumers on its host."""
+    """Producer: the answer to ``Hello``, by which the link is made.
+
+    Attributes:
+        piece_bytes: size of a staged piece, as agreed: the smaller one of both sides.
+        integrity: what is checked, as agreed: the stricter setting of both sides.
+        revocations: where consumers on the producer's host find its revocation counter.
+    """
 
     epoch: Number
     endpoint: bytes
@@ -105,8 +116,12 @@ class Welcome(_Base, frozen=True, tag="welcome"):
 
 
 class Refused(_Base, frozen=True, tag="refused"):
-    """Producer: there is no link (any more). ``again``: dialling anew may help; else what was on it has failed.
-    ``backend``: it could not be made with this back end; another may do. The reason is logged on both sides."""
+    """Producer: there is no link, or none any more. The reason is logged on both sides.
+
+    Attributes:
+        again: dialling anew may help; otherwise, what was on the link has failed.
+        backend: the link could not be made with this back end; another may do.
+    """
 
     kind: FailureKind
     reason: str
@@ -123,9 +138,10 @@ class Refused(_Base, frozen=True, tag="refused"):
 class FetchRequest(_Base, frozen=True, tag="want"):
     """Consumer: bring the tokens ``[start, tokens)`` into these blocks.
 
-    ``readers``: how many consumer ranks read from the producer rank. ``seconds``: how long it will wait; after that
-    nothing has to be served any more. ``least``: another rank of the producer has this generation already, so that an
-    older one is of no use.
+    Attributes:
+        readers: how many consumer ranks read from the producer rank.
+        seconds: how long the consumer will wait; after that nothing has to be served any more.
+        least: the generation that another rank of the producer has already, so that an older one is of no use; -1 for none.
     """
 
     transfer: TransferId
@@ -140,12 +156,15 @@ class FetchRequest(_Base, frozen=True, tag="want"):
 
 
 class PartReady(_Base, frozen=True, tag="have"):
-    """Producer: part ``part`` holds the tokens ``[lo, hi)``; with ``final`` also the window and state groups.
+    """Producer: part ``part`` holds the tokens ``[lo, hi)``.
 
-    What it means for the bytes depends on the link's verb. Read: take them. Send: they come on ``stream`` onwards.
-    Write: they are in your memory, or, staged, will be written where you lend slots. ``piece_bytes`` is 0 for direct runs,
-    else the part comes packed in pieces. ``tally``: what it was when the attempt's first part was announced;
-    -1: ask.
+    What it means for the bytes depends on the link's verb. Read: the consumer may read them. Send: they come from ``stream``
+    onwards. Write: they are in the consumer's memory or, if staged, will be written into the slots that it lends.
+
+    Attributes:
+        final: the part is the last one, and holds the window and state groups, too.
+        piece_bytes: size of the pieces in which the part comes packed; 0 for direct runs.
+        revocations: the revocation counter when the attempt's first part was announced; -1 means that the consumer has to ask.
     """
 
     transfer: TransferId
@@ -162,11 +181,11 @@ class PartReady(_Base, frozen=True, tag="have"):
 
 
 class SlotReady(_Base, frozen=True, tag="slot"):
-    """Word of piece ``piece`` of a staged part.
+    """Either side: there is a slot for piece ``piece`` of a staged part.
 
-    Producer: it lies packed at ``offset`` of the producer's staging memory, to be read; or, where it is sent, is on its
-    way; or, where it is written, is in the slot that was lent for it. Consumer, where it is written: a slot for it, at
-    ``offset`` of the consumer's staging memory.
+    From the producer: the piece lies packed at ``offset`` of the producer's staging memory, to be read; or, where it is sent,
+    is on its way; or, where it is written, is in the slot that was lent for it. From the consumer, where it is written: a
+    slot for it is at ``offset`` of the consumer's staging memory.
     """
 
     transfer: TransferId
@@ -187,8 +206,10 @@ class SlotFree(_Base, frozen=True, tag="taken"):
 
 
 class Checksums(_Base, frozen=True, tag="sum"):
-    """Producer: the checksum of all parts of this attempt as they lie here, for a consumer that sees the tally and then need
-    not ask."""
+    """Producer: the checksum of all parts of this attempt as they lie here.
+
+    It is for a consumer that sees the revocation counter, and then need not ask.
+    """
 
     transfer: TransferId
     attempt: Number
@@ -196,11 +217,12 @@ class Checksums(_Base, frozen=True, tag="sum"):
 
 
 class CommitRequest(_Base, frozen=True, tag="check"):
-    """Consumer: all bytes have arrived, from you and from all others, and this is the checksum of yours (the sum over all
-    parts; 0 where the link checks nothing). Are they yours, and did this generation hold until now?
+    """Consumer: all bytes have arrived, from you and from all others. Are they yours, and did this generation hold until now?
 
-    ``round``: tells the answer to this question from that to an earlier one. ``alone``: nobody else is asked, so that a yes
-    settles it; else ``Committed`` does.
+    Attributes:
+        checksum: that of the bytes from this producer rank, the sum over all parts; 0 where the link checks nothing.
+        round: tells the answer to this question from that to an earlier one.
+        alone: nobody else is asked, so that a yes settles it; otherwise ``Committed`` does.
     """
 
     transfer: TransferId
@@ -212,7 +234,13 @@ class CommitRequest(_Base, frozen=True, tag="check"):
 
 
 class CommitAck(_Base, frozen=True, tag="verdict"):
-    """Producer: yes to both, as of question ``round``. The consumer may trust these bytes. (If not, ``AttemptClosed``.)"""
+    """Producer: yes to both questions of ``CommitRequest``, so that the consumer may trust these bytes.
+
+    The answer no is ``AttemptClosed``.
+
+    Attributes:
+        round: that of the request that is answered.
+    """
 
     transfer: TransferId
     attempt: Number
@@ -228,8 +256,11 @@ class Committed(_Base, frozen=True, tag="done"):
 
 
 class CloseAttempt(_Base, frozen=True, tag="drop"):
-    """Consumer: this attempt is over for me; stop moving bytes for it and answer ``AttemptClosed``. ``again``: I want the transfer
-    still, and the next attempt follows."""
+    """Consumer: this attempt is over for me; stop moving bytes for it and answer ``AttemptClosed``.
+
+    Attributes:
+        again: the consumer still wants the transfer, and its next attempt follows.
+    """
 
     transfer: TransferId
     attempt: Number
@@ -245,7 +276,8 @@ class CloseAttempt(_Base, frozen=True, tag="drop"):
 class AttemptClosed(_Base, frozen=True, tag="gone"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
-    ``again``: a later generation may come; wait with a new attempt rather than fail.
+    Attributes:
+        again: a later generation may come; wait with a new attempt rather than fail.
     """
 
     transfer: TransferId
@@ -259,12 +291,14 @@ class AttemptClosed(_Base, frozen=True, tag="gone"):
 
 
 class Ping(_Base, frozen=True, tag="ping"):
-    """Consumer: are you alive? Asked on every link, busy or not."""
+    """Consumer: are you alive? This is asked on every link, busy or not."""
 
     number: Number
 
 
 class Pong(_Base, frozen=True, tag="pong"):
+    """Producer: yes, to the ``Ping`` of the same number."""
+
     number: Number
 
 
@@ -272,14 +306,20 @@ class Pong(_Base, frozen=True, tag="pong"):
 
 
 class Lookup(_Base, frozen=True, tag="lookup"):
-    """Anyone to a directory: your card, please."""
+    """Anyone to a directory: send me the descriptor of your engine."""
 
     protocol: int
 
 
 class RankDescriptor(_Base, frozen=True):
-    """One worker of an engine: where its agent listens, the agent's epoch, its cache, and the back ends with which links to
-    it may be made."""
+    """What a directory tells of one rank of its engine.
+
+    Attributes:
+        address: where the rank's agent listens.
+        epoch: the agent's.
+        cache: the layout of the rank's cache.
+        backends: those with which links to the rank may be made.
+    """
 
     address: str
     epoch: Number
@@ -288,7 +328,7 @@ class RankDescriptor(_Base, frozen=True):
 
 
 class EngineDescriptor(_Base, frozen=True, tag="card"):
-    """A directory's answer: the engine's epoch, all its ranks, and what all of its KV depends on."""
+    """A directory's answer: the engine's epoch, all its ranks, and what all its KV depends on."""
 
     protocol: int
     engine: str
@@ -311,14 +351,14 @@ Names = Annotated[tuple[Named, ...], Meta(max_length=MAX_NAMES)]
 
 
 class Renew(_Base, frozen=True, tag="renew"):
-    """A consumer's scheduler half to the producer's: these transfers are still wanted, keep their leases."""
+    """A consumer's scheduler side to the producer's: these transfers are still wanted, keep their leases."""
 
     epoch: Number
     transfers: Names
 
 
 class Decline(_Base, frozen=True, tag="decline"):
-    """A consumer's scheduler half to the producer's: these will never be fetched, free them."""
+    """A consumer's scheduler side to the producer's: these will never be fetched, free them."""
 
     epoch: Number
     transfers: Names
@@ -352,12 +392,18 @@ Message = (
 
 
 def failure(message: Refused | CloseAttempt | AttemptClosed, peer: str, before: str = "") -> Failure:
-    """Return what a peer has said of a failure as ours; ``before``: what we say of that."""
+    """Return what a peer has said of a failure as one of ours.
+
+    Args:
+        message: the peer's.
+        peer: the peer's name for operators.
+        before: our words, to be put before the peer's.
+    """
     return Failure(message.kind, before + message.reason, peer)
 
 
 def _shorten(message: Refused | CloseAttempt | AttemptClosed | Decline) -> None:
-    """Words for people are cut where they get too long to be read."""
+    """Cut words for people where they get too long to be read."""
     if len(message.reason) > MAX_WORDS:
         msgspec.structs.force_setattr(message, "reason", message.reason[:MAX_WORDS] + " [...]")
 
@@ -367,7 +413,11 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """One frame. Raises ``PeerError`` when it would exceed ``MAX_BYTES``."""
+    """Return a message as one frame.
+
+    Raises:
+        PeerError: the frame would exceed ``MAX_BYTES``.
+    """
     frame = _encoder.encode(message)
     if len(frame) > MAX_BYTES:
         too_long = f"a {type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
@@ -376,7 +426,11 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> Message:
-    """The message in a frame from a peer. Raises ``PeerError`` for whatever is not one."""
+    """Return the message in a frame from a peer.
+
+    Raises:
+        PeerError: the frame is too long, or is not a message.
+    """
     if len(frame) > MAX_BYTES:
         too_long = f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
         raise PeerError(too_long, kind=FailureKind.MISUSE)
@@ -387,5 +441,5 @@ def decode(frame: bytes | memoryview) -> Message:
 
 
 def pack_checksum(value: int) -> bytes:
-    """A checksum for the wire: modulo 2**64, little-endian."""
+    """Return a checksum as the wire has it: modulo 2**64, little-endian."""
     return (value % (1 << 64)).to_bytes(8, "little")

@@ -36,7 +36,12 @@ Key = tuple[LinkId, int]
 
 @dataclass
 class ConsumerLink:
-    """A consumer rank that has said hello. ``stream``: the next number of a part."""
+    """A consumer rank that has said hello.
+
+    Attributes:
+        info: what is known of its link.
+        stream: the next number of a part on the link.
+    """
 
     info: LinkInfo
     stream: int = 0
@@ -44,7 +49,7 @@ class ConsumerLink:
 
 @dataclass
 class RankServe:
-    """One attempt of one consumer rank."""
+    """One attempt of one consumer rank, on the producer's side."""
 
     record: OfferRecord
     link: LinkId
@@ -59,8 +64,8 @@ class RankServe:
     final: bool = False
     generation: int = -1
     revocations: int = -1  # when its first part was announced; -1: not vouched for
-    again: bool = False  # the same
-    why: Failure | None = None  # what Gone will say
+    again: bool = False  # what AttemptClosed will say of a later generation
+    why: Failure | None = None  # what AttemptClosed will say
     unsent: dict[PartRef, m.PartReady] = field(default_factory=dict)  # write: told when the bytes are there
     flight: set[PartRef] = field(default_factory=set)  # own parts that may still touch memory
     hashing: set[PartRef] = field(default_factory=set)  # parts that are still being hashed
@@ -68,7 +73,7 @@ class RankServe:
     check: m.CommitRequest | None = None  # waits for the last of them
 
     def on(self, stimulus: ServeEvent) -> bool:
-        """Take a transition; false when the stimulus means nothing in this state."""
+        """Take a transition, and return false when the stimulus means nothing in this state."""
         after = RANK_SERVE.after(self.state, stimulus)
         if after is None:
             return False
@@ -77,7 +82,7 @@ class RankServe:
 
     @property
     def nbytes(self) -> int:
-        """Size of its block table on the wire."""
+        """Size of its block table on the wire, in bytes."""
         return self.want.blocks.nbytes
 
     @property
@@ -90,7 +95,7 @@ class RankServe:
 
     @property
     def aborts(self) -> list[Action]:
-        """What ends whatever of it still touches memory."""
+        """The actions that end whatever of it still touches memory."""
         return [Abort(ref) for ref in in_order(self.flight | self.hashing)]
 
     @property
@@ -100,7 +105,7 @@ class RankServe:
 
 @dataclass
 class OfferRecord:
-    """A transfer as this rank knows it."""
+    """What a producer rank keeps of an offer and of those who ask for it."""
 
     transfer: TransferId
     began: float
@@ -121,7 +126,7 @@ class OfferRecord:
     known: bool = False  # the engine has spoken of it and waits for its end
 
     def take(self, offer: Offer) -> None:
-        """The engine offers this."""
+        """Take what the engine offers."""
         self.known, self.generation, self.offer = True, offer.generation, offer
         if self.digest != offer.digest:
             self.digest = offer.digest
@@ -129,36 +134,41 @@ class OfferRecord:
                 readers.clear()
 
     def admit(self, reader: int, readers: int) -> None:
-        """A consumer wants what is offered, and says how many there are of it."""
+        """Count a consumer that wants what is offered.
+
+        Args:
+            reader: the consumer's agent, by its epoch.
+            readers: how many readers there are by its word.
+        """
         self.fit[reader] = max(readers, self.fit.get(reader, 1))
 
     def leave(self, reader: int) -> None:
-        """A consumer is lost, and with it what it said, unless it is done or served by another link."""
+        """Forget a consumer that is lost and what it said, unless it is done or is served over another link."""
         if reader not in self.settled | self.dropped and not self.lives(reader):
             self.fit.pop(reader, None)
 
     def reject(self, reader: int, digest: bytes) -> None:
-        """A consumer wants what is not to be had here."""
+        """Count a consumer out that wants what is not to be had here."""
         self.fit.pop(reader, None)
         if digest == self.digest:
             self.misfits.add(reader)
 
     def drop(self, reader: int) -> None:
-        """A reader that counts has given it up."""
+        """Note that a reader that counts has given the transfer up."""
         self.dropped.add(reader)
 
     def lives(self, reader: int, but: RankServe | None = None) -> bool:
-        """Whether it is being served to this reader by an attempt other than ``but``."""
+        """Return whether the transfer is being served to this reader by an attempt other than ``but``."""
         return any(s.live and s.reader == reader and s is not but for s in self.serves.values())
 
     @property
     def whole(self) -> bool:
-        """Whether all have it of whom those speak who have it."""
+        """Whether as many readers have it all as there are by the word of those who have it."""
         return len(self.settled) >= max((self.fit.get(r, 1) for r in self.settled), default=1)
 
     @property
     def done(self) -> bool:
-        """Whether all readers are done with it, one way or the other: as many as they say, and none is being served."""
+        """Whether as many readers as they say there are have it all or have dropped it, and no other one is being served."""
         over = self.settled | self.dropped
         return len(over) >= max(self.fit.values(), default=1) and all(
             s.reader in over or not s.live for s in self.serves.values()
@@ -167,14 +177,14 @@ class OfferRecord:
 
 @dataclass(frozen=True)
 class Over:
-    """What is remembered of a holding that has ended."""
+    """What is remembered of an offer record that has ended."""
 
     outcome: Outcome
     generation: int  # whose end the engine has been told
 
 
 class Early(Keep[int, TransferId, bytes]):
-    """Who has given a transfer up before it was offered, and what they took it for: by reader, transfer and digest."""
+    """Who has given a transfer up before it was offered, and by which digest they knew it: by reader, transfer and digest."""
 
     def __init__(self, seconds: float, most: int) -> None:
         super().__init__(seconds, most)
@@ -192,7 +202,7 @@ class Early(Keep[int, TransferId, bytes]):
             self._readers.pop(key, None)
 
     def take(self, transfer: TransferId, digest: bytes) -> list[int]:
-        """The readers that have, by their digest; forgets all that is known of the transfer."""
+        """Return the readers that gave the transfer up under this digest, and forget all that is known of the transfer."""
         readers = sorted(self._readers.get(transfer, ()))
         fit = [r for r in readers if self.get(r, transfer) == digest]
         for r in readers:
@@ -201,14 +211,14 @@ class Early(Keep[int, TransferId, bytes]):
 
 
 def follows(new: Offer, old: Offer) -> bool:
-    """Whether an offer says more than the last one."""
+    """Return whether a new offer says more than the old one."""
     if new.generation != old.generation:
         return new.generation > old.generation
     return not old.final and (new.final or new.tokens > old.tokens)
 
 
 def unfit(offer: Offer, want: m.FetchRequest, info: LinkInfo) -> Failure | None:
-    """Why this offer can never be what the consumer wants, if so."""
+    """Return why this offer can never be what the consumer wants, or ``None`` if it can be."""
     if offer.digest != want.digest:
         why = "the digests differ: it is not the KV of the consumer's prompt"
         return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
@@ -222,14 +232,21 @@ def unfit(offer: Offer, want: m.FetchRequest, info: LinkInfo) -> Failure | None:
 
 
 def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, lo: int, hi: int, final: bool) -> CopyPlan:
-    """The plan of the part that holds tokens ``[lo, hi)``. Raises ``PlanError``."""
+    """Return the plan of the part that holds tokens ``[lo, hi)``.
+
+    Raises:
+        PlanError: the block tables do not join.
+    """
     want = serve.want
     return plan_part(info.planner, offer.blocks, want.blocks, want.start, want.tokens, lo, hi, final)
 
 
 def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
-    """What a consumer has got that has everything. Over an unattended link nobody has planned it here, for then it would have
-    had to wait; of block tables that do not join it has read nothing."""
+    """Return how many bytes a consumer has got that has everything.
+
+    Over an unattended link nobody has planned it here before, because the consumer would have had to wait for that. Of block
+    tables that do not join it has read nothing.
+    """
     if not info.unattended:
         return serve.bytes
     try:
@@ -241,8 +258,16 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
 def announce(
     serve: RankServe, link: ConsumerLink, offer: Offer, plan: CopyPlan | None, hi: int, final: bool
 ) -> list[Action]:
-    """The next part, up to token ``hi``, the last one if ``final``: what tells the consumer of it, moves it and hashes it.
-    ``plan``: of the part, where the link is not unattended."""
+    """Return the actions that tell the consumer of the next part, move it and hash it.
+
+    Args:
+        serve: the attempt; it is brought up to date.
+        link: the consumer's.
+        offer: what is announced.
+        plan: that of the part; ``None`` where the link is unattended.
+        hi: the token up to which the part goes.
+        final: whether it is the last part.
+    """
     want, info, number = serve.want, link.info, serve.part
     serve.on(ServeEvent.ANNOUNCE)
     ref = PartRef("producer", serve.link, want.transfer, want.attempt, number)
@@ -281,7 +306,7 @@ def announce(
 
 
 def told(outcome: Outcome) -> Failure:
-    """What whoever still wants a transfer is told of its end."""
+    """Return what those who still want a transfer are told of its end."""
     if outcome.failure is None:
         return Failure(FailureKind.WITHDRAWN, "all its readers have fetched it")
     kept = (FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)

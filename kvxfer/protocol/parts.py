@@ -24,10 +24,13 @@ sides the time in which a fast link moves tens of MiB."""
 def plan_part(
     planner: Planner, src: BlockTable, dst: BlockTable, start: int, tokens: int, lo: int, hi: int, final: bool
 ) -> CopyPlan:
-    """The plan of the part that holds tokens ``[lo, hi)``, the same on both sides.
+    """Return the plan of the part that holds tokens ``[lo, hi)``, the same on both sides.
 
     Groups of kind ``full`` move those tokens; ``window`` and ``state`` groups move whole with the final part,
-    because an engine gives their blocks up while it computes. Raises ``PlanError`` (also for a part outside the want).
+    because an engine gives their blocks up while it computes.
+
+    Raises:
+        PlanError: the block tables do not join, or the part lies outside what is wanted.
     """
     lo, hi = max(lo, start), min(hi, tokens)
     if all(g.kind == "full" for g in planner.dst.groups):
@@ -39,14 +42,14 @@ def plan_part(
 
 
 def _only(cache: Cache, table: BlockTable, *, full: bool) -> BlockTable:
-    """The table with the groups of the other sort blanked out."""
+    """Return the table with the groups of the other sort blanked out."""
     return BlockTable(
         tuple(row if (g.kind == "full") == full else b"" for g, row in zip(cache.groups, table.rows, strict=False))
     )
 
 
 def covered(spans: Iterable[tuple[int, int]], start: int, tokens: int) -> bool:
-    """Whether the union of token spans holds ``[start, tokens)``."""
+    """Return whether the union of token spans holds ``[start, tokens)``."""
     reached = start
     for lo, hi in sorted(spans):
         if lo > reached:
@@ -56,14 +59,23 @@ def covered(spans: Iterable[tuple[int, int]], start: int, tokens: int) -> bool:
 
 
 def aligned(cache: Cache, tokens: int) -> int:
-    """The largest count up to ``tokens`` that cuts no block of a full group: where an unfinished part may end."""
+    """Return the largest count up to ``tokens`` that cuts no block of a full group: where an unfinished part may end."""
     step = lcm(*(g.block_tokens for g in cache.groups if g.kind == "full"))
     return tokens // step * step
 
 
 def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
-    """Where the tokens ``[lo, hi)`` end, cut into parts: what a host hashes in full goes in several, so that one is read while
-    the next one moves (a GPU is done with it before a message comes through). ``plan``: that of all of them."""
+    """Return where the parts end into which the tokens ``[lo, hi)`` are cut.
+
+    What a host hashes in full goes in several parts, so that one is read while the next one moves. A GPU has hashed a part
+    before a message comes through.
+
+    Args:
+        lo: the first token.
+        hi: the token after the last.
+        plan: that of all these tokens.
+        info: what is known of the link.
+    """
     hashed = info.integrity == "full" and all(r.device == "cpu" for r in info.planner.src.regions)
     parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if hashed else 1
     ends = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
@@ -71,14 +83,14 @@ def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
 
 
 def to_hash(plan: CopyPlan, info: LinkInfo, ref: PartRef) -> CopyPlan | None:
-    """What of a part both sides hash, the same on both."""
+    """Return what both sides hash of a part, the same on both, or ``None`` for nothing."""
     if info.integrity == "off" or not plan.nbytes:
         return None
     return plan if info.integrity == "full" else sample(plan, ref.attempt + ref.part)
 
 
 def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
-    """Size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
+    """Return the size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
     if not plan.rows or plan.nbytes >= info.stage_below * plan.rows:
         return 0
     longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)

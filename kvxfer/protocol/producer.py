@@ -1,9 +1,9 @@
-"""The producer's half of a session as a sans-IO state machine: events in, actions out, the clock an argument.
+"""The producer's half of the protocol as a sans-IO state machine: events in, actions out, the clock an argument.
 
-A *holding* is one transfer as this rank knows it: what the engine offered, and one *serve* for each attempt of a
-consumer rank that wants it; its life is the table ``life.RANK_SERVE``. Want and offer meet here, whichever comes first.
-An offer is leased: it ends when nobody has asked for it in time. A serve ends by the consumer's own deadline, or the
-producer's where that is sooner. Only who knows the digest of an offer is a reader of it.
+An *offer record* is one transfer as this rank knows it: what the engine offered, and one *rank serve* for each attempt of a
+consumer rank that wants it. The life of a rank serve is the table ``transitions.RANK_SERVE``. Fetch request and offer meet
+here, whichever comes first. An offer is leased: it ends when nobody has asked for it in time. A rank serve ends by the
+consumer's own deadline, or the producer's where that is sooner. Only who knows the digest of an offer is a reader of it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,26 @@ __all__ = ["ProducerMachine"]
 
 S, E, K = ServeState, ServeEvent, FailureKind
 
-# A flood fills no memory, and keeps nobody else's wants out (see ``shares.py``):
+# A flood fills no memory, and keeps nobody else's requests out (see ``budgets.py``):
 MOST_WANTS, MOST_BYTES = 40_000, 64 << 20
-"""Wants that may be alive, and the size of their block tables on the wire; a consumer rank may have half of that."""
+"""Fetch requests that may be alive, and the size of their block tables on the wire; a consumer rank may have half of that."""
 MOST_WORDS = 100_000
 """Answers that are remembered, ends, and readers that gave something up before it was offered."""
 
 
 class ProducerMachine:
-    """All holdings of one agent. Not thread-safe; every method returns the actions it asks for.
+    """All offer records of one agent.
 
-    ``lease``: seconds for which an offer is kept with nobody asking for it, and for which answers are remembered.
-    ``longest``: seconds for which a want is kept, whatever it says. ``tally``: counts what is given up that was announced.
-    ``corrupt``: how often other bytes arrived than were sent.
+    Not thread-safe. Methods that take an event return the actions that it asks for. ``now`` is the time in seconds, always by the
+    same clock.
+
+    Args:
+        lease: seconds for which an offer is kept with nobody asking for it, and for which answers are remembered.
+        longest: seconds for which a fetch request is kept at most, whatever it says.
+        revocations: counts what is given up that was announced; ``None`` means a counter of its own.
+
+    Attributes:
+        corrupt: how often other bytes arrived than were sent.
     """
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter | None = None) -> None:
@@ -59,7 +66,7 @@ class ProducerMachine:
         self.corrupt = 0
         self._closed: Outcome | None = None
         self._records: dict[TransferId, OfferRecord] = {}
-        self._serves: dict[Key, RankServe] = {}  # those of holdings that have ended included
+        self._serves: dict[Key, RankServe] = {}  # those of ended offer records included
         self._links: dict[LinkId, ConsumerLink] = {}
         self._nbytes = 0  # of the block tables of all serves
         self._leases: Timers[TransferId] = Timers()
@@ -74,9 +81,16 @@ class ProducerMachine:
     # --- from the engine -------------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, now: float, called: float | None = None) -> list[Action]:
-        """Offer blocks, or more of them, as the engine did at the time ``called`` (``None``: now). What does not continue or
-        replace the last offer is ignored: a generation that was revoked or whose end has been reported, or less than is
-        known."""
+        """Offer blocks, or more of them.
+
+        What does not continue or replace the last offer is ignored: a generation that was revoked or whose end has been reported,
+        or less than is known.
+
+        Args:
+            offer: what the engine offers.
+            now: the time in seconds.
+            called: when the engine offered it; ``None`` means now.
+        """
         over = self._over.get(offer.transfer)
         if over is not None and offer.generation <= over.generation:
             return []
@@ -102,8 +116,15 @@ class ProducerMachine:
         return out
 
     def revoke(self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float) -> list[Action]:
-        """The blocks of this generation (and older) are given up. ``gone``: nothing will replace them, and the transfer
-        ends, unless its end has been reported before."""
+        """Give the blocks of this generation and of older ones up.
+
+        Args:
+            transfer: whose blocks they are.
+            generation: the newest that is given up.
+            why: what consumers are told.
+            gone: nothing will replace the blocks, and the transfer ends, unless its end has been reported before.
+            now: the time in seconds.
+        """
         over = self._over.get(transfer)
         if over is not None and generation <= over.generation:
             return []
@@ -120,13 +141,13 @@ class ProducerMachine:
         return out
 
     def renew(self, transfer: TransferId, now: float) -> None:
-        """Somebody still means to fetch it."""
+        """Renew the lease of a transfer that somebody still means to fetch."""
         h = self._records.get(transfer)
         if h is not None:
             self._lend(h, now)
 
     def close(self, why: Failure, now: float) -> list[Action]:
-        """Every offer ends so, and each that is still to come; whoever was being served is told that we are gone."""
+        """End every offer, present or still to come, with ``why``, and tell those who are being served that we are gone."""
         self._closed = Outcome(why)
         out: list[Action] = []
         for h in list(self._records.values()):
@@ -136,12 +157,12 @@ class ProducerMachine:
     # --- from the shell --------------------------------------------------------------------------------------------
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
-        """A consumer rank has said hello, on a link that was not there before."""
+        """Take a new link, on which a consumer rank has said hello."""
         self._links[link] = ConsumerLink(info)
         return []
 
     def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
-        """The consumer rank is lost. What it was being served ends; the offer stays for another lease."""
+        """End what a lost consumer rank was being served; the offer stays for another lease."""
         self._links.pop(link, None)
         out: list[Action] = []
         for serve in [s for s in self._serves.values() if s.link == link]:
@@ -153,7 +174,7 @@ class ProducerMachine:
         return out
 
     def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
-        """A message from a consumer rank. Anything late, repeated or unknown changes nothing."""
+        """Handle a message from a consumer rank. Anything late, repeated or unknown changes nothing."""
         if link not in self._links or not isinstance(
             msg, m.FetchRequest | m.CommitRequest | m.Committed | m.CloseAttempt
         ):
@@ -176,7 +197,7 @@ class ProducerMachine:
         return [Send(link, m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", True))]
 
     def moved(self, done: Moved, now: float) -> list[Action]:
-        """One of our own part batches has ended."""
+        """Handle the end of a part on this side."""
         serve = self._serves.get((done.ref.link, done.ref.attempt))
         if serve is None or done.ref not in serve.flight:
             return []
@@ -197,7 +218,7 @@ class ProducerMachine:
         return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
-        """What we announced with a part has been read."""
+        """Handle the checksum of what we announced with a part."""
         serve = self._serves.get((done.ref.link, done.ref.attempt))
         if serve is None or done.ref not in serve.hashing:
             return []
@@ -214,7 +235,7 @@ class ProducerMachine:
         return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
 
     def tick(self, now: float) -> list[Action]:
-        """Leases and budgets. Call when ``next_tick`` is due."""
+        """Handle leases and deadlines. Call it when ``next_tick`` is due."""
         out: list[Action] = []
         for key in self._budgets.due(now):
             serve = self._serves[key]
@@ -233,16 +254,16 @@ class ProducerMachine:
         return out
 
     def next_tick(self) -> float | None:
-        """When ``tick`` has something to do next, or ``None``."""
+        """Return when ``tick`` has something to do next, or ``None``."""
         clocks = self._budgets, self._leases, self._last_words, self._early, self._over
         return min((t for clock in clocks if (t := clock.next()) is not None), default=None)
 
     def holds(self, transfer: TransferId) -> bool:
-        """Whether it is offered or wanted, and has not ended."""
+        """Return whether the transfer is offered or wanted, and has not ended."""
         return transfer in self._records
 
     def __len__(self) -> int:
-        """Holdings whose end or release is still to come."""
+        """Return the number of offer records whose end or release is still to come."""
         return len(self._records) + len({id(s.record) for s in list(self._serves.values()) if s.record.outcome})
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -260,7 +281,7 @@ class ProducerMachine:
             self._leases.set(h.transfer, h.leased)
 
     def _expire(self, h: OfferRecord, now: float) -> list[Action]:
-        """The lease has run out."""
+        """End an offer whose lease has run out, or extend the lease while somebody is being served."""
         live = [s.expires for s in h.serves.values() if s.state not in (S.SETTLED, S.ENDED)]
         if live:
             self._leases.set(h.transfer, max(now, *live) + self._lease)
@@ -295,7 +316,7 @@ class ProducerMachine:
         return out + self._advance(serve, now)
 
     def _admit(self, serve: RankServe) -> bool:
-        """Whether its consumer has room for one more want; it counts from now on, until ``_drop_if_over``."""
+        """Return whether the consumer has room for one more fetch request, which counts from now until ``_drop_if_over``."""
         if not self._wants.take(serve.link):
             return False
         if not self._tables.take(serve.link, serve.nbytes):
@@ -360,11 +381,11 @@ class ProducerMachine:
         return [self._last_word(serve.link, verdict, now), *self._settle(serve, now)]
 
     def _done(self, link: LinkId, serve: RankServe | None, msg: m.Committed, now: float) -> list[Action]:
-        """This reader has all that it wanted; what we have done with the blocks since does not matter to it."""
+        """Note that a reader has all that it wanted; what we have done with the blocks since does not matter to it."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
         self._last_words.put(
             reader, msg.attempt, m.CommitAck(msg.transfer, msg.attempt, -1), now
-        )  # should its Want come late
+        )  # should its FetchRequest come late
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._settle(serve, now)
         if h is None or msg.digest != h.digest:
@@ -373,7 +394,7 @@ class ProducerMachine:
         return self._count(h, DELIVERED, now)
 
     def _settle(self, serve: RankServe, now: float) -> list[Action]:
-        """One more reader has it all."""
+        """Count one more reader that has it all."""
         serve.on(E.SETTLE)
         h, link = serve.record, self._links.get(serve.link)
         self._budgets.set(serve.key, now + self._lease)
@@ -383,7 +404,10 @@ class ProducerMachine:
         return self._drop_if_over(serve, now) + self._count(h, DELIVERED, now)
 
     def _drop(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
-        """This reader has given the transfer up, or this attempt only; of that there may be nothing left to end."""
+        """End an attempt that a reader gives up, and count the reader out unless another attempt follows.
+
+        There may be nothing left of the attempt to end.
+        """
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
         why = m.failure(msg, self._links[link].info.name, "the consumer dropped it: ")
         out: list[Action] = []
@@ -400,11 +424,11 @@ class ProducerMachine:
         said = self._last_words.get(reader, msg.attempt)
         if not isinstance(said, m.AttemptClosed):
             said = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", False)
-        # Also the answer to its Want, should that come later.
+        # Also the answer to its FetchRequest, should that come later.
         return [*out, self._last_word(link, said, now)]
 
     def _count(self, h: OfferRecord, last: Outcome, now: float) -> list[Action]:
-        """If all readers are done with it, one way or the other: that is the transfer's end here."""
+        """End the transfer here if all readers are done with it, one way or the other."""
         if not h.done:
             return []
         if last.delivered and not h.whole:
@@ -412,7 +436,7 @@ class ProducerMachine:
         return self._end(h, last, now)
 
     def _void(self, h: OfferRecord, why: Failure, *, again: bool, now: float) -> list[Action]:
-        """The offer is void: stop what serves it. Those that only wait may go on if something is still to come."""
+        """Void the offer and stop what serves it. Those that only wait may go on if something is still to come."""
         h.offer = None
         out: list[Action] = []
         for serve in list(h.serves.values()):
@@ -421,7 +445,10 @@ class ProducerMachine:
         return out
 
     def _stop(self, serve: RankServe, why: Failure, again: bool, now: float) -> list[Action]:
-        """End one serve, unless it has ended: abort what moves, and say Gone once nothing of ours moves any more."""
+        """End one rank serve, unless it has ended.
+
+        What moves is aborted, and ``AttemptClosed`` is sent once nothing of ours moves any more.
+        """
         if not serve.on(E.STOP):
             return []
         self._forsake(serve)
@@ -431,7 +458,7 @@ class ProducerMachine:
         return serve.aborts + self._say_gone(serve, now)
 
     def _forsake(self, serve: RankServe) -> None:
-        """What was announced to this consumer can be trusted no more."""
+        """Count that what was announced to this consumer can be trusted no more."""
         if serve.revocations >= 0:
             self._revocations.count()
 
@@ -443,23 +470,23 @@ class ProducerMachine:
         return [self._last_word(serve.link, gone, now), *self._drop_if_over(serve, now)]
 
     def _refuse(self, link: LinkId, want: m.FetchRequest, why: Failure, now: float) -> Send:
-        """This is not to be had."""
+        """Answer that this is not to be had."""
         return self._last_word(link, m.AttemptClosed(want.transfer, want.attempt, why.kind, why.detail, False), now)
 
     def _told(self, outcome: Outcome) -> Failure:
-        """What whoever still wants a transfer that has ended so is told."""
+        """Return what those who still want a transfer that has ended so are told."""
         if outcome is self._closed and outcome.failure is not None:
             return Failure(K.PEER_LOST, outcome.failure.detail)
         return told(outcome)
 
     def _last_word(self, link: LinkId, word: m.CommitAck | m.AttemptClosed, now: float) -> Send:
-        """What there is to say of an attempt that is over, now and whenever it is asked about again."""
+        """Send what there is to say of an attempt that is over, and keep it for whenever it is asked about again."""
         if link in self._links:
             self._last_words.put(self._links[link].info.peer, word.attempt, word, now)
         return Send(link, word)
 
     def _drop_if_over(self, serve: RankServe, now: float) -> list[Action]:
-        """Forget a serve that has ended and is quiet, and what only it kept."""
+        """Forget a rank serve that has ended and is quiet, and what was kept only for it."""
         if serve.state not in (S.SETTLED, S.ENDED) or not serve.quiet or serve.key not in self._serves:
             return []
         h = serve.record
@@ -492,7 +519,7 @@ class ProducerMachine:
         return out
 
     def _release(self, h: OfferRecord) -> list[Action]:
-        """The engine may have its blocks back once nothing of the holding moves; comes once, with its last serve."""
+        """Release the engine's blocks once nothing of the offer record moves; this comes once, with its last rank serve."""
         if h.outcome is None or h.serves or not h.known:
             return []
         return [Emit(Released("producer", h.transfer, str(h.transfer), h.generation))]

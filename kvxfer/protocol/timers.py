@@ -41,8 +41,10 @@ class Timers(Generic[K]):
             heapq.heapify(self._heap)
 
     def due(self, now: float) -> Iterator[K]:
-        """Take out, one by one, keys whose time has come, ``MOST_DUE`` at the most: whoever looks after many things at once
-        looks after others in between. Keys may be set and cancelled meanwhile."""
+        """Take out, one by one, keys whose time has come, ``MOST_DUE`` at the most.
+
+        The bound lets a thread that looks after many things see to the others in between. Keys may be set and cancelled meanwhile.
+        """
         for _ in range(MOST_DUE):
             at = self.next()
             if at is None or at > now:
@@ -52,7 +54,7 @@ class Timers(Generic[K]):
             yield key
 
     def next(self) -> float | None:
-        """The earliest time set."""
+        """Return the earliest time that is set, or ``None``."""
         while self._heap:
             at, _, key = self._heap[0]
             wanted = self._times.get(key)
@@ -68,7 +70,12 @@ class Timers(Generic[K]):
 
 
 class Recent(Generic[K, V]):
-    """Values kept for ``seconds`` each, and no more than ``most`` of them: the oldest go first."""
+    """Values kept for a while, of which the oldest go first where there are too many.
+
+    Args:
+        seconds: for which each value is kept.
+        most: how many values there may be.
+    """
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
@@ -101,7 +108,7 @@ class Recent(Generic[K, V]):
             self._kept.popitem(last=False)
 
     def next(self) -> float | None:
-        """When ``forget`` has something to do."""
+        """Return when ``forget`` has something to do next, or ``None``."""
         return next((at for at, _ in self._kept.values()), None)
 
     def __len__(self) -> int:

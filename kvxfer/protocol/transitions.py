@@ -1,5 +1,7 @@
-"""The life of a transfer as tables: every pair of a state and a stimulus is decided here, either by where it leads or
-by why it is ignored. ``docs/session.md`` draws them; ``tests/protocol/test_transitions.py`` holds that no pair is missing.
+"""The life of a transfer as tables.
+
+Every pair of a state and a stimulus is decided here, either by where it leads or by why it is ignored. ``docs/session.md``
+draws them; ``tests/protocol/test_transitions.py`` holds that no pair is missing.
 """
 
 from __future__ import annotations
@@ -25,13 +27,18 @@ E = TypeVar("E", bound=enum.StrEnum)
 
 
 class IllegalTransition(RuntimeError):
-    """A machine has met what its table says never comes about: a mistake of ours. The agent logs it and goes on."""
+    """An event that the machine's table says never comes about: a mistake of ours. The agent logs it and goes on."""
 
 
 @dataclass(frozen=True)
 class Transitions(Generic[S, E]):
-    """``moves``: where a stimulus leads. ``ignored``: stimuli that leave a state alone, by the reason. ``never``: pairs
-    that the machine that uses the table does not bring about; they raise."""
+    """A table of what each stimulus does in each state.
+
+    Attributes:
+        moves: where a stimulus leads.
+        ignored: stimuli that leave a state alone, by the reason.
+        never: pairs that the machine that uses the table does not bring about, by the reason; they raise.
+    """
 
     moves: Mapping[tuple[S, E], S]
     ignored: Mapping[str, frozenset[tuple[S, E]]]
@@ -56,7 +63,7 @@ def _pairs(states: Any, events: Any) -> frozenset[Any]:
 
 
 class RankFetchState(enum.StrEnum):
-    """The consumer's side of a transfer from one producer rank."""
+    """The states of a rank fetch, the consumer's side of a transfer from one producer rank."""
 
     LINKING = "linking"  # the link is being made
     WANTING = "wanting"  # the producer knows what we want; nothing has come
@@ -70,6 +77,8 @@ class RankFetchState(enum.StrEnum):
 
 
 class RankFetchEvent(enum.StrEnum):
+    """What happens to a rank fetch."""
+
     LINK_UP = "link up"
     LINK_RESET = "link lost, dialled anew"
     LINK_DOWN = "link lost for good"
@@ -144,7 +153,7 @@ RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
 
 
 class ServeState(enum.StrEnum):
-    """The producer's side of one attempt of one consumer rank."""
+    """The states of a rank serve, the producer's side of one attempt of one consumer rank."""
 
     WAITING = "waiting"  # wanted, nothing announced yet
     SERVING = "serving"  # at least one part announced
@@ -154,6 +163,8 @@ class ServeState(enum.StrEnum):
 
 
 class ServeEvent(enum.StrEnum):
+    """What happens to a rank serve."""
+
     ANNOUNCE = "part announced"
     SETTLE = "it held for all ranks"
     STOP = "drop, revoke, expiry or error"

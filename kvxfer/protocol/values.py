@@ -1,4 +1,4 @@
-"""What goes into and comes out of the session's state machines: values only, no sockets, no threads, no clock."""
+"""What goes into and comes out of the protocol's state machines: values only, no sockets, no threads, no clock."""
 
 from __future__ import annotations
 
@@ -58,11 +58,15 @@ Mode = Literal["read", "write", "sendrecv"]
 class Ended(msgspec.Struct, frozen=True):
     """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``.
 
-    ``nbytes``: that have come; of a producer, that its consumers have confirmed. ``seconds``: from the call that began it.
-    ``waited``: consumer, how many of these had passed when it heard of the last part that it heard of (0: of none), so that
-    the rest was spent on moving and checking. ``generation``: producer, the last one that was offered or revoked; consumer,
-    the newest that it has heard of, which is that of all that was delivered (-1: of none, or nothing had to come). What the
-    ranks of one engine were delivered belongs together only if it is of one generation.
+    What the ranks of one engine were delivered belongs together only if it is of one generation.
+
+    Attributes:
+        nbytes: the bytes that have come; on a producer, those that its consumers have confirmed.
+        seconds: from the call that began the transfer.
+        generation: on a producer, the last one that was offered or revoked. On a consumer, the newest that it has heard of,
+            which is that of all that was delivered; -1 if it has heard of none, or nothing had to come.
+        waited: on a consumer, how many of the ``seconds`` had passed when it last heard of a part, so that the rest was spent
+            on moving and checking; 0 if it heard of none.
     """
 
     role: Role
@@ -76,7 +80,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Released(msgspec.Struct, frozen=True):
-    """Nothing reads or writes the transfer's blocks any more; comes once, after ``Ended``."""
+    """The end of all use of a transfer's blocks: nothing reads or writes them any more. It comes once, after ``Ended``."""
 
     role: Role
     transfer: TransferId
@@ -88,10 +92,18 @@ Event = Ended | Released
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """What an agent has in hand: its fetches and offers (those that are leased, or of which something still moves);
-    bytes of ended transfers whose memory the back end may still touch. And what it has counted, as consumer or producer:
-    how often other bytes had arrived than were sent; the parts that it has begun to move, their runs as they are
-    (``direct``) or packed (``staged``). A part that one side moves alone is counted on that side."""
+    """What an agent has in hand, and what it has counted as consumer or producer.
+
+    A part that one side moves alone is counted on that side.
+
+    Attributes:
+        fetches: those that it has in hand.
+        offers: those that are leased, or of which something still moves.
+        quarantined_bytes: bytes of ended transfers whose memory the back end may still touch.
+        corrupt: how often other bytes had arrived than were sent.
+        direct: parts that it has begun to move with their runs as they are.
+        staged: parts that it has begun to move packed.
+    """
 
     fetches: int
     offers: int
@@ -102,7 +114,7 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class PartRef(NamedTuple):
-    """Names one part of one attempt, on the side that moves it."""
+    """The name of one part of one attempt, on the side that moves it."""
 
     role: Role
     link: LinkId
@@ -112,7 +124,7 @@ class PartRef(NamedTuple):
 
 
 def in_order(refs: Iterable[PartRef]) -> list[PartRef]:
-    """Part by part, so that what a machine asks for does not depend on how a set is laid out."""
+    """Return parts by their numbers, so that what a machine asks for does not depend on how a set is laid out."""
     return sorted(refs, key=lambda ref: ref.part)
 
 
@@ -120,10 +132,13 @@ def in_order(refs: Iterable[PartRef]) -> list[PartRef]:
 class LinkInfo:
     """What a machine knows of a link that is up.
 
-    ``peer``: the other agent's epoch. ``piece_bytes``: size of a staged piece that both sides agreed on. A part whose
-    pattern rows are shorter than ``stage_below`` bytes on average goes staged (0: never). ``integrity``: how much of
-    what moves is hashed on both sides. ``tally``: consumer, what the producer's is now, where it can be seen from here.
-    ``name``: what operators know the peer by.
+    Attributes:
+        peer: the other agent's epoch.
+        piece_bytes: size of a staged piece that both sides agreed on.
+        stage_below: a part whose pattern rows are shorter than so many bytes on average goes staged; 0 means never.
+        integrity: how much of what moves is hashed on both sides.
+        revocations: on a consumer, returns the producer's revocation counter; ``None`` where it cannot be seen from here.
+        name: what operators know the peer by.
     """
 
     mode: Mode
@@ -137,7 +152,7 @@ class LinkInfo:
 
     @property
     def unattended(self) -> bool:
-        """Whether a consumer needs nothing of the producer but its block tables: it reads direct, and nothing is hashed."""
+        """Whether a consumer needs only block tables of the producer: it reads direct, and nothing is hashed."""
         return self.mode == "read" and not self.stage_below and self.integrity == "off"
 
 
@@ -145,7 +160,11 @@ class LinkInfo:
 
 
 class Resolve(msgspec.Struct, frozen=True):
-    """Find the route to this source; answer with ``ConsumerMachine.resolved``. ``own``: see ``Fetch``."""
+    """Find the route to this source; answer with ``ConsumerMachine.resolved``.
+
+    Attributes:
+        own: see ``Fetch``.
+    """
 
     source: Source
     own: Source | None
@@ -153,7 +172,12 @@ class Resolve(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RankRoute:
-    """One producer rank that a fetch must contact: the link, and how many consumer ranks read from that rank."""
+    """How one producer rank is reached that a fetch must contact.
+
+    Attributes:
+        link: the link to that rank.
+        readers: how many consumer ranks read from it.
+    """
 
     link: LinkId
     readers: int
@@ -162,32 +186,45 @@ class RankRoute:
 
 @dataclass(frozen=True)
 class Resolved:
+    """The producer ranks that a fetch must contact."""
+
     ranks: tuple[RankRoute, ...]
 
 
 class Dial(msgspec.Struct, frozen=True):
-    """Make this link; if there is one, close that first. Answer with ``link_up`` or ``link_down``, and for one that was
-    closed with ``link_closed`` before that."""
+    """Make this link; if there is one, close that first.
+
+    Answer with ``link_up`` or ``link_down``, and for one that was closed with ``link_closed`` before that.
+    """
 
     link: LinkId
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Forget this link and its back-end connection. Answer the consumer with ``link_closed`` once nothing comes over it
-    any more; a producer's ``Close`` has the consumer dial anew, and is answered with ``link_down``."""
+    """Forget this link and its back-end connection.
+
+    Answer the consumer with ``link_closed`` once nothing comes over it any more. A producer's ``Close`` has the consumer dial
+    anew, and is answered with ``link_down``.
+    """
 
     link: LinkId
     why: Failure
 
 
 class Send(msgspec.Struct, frozen=True):
+    """Send a message over a link."""
+
     link: LinkId
     message: Message
 
 
 class Move(msgspec.Struct, frozen=True):
-    """Give a part to the data thread; answer with ``moved``. ``stream`` numbers two-sided parts of a link. ``check``: what
-    is to be hashed of it on this side once it has arrived."""
+    """Give a part to the data thread; answer with ``moved``.
+
+    Attributes:
+        stream: the number of a two-sided part among those of its link.
+        check: what is to be hashed of the part on this side once it has arrived; ``None`` for nothing.
+    """
 
     ref: PartRef
     verb: Verb
@@ -198,11 +235,13 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Abort(msgspec.Struct, frozen=True):
+    """End the move or the hashing of a part."""
+
     ref: PartRef
 
 
 class RemoteWritesEnded(msgspec.Struct, frozen=True):
-    """The producer has ended its half of this part for good: nothing of it comes into what was lent to it any more."""
+    """Note that the producer has ended its half of this part: it writes nothing more into the memory that was lent to it."""
 
     ref: PartRef
 
@@ -216,6 +255,8 @@ class Hash(msgspec.Struct, frozen=True):
 
 
 class Emit(msgspec.Struct, frozen=True):
+    """Tell the engine of an event."""
+
     event: Event
 
 
@@ -223,10 +264,15 @@ Action = Resolve | Dial | Close | Send | Move | Abort | RemoteWritesEnded | Hash
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """The end of a part on this side; comes again, quiet, when it was not quiet the first time. ``quiet``: the back end
-    no longer touches its memory here. ``collateral``: it ended only because its link broke under something else.
-    ``seconds``: from when the data thread took it up. ``checksum``: of what ``Move.check`` names, where memory has been read
-    on the way; else it has to be."""
+    """The end of a part on this side; comes again, quiet, when it was not quiet the first time.
+
+    Attributes:
+        failure: why the part was not moved; ``None`` if it was.
+        quiet: the back end no longer touches the part's memory here.
+        collateral: the part ended only because its link broke under something else.
+        seconds: from when the data thread took the part up.
+        checksum: that of what ``Move.check`` names, if memory was read on the way; ``None`` means that it has to be hashed still.
+    """
 
     ref: PartRef
     failure: Failure | None
@@ -246,5 +292,5 @@ class Hashed(msgspec.Struct, frozen=True):
 
 
 def link_name(link: LinkId) -> str:
-    """A link as an operator would look for it."""
+    """Return a link as an operator would look for it."""
     return str(link[0]) if isinstance(link, tuple) else str(link)
