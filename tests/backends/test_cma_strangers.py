@@ -124,6 +124,19 @@ def test_a_request_that_was_given_up_is_not_served(shared: World, victim: tuple[
     assert_equal(participant.content(0), before, "the victim's memory")
 
 
+@pytest.mark.parametrize("number", [0, -1, -(1 << 63), (1 << 63) - 1])
+def test_any_number_of_a_request_is_borne(shared: World, victim: tuple[LocalParticipant, bytes], number: int) -> None:
+    """Whatever eight bytes a peer sends as a number cost it an answer, and its victim nothing."""
+    participant, link = victim
+    stranger = Stranger(participant, link)
+    stranger.socket.send(struct.pack("<IIII", 0, 0, 0, 1) + struct.pack("<q", number))
+    shared.run(0.05)
+    slot, status = struct.unpack("<II", stranger.socket.recv(64))
+    assert slot == 0 and (status == ring.GIVEN_UP or number == 0)
+    stranger.memory[:8] = struct.pack("<q", 1)
+    assert struct.unpack("<II", Stranger(participant, link).ask(shared, [(16, 8)], (0, 0, 0, 1))) == (0, 0)
+
+
 def test_strangers_are_hung_up_on(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
     participant, link = victim
     for stranger in (

@@ -43,7 +43,7 @@ SLOT_BYTES = HEAD_BYTES + TABLE_BYTES + DATA_BYTES
 COPYING_S = 0.005
 """How long an abort waits for a copy that the server has begun: a slot takes a tenth of a millisecond."""
 
-REQUEST = struct.Struct("<IIIIQ")  # slot, 1 to write and 0 to read, memory, runs, number of the request
+REQUEST = struct.Struct("<IIIIq")  # slot, 1 to write and 0 to read, memory, runs, number of the request
 ANSWER = struct.Struct("<II")  # slot, one of the below
 OK, UNKNOWN_MEMORY, OUTSIDE, UNMAPPED, GIVEN_UP = range(5)
 REASONS = {
