@@ -1,6 +1,6 @@
 """What agents and directories say to each other: msgspec types, versioned, size-limited, never pickle.
 
-One message is one ZeroMQ frame of msgpack. Between two agents every message belongs to a *link*, which a consumer
+One message is one frame of msgpack. Between two agents every message belongs to a *link*, which a consumer
 dials to one producer rank. ``attempt`` tells a consumer's successive tries at one transfer apart, so that a late
 answer to an earlier try is never taken for an answer to the present one.
 """
