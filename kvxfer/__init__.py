@@ -7,17 +7,22 @@ Importing this loads no engine, no CUDA and no back end.
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.errors import ConfigError, KvxferError, PeerError, TransportError
+from kvxfer.control.events import readable
+from kvxfer.errors import ArgumentError, ConfigError, KvxferError, PeerError, TransportError
 from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.geometry import Cache
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.values import Ended, Event, Released
+from kvxfer.protocol.values import Ended, Event, Progress, Released
+from kvxfer.ticket import Ticket
 from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Agent",
+    "ArgumentError",
     "BlockTable",
+    "Cache",
     "Config",
     "ConfigError",
     "Directory",
@@ -31,9 +36,12 @@ __all__ = [
     "Offer",
     "Outcome",
     "PeerError",
+    "Progress",
     "Rank",
     "Released",
     "Source",
+    "Ticket",
     "TransferId",
     "TransportError",
+    "readable",
 ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from msgspec import Meta, Struct
 
 from kvxfer.facts import TEXT
-from kvxfer.settings import check_dialable, read
+from kvxfer.settings import AUTO_ADDRESS, check_dialable, hold, loopback, own_address, read
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded: no wait is without an end
+Budget = Annotated[float, Meta(ge=0, le=1)]
 Bytes = Annotated[int, Meta(gt=0)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=TEXT)]
@@ -31,8 +33,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         backend_options: Handed to the back end, which checks them itself; with `auto`, options by back end.
         listen: Address that control sockets bind to.
         port: Port of the engine's directory; 0 takes any free one.
-        advertise: Host name or address given to peers; None gives them `listen`.
+        advertise: Host name or address given to peers; None gives them `listen`; `auto` the address that each process finds
+            for itself, on which it then listens in place of a loopback address.
         transfer_timeout: Seconds from a consumer's fetch request to the transfer's outcome.
+        step_budget: Seconds of one engine step that may be spent on waiting for short loads, so that their requests run
+            in that step. A load is short if it should take no longer, by what its link has shown of late. 0: never.
         lease: Seconds for which a producer keeps blocks that it offered and nobody fetched or renewed.
         peer_timeout: Seconds of silence after which a peer counts as dead.
         staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
@@ -47,6 +52,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         model: A name for the weights, in place of what the engine finds out about them. Two engines of one name are
             taken to serve the same model. For checkpoints that differ in form only, or that cannot be read. None lets
             the engine find out.
+        elastic: Whether pages of the cache may be unmapped and replaced while the engine runs, as kvcached does. Back
+            ends whose registration keeps pages then move it staged. None finds out for CUDA memory, by how it is mapped.
+
+    Raises:
+        ConfigError: A value has the wrong type or range; the message names setting, value and what is expected.
     """
 
     backend: NonEmpty = "zmq"
@@ -55,6 +65,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     port: Port = 0
     advertise: NonEmpty | None = None
     transfer_timeout: Seconds = 30.0
+    step_budget: Budget = 0.005
     lease: Seconds = 60.0
     peer_timeout: Seconds = 10.0
     staging_bytes: Bytes | None = None
@@ -63,6 +74,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     integrity: Integrity = "off"
     layout_check: bool = True
     model: ModelName | None = None
+    elastic: bool | None = None
+
+    def __post_init__(self) -> None:
+        hold(self, NAMING)
+        check_dialable(self.listen, self.advertise, NAMING)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -72,6 +88,18 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             ConfigError: A key is unknown (the message names the nearest known one) or a value has the wrong type or
                 range (the message names key, value and what is expected).
         """
-        config = read(cls, mapping, NAMING)
-        check_dialable(config.listen, config.advertise, NAMING)
-        return config
+        return read(cls, mapping, NAMING)
+
+    def located(self, find: Callable[[], str] = own_address) -> Self:
+        """Return these settings as they are for this process, with an address in place of `auto`.
+
+        Args:
+            find: Finds this host's own address.
+
+        Raises:
+            ConfigError: It cannot be found.
+        """
+        if self.advertise != AUTO_ADDRESS:
+            return self
+        here = find()
+        return msgspec.structs.replace(self, advertise=here, listen=here if loopback(self.listen) else self.listen)

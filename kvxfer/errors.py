@@ -22,6 +22,10 @@ class KvxferError(Exception):
         self.kind = self.default if kind is None else kind
 
 
+class ArgumentError(KvxferError, ValueError):
+    """An argument of a call is wrong: nothing has been begun, and nothing sent. The message begins with its name."""
+
+
 class ConfigError(KvxferError):
     """The configuration is wrong; raised before anything has started."""
 

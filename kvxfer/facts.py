@@ -37,9 +37,13 @@ def check(facts: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ConfigError: They are not; the message names the fact.
     """
+    if not isinstance(facts, Mapping):
+        raise ConfigError(f"facts must be a mapping of texts by name, not a {type(facts).__name__}")
     if len(facts) > MOST:
         raise ConfigError(f"{len(facts)} facts are more than {MOST}; state a hash of some")
     for name, text in facts.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ConfigError(f"the fact {name!r:.60} must be a text by a name, not {text!r:.60}")
         if not 0 < len(name) <= NAME or len(text) > TEXT or not (name + text).isprintable():
             raise ConfigError(
                 f"the fact {name[:NAME]!r}: {text[:TEXT]!r} is not up to {NAME} and {TEXT} printable characters; "

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import KvxferError
+from kvxfer import arguments
+from kvxfer.errors import ArgumentError
 
 # Counts how often an engine gave up blocks and offered anew; means something together with an epoch only.
 Generation: TypeAlias = int
@@ -19,9 +20,11 @@ Generation: TypeAlias = int
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[0-9]{1,5}")
+_LONGEST = 1 << 14
+"""Characters of a transfer's name."""
 
 
-class IdentityError(KvxferError):
+class IdentityError(ArgumentError):
     """An id or an ingredient of a digest cannot be used: no transfer may be made from it."""
 
 
@@ -36,20 +39,24 @@ class TransferId(msgspec.Struct, frozen=True, order=True):
     prompt: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.base, str) or len(self.base) > _LONGEST:
+            raise IdentityError(f"id {self.base!r:.60} is not a text of up to {_LONGEST} characters")
         try:
             self.base.encode()
         except UnicodeEncodeError as error:
             raise IdentityError(f"id {self.base!r} is not valid Unicode: fix what sent it") from error
+        if type(self.prompt) is not int:
+            msgspec.structs.force_setattr(self, "prompt", arguments.integer("prompt", self.prompt))
 
     @classmethod
     def derived(cls, base: str, prompt: int = 0) -> "TransferId":
         """From an id that the router gave both sides. Children of n > 1 share it."""
-        return cls("ext/" + base, prompt)
+        return cls(f"ext/{_named('base', base)}", prompt)
 
     @classmethod
     def routed(cls, name: str, prompt: int = 0) -> "TransferId":
         """From a name that the router minted for one HTTP request; ``prompt`` tells a batch's prompts apart."""
-        return cls("router/" + name, prompt)
+        return cls(f"router/{_named('name', name)}", prompt)
 
     @classmethod
     def mint(cls, epoch: int, base: str, prompt: int = 0) -> "TransferId":
@@ -57,7 +64,8 @@ class TransferId(msgspec.Struct, frozen=True, order=True):
 
         A retry under the same name has the same; other producers never have it.
         """
-        return cls(f"own/{epoch:016x}/{base}", prompt)
+        number = arguments.integer("epoch", epoch, 0)
+        return cls(f"own/{number:016x}/{_named('base', base)}", prompt)
 
     def __str__(self) -> str:
         return f"{self.base}#{self.prompt}"
@@ -79,6 +87,12 @@ class Source(msgspec.Struct, frozen=True):
     host: str
     port: int
     epoch: int
+
+    def __post_init__(self) -> None:
+        arguments.string("host", self.host)
+        for name, most in (("port", 65535), ("epoch", arguments.MOST_INTEGER)):
+            checked = arguments.integer(name, getattr(self, name), 0, most)
+            msgspec.structs.force_setattr(self, name, checked)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -177,6 +191,12 @@ def _token_bytes(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
     if array.ndim != 1 or array.dtype.kind not in "iu" or int(array.max()) > np.iinfo(np.int64).max:
         raise IdentityError(f"token ids must be a row of integers, not {array.dtype} of shape {array.shape}")
     return array.astype("<i8").tobytes()
+
+
+def _named(argument: str, value: str) -> str:
+    if not isinstance(value, str):
+        raise IdentityError(f"{argument} must be a str, not {arguments.shown(value)}")
+    return value
 
 
 def _host(text: str) -> str:

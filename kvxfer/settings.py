@@ -7,20 +7,39 @@ uses it too: ``read(Options, options, "option {!r} of back end 'mine'")``.
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from contextlib import suppress
+from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
+import numpy as np
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["WILDCARDS", "advice", "check_dialable", "everywhere", "loopback", "near", "read", "unmapped"]
+__all__ = [
+    "AUTO_ADDRESS",
+    "WILDCARDS",
+    "advice",
+    "check_dialable",
+    "everywhere",
+    "hold",
+    "loopback",
+    "near",
+    "own_address",
+    "read",
+    "unmapped",
+]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 WILDCARDS = frozenset({"0.0.0.0", "::", "*"})
+AUTO_ADDRESS = "auto"
+"""In place of an address: the one that the process finds for itself."""
+_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses behind every router and of nobody (RFC 5737, RFC 3849): the way to them starts at an address of ours."""
 
 
 def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
@@ -35,17 +54,38 @@ def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
         ConfigError: A setting is unknown (the message names the nearest known one) or a value has the wrong type or
             range (the message names setting, value and what is expected).
     """
-    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    fields: dict[str, Any] = {}
-    for key, value in values.items():
+    types = _types(kind)
+    for key in values:
         if key not in types:
             raise ConfigError(f"unknown {naming.format(key)}: {advice(key, types)}")
-        try:
-            fields[key] = msgspec.convert(value, types[key])
-        except msgspec.ValidationError as error:
-            expected = _expected(types[key], error)
-            raise ConfigError(f"{naming.format(key)} cannot be {value!r}: {expected}") from None
-    return kind(**fields)
+    return kind(**{key: _taken(value, types[key], naming.format(key)) for key, value in values.items()})
+
+
+def hold(settings: msgspec.Struct, naming: str) -> None:
+    """Hold settings that were made without ``read`` to the types of their fields: for a ``__post_init__``.
+
+    Raises:
+        ConfigError: A value has the wrong type or range.
+    """
+    for name, type_ in _types(type(settings)).items():
+        value = getattr(settings, name)
+        taken = _taken(value, type_, naming.format(name))
+        if taken is not value:
+            msgspec.structs.force_setattr(settings, name, taken)
+
+
+@cache
+def _types(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(kind)}
+
+
+def _taken(value: Any, type_: Any, what: str) -> Any:
+    """Return a setting's value as its field has it; numbers of numpy are taken as the numbers they are."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    try:
+        return msgspec.convert(plain, type_)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{what} cannot be {value!r}: {_expected(type_, error)}") from None
 
 
 def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
@@ -57,8 +97,21 @@ def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
     if listen in WILDCARDS and advertise is None:
         raise ConfigError(
             f"{naming.format('listen')} is {listen!r}, which is no address that a peer could dial; "
-            "set 'advertise' to this host's name or address"
+            "set 'advertise' to this host's name or address, or to 'auto'"
         )
+
+
+def own_address() -> str:
+    """Return the address from which this host reaches others: of version 4 if it has one. Nothing is sent.
+
+    Raises:
+        ConfigError: No way leads out of this host.
+    """
+    for family, target in _ELSEWHERE:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
+            s.connect((target, 9))
+            return str(s.getsockname()[0])
+    raise ConfigError("this host's own address cannot be found, since no route leads out of it: set 'advertise'")
 
 
 def everywhere(address: str) -> bool:
@@ -88,6 +141,8 @@ def advice(key: object, known: Iterable[str]) -> str:
 
 def near(key: object, known: Iterable[str]) -> str | None:
     """Return a question for the known name that resembles it most, or ``None`` if none does."""
+    from difflib import get_close_matches  # here: only mistakes need it
+
     found = get_close_matches(str(key), list(known), n=1)
     return f"did you mean {found[0]!r}?" if found else None
 

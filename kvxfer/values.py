@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
+from kvxfer import arguments
+from kvxfer.errors import ArgumentError
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Generation, Source, TransferId
 
@@ -25,10 +28,19 @@ Ints = npt.NDArray[np.int64]
 NULL = -1
 """The id of "no block here"."""
 
+MOST_TOKENS, MOST_DIGEST = 1 << 48, 64
+"""Tokens of a transfer, and bytes of a digest."""
+MOST_PAYLOAD, MOST_CONSUMERS = 64 << 10, 1 << 16
+"""Bytes of a payload, and consumers of an offer."""
+
 _LITTLE = np.dtype("<i4")
 _ID_BYTES = 4
 _NULL_BYTES = b"\xff" * _ID_BYTES
 _MOST_GROUPS = 128
+
+
+Kind = Literal["full", "window", "state", "local"]
+"""What a group keeps; see ``Group``."""
 
 
 class Rank(msgspec.Struct, frozen=True, order=True):
@@ -41,6 +53,11 @@ class Rank(msgspec.Struct, frozen=True, order=True):
 
     pp: int = 0
     tp: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.pp) is not int or type(self.tp) is not int:
+            force_setattr(self, "pp", arguments.integer("pp", self.pp))
+            force_setattr(self, "tp", arguments.integer("tp", self.tp))
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -59,8 +76,14 @@ class Group(msgspec.Struct, frozen=True):
     """
 
     block_tokens: int
-    kind: Literal["full", "window", "state", "local"] = "full"
+    kind: Kind = "full"
     window: int = 0
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "block_tokens", arguments.integer("block_tokens", self.block_tokens))
+        force_setattr(self, "window", arguments.integer("window", self.window))
+        if self.kind not in get_args(Kind):
+            raise ArgumentError(f"kind must be one of {', '.join(get_args(Kind))}, not {arguments.shown(self.kind)}")
 
     def blocks(self, tokens: int) -> int:
         """Return how many blocks ``tokens`` tokens take."""
@@ -84,17 +107,19 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         rows: each group's ids as little-endian int32, one after the other.
 
     Raises:
-        ValueError: a row is not of whole int32, or holds an id below -1. From a peer: ``PeerError`` at the decoder.
+        ArgumentError: a row is not of whole int32, or holds an id below -1. From a peer: ``PeerError`` at the decoder.
     """
 
     rows: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_GROUPS)] = ()
 
     def __post_init__(self) -> None:
         for g, row in enumerate(self.rows):
+            if not isinstance(row, bytes):
+                raise ArgumentError(f"rows[{g}] must be bytes, not {arguments.shown(row)}; BlockTable.of takes numbers")
             if len(row) % _ID_BYTES:
-                raise ValueError(f"block table, group {g}: {len(row)} bytes are not a whole number of int32")
+                raise ArgumentError(f"block table, group {g}: {len(row)} bytes are not a whole number of int32")
             if row and np.minimum.reduce(np.frombuffer(row, _LITTLE)) < NULL:
-                raise ValueError(f"block table, group {g}: it holds an id below -1")
+                raise ArgumentError(f"block table, group {g}: it holds an id below -1")
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[int] | npt.NDArray[Any]], null: int = NULL) -> BlockTable:
@@ -105,7 +130,7 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
             null: the id by which the engine says that there is no block.
 
         Raises:
-            ValueError: ids that are not integers, or are below -1 or above 2**31 - 1.
+            ArgumentError: ids that are not integers, or are below -1 or above 2**31 - 1.
         """
         return cls(tuple(_packed(g, row, null) for g, row in enumerate(rows)))
 
@@ -181,6 +206,14 @@ class Offer(msgspec.Struct, frozen=True):
             where the engine has given a block up; a reader that wants a block that is -1 here must fail the transfer.
         final: every group is complete; nothing follows in this generation but a revocation. May come before the engine
             has finished the request, which thus may be read before the engine holds its blocks for readers.
+        consumers: how many engines are to fetch it: the offer ends when so many have it or have given it up, and what becomes
+            of one means nothing for the others. An offer that repeats the last one may lower it.
+        payload: up to 64 KiB for the consumers' engines, which is never interpreted: the first token, say. They get it with the
+            outcome (``Ended.payload``). Once given, with the final offer of a generation at the latest, it stays for that
+            generation; all ranks give the same.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
     """
 
     transfer: TransferId
@@ -189,6 +222,18 @@ class Offer(msgspec.Struct, frozen=True):
     tokens: int
     blocks: BlockTable
     final: bool
+    consumers: int = 1
+    payload: bytes = b""
+
+    def __post_init__(self) -> None:
+        _named(self)
+        force_setattr(self, "generation", arguments.integer("generation", self.generation, 0))
+        force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MOST_TOKENS))
+        force_setattr(self, "final", arguments.flag("final", self.final))
+        force_setattr(self, "consumers", arguments.integer("consumers", self.consumers, 1, MOST_CONSUMERS))
+        arguments.octets("payload", self.payload, MOST_PAYLOAD)
+        if self.final and not self.tokens:
+            raise ArgumentError("tokens must be positive in a final offer, not 0")
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -203,6 +248,10 @@ class Fetch(msgspec.Struct, frozen=True):
         tokens: where a group is a ``state``, the number that the producer's final offer must have: a state of more or
             fewer tokens is another state.
         own: this engine's directory, for an engine of several ranks.
+        progress: a ``Progress`` event comes each time that so many more tokens are here, or more; 0: never.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
     """
 
     handle: str
@@ -213,6 +262,24 @@ class Fetch(msgspec.Struct, frozen=True):
     start: int
     tokens: int
     own: Source | None = None
+    progress: int = 0
+
+    def __post_init__(self) -> None:
+        arguments.string("handle", self.handle)
+        _named(self)
+        arguments.instance("source", self.source, Source)
+        if self.own is not None:
+            arguments.instance("own", self.own, Source)
+        force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 1, MOST_TOKENS))
+        force_setattr(self, "start", arguments.integer("start", self.start, 0, self.tokens))
+        force_setattr(self, "progress", arguments.integer("progress", self.progress, 0, MOST_TOKENS))
+
+
+def _named(value: Offer | Fetch) -> None:
+    """Refuse an offer or fetch that does not say of what."""
+    arguments.instance("transfer", value.transfer, TransferId)
+    arguments.octets("digest", value.digest, MOST_DIGEST)
+    arguments.instance("blocks", value.blocks, BlockTable)
 
 
 def _packed(g: int, row: Sequence[int] | npt.NDArray[Any], null: int) -> bytes:
@@ -226,7 +293,7 @@ def _packed(g: int, row: Sequence[int] | npt.NDArray[Any], null: int) -> bytes:
         if ids.size and int(ids.min()) < min(NULL, null):
             raise OverflowError(f"{int(ids.min())} is below -1")
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"block table, group {g}: block ids are a row of integers of 32 bits: {error}") from error
+        raise ArgumentError(f"block table, group {g}: block ids are a row of integers of 32 bits: {error}") from error
     out = ids.astype(_LITTLE)
     if null != NULL:
         out[out == null] = NULL

@@ -25,7 +25,7 @@ def require(name: str) -> None:
     """Skip the calling test (or module) if `name` is missing; fail if `KVXFER_REQUIRE` lists it.
 
     Args:
-        name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch` and `atheris`.
+        name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers` and `atheris`.
     """
     lack = _lack(name)
     if lack is None:
@@ -38,7 +38,7 @@ def require(name: str) -> None:
 @functools.cache
 def _lack(name: str) -> str | None:
     """Why `name` cannot be used here, or None if it can."""
-    if name in ("vllm", "torch", "atheris"):
+    if name in ("vllm", "torch", "transformers", "atheris"):
         return None if importlib.util.find_spec(name) else f"{name} is not installed"
     try:
         probe = registry.load(name).probe()

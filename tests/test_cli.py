@@ -2,13 +2,16 @@
 
 import json
 import time
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import kvxfer
-from kvxfer.cli.main import build
+from kvxfer.cli.demo import demo
+from kvxfer.cli.main import _Program, build
 from kvxfer.cli.probing import probe_all
 from kvxfer.security import make_key
 from tests.conftest import require
@@ -115,11 +118,77 @@ def test_another_distribution_brings_commands() -> None:
     assert run("family", "hello", "world").stdout == "hello world\n"
 
 
-def test_a_command_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvxfer.cli.installed.entry_points", lambda group: ())
-    result = run("demo", "--backend", "zmq")
+DEMOS = """
+from kvxfer.cli.demo import Demo
+import typer
+
+def says(word: str):
+    def demo(backend: str = "zmq", as_json: bool = typer.Option(False, "--json")) -> None:
+        "Tells its name."
+        typer.echo(f"{word} {backend} {as_json}")
+        raise typer.Exit(3)
+    return demo
+
+A = Demo(says("quick"), lambda: None)
+Z = Demo(says("serving"), lambda: None, serves=True)
+LACKS = Demo(says("lacking"), lambda: "it needs an engine: pip install engine", serves=True)
+"""
+
+
+def with_demos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **demos: str) -> None:
+    """Let these be the demos that are installed, by engine."""
+    (tmp_path / "third_party_demos.py").write_text(DEMOS)
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [EntryPoint(name, f"third_party_demos:{attribute}", "kvxfer.demos") for name, attribute in demos.items()]
+    monkeypatch.setattr("kvxfer.cli.demo.entry_points", lambda group: points)
+
+
+def run_demo(*arguments: str):
+    """`kvxfer demo`, whatever the installed distributions declare."""
+    program = typer.Typer(cls=_Program)
+    program.callback()(lambda: None)
+    program.command("demo", context_settings=demo.context_settings)(demo)
+    return CliRunner().invoke(program, ["demo", *arguments])
+
+
+def test_the_demo_is_that_of_the_engine_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_demos(monkeypatch, tmp_path, a="A", z="Z")
+    result = run_demo("--engine", "a", "--backend", "tcp", "--json")
+    assert (result.exit_code, result.stdout) == (3, "quick tcp True\n")
+    assert run_demo("--backend", "cma", "--engine", "z").stdout == "serving cma False\n"
+    shown = run_demo("--engine", "a", "--help")
+    assert shown.exit_code == 0 and "Tells its name." in shown.stdout and "--backend" in shown.stdout
+
+
+def test_without_an_engine_it_is_one_that_serves_and_lacks_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_demos(monkeypatch, tmp_path, a="A", z="Z")
+    assert run_demo().stdout == "serving zmq False\n"
+    with_demos(monkeypatch, tmp_path, a="A", z="LACKS")
+    assert run_demo().stdout == "quick zmq False\n"
+
+
+def test_a_demo_that_cannot_run_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_demos(monkeypatch, tmp_path, z="LACKS")
+    for arguments in ([], ["--engine", "z"]):
+        result = run_demo(*arguments)
+        assert result.exit_code == 1 and "pip install engine" in result.stderr
+    result = run_demo("--engine", "y")
+    assert result.exit_code == 1 and "there are those of z" in result.stderr
+    with_demos(monkeypatch, tmp_path, x="NOWHERE", z="LACKS")
+    result = run_demo()
+    assert result.exit_code == 1 and "NOWHERE" in result.stderr and "pip install engine" in result.stderr
+    with_demos(monkeypatch, tmp_path)
+    result = run_demo()
     assert result.exit_code == 1
-    assert "pip install 'kvxfer-vllm[demo]'" in result.stderr
+    assert "pip install 'kvxfer-transformers[demo]'" in result.stderr and "'kvxfer-vllm[demo]'" in result.stderr
+
+
+def test_an_option_that_the_demo_has_not_is_an_error_of_usage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_demos(monkeypatch, tmp_path, a="A")
+    result = run_demo("--bakend", "tcp")
+    assert result.exit_code == 2 and "--bakend" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.usefixtures("installed")

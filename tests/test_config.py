@@ -25,6 +25,7 @@ def test_all_keys_are_read() -> None:
         "port": 5600,
         "advertise": "prefill-0.example",
         "transfer_timeout": 10,
+        "step_budget": 0.002,
         "lease": 20.5,
         "peer_timeout": 1,
         "staging_bytes": 1 << 20,
@@ -33,6 +34,7 @@ def test_all_keys_are_read() -> None:
         "integrity": "full",
         "layout_check": False,
         "model": "policy-v3",
+        "elastic": True,
     }
     read = msgspec.structs.asdict(Config.from_mapping(settings))
     assert read | {"peers": list(read["peers"])} == settings

@@ -21,10 +21,11 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [
     {"failures"},
-    {"errors"},
+    {"errors", "threads"},
+    {"arguments"},
     {"settings", "identity", "fence"},
     {"facts", "values"},
-    {"geometry"},
+    {"geometry", "ticket"},
     {"config"},
     {"memory", "transport", "schedule", "security"},
     {"backend"},

@@ -52,7 +52,7 @@ class Engine:
         )
         self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
         self.agent = Agent(make_cache(self.memory, 1, 0, 16), self.config)
-        self.directory = Directory("e", self.agent.epoch, "127.0.0.1", 0, security=Security.of(self.config))
+        self.directory = Directory(self.config, "e")
         self.directory.publish((self.agent.member,))
 
     def close(self) -> None:
@@ -129,10 +129,10 @@ def test_a_key_that_all_can_read_is_remarked_on(key: str, caplog: pytest.LogCapt
 def test_listening_beyond_this_host_without_a_key_is_remarked_on(caplog: pytest.LogCaptureFixture, key: str) -> None:
     assert Config().listen == "127.0.0.1"
     for listen in ("127.0.0.1", "::1", "localhost"):
-        Security.of(Config(listen=listen))
-    Security.of(Config(listen="0.0.0.0", key_file=key))
+        Security.of(Config(listen=listen, advertise="node-7"))
+    Security.of(Config(listen="0.0.0.0", advertise="node-7", key_file=key))
     assert not caplog.text
-    Security.of(Config(listen="0.0.0.0"))
+    Security.of(Config(listen="0.0.0.0", advertise="node-7"))
     assert "without a key" in caplog.text
 
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.wakeup import Wakeup
-from kvxfer.errors import TransportError
+from kvxfer.errors import KvxferError, TransportError
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.cache import Region
 from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Transport, Verb
 
@@ -25,8 +26,8 @@ class _Link(Protocol):
     """What ``Base`` has to know of a link."""
 
     @property
-    def broken(self) -> Exception | str | None:
-        """Why the link is of no more use, or ``None`` while that is not known."""
+    def broken(self) -> KvxferError | None:
+        """Why the link is of no more use, as its batches fail with it; ``None`` while that is not known."""
 
 
 E = TypeVar("E", bound=EndpointBase)
@@ -120,8 +121,18 @@ class Base(Transport, Generic[E, L]):
     # What a subclass calls
 
     def complete(self, completion: Completion) -> None:
-        """Take the one end of a batch. If it is not quiet, ``quieted`` follows when it is, or the link's or this object's end."""
-        use = self._in_flight.pop(completion.batch)
+        """Take the one end of a batch. If it is not quiet, ``quieted`` follows when it is, or the link's or this object's end.
+
+        Raises:
+            TransportError: the batch has ended already, or was never accepted.
+        """
+        use = self._in_flight.pop(completion.batch, None)
+        if use is None:
+            how = "succeeded" if completion.error is None else f"failed ({completion.error})"
+            raise TransportError(
+                f"back end {self.name!r} says that batch {completion.batch} has {how}, but no such batch is in flight: each "
+                "accepted batch ends once"
+            )
         if not completion.quiet:
             self._unquiet[completion.batch] = use
         self.completions.append(completion)
@@ -165,6 +176,10 @@ class Base(Transport, Generic[E, L]):
             raise TransportError("memory must be registered before the first endpoint is made")
         kinds = self.capabilities.memory
         Memories.check(regions, kinds)
+        if not all(map(self.capabilities.moves, regions)):
+            raise TransportError(
+                f"back end {self.name!r} keeps the pages that memory has when it is registered; elastic memory goes staged"
+            )
         self.add_memory(self.memories.next, regions)
         return self.memories.add(regions, kinds)
 
@@ -262,9 +277,10 @@ class Base(Transport, Generic[E, L]):
             self.stop(batch, self._in_flight[batch][0])
             self.wakeup.set()
 
-    def lost(self, peer: int) -> str | None:
+    def lost(self, peer: int) -> Failure | None:
         link = self.links.get(peer)
-        return None if link is None or link.broken is None else str(link.broken)
+        broken = None if link is None else link.broken
+        return None if broken is None else Failure.of(broken, FailureKind.PEER_LOST)
 
     def close(self) -> None:
         if self.closed:

@@ -88,7 +88,7 @@ def engine(config: Config) -> tuple[Agent, Directory]:
     cache = Cache((Region(memory.ctypes.data, memory.nbytes),), (Group(16),), (view,))
     agent = Agent(cache, config)
     agent.memory = memory  # type: ignore[attr-defined]  # lives as long
-    directory = Directory("e", agent.epoch, "127.0.0.1", 0, security=Security.of(config))
+    directory = Directory(config, "e", epoch=agent.epoch)
     directory.publish((agent.member,))
     return agent, directory
 

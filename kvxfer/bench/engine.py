@@ -26,9 +26,10 @@ from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config, Integrity
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.data import results
-from kvxfer.data.mover import Mover
+from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, PieceNews, PieceReady, PieceTaken
+from kvxfer.data.data_thread import DataThread
 from kvxfer.data.policy import LinkPolicy, stager
+from kvxfer.data.traffic import Limits
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
@@ -80,37 +81,36 @@ class BenchEngine:
             staging_bytes=setup.staging_bytes,
         )
         self._agents: dict[Integrity, tuple[Agent, Directory]] = {}
-        self._mover: Mover | None = None
+        self._data: DataThread | None = None
         self._raw: Raw | None = None
         self._rounds = 0
 
     # --- transport -------------------------------------------------------------------------------------------------
 
-    def open_mover(self) -> bytes:
+    def open_data_thread(self) -> bytes:
         """Start a data thread, and return the endpoint for the other side."""
         backend = load(self._config.backend)
         self._results: deque[tuple[float, Any]] = deque()
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         cache = self._pool.cache
-        self._mover = Mover(
+        self._data = DataThread(
             self._config.backend,
             lambda: backend(self._setup.role, self._config.backend_options),
             cache.regions,
             stager(cache, self._config.staging_bytes),
             self._note,
-            grace=5.0,
-            quarantine_limit=1 << 62,
+            Limits(grace=5.0, quarantine=1 << 62),
         )
-        self._terms = LinkPolicy.of(self._config.backend, *self._mover.start(WAIT_S), cache)
-        self._mover.endpoint("link", 1, self._setup.role)  # type: ignore[arg-type]
-        self._mine = bytes(self._take(results.EndpointMade).endpoint)
+        self._terms = LinkPolicy.of(self._config.backend, *self._data.start(WAIT_S), cache)
+        self._data.post(MakeEndpoint("link", 1, self._config.backend, self._setup.role))  # type: ignore[arg-type]
+        self._mine = bytes(self._take(EndpointMade).endpoint)
         return self._mine
 
     def connect(self, theirs: bytes) -> str:
         """Link this data thread with the other side's; return the mode in which parts are moved."""
-        assert self._mover is not None
-        self._mover.connect("link", 1, self._mine, theirs)
-        self._take(results.Connected)
+        assert self._data is not None
+        self._data.post(Connect("link", 1, self._mine, theirs))
+        self._take(Connected)
         return self._terms.mode
 
     def move(self, src: Ints, dst: Ints, pipe: Connection, rounds: int, pause: float) -> list[dict[str, float]]:
@@ -130,7 +130,7 @@ class BenchEngine:
         return [self._move(src, dst, peer, pause) for _ in range(rounds)]
 
     def _move(self, src: Ints, dst: Ints, peer: Meeting, pause: float) -> dict[str, float]:
-        assert self._mover is not None
+        assert self._data is not None
         producer, mode = self._setup.role == "producer", self._terms.mode
         plan = self._plan(src, dst)
         info = _Info(self._terms.piece_bytes, self._terms.stage_below)
@@ -145,7 +145,7 @@ class BenchEngine:
             peer.meet()
         if verb is not None:
             ref = PartRef(self._setup.role, "link", T, 1, self._rounds)  # type: ignore[arg-type]
-            self._mover.move(Move(ref, verb, plan, self._rounds, piece))
+            self._data.post(Move(ref, verb, plan, self._rounds, piece))
             begun, done = self._until_moved(ref, peer)
         return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
 
@@ -159,20 +159,20 @@ class BenchEngine:
 
     def _until_moved(self, ref: PartRef, peer: Meeting) -> tuple[float, float]:
         """Return the begin and end of a part, having passed word of staged pieces between the two data threads."""
-        assert self._mover is not None
+        assert self._data is not None
         while ready := wait([self._news, peer.pipe], WAIT_S):
             if peer.pipe in ready and (words := peer.hear()) is not None:
-                self._mover.slot(ref, *words)
+                self._data.post(_news(ref, *words))
             for at, result in self._heard():
                 match result:
                     case Moved(failure=None, seconds=seconds):
                         return at - seconds, at
                     case Moved(failure=why):
                         raise RuntimeError(f"the part ended with: {why}")
-                    case results.PieceReady():
-                        peer.tell(result.piece, result.offset, result.nbytes)
-                    case results.PieceTaken():
-                        peer.tell(result.piece, 0, 0)
+                    case PieceReady(piece=piece, offset=offset, nbytes=nbytes):
+                        peer.tell(piece, offset, nbytes)
+                    case PieceTaken(piece=piece):
+                        peer.tell(piece, None, None)
         raise TimeoutError("the part did not end")
 
     def _heard(self) -> Iterator[tuple[float, Any]]:
@@ -185,7 +185,7 @@ class BenchEngine:
     def _take(self, kind: type) -> Any:
         wait([self._news], WAIT_S)
         _, result = next(self._heard(), (0.0, None))
-        error = getattr(result, "error", None)
+        error = getattr(result, "failure", None)
         if not isinstance(result, kind) or error:
             raise RuntimeError(f"expected {kind.__name__}, got {result}")
         return result
@@ -246,12 +246,12 @@ class BenchEngine:
 
     def open_agent(self, integrity: Integrity) -> Source:
         """Start an agent whose transfers are checked in this way; there may be one for each way."""
-        if self._mover is not None:
-            self._mover.close(10.0)
-            self._mover = None
+        if self._data is not None:
+            self._data.close(10.0)
+            self._data = None
         config = msgspec.structs.replace(self._config, integrity=integrity)
         agent = Agent(self._pool.cache, config, self._setup.role)
-        directory = Directory(self._setup.role, agent.epoch, "127.0.0.1", 0)
+        directory = Directory(Config(), self._setup.role, epoch=agent.epoch)
         self._agents[integrity] = agent, directory
         directory.publish((agent.member,))
         return directory.source
@@ -334,8 +334,8 @@ class BenchEngine:
 
     def close(self) -> None:
         """End whatever was opened."""
-        if self._mover is not None:
-            self._mover.close(10.0)
+        if self._data is not None:
+            self._data.close(10.0)
         if self._raw is not None:
             self._raw.close()
         for agent, directory in self._agents.values():
@@ -347,3 +347,7 @@ class BenchEngine:
 class _Info:
     piece_bytes: int
     stage_below: int
+
+
+def _news(ref: PartRef, piece: int, offset: int | None, nbytes: int | None) -> PieceNews:
+    return PieceTaken(ref, piece) if nbytes is None else PieceReady(ref, piece, offset, nbytes)

@@ -36,7 +36,7 @@ class Meeting:
                 raise TimeoutError("the other side did not come to the next round")
         self._there = False
 
-    def tell(self, *words: int) -> None:
+    def tell(self, *words: int | None) -> None:
         """Send words to the other side."""
         self.pipe.send(words)
 

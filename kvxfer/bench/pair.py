@@ -31,7 +31,7 @@ class Pair:
     def connect(self) -> str:
         """Start a data thread on both sides and link them; return the mode in which parts are moved."""
         p, d = self.producer, self.consumer
-        ends = p("open_mover"), d("open_mover")
+        ends = p("open_data_thread"), d("open_data_thread")
         p.send("connect", ends[1])
         d("connect", ends[0])
         return str(p.get())

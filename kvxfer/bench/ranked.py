@@ -102,7 +102,7 @@ class RankedEngine:
         shape = LAYERS, BLOCKS, BLOCK_TOKENS, HEADS // tp, HEAD_WORDS
         self._words = [np.full(shape, FREE, np.int64) for _ in range(tp)]
         self._agents = [Agent(_cache(words, i, tp), self._config, role) for i, words in enumerate(self._words)]
-        self._directory = Directory(role, self._agents[0].epoch, "127.0.0.1", 0)
+        self._directory = Directory(Config(), role, epoch=self._agents[0].epoch)
         self._directory.publish(tuple(agent.member for agent in self._agents))
         self._free = list(range(BLOCKS))
         self._uses: dict[int, _Use] = {}

@@ -31,7 +31,7 @@ from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.values import Released
+from kvxfer.protocol.values import Ended, Released
 from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["complaints", "measure", "soak"]
@@ -65,7 +65,7 @@ class Engine:
         settings = {"backend": backend, "backend_options": options, "staging_bytes": 4 << 20, "integrity": "full"}
         config = Config.from_mapping({**settings, **TIMES})
         self._agent = Agent(self._pool.cache, config, role)
-        self._directory = Directory(role, self._agent.epoch, "127.0.0.1", 0)
+        self._directory = Directory(Config(), role, epoch=self._agent.epoch)
         self._directory.publish((self._agent.member,))
 
     def source(self) -> Source:
@@ -80,7 +80,11 @@ class Engine:
         """
         for name, *args in calls:
             getattr(self, f"_{name}")(*args)
-        return [(e.transfer, None if isinstance(e, Released) else e.outcome) for e in self._agent.events()]
+        return [
+            (e.transfer, e.outcome if isinstance(e, Ended) else None)
+            for e in self._agent.events()
+            if isinstance(e, Ended | Released)
+        ]
 
     def _offer(self, transfer: TransferId, generation: int, blocks: list[int], final: bool) -> None:
         table = BlockTable.of([blocks])

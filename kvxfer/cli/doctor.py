@@ -74,7 +74,7 @@ def _settings(config: str) -> Config:
     # A connector may have settings of its own beside kvxfer's.
     kinds = [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
     kind: type[Config] = next((k for k in kinds if values.keys() <= set(k.__struct_fields__)), Config)
-    return kind.from_mapping(values)
+    return kind.from_mapping(values).located()
 
 
 def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], config: Config) -> list[dict[str, str]]:

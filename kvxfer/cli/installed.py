@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 import typer
@@ -12,19 +11,16 @@ __all__ = ["add_installed"]
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def add_installed(program: typer.Typer, group: str, elsewhere: Mapping[str, str]) -> None:
+def add_installed(program: typer.Typer, group: str) -> None:
     """Add all commands of an entry-point group. One that cannot be imported says so when it is called.
 
     Args:
         program: What they are added to.
-        group: Name of the group. A command is a function as `typer.Typer.command` takes it, or a `typer.Typer`.
-        elsewhere: Commands of distributions that are published beside the core, and how to get them.
+        group: Name of the group. A command is a function as `typer.Typer.command` takes it, or a `typer.Typer`. A function may
+            have an attribute `context_settings`.
     """
     installed = {point.name: point for point in entry_points(group=group)}
-    for name in sorted(installed.keys() | elsewhere.keys()):
-        if name not in installed:
-            _add_unavailable(program, name, f"not installed: {elsewhere[name]}")
-            continue
+    for name in sorted(installed):
         try:
             command = installed[name].load()
         except (ImportError, AttributeError) as error:
@@ -33,7 +29,7 @@ def add_installed(program: typer.Typer, group: str, elsewhere: Mapping[str, str]
             if isinstance(command, typer.Typer):
                 program.add_typer(command, name=name)
             else:
-                program.command(name)(command)
+                program.command(name, context_settings=getattr(command, "context_settings", None))(command)
 
 
 def _add_unavailable(program: typer.Typer, name: str, reason: str) -> None:

@@ -1,7 +1,7 @@
 """The program `kvxfer`.
 
 Its commands are entry points of the group `kvxfer.commands`, so that whatever is installed beside the core brings its
-own (`demo` comes with kvxfer-vllm), and the core needs to know none of them. A command is a function as
+own, and the core needs to know none of them. A command is a function as
 `typer.Typer.command` takes it, or a `typer.Typer` with commands of its own. All are imported whenever the program
 starts: one that needs something heavy imports it when it is called.
 """
@@ -18,9 +18,6 @@ from kvxfer.cli.installed import add_installed
 from kvxfer.errors import KvxferError
 
 GROUP = "kvxfer.commands"
-
-_ELSEWHERE = {"demo": "pip install 'kvxfer-vllm[demo]'"}
-"""Commands of distributions that are published beside the core, and how to get them."""
 
 
 class _Program(TyperGroup):
@@ -48,7 +45,7 @@ def build() -> typer.Typer:
     ) -> None:
         """Move the KV cache of LLM requests between prefill and decode engines, over any transport."""
 
-    add_installed(program, GROUP, _ELSEWHERE)
+    add_installed(program, GROUP)
     return program
 
 

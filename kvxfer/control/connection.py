@@ -46,6 +46,7 @@ class Connection:
         limit: Bytes of the longest frame that may come.
         guest: Whether its peer has dialled us and is not known yet.
         lost: Why nothing can be said or heard any more, save frames that had come before; ``None`` while it lives.
+        refused: Whether it is lost because nobody listens there.
         heard: When something came last, by ``time.monotonic``.
         after: Its owner's mark of what it does before it receives.
     """
@@ -55,6 +56,7 @@ class Connection:
         self.host, self.owner, self.limit, self.guest = host, owner, limit, guest
         self.dialled_us = guest
         self.lost: str | None = None
+        self.refused = False
         self.heard = time.monotonic()
         self.after = 0
         self.watched: tuple[int, int] | None = None  # descriptor and events that the hub polls it for
@@ -171,7 +173,11 @@ class Connection:
             self._unreachable(error)
 
     def _unreachable(self, error: int) -> None:
-        self.lose(f"it cannot be reached: {os.strerror(error)}") if not self._targets else self._shut()
+        if self._targets:
+            self._shut()
+        else:
+            self.refused = error == errno.ECONNREFUSED
+            self.lose(f"it cannot be reached: {os.strerror(error)}")
 
     def pump(self) -> bool:
         """Read and write what can be; return whether there is more to read, of which a poll may not know."""

@@ -14,15 +14,18 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvxfer import arguments
 from kvxfer import facts as f
+from kvxfer.config import Config
 from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
-from kvxfer.errors import PeerError
+from kvxfer.errors import ArgumentError, PeerError
 from kvxfer.failures import FailureKind
-from kvxfer.identity import Source
+from kvxfer.identity import Source, new_epoch
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Timers
-from kvxfer.security import OPEN, Complaints, Security
+from kvxfer.security import Complaints, Security
+from kvxfer.threads import NamedThread
 
 __all__ = ["Directory"]
 
@@ -53,42 +56,39 @@ class Directory:
     a ``with`` block or the interpreter ends.
 
     Args:
-        engine: The engine's name.
-        epoch: The engine's epoch.
-        host: The host to listen on.
-        port: The port to listen on; 0 takes any free one.
-        advertise: The host that others are told; ``None``: ``host``.
-        security: Who may connect and be dialled.
+        config: The settings, the same as the engine's agents have. Of them ``listen``, ``port`` and ``advertise`` say where
+            it is served, ``key_file`` and ``peers`` who may talk to it.
+        engine: The engine's name, for peers and logs.
         facts: What all KV of the engine depends on, see ``identify``.
+        epoch: The engine's epoch; ``None`` draws a new one.
+
+    Attributes:
+        source: Where others find the engine.
 
     Raises:
+        ArgumentError: An argument is of the wrong type or range.
+        ConfigError: The key cannot be read, or an entry of ``peers`` is none.
         OSError: The address cannot be had.
     """
 
     def __init__(
-        self,
-        engine: str,
-        epoch: int,
-        host: str,
-        port: int,
-        advertise: str | None = None,
-        *,
-        security: Security = OPEN,
-        facts: Mapping[str, str] | None = None,
+        self, config: Config, engine: str = "", facts: Mapping[str, str] | None = None, *, epoch: int | None = None
     ) -> None:
-        self.engine, self.epoch = engine, epoch
+        config = arguments.instance("config", config, Config).located()
+        self.engine = arguments.string("engine", engine, empty=True)
+        self.epoch = new_epoch() if epoch is None else arguments.integer("epoch", epoch, 1)
         self._owner = ProcessGuard("this directory")
         self._facts: Mapping[str, str] = f.check(facts or {})
         self._members: tuple[m.RankDescriptor, ...] = ()
         self._card = b""  # as it is sent
         self._outbox: deque[tuple[Source, m.Renew | m.Decline]] = deque(maxlen=MOST_TOLD)
-        self._sockets = sockets.ControlSockets(security, self._outbox)
+        self._sockets = sockets.ControlSockets(Security.of(config), self._outbox)
         try:
-            bound = self._sockets.listen(host, port, None)
+            bound = self._sockets.listen(config.listen, config.port, None)
         except BaseException:
             self._sockets.close()
             raise
-        self.source = Source(advertise or host, bound, epoch)
+        self.source = Source(config.advertise or config.listen, bound, self.epoch)
         self._notices: deque[m.Renew | m.Decline] = deque()
         self._waiting: Counter[sockets.Connection | None] = Counter()  # bytes of notices, by connection; None: of all
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Directory:
         self._idle: Timers[tuple[str, int]] = Timers()
         self._complain = Complaints(log)
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvxfer-directory", daemon=True)
+        self._thread = NamedThread(target=self._run, name="kvxfer-directory", daemon=True)
         self._thread.start()
         close_at_exit(self)
 
@@ -111,10 +111,18 @@ class Directory:
 
         Until then lookups get no answer, and whoever asks asks again.
 
+        Args:
+            members: Each agent's ``member``.
+
         Raises:
+            ArgumentError: One is none, or two are of one rank.
             PeerError: They are more than a message can describe.
         """
         self._owner.check()
+        ranks = [arguments.instance(f"members[{i}]", x, m.RankDescriptor).cache.rank for i, x in enumerate(members)]
+        twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+        if twice is not None:
+            raise ArgumentError(f"members must be one of each rank, and rank pp{twice.pp}/tp{twice.tp} is there twice")
         self._state(members, self._facts)
 
     def identify(self, facts: Mapping[str, str]) -> None:
@@ -147,6 +155,7 @@ class Directory:
     def tell(self, source: Source, message: m.Renew | m.Decline) -> None:
         """Send a notice to another engine's directory; it may be lost, so what matters is repeated or leased."""
         self._owner.check()
+        arguments.instance("source", source, Source)
         named = message.transfers
         for i in range(0, len(named), TOGETHER):
             self._outbox.append((source, msgspec.structs.replace(message, transfers=named[i : i + TOGETHER])))

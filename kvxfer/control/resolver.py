@@ -1,7 +1,8 @@
 """Find the route to a producer engine: look its descriptor up in its directory, and join it with our own engine's.
 
 Used by the control thread only. To check the caches that a descriptor describes, and to join them with ours, takes
-time and is done elsewhere. Unanswered questions are repeated until the fetches that wait for them give up.
+time and is done elsewhere. Unanswered questions are repeated. A directory that has been silent for too long is known to be so: whoever
+asks for it then is told at once, while the question goes on being repeated, until it is answered.
 """
 
 from __future__ import annotations
@@ -16,25 +17,38 @@ from typing import Any
 
 from kvxfer import facts as f
 from kvxfer.control import sockets
-from kvxfer.control.links import Target
+from kvxfer.control.outbound import Target
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.geometry import Incompatible, ShardAssignment, route
+from kvxfer.geometry import Cache, Incompatible, ShardAssignment, route
+from kvxfer.geometry.assignment import name
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Timers
-from kvxfer.protocol.values import RankRoute, Resolved
+from kvxfer.protocol.values import LinkId, RankRoute, Resolved
 
 Examine = Callable[[int, Callable[[], Any], Callable[[Any], Iterator["tuple[Source, Path | Failure]"]]], bool]
 
 __all__ = ["Path", "Resolver"]
 
+K = FailureKind
+
 log = logging.getLogger("kvxfer.resolver")
 
 REPEAT_S = 0.5
 REDIAL_S = 5.0
-"""A directory that is silent for so long is dialled anew, in case that only the connection is at fault."""
+"""A directory that is silent for so long, or for a third of the patience, is dialled anew, in case that only the connection is at
+fault."""
 
+
+PROBE_S = 1.0
+"""How often a directory that is known to be silent is asked."""
+KEPT_S = 600.0
+"""After so long without anybody wanting it, a silent directory is asked no more, and forgotten."""
+MOST_SILENT = 64
+"""Directories that are known to be silent; of more, the one that was wanted longest ago is forgotten."""
+MOST_FOUND = 1024
+"""Sources of which it is remembered what links lead there."""
 
 CHECK_S = 2.0
 """What checking a card may take."""
@@ -50,11 +64,21 @@ class Path:
 
 @dataclass
 class _Query:
-    """A question to a directory that is open since its last ``wanted``."""
+    """An open question to a directory.
 
-    connection: sockets.Connection | None  # none, while none can be had
+    Attributes:
+        connection: Where it was put; ``None`` while none can be had.
+        dialled: When that was made.
+        since: When the question was put first.
+        wanted: When somebody has last asked for the answer.
+        silent: What those are told who ask, once it has been silent for too long.
+    """
+
+    connection: sockets.Connection | None
     dialled: float
+    since: float
     wanted: float
+    silent: Failure | None = None
 
 
 class Resolver:
@@ -66,7 +90,7 @@ class Resolver:
     Args:
         sockets: The agent's control sockets.
         me: Our own rank.
-        patience: Seconds for which anybody waits for an answer.
+        patience: Seconds after which a directory that has not answered counts as silent.
         facts: What all of our KV depends on; there is no path to an engine that states others.
         examine: ``examine(weight, job, done)`` has a job done off this thread, and gives ``done`` its result or the
             reason why there is none. The answers of ``done`` count like those of ``receive``. Returns false when too
@@ -86,6 +110,7 @@ class Resolver:
         self._queries: dict[Source, _Query] = {}
         self._clock: Timers[Source] = Timers()
         self._wanted: dict[Source, Source | None] = {}  # source -> our own directory, if it matters
+        self._links: dict[Source, frozenset[LinkId]] = {}  # that lead to a source, the latest last
         self._own: dict[
             Source, tuple[m.RankDescriptor, ...]
         ] = {}  # our own engine's ranks, which live as long as we do
@@ -113,14 +138,17 @@ class Resolver:
     def _query(self, directory: Source, now: float) -> None:
         q = self._queries.get(directory)
         if q is None:
-            q = self._queries[directory] = _Query(self._dial(directory), now, now)
+            q = self._queries[directory] = _Query(self._dial(directory), now, now, now)
             self._clock.set(directory, now + REPEAT_S)
         q.wanted = now
+        if q.silent is not None:
+            raise PeerError(f"{q.silent.detail}, and has not since", kind=q.silent.kind)
 
     def _redial(self, directory: Source, q: _Query, now: float) -> None:
         silent, q.connection, q.dialled = q.connection, None, now
         if silent is not None:
-            log.warning("directory %s has not answered; dialling it anew", directory)
+            if q.silent is None:
+                log.warning("directory %s has not answered; dialling it anew", directory)
             self._sockets.drop(silent)
         with contextlib.suppress(PeerError):  # none is to be had now
             q.connection = self._dial(directory)
@@ -130,11 +158,38 @@ class Resolver:
         connection.send(m.Lookup(m.PROTOCOL))
         return connection
 
-    def hung_up(self, directory: Source, connection: sockets.Connection) -> None:
-        """Take in the loss of a connection; another is made when the question would be repeated."""
+    def hung_up(self, directory: Source, connection: sockets.Connection) -> Iterator[tuple[Source, Failure]]:
+        """Take in the loss of a connection; another is made when the question would be repeated.
+
+        Where nobody listens, the engine of that epoch is gone for good: a directory lives as long as its epoch.
+        """
         q = self._queries.get(directory)
-        if q is not None and q.connection is connection:
-            q.connection = None
+        if q is None or q.connection is not connection:
+            return
+        q.connection = None
+        if connection.refused and directory.epoch:
+            self._close(directory)
+            gone = Failure(FailureKind.PEER_UNREACHABLE, f"the engine there is gone: {connection.lost}")
+            yield from self._failed(directory, gone)
+
+    def doubt(self, link: LinkId, why: Failure, now: float) -> None:
+        """Take in that a link has gone silent: so are the directories behind it, until they answer."""
+        for source in [source for source, links in self._links.items() if link in links]:
+            del self._links[source]
+            with contextlib.suppress(PeerError):
+                self._query(source, now)
+                self._silence(self._queries[source], why)
+
+    def pardon(self, seconds: float) -> None:
+        """Do not count seconds in which nobody could be heard as anybody's silence."""
+        for q in self._queries.values():
+            q.since += seconds
+
+    def _silence(self, q: _Query, why: Failure) -> None:
+        q.silent = why
+        silent = [(q.wanted, directory) for directory, q in self._queries.items() if q.silent is not None]
+        if len(silent) > MOST_SILENT:
+            self._close(min(silent, key=lambda known: known[0])[1])
 
     def receive(self, directory: Source, frame: bytes) -> Iterator[tuple[Source, Path | Failure]]:
         """Take in a directory's answer."""
@@ -169,6 +224,11 @@ class Resolver:
 
     def _found(self, directory: Source, path: Path | Failure) -> Iterator[tuple[Source, Path | Failure]]:
         if self._wanted.pop(directory, self) is not self:
+            if isinstance(path, Path):
+                self._links.pop(directory, None)
+                self._links[directory] = frozenset(target.link for target in path.targets)
+                if len(self._links) > MOST_FOUND:
+                    del self._links[next(iter(self._links))]
             yield directory, path
 
     def _path(
@@ -179,6 +239,10 @@ class Resolver:
         try:
             if (why := f.difference(self.facts, card.facts, "at the producer")) is not None:
                 raise _misfit(why)
+            if own is None:
+                _check_alone(self._me.cache, card)
+            elif self._me.cache.rank not in {cache.rank for cache in ours}:
+                raise PeerError(f"our own directory has not published {name(self._me.cache)}", kind=K.MISUSE)
             mine = route([member.cache for member in card.members], ours)[self._me.cache.rank]
             ranks = {member.cache.rank: member for member in card.members}
             targets = {
@@ -197,19 +261,26 @@ class Resolver:
         return Target(member.address, member.epoch, member.cache, assignments, common)
 
     def tick(self, now: float) -> Iterator[tuple[Source, Failure]]:
-        """Repeat unanswered questions, and yield as failed those for which nobody waits any more."""
+        """Repeat unanswered questions, and yield as failed who waits for a directory that counts as silent now."""
         for directory in self._clock.due(now):
-            q = self._queries[directory]
-            if now - q.wanted >= self._patience:
-                self._close(directory)
-                silent = Failure(FailureKind.PEER_UNREACHABLE, f"it did not answer within {self._patience:g} s")
-                yield from self._failed(directory, silent)
+            q = self._queries.get(directory)
+            if q is None:
                 continue
-            if q.connection is None or now - q.dialled >= REDIAL_S:
+            if q.silent is None and now - q.since >= self._patience:
+                silent = Failure(FailureKind.PEER_UNREACHABLE, f"it did not answer within {self._patience:g} s")
+                self._silence(q, silent)
+                yield from self._failed(directory, silent)
+            if directory not in self._queries:
+                continue
+            if q.silent is not None and now - q.wanted >= KEPT_S:
+                self._close(directory)
+                continue
+            if q.connection is None or now - q.dialled >= min(REDIAL_S, self._patience / 3):
                 self._redial(directory, q, now)
             else:
                 q.connection.send(m.Lookup(m.PROTOCOL))
-            self._clock.set(directory, min(now + REPEAT_S, q.wanted + self._patience))
+            again = now + PROBE_S if q.silent is not None else min(now + REPEAT_S, q.since + self._patience)
+            self._clock.set(directory, again)
 
     def next_tick(self) -> float | None:
         return self._clock.next()
@@ -228,6 +299,24 @@ class Resolver:
         connection = self._queries.pop(directory).connection
         if connection is not None:
             self._sockets.drop(connection)
+
+
+def _check_alone(mine: Cache, card: m.EngineDescriptor) -> None:
+    """Refuse to read alone what is for several ranks: the producer would free its blocks with the first of them.
+
+    Raises:
+        PeerError: We hold less than there is.
+    """
+    held = {(view.plane, layer) for view in mine.views for layer in view.layers}
+    for member in card.members:
+        for view in member.cache.views:
+            layer = next((layer for layer in view.layers if (view.plane, layer) not in held), None)
+            if layer is not None and not view.optional:
+                raise PeerError(
+                    f"this rank has no layer {layer[:100]!r}, plane {view.plane[:100]!r}; if another of this engine has, "
+                    "each fetch must name the engine's directory as 'own'",
+                    kind=K.MISUSE,
+                )
 
 
 def _misfit(why: str) -> PeerError:

@@ -9,7 +9,6 @@ import fcntl
 import mmap
 import os
 import re
-import secrets
 import stat
 
 from kvxfer.protocol.revocations import RevocationCounter
@@ -42,7 +41,7 @@ class SharedRevocationCounter(RevocationCounter):
         except BaseException:
             os.close(self._fd)
             raise
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        token = os.urandom(_TOKEN_BYTES)
         self._memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] = token
         self.place = f"{os.getpid()}/{self._fd}/{token.hex()}"
         super().__init__(memoryview(self._memory)[:8].cast("Q"))

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from itertools import count
 
+from kvxfer.threads import NamedThread
+
 __all__ = ["Worker"]
 
 log = logging.getLogger("kvxfer.worker")
@@ -30,7 +32,7 @@ class Worker:
         self._order = count()
         self._change = threading.Condition()
         self._closed = self._started = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = NamedThread(target=self._run, name=name, daemon=True)
 
     def submit(self, weight: int, job: Callable[[], None]) -> bool:
         """Have a job done that says itself what came of it.

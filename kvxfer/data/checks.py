@@ -18,7 +18,7 @@ from kvxfer.protocol.values import Move, Moved, PartRef
 
 __all__ = ["Checks"]
 
-log = logging.getLogger("kvxfer.mover")
+log = logging.getLogger("kvxfer.data")
 
 
 class Checks:

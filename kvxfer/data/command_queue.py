@@ -1,4 +1,4 @@
-"""Calls from any thread for one that sleeps in a poll."""
+"""Commands from any thread for one that sleeps in a poll."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from kvxfer.backend.wakeup import Timer
 
 __all__ = ["CommandQueue"]
 
 
-class CommandQueue:
-    """Calls that wait for a thread: ``post`` from any thread, ``sleep`` and ``take`` on one.
+C = TypeVar("C")
+
+
+class CommandQueue(Generic[C]):
+    """Commands that wait for a thread: ``post`` from any thread, ``sleep`` and ``take`` on one.
 
     This is no ``Wakeup``, whose epoll would have to be looked at within this poll and after it: the data thread sleeps
     often, and shortly.
     """
 
     def __init__(self) -> None:
-        self._calls: deque[Callable[[], None]] = deque()
+        self._waiting: deque[C] = deque()
         self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._timer = Timer()
         self._poller = select.poll()
@@ -36,23 +38,23 @@ class CommandQueue:
         self._lock = threading.Lock()
 
     def sleep(self, fd: int | None, seconds: float) -> None:
-        """Sleep until there is a call, ``fd`` is readable, or so many seconds have passed."""
+        """Sleep until there is a command, ``fd`` is readable, or so many seconds have passed."""
         if fd != self._other:
             if self._other is not None:
                 self._poller.unregister(self._other)
             if fd is not None:
                 self._poller.register(fd, select.POLLIN)
             self._other = fd
-        self._asleep = True  # before the calls are looked at, so that whoever adds one after that wakes us
-        if not self._calls:
+        self._asleep = True  # before it is looked at what waits, so that whoever adds one after that wakes us
+        if not self._waiting:
             self._timer.at(time.monotonic() + seconds)
             if any(ready == self._flag for ready, _ in self._poller.poll()):
                 os.eventfd_read(self._flag)
         self._asleep = False
 
-    def post(self, call: Callable[..., None], *args: Any) -> None:
-        """Have ``call(*args)`` made by whoever takes it; never, once the queue is closed."""
-        self._calls.append(partial(call, *args))
+    def post(self, command: C) -> None:
+        """Let whoever takes them have a command; nobody does, once the queue is closed."""
+        self._waiting.append(command)
         if not self._asleep:
             return
         self._asleep = False  # one word is enough
@@ -60,10 +62,10 @@ class CommandQueue:
             if not self._closed:
                 os.eventfd_write(self._flag, 1)
 
-    def take(self) -> Iterator[Callable[[], None]]:
-        """Yield the calls that have come, those that come meanwhile included."""
-        while self._calls:
-            yield self._calls.popleft()
+    def take(self) -> Iterator[C]:
+        """Yield the commands that have come, those that come meanwhile included."""
+        while self._waiting:
+            yield self._waiting.popleft()
 
     def close(self) -> None:
         """Close it, once nobody takes any more. Idempotent."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable
 
 from kvxfer import memory
-from kvxfer.data.results import Died
+from kvxfer.data.commands import ThreadDied
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner, route
 from kvxfer.protocol.values import Hash, Hashed, PartRef
+from kvxfer.threads import NamedThread
 
 __all__ = ["Hasher"]
 
@@ -31,11 +31,11 @@ class Hasher:
             ``close``; must not block.
     """
 
-    def __init__(self, cache: Cache, post: Callable[[Hashed | Died], None]) -> None:
+    def __init__(self, cache: Cache, post: Callable[[Hashed | ThreadDied], None]) -> None:
         self._cache, self._post = cache, post
         self._waiting: dict[PartRef, Hash] = {}
         self._line: queue.SimpleQueue[PartRef | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvxfer-hash", daemon=True)
+        self._thread = NamedThread(target=self._run, name="kvxfer-hash", daemon=True)
         self._started = False
 
     def get_ready(self) -> None:
@@ -79,7 +79,7 @@ class Hasher:
         try:
             self._serve()
         except BaseException as e:
-            self._post(Died(Failure(FailureKind.BACKEND_FAILED, f"the thread for checksums has died: {e!r}")))
+            self._post(ThreadDied(Failure(FailureKind.BACKEND_FAILED, f"the thread for checksums has died: {e!r}")))
             raise
 
     def _serve(self) -> None:

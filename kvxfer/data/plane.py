@@ -1,4 +1,4 @@
-"""All movers of an agent: one for each back end that its links use, behind the face of one.
+"""All data threads of an agent: one for each back end that its links use, behind the face of one.
 
 Most agents have a single back end. With several (``backend: auto``) each link is made with one of them; the first is
 started at once, another when a link first asks for it. Used by the control thread, save where it is said otherwise.
@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import assert_never
 
-from kvxfer.data.mover import Mover
+from kvxfer.data.commands import Command, Connect, Disconnect, MakeEndpoint, PieceReady, PieceTaken, Stop
+from kvxfer.data.data_thread import DataThread
 from kvxfer.data.policy import LinkPolicy
 from kvxfer.data.staging import Staging
 from kvxfer.errors import ConfigError
-from kvxfer.protocol.values import LinkId, Move, PartRef, Role
+from kvxfer.protocol.values import Abort, LinkId, Move, RemoteWritesEnded
 from kvxfer.transport import Capabilities
 
 __all__ = ["DataPlane"]
 
-log = logging.getLogger("kvxfer.movers")
+log = logging.getLogger("kvxfer.data")
 
 
 class DataPlane:
@@ -27,24 +29,24 @@ class DataPlane:
 
     Args:
         candidates: Names of the back ends, by preference.
-        make: Builds the mover of one.
+        make: Makes the data thread of one.
         terms: Tells how one that has been started is used.
     """
 
     def __init__(
         self,
         candidates: tuple[str, ...],
-        make: Callable[[str], Mover],
+        make: Callable[[str], DataThread],
         terms: Callable[[str, Capabilities, Staging], LinkPolicy],
     ) -> None:
         self.candidates = candidates
         self._make, self._terms_of = make, terms
         self._first = make(candidates[0])
-        self._data = {candidates[0]: self._first}
+        self._threads = {candidates[0]: self._first}
         self._terms: dict[str, LinkPolicy] = {}
-        self._of: dict[LinkId, Mover] = {}
-        self._closing: dict[LinkId, int] = {}  # answers to ``disconnect`` that are still to come
-        self._held: dict[LinkId, tuple[int, str, Role]] = {}  # asked for while the link was being closed
+        self._of: dict[LinkId, DataThread] = {}
+        self._closing: dict[LinkId, int] = {}  # answers to ``Disconnect`` that are still to come
+        self._held: dict[LinkId, MakeEndpoint] = {}  # asked for while the link was being closed
 
     def start(self, timeout: float) -> None:
         """Start the first back end that can be; those before it drop out of the candidates.
@@ -69,40 +71,57 @@ class DataPlane:
                 if not others:
                     raise
                 log.warning("back end %s cannot be started, %s takes its place: %s", first, others[0], e)
-                self._data.pop(first).close(1.0)
+                self._threads.pop(first).close(1.0)
                 self.candidates = tuple(others)
-                self._first = self._data[others[0]] = self._make(others[0])
+                self._first = self._threads[others[0]] = self._make(others[0])
 
     def terms(self, backend: str) -> LinkPolicy:
         """Return how a back end is used that has given an endpoint."""
         if backend not in self._terms:
-            self._terms[backend] = self._terms_of(backend, *self._data[backend].made)
+            self._terms[backend] = self._terms_of(backend, *self._threads[backend].made)
         return self._terms[backend]
 
-    def endpoint(self, link: LinkId, number: int, backend: str, role: Role) -> None:
-        """Begin a link on which we are ``role`` with this back end, once all that the link was before is closed."""
+    def post(self, command: Command) -> None:
+        """Have something done by the back end that it concerns; results come as they do from each."""
+        match command:
+            case MakeEndpoint():
+                self._endpoint(command)
+            case Connect():
+                self._of_link(command.link).post(command)
+            case Disconnect():
+                self._disconnect(command)
+            case Move():
+                self._of_link(command.ref.link).post(command)
+            case Abort() | RemoteWritesEnded() | PieceReady() | PieceTaken() | Stop():
+                # A part may be of an earlier making of its link, with another back end; who does not know it ignores it.
+                for data in list(self._threads.values()):
+                    data.post(command)
+            case _:
+                assert_never(command)
+
+    def _endpoint(self, asked: MakeEndpoint) -> None:
+        """Begin a link once all that it was before is closed."""
+        link, backend = asked.link, asked.backend
         if link in self._closing:
-            self._held[link] = number, backend, role
+            self._held[link] = asked
             return
-        if backend not in self._data:
-            mover = self._make(backend)
-            mover.begin()
-            self._data[backend] = mover
-        self._of[link] = self._data[backend]
-        self._of[link].endpoint(link, number, role)
+        if backend not in self._threads:
+            data = self._make(backend)
+            data.begin()
+            self._threads[backend] = data
+        self._of[link] = self._threads[backend]
+        self._of[link].post(asked)
 
-    def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
-        self._mover(link).connect(link, number, mine, theirs)
-
-    def disconnect(self, link: LinkId) -> None:
+    def _disconnect(self, command: Disconnect) -> None:
+        link = command.link
         self._held.pop(link, None)
         self._closing[link] = self._closing.get(link, 0) + 1
-        mover = self._mover(link)
+        data = self._of_link(link)
         self._of.pop(link, None)
-        mover.disconnect(link)
+        data.post(command)
 
     def disconnected(self, link: LinkId) -> bool:
-        """Take in an answer to ``disconnect``.
+        """Take in an answer to ``Disconnect``.
 
         Returns:
             Whether it was the last, so that nothing comes over the link any more from any back end.
@@ -112,38 +131,20 @@ class DataPlane:
             return False
         del self._closing[link]
         if link in self._held:
-            self.endpoint(link, *self._held.pop(link))
+            self._endpoint(self._held.pop(link))
         return True
-
-    def move(self, action: Move) -> None:
-        self._mover(action.ref.link).move(action)
-
-    # A part may be of an earlier making of its link, with another back end; a mover ignores those that it does not know.
-
-    def abort(self, ref: PartRef) -> None:
-        for mover in self._data.values():
-            mover.abort(ref)
-
-    def remote_writes_ended(self, ref: PartRef) -> None:
-        for mover in self._data.values():
-            mover.remote_writes_ended(ref)
-
-    def slot(self, ref: PartRef, piece: int, offset: int, nbytes: int) -> None:
-        for mover in self._data.values():
-            mover.slot(ref, piece, offset, nbytes)
 
     def close(self, timeout: float) -> None:
         """End all, within ``timeout`` seconds."""
         until = time.monotonic() + timeout
-        for mover in list(self._data.values()):
-            mover.stop()
-        for mover in list(self._data.values()):
-            mover.close(max(until - time.monotonic(), 0.1))
+        self.post(Stop())
+        for data in list(self._threads.values()):
+            data.close(max(until - time.monotonic(), 0.1))
 
     @property
     def quarantined_bytes(self) -> int:
         """Bytes of parts that have ended but whose memory a back end may still touch. Any thread."""
-        return sum(mover.quarantined_bytes for mover in list(self._data.values()))
+        return sum(data.quarantined_bytes for data in list(self._threads.values()))
 
-    def _mover(self, link: LinkId) -> Mover:
+    def _of_link(self, link: LinkId) -> DataThread:
         return self._of.get(link, self._first)  # a link that is closed has none, which any can say

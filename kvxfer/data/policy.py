@@ -18,7 +18,7 @@ from kvxfer.transport import Capabilities, Verb
 
 __all__ = ["LinkPolicy", "admit", "check_facts", "lent", "stager"]
 
-ALWAYS = 1 << 62
+ALWAYS = 1 << 48
 STRICTNESS = get_args(Integrity)
 LEAST_PIECE = 4096
 """Bytes of a staged piece that a peer may ask for: smaller ones would be work without end."""
@@ -86,6 +86,7 @@ class LinkPolicy:
             self.piece_bytes,
             self.integrity,
             dict(facts),
+            self.stage_below,
         )
 
     def agree(self, hello: m.Hello, planner: Planner, name: str = "") -> LinkInfo:
@@ -108,7 +109,8 @@ class LinkPolicy:
             raise _misfit(f"{hello.engine!r} takes pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least")
         integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
-        return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, self.stage_below, integrity, name=name)
+        stage_below = max(self.stage_below, hello.stage_below)  # either side may have what its back end cannot move
+        return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, stage_below, integrity, name=name)
 
     def accept(self, welcome: m.Welcome) -> None:
         """Check a producer's answer to our hello.
@@ -231,5 +233,5 @@ def _closes(caps: Capabilities) -> bool:
 
 
 def _foreign(caps: Capabilities, cache: Cache) -> bool:
-    """Whether some of the cache lies in memory that the back end cannot move."""
-    return any(r.device.partition(":")[0] not in caps.memory for r in cache.regions)
+    """Whether some of the cache lies in memory that the back end cannot move as it is."""
+    return not all(map(caps.moves, cache.regions))

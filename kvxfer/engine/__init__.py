@@ -19,9 +19,24 @@ One step of an engine, in its own order:
 Nothing here knows an engine, a tensor library or a transport.
 """
 
-from kvxfer.engine.exchange import Report, Step
-from kvxfer.engine.pins import BlockPins, BlockPool
-from kvxfer.engine.scheduler import SchedulerSide, Ticket, Update
+from kvxfer.engine.exchange import BlockCopy, Report, Step
+from kvxfer.engine.pins import BlockPins, BlockPool, LendingPool
+from kvxfer.engine.scheduler import SchedulerSide, Update
+from kvxfer.engine.side_channel import ChannelAddress, WorkerChannel
 from kvxfer.engine.worker import WorkerSide
+from kvxfer.ticket import Ticket
 
-__all__ = ["BlockPins", "BlockPool", "Report", "SchedulerSide", "Step", "Ticket", "Update", "WorkerSide"]
+__all__ = [
+    "BlockCopy",
+    "BlockPins",
+    "BlockPool",
+    "ChannelAddress",
+    "LendingPool",
+    "Report",
+    "SchedulerSide",
+    "Step",
+    "Ticket",
+    "Update",
+    "WorkerChannel",
+    "WorkerSide",
+]

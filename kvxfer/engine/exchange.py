@@ -5,15 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvxfer.engine.side_channel import ChannelAddress, PrefetchResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import StepCommands
-from kvxfer.values import Rank
+from kvxfer.values import BlockTable, Rank
 
-__all__ = ["Report", "Step"]
+__all__ = ["BlockCopy", "Report", "Step"]
 
+K = TypeVar("K")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Blocks that a prefetch has filled, and those of the request that it was for; position by position.
+
+    A block is copied where both tables have one.
+    """
+
+    request: str
+    src: BlockTable
+    dst: BlockTable
 
 
 @dataclass(frozen=True)
@@ -24,14 +38,22 @@ class Step:
         commands: offers, revocations, fetches and cancels.
         renewals: offers whose consumers are alive though they have not come yet.
         facts: what all KV of the engine depends on from now on (``kvxfer.facts``), if that is news.
+        number: of the step; they count up.
+        first: the number of the first of the fetches, some of which may have come by the side channel; None: none has.
+        prefetches: those of the fetches, by handle, that are prefetches.
+        copies: what is to be copied before this step's forward pass.
     """
 
     commands: StepCommands = StepCommands()
     renewals: tuple[TransferId, ...] = ()
     facts: dict[str, str] | None = None
+    number: int = 0
+    first: int | None = None
+    prefetches: tuple[str, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.commands or self.renewals or self.facts is not None)
+        return bool(self.commands or self.renewals or self.facts is not None or self.copies)
 
 
 @dataclass(frozen=True)
@@ -44,8 +66,16 @@ class Report:
         delivered: requests whose load has been delivered to some ranks, and the generations that these were delivered.
         over: requests whose load has ended, and the ranks on which it has.
         failed: those whose load has failed, and why.
+        arrived: of loads that asked for it (``SchedulerSide.load``), the tokens that are here so far on each rank.
+        payloads: of requests that have been delivered, what the producer has sent along.
         writing: those that are reported as failed though their blocks may still be written to, and on which ranks.
         quiet: those of them that no longer are.
+        seconds: of loads that have been delivered, how long moving them took on the slowest rank.
+        invalid: the scheduler's blocks of loads that have failed.
+        begun: the last step with revocations that these ranks have begun.
+        channels: where these ranks' side channels listen; said once.
+        prefetched: what has become of prefetches; a later word counts more.
+        copied: requests whose prefetched blocks have been copied, and on which ranks.
     """
 
     members: dict[Rank, RankDescriptor] = field(default_factory=dict)
@@ -53,24 +83,44 @@ class Report:
     delivered: dict[str, set[Generation]] = field(default_factory=dict)
     over: dict[str, set[Rank]] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
+    arrived: dict[str, dict[Rank, int]] = field(default_factory=dict)
+    payloads: dict[str, bytes] = field(default_factory=dict)
     writing: dict[str, set[Rank]] = field(default_factory=dict)
     quiet: dict[str, set[Rank]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    invalid: set[int] = field(default_factory=set)
+    begun: dict[Rank, int] = field(default_factory=dict)
+    channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
+    prefetched: dict[tuple[str, Rank], PrefetchResult] = field(default_factory=dict)
+    copied: dict[str, set[Rank]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:
         """Return both reports as one; of one rank's two, ``later`` is the later one."""
-        released = self.released.keys() | later.released.keys()
         return Report(
             self.members | later.members,
-            {k: self.released.get(k, {}) | later.released.get(k, {}) for k in released},
+            _join(self.released, later.released),
             _union(self.delivered, later.delivered),
             _union(self.over, later.over),
             later.failed | self.failed,
+            _join(self.arrived, later.arrived),
+            later.payloads | self.payloads,
             _union(self.writing, later.writing),
             _union(self.quiet, later.quiet),
+            {k: max(self.seconds.get(k, 0.0), later.seconds.get(k, 0.0)) for k in self.seconds | later.seconds},
+            self.invalid | later.invalid,
+            self.begun | later.begun,
+            self.channels | later.channels,
+            self.prefetched | later.prefetched,
+            _union(self.copied, later.copied),
         )
 
     def __bool__(self) -> bool:
-        return bool(self.members or self.released or self.delivered or self.over or self.failed or self.quiet)
+        ends = self.released or self.delivered or self.over or self.failed or self.quiet or self.arrived
+        return bool(ends or self.members or self.channels or self.begun or self.prefetched or self.copied)
+
+
+def _join(a: dict[K, dict[Rank, T]], b: dict[K, dict[Rank, T]]) -> dict[K, dict[Rank, T]]:
+    return {k: a.get(k, {}) | b.get(k, {}) for k in a.keys() | b.keys()}
 
 
 def _union(a: dict[str, set[T]], b: dict[str, set[T]]) -> dict[str, set[T]]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvxfer.engine.pins import BlockPins
 from kvxfer.identity import Generation, TransferId
@@ -114,6 +114,11 @@ class OfferedBlocks:
         if transfer is not None:
             self._schedule.released(transfer, sys.maxsize)
             self._pins.drop(request)
+
+    @property
+    def held(self) -> Mapping[str, TransferId]:
+        """Finished requests whose blocks the engine keeps for others, and what they offer; the oldest first."""
+        return self._held
 
     @property
     def waiting(self) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-__all__ = ["BlockPins", "BlockPool"]
+__all__ = ["BlockPins", "BlockPool", "LendingPool"]
 
 log = logging.getLogger("kvxfer.engine")
 
@@ -27,6 +27,17 @@ class BlockPool(Protocol):
 
     def used(self) -> int:
         """Return how many blocks have a reference."""
+
+
+@runtime_checkable
+class LendingPool(BlockPool, Protocol):
+    """A pool that lends blocks to loads within a step, where an engine wants these.
+
+    A payload of the producer's does not come along with such a load; who needs it has a pool that does not lend.
+    """
+
+    def lend(self, blocks: int) -> list[int] | None:
+        """Return unused blocks, each with one reference, which ``free`` takes back; None if the engine may need them."""
 
 
 class BlockPins:
@@ -74,6 +85,16 @@ class BlockPins:
         self._quarantined.pop(holder, None)
         if kept and self._pool is not None:
             self._pool.free(kept[::-1])
+
+    def borrow(self, holder: Hashable, blocks: int) -> list[int] | None:
+        """Take so many unused blocks from a pool that lends some, within the limit; None if there are none to spare."""
+        held = sum(map(len, self._kept.values()))
+        if not isinstance(self._pool, LendingPool) or held + blocks > self._limit:
+            return None
+        found = self._pool.lend(blocks)
+        if found is not None:
+            self._kept.setdefault(holder, []).extend(found)
+        return None if found is None else list(found)
 
     @property
     def pool_unused(self) -> bool:

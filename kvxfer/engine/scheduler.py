@@ -5,40 +5,31 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import msgspec
-
+from kvxfer import arguments
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loading import LoadingBlocks
 from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
+from kvxfer.engine.prefetch import Prefetches
+from kvxfer.engine.renewals import Renewals
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, SideChannel
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import Source, TransferId, new_epoch
+from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Decline, Named, RankDescriptor, Renew
 from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
-from kvxfer.security import Security
-from kvxfer.values import BlockTable, Group, Rank
+from kvxfer.ticket import Ticket
+from kvxfer.values import MOST_CONSUMERS, MOST_TOKENS, BlockTable, Group, Rank
 
-__all__ = ["SchedulerSide", "Ticket", "Update"]
+__all__ = ["SchedulerSide", "Update"]
 
 log = logging.getLogger("kvxfer.engine")
 
-
-class Ticket(msgspec.Struct, frozen=True):
-    """What whoever routes a request must tell its consumer.
-
-    Attributes:
-        transfer: the name of what is offered.
-        digest: what its KV depends on.
-        source: the directory of the engine that offers it.
-    """
-
-    transfer: TransferId
-    digest: bytes
-    source: Source
+STANDSTILL_S = 2.0
+"""After so long without anything to run for want of blocks, blocks that are held for others are given up."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +39,21 @@ class Update:
     Attributes:
         free: finished requests whose blocks are now to be freed.
         loaded: requests whose load has come on all ranks: their tokens are there.
+        arrived: of loads that asked for it, how many tokens of the prompt are here so far on all ranks. They are of use only
+            once the request is loaded.
         failed: requests whose load is over without that, and why. The engine computes the tokens, or fails the request, by
             its policy. If it holds the request no more, it may free the blocks.
         disagreed: those of the failed of which every rank by itself was delivered what it wanted, and the blocks of their
             loads.
+        payloads: of the loaded, what the producer has sent along (``WorkerSide.after_forward``), where it has.
     """
 
     free: frozenset[str] = frozenset()
     loaded: frozenset[str] = frozenset()
     failed: Mapping[str, Failure] = field(default_factory=dict)
+    arrived: Mapping[str, int] = field(default_factory=dict)
     disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    payloads: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -94,10 +90,7 @@ class SchedulerSide:
         self._lease, self._ranks = config.lease, ranks
         self.facts = dict(facts)
         self._news: dict[str, str] | None = self.facts  # what the workers have not heard of yet
-        security = Security.of(config)
-        self.directory = Directory(
-            engine, new_epoch(), config.listen, config.port, config.advertise, security=security, facts=self.facts
-        )
+        self.directory = Directory(config, engine, self.facts)
         self.source = self.directory.source
         self._pins = BlockPins(0) if pins is None else pins
         self._schedule = Schedule(groups, self.source if ranks > 1 else None)
@@ -107,35 +100,96 @@ class SchedulerSide:
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
         self._failed: dict[str, Failure] = {}  # loads that have, on some rank
+        self._arrived: dict[str, dict[Rank, int]] = {}  # of loads under way, the tokens that each rank has
+        self._payloads: dict[str, bytes] = {}  # of loads that some rank has
         self._members: dict[Rank, RankDescriptor] = {}
-        self._renewed = 0.0
+        self._renewals = Renewals(config.lease, self.directory.tell)
+        self._looked = 0.0  # when it was said last what is to be renewed
+        self._still: float | None = None  # since when the engine has stood still for want of blocks
+        self._let_go: str | None = None  # the request that was last to give its blocks up for that
+        self._channel, self._channels = SideChannel(), dict[Rank, ChannelAddress]()
+        self._prefetches = Prefetches(
+            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._channel.receive
+        )
+        self._complete: dict[str, tuple[Source, int]] = {}  # loads of which all is computed at their producer
+        self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
+        self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
+        self._ahead: list[str] = []  # prefetches that go with the next step
+        self._step = 0
+        self._fetched = 0  # the number of the next step's first fetch
+        self._sent = 0  # how many of them went by the side channel
+        self._revoked_in = -1  # the last step with revocations
+        self._begun: dict[Rank, int] = {}  # what of those the ranks have begun
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def offer(self, request: str, transfer: TransferId, digest: bytes, tokens: int) -> bool:
+    def offer(self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1) -> bool:
         """Offer the first ``tokens`` tokens of this request's prompt to others, as they are computed.
 
+        It is kept until ``consumers`` engines have it or have given it up, or the lease ends; what becomes of one means
+        nothing for the others. Each must be another engine, while requests of one engine share one load.
+
         Returns False if there is nothing to offer, or another request offers this transfer already (a sibling of n > 1,
-        say). Raises ``ScheduleError`` if this one offers another.
+        say). Raises ``ScheduleError`` if this one offers another, ``ArgumentError`` for a wrong number.
         """
-        taken = self._schedule.producer.arrive(request, transfer, digest, tokens)
+        consumers = arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
+        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers)
         if taken:
             self._offers[request] = transfer
         return taken
 
-    def load(self, request: str, transfer: TransferId, digest: bytes, source: Source, tokens: int) -> bool:
+    def load(
+        self,
+        request: str,
+        transfer: TransferId,
+        digest: bytes,
+        source: Source,
+        tokens: int,
+        *,
+        complete: bool = False,
+        progress: int = 0,
+    ) -> bool:
         """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
 
         From now on the producer's lease is renewed. Leave at least the last token of a prompt to be computed here.
         Requests of one transfer (children of n > 1) share it: one loads, the others find the blocks in the prefix cache.
+        A ``report`` says how far it is each time that ``progress`` more tokens are here; 0: never.
+
+        Args:
+            request: the engine's id of it.
+            transfer: the name of what is loaded.
+            digest: what its KV depends on.
+            source: the directory of the engine that offers it.
+            tokens: how many.
+            complete: whether the producer is known to have computed all of them, as when it has answered its request.
+            progress: how many more tokens are news.
 
         Returns False if the transfer is in use for other content or from another source, or was given up just now: the
-        request is computed here. Raises ``ScheduleError`` if it loads another.
+        request is computed here. Raises ``ScheduleError`` if it loads another, ``ArgumentError`` for a wrong number.
         """
-        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens)
+        progress = arguments.integer("progress", progress, 0, MOST_TOKENS)
+        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress)
         if taken:
             self._loads.setdefault(request, 0)
+            self._renewals.begin(transfer, digest, source)
+            if complete:
+                self._complete[request] = source, tokens
         return taken
+
+    def prefetch(self, request: str, computed: int) -> None:
+        """Begin a short load before the request has blocks, so that it may run in the step that admits it.
+
+        Call it when the request has arrived; ``loadable`` does, too. Does nothing for loads for which that is not the
+        way: see ``step_budget``.
+
+        Args:
+            request: the engine's id of it.
+            computed: local tokens that it will find, as far as is known.
+        """
+        source, tokens = self._complete.pop(request, (None, 0))
+        if source is not None and self._directly and self._prefetches.begin(request, source, computed, tokens):
+            self._ahead.append(request)
+            self._hurry()
 
     def ticket(self, request: str) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; None if it offers nothing, or no more."""
@@ -146,13 +200,23 @@ class SchedulerSide:
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
-        0: none, for good. None: a sibling is loading them; ask again in the next step. Changes nothing, and may be asked
-        as often as the engine likes.
+        0: none, for good. None: a sibling is loading them, or a prefetch is on its way; ask again in the next step. May
+        be asked as often as the engine likes.
         """
         if request not in self._loads:
             return 0
         self._loads[request] = computed
+        self.prefetch(request, computed)
+        if request in self._prefetches:
+            return self._prefetches.tokens(request, computed)
         return self._schedule.consumer.matched(request, computed)
+
+    def here(self, request: str) -> bool:
+        """Whether what ``loadable`` has promised is here: then the request runs in this step, whose workers copy it first.
+
+        Else its load begins with this step.
+        """
+        return request in self._prefetches
 
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
         """Take in that the engine admits the request, and counts on ``external`` tokens from outside.
@@ -171,11 +235,34 @@ class SchedulerSide:
         """
         if request not in self._loads:
             return
+        if request in self._prefetches:
+            self._prefetches.admitted(request, table, external)
+            return
         try:
             self._schedule.consumer.allocated(request, table, self._loads[request], external)
         except ScheduleError as error:
             self._schedule.consumer.finish(request, f"the consumer cannot load it: {error}")
             raise
+        for fetch in self._schedule.consumer.wanted[self._sent :]:
+            self._under_way[fetch.handle] = fetch.source, fetch.tokens - fetch.start
+        self._hurry()
+
+    @property
+    def _directly(self) -> bool:
+        """Whether fetches may overtake the steps: there is a way, and no worker has still to hear of a revocation.
+
+        Blocks that were offered, and taken from others who may still read them, must not be written to before.
+        """
+        heard = len(self._begun) == self._ranks and min(self._begun.values()) >= self._revoked_in
+        revoking = self._schedule.producer.revokes or (self._revoked_in >= 0 and not heard)
+        return self._channel.open and self._news is None and not revoking
+
+    def _hurry(self) -> None:
+        """Give the workers at once what they are to fetch."""
+        fetches = self._schedule.consumer.wanted
+        if len(fetches) > self._sent and self._directly:
+            self._channel.send(DirectFetches(self._fetched + self._sent, fetches[self._sent :], tuple(self._ahead)))
+            self._sent = len(fetches)
 
     def follows(self, request: str) -> bool:
         """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
@@ -211,6 +298,8 @@ class SchedulerSide:
             keeps them as well, until the ``report`` of its end.
         """
         self._loads.pop(request, None)
+        self._complete.pop(request, None)
+        self._prefetches.give_up(request)
         self._schedule.consumer.finish(request)
         transfer = self._offers.pop(request, None)
         return self._offered.finished(request, transfer, table, complete, found=bool(self._members))
@@ -227,20 +316,47 @@ class SchedulerSide:
         for decline in self._schedule.consumer.declines():
             named = Named(decline.transfer, decline.digest)
             self.directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason))
-        self._renew()
+        now = time.monotonic()
+        if now - self._looked >= self._renewals.interval:
+            self._looked = now
+            self._renewals.keep(self._schedule.consumer.waiting)
         commands = self._schedule.commands()
+        ahead, self._ahead = tuple(self._ahead), []
         for fetch in commands.fetches:
-            self._loading.begins(fetch.handle, fetch.blocks.ids())
+            if fetch.handle not in ahead:
+                self._loading.begins(fetch.handle, fetch.blocks.ids())
         self._offered.shipped(commands)
         news, self._news = self._news, None
-        return Step(commands, renewals, news)
+        self._step += 1
+        first, self._sent = self._fetched, 0
+        self._fetched += len(commands.fetches)
+        if commands.revokes:
+            self._revoked_in = self._step
+        return Step(commands, renewals, news, self._step, first, ahead, self._prefetches.copies())
+
+    def short_of_blocks(self) -> None:
+        """Take in that the engine cannot admit or go on with a request for want of blocks; before ``step``.
+
+        Blocks of prefetches that wait for their request are given back, and the request computes its tokens.
+        """
+        self._prefetches.short_of_blocks()
 
     def report(self, report: Report) -> Update:
         """Take in what workers have reported, of one rank or merged of several, and return what it means."""
         if report.members:
             self.announce(report.members.values())
+        if report.channels:
+            self.listen_to(report.channels)
+        self._begun |= report.begun
+        for result in report.prefetched.values():
+            self._prefetches.take_in(result)
+        for request, copied in report.copied.items():
+            self._prefetches.copied(request, copied)
         for request, generations in report.delivered.items():
             self._agreement.delivered(request, generations)
+        for request, payload in report.payloads.items():
+            if request in self._loading:
+                self._payloads.setdefault(request, payload)
         for request, ranks in report.writing.items():
             self._loading.writing(request, ranks)
         for request, ranks in report.quiet.items():
@@ -250,7 +366,10 @@ class SchedulerSide:
                 self._failed.setdefault(request, failure)
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
         over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
-        return self._ended(over, frozenset(request for request in free if request is not None))
+        for request, took in report.seconds.items():
+            self._seconds[request] = max(took, self._seconds.get(request, 0.0))
+        update = self._ended(over, frozenset(request for request in free if request is not None))
+        return replace(update, arrived=self._progress(report.arrived))
 
     def load_over(self, request: str) -> None:
         """Take in from elsewhere that a load is over on all ranks; nothing if a ``report`` has said so."""
@@ -258,7 +377,7 @@ class SchedulerSide:
 
     def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
         """Return what has become of loads that all ranks have reported."""
-        loaded, failed, disagreed = set(), {}, {}
+        loaded, failed, disagreed, payloads = set(), {}, {}, {}
         for request in requests:
             generations, failure = self._agreement.over(request), self._failed.pop(request, None)
             if failure is None and len(generations) > 1:
@@ -267,12 +386,33 @@ class SchedulerSide:
                 failure = Failure(FailureKind.REVOKED, detail)
                 disagreed[request] = self._loading.blocks(request)
                 log.warning("request %s cannot use what was loaded: %s", request, failure)
+            source, tokens = self._under_way.pop(request, (None, 0))
+            seconds = self._seconds.pop(request, None)
+            payload = self._payloads.pop(request, b"")
             if failure is None:
                 loaded.add(request)
+                if payload:
+                    payloads[request] = payload
             else:
                 failed[request] = failure
+            if source is not None and failure is not None:
+                self._prefetches.speeds.failed(source)
+            elif source is not None and seconds is not None:
+                self._prefetches.speeds.delivered(source, tokens, seconds)
             self._loading.over(request)
-        return Update(free, frozenset(loaded), failed, disagreed)
+            self._arrived.pop(request, None)
+        return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads)
+
+    def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
+        """Return how far those loads are of which something is new, on all ranks."""
+        out = {}
+        for request, ranks in arrived.items():
+            if request in self._loading:
+                known = self._arrived.setdefault(request, {})
+                known |= ranks
+                if len(known) == self._ranks:
+                    out[request] = min(known.values())
+        return out
 
     def _notices(self) -> tuple[TransferId, ...]:
         """Take in what consumers' scheduler sides have told our directory; return the transfers to renew."""
@@ -284,20 +424,28 @@ class SchedulerSide:
                 if isinstance(notice, Renew):
                     renewals.append(named.transfer)
                 else:
-                    self._schedule.producer.withdraw(named.transfer, notice.reason)
+                    self._schedule.producer.decline(named.transfer, notice.reason)
         return tuple(renewals)
 
-    def _renew(self) -> None:
-        """Keep alive what requests of ours still wait for, from their arrival on."""
-        now = time.monotonic()
-        if now - self._renewed < self._lease / 4:
+    def lacks_blocks(self, whether: bool) -> None:
+        """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
+
+        If that goes on, finished requests that are held for others are given up, the oldest first, one at a time: those for
+        whom they are held may themselves wait for blocks, and nobody would ever go on.
+        """
+        if not whether or len(self._loading):
+            self._still = self._let_go = None
             return
-        self._renewed = now
-        by_source: dict[Source, list[Named]] = {}
-        for transfer, (content, source) in self._schedule.consumer.waiting.items():
-            by_source.setdefault(source, []).append(Named(transfer, content))
-        for source, named in by_source.items():
-            self.directory.tell(source, Renew(source.epoch, tuple(named)))
+        now = time.monotonic()
+        self._still = now if self._still is None else self._still
+        held = self._offered.held
+        if now - self._still < STANDSTILL_S or self._let_go in held or not held:
+            return
+        self._let_go, transfer = next(iter(held.items()))
+        log.warning("request %s is given up, which was held for others: no request here can have blocks", self._let_go)
+        self._schedule.producer.withdraw(
+            transfer, "the producer needed the blocks: no request of its own could have any"
+        )
 
     @property
     def waiting(self) -> bool:
@@ -305,7 +453,7 @@ class SchedulerSide:
 
         It must go on making steps then, or it will not hear that they are free.
         """
-        return self._offered.waiting or self._loading.waiting
+        return self._offered.waiting or self._loading.waiting or bool(self._prefetches)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -318,6 +466,16 @@ class SchedulerSide:
         if len(self._members) == self._ranks:
             self.directory.publish(tuple(self._members.values()))
 
+    def listen_to(self, channels: Mapping[Rank, ChannelAddress]) -> None:
+        """Take in where worker sides listen; once all have been said, fetches need not wait for a step.
+
+        Their first reports say it, too.
+        """
+        before = len(self._channels)
+        self._channels |= channels
+        if len(self._channels) == self._ranks > before:
+            self._channel.connect(self._channels)
+
     def withdraw_all(self, reason: str) -> bool:
         """End all offers and loads, since the KV cache is being dropped; True once no block of the pool is in use.
 
@@ -326,6 +484,8 @@ class SchedulerSide:
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
         for request in self._loads:
+            self._complete.pop(request, None)
+            self._prefetches.give_up(request)
             self._schedule.consumer.finish(request, reason)
         return self._pins.pool_unused
 
@@ -336,9 +496,13 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop serving the directory. Any number of times."""
+        self._renewals.close()
+        self._channel.close()
         self.directory.close()
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
-        return sides + len(self._offers) + len(self._loads) + len(self._failed)
+        loads = len(self._loads) + len(self._complete) + len(self._under_way) + len(self._prefetches)
+        told = len(self._failed) + len(self._arrived) + len(self._payloads)
+        return sides + loads + told + len(self._offers)

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from kvxfer import memory
+from kvxfer import arguments, memory
 from kvxfer.control.agent import Agent
 from kvxfer.engine.exchange import Report, Step
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, PrefetchResult, Results, Take, WorkerChannel
+from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure
 from kvxfer.identity import TransferId
-from kvxfer.protocol.values import Ended
-from kvxfer.values import BlockTable
+from kvxfer.protocol.values import Ended, Progress, Released
+from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch
 
 __all__ = ["WorkerSide"]
 
+log = logging.getLogger("kvxfer.engine")
+
 
 class WorkerSide:
-    """One rank. All methods are called by the worker's own thread, and none blocks.
+    """One rank. All methods are called by the worker's own thread, and none blocks save ``collect`` with a timeout.
 
     Args:
         agent: the rank's agent, over its cache.
-        table: turns the scheduler's block tables into those of the cache's blocks, where kernels use smaller ones.
+        table: turns the scheduler's block tables into those of the cache's blocks, where kernels use smaller ones. Pure:
+            any thread may call it.
         before_load: called with the cache's block table, ``start`` and ``tokens`` of each load before it begins: to clear
-            what the load leaves as it is (``kvxfer.geometry.uncovered``), if the engine needs that.
+            what the load leaves as it is (``kvxfer.geometry.uncovered``), if the engine needs that. Any thread, one
+            call at a time.
         on_ended: called with the end of each load on this rank, for metrics.
         quarantine: a load that has failed is reported at once, while its blocks may still be written to, if all such
             blocks together are no more than this. The scheduler must have a pool to pin them in, and must not use them
             for the request again. 0: it is reported when its blocks are quiet.
+        copy: called with two block tables of the cache's blocks; copies the blocks of the one to those of the other
+            where both have one, ahead of the step's forward pass. None: this engine makes no use of prefetches.
+        channel: makes the end of a side channel, ``WorkerChannel``: fetches then come at once from a scheduler side on the
+            same host, besides with each step. None: with steps only.
     """
 
     def __init__(
@@ -39,61 +51,184 @@ class WorkerSide:
         before_load: Callable[[BlockTable, int, int], None] | None = None,
         on_ended: Callable[[Ended], None] | None = None,
         quarantine: int = 0,
+        copy: Callable[[BlockTable, BlockTable], None] | None = None,
+        channel: Callable[[Take, Results], WorkerChannel] | None = None,
     ) -> None:
         self.agent, self._table, self._before_load, self._on_ended = agent, table, before_load, on_ended
         self._rank, self._device = agent.cache.rank, agent.cache.regions[0].device
-        self._quarantine = quarantine
+        self._quarantine, self._copy = quarantine, copy
+        self._payloads: dict[TransferId, bytes] = {}  # for offers that are still to come
+        self._facts: Mapping[str, str] | None = None
+        self._lock = threading.Condition()  # what follows is the worker's and the side channel's
         self._report = Report(members={self._rank: agent.member})
-        self._blocks: dict[str, int] = {}  # request -> how many of the scheduler's blocks its load fills
+        self._blocks: dict[str, tuple[int, ...]] = {}  # request -> the scheduler's blocks that its load fills
         self._failing: dict[str, Failure] = {}  # loads that ended badly and are not quiet yet
         self._early: set[str] = set()  # those of them that are reported
+        self._prefetches: dict[str, PrefetchResult] = {}  # under way, and as they were reported last
+        self._news: list[PrefetchResult] = []  # for the side channel
+        self._ends: list[Ended] = []  # for ``on_ended``
+        self._direct: set[int] = set()  # numbers of fetches that have begun, and come again with their step
+        self._next = 0  # the number after those of the last step
+        self._channel = None if channel is None else self._open(channel)
+
+    def _open(self, channel: Callable[[Take, Results], WorkerChannel]) -> WorkerChannel | None:
+        try:
+            found = channel(self._take, self._results)
+        except OSError as e:
+            log.warning("no side channel, fetches go with the engine's steps: %s", e)
+            return None
+        self._report.channels[self._rank] = found.address
+        self.agent.listen(found.wake)
+        return found
+
+    @property
+    def address(self) -> ChannelAddress | None:
+        """Where the side channel listens, for the scheduler side; the first report says it, too."""
+        return None if self._channel is None else self._channel.address
 
     def begin(self, step: Step) -> None:
         """Apply what must be known before this step's forward pass reuses a block: revocations, and other weights."""
         if step.facts is not None:
+            self._facts = step.facts
             self.agent.identify(step.facts)
         for revoke in step.commands.revokes:
+            self._payloads.pop(revoke.transfer, None)
             self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone)
+        if step.commands.revokes:
+            with self._lock:
+                self._report.begun[self._rank] = step.number
         for transfer in step.renewals:
             self.agent.renew(transfer)
 
     def load(self, step: Step) -> None:
-        """Begin this step's loads, and end those that are no longer wanted."""
-        for fetch in step.commands.fetches:
-            self._blocks[fetch.handle] = len(fetch.blocks.ids())
+        """Copy what has been prefetched, begin this step's loads, and end those that are no longer wanted.
+
+        If the step has ``copies``, call it before the forward pass, behind whatever else writes to new blocks.
+        """
+        for copy in step.copies:
+            assert self._copy is not None, "a prefetch in an engine that cannot copy blocks"
+            self._copy(self._own(copy.src), self._own(copy.dst))
+        with self._lock:
+            for copy in step.copies:
+                self._report.copied.setdefault(copy.request, set()).add(self._rank)
+            first = self._next if step.first is None else step.first
+            self._begin(first, step.commands.fetches, step.prefetches)
+            self._next = first + len(step.commands.fetches)
+            self._direct = {number for number in self._direct if number >= self._next}
+        for cancel in step.commands.cancels:
+            self.agent.cancel(cancel.handle, cancel.reason)
+
+    def _begin(self, first: int, fetches: tuple[Fetch, ...], prefetches: tuple[str, ...]) -> None:
+        """Begin those that have not begun yet."""
+        for number, fetch in enumerate(fetches, first):
+            if number < self._next or number in self._direct:
+                continue
+            if fetch.handle in prefetches:
+                self._prefetches[fetch.handle] = PrefetchResult(fetch.handle, self._rank)
+            else:
+                self._blocks[fetch.handle] = fetch.blocks.ids()
             blocks = self._own(fetch.blocks)
             if self._before_load is not None:
                 self._before_load(blocks, fetch.start, fetch.tokens)
             self.agent.fetch(replace(fetch, blocks=blocks))
-        for cancel in step.commands.cancels:
-            self.agent.cancel(cancel.handle, cancel.reason)
+            self._direct.add(number)
 
-    def after_forward(self, step: Step) -> None:
-        """Offer what this step has computed, behind a fence on the device; once all its kernels are launched."""
+    def after_forward(self, step: Step, payloads: Mapping[TransferId, bytes] | None = None) -> None:
+        """Offer what this step has computed, behind a fence on the device; once all its kernels are launched.
+
+        Args:
+            step: the scheduler's.
+            payloads: what goes along with transfers whose prompts this step completes (``Offer.payload``), the same on all
+                ranks: a first token that the engine has sampled, say.
+
+        Raises:
+            ArgumentError: a payload is no ``bytes``, or too long. Call it again without that one: nothing is offered yet.
+        """
+        for transfer, payload in (payloads or {}).items():
+            self._payloads[transfer] = arguments.octets(f"payloads[{transfer}]", payload, MOST_PAYLOAD)
         if step.commands.offers:
             fence = memory.fence(self._device)
             for offer in step.commands.offers:
-                self.agent.offer(replace(offer, blocks=self._own(offer.blocks)), after=fence)
+                payload = self._payloads.pop(offer.transfer, b"")
+                self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence)
 
-    def collect(self) -> Report:
-        """Return what has ended since the last call; false if nothing has."""
-        report, self._report = self._report, Report()
-        for event in self.agent.events():
+    def collect(self, timeout: float = 0.0) -> Report:
+        """Return what has ended since the last call; false if nothing has.
+
+        Args:
+            timeout: seconds to wait for something, where the engine has nothing else to do.
+        """
+        with self._lock:
+            self._listen(0.0 if self._channel is not None or self._report else timeout)
+            if self._channel is not None:  # whose thread listens as well
+                self._lock.wait_for(lambda: bool(self._report or self._failing.keys() - self._early), timeout)
+            for request in self._failing.keys() - self._early:
+                self._give_up(self._report, request)
+            report, self._report = self._report, Report()
+            ends, self._ends = self._ends, []
+        if self._on_ended is not None:
+            for event in ends:
+                self._on_ended(event)
+        return report
+
+    # --- on the side channel's thread ------------------------------------------------------------------------------
+
+    def _take(self, direct: DirectFetches) -> None:
+        with self._lock:
+            self._begin(direct.first, direct.fetches, direct.prefetches)
+
+    def _results(self) -> list[PrefetchResult]:
+        with self._lock:
+            self._listen()
+            self._lock.notify_all()
+            news, self._news = self._news, []
+        return news
+
+    # --- with the lock ---------------------------------------------------------------------------------------------
+
+    def _listen(self, timeout: float = 0.0) -> None:
+        """Take in what the agent has to say."""
+        report = self._report
+        for event in self.agent.events(timeout):
             if event.role == "producer":
-                if not isinstance(event, Ended):
+                if isinstance(event, Released):
                     self._done(report, event.transfer, event.generation)
+            elif event.handle in self._prefetches:
+                if not isinstance(event, Progress):
+                    self._prefetched(report, self._prefetches[event.handle], event)
             elif isinstance(event, Ended):
-                if self._on_ended is not None:
-                    self._on_ended(event)
+                self._ends.append(event)
                 if event.outcome.failure is None:
                     report.delivered.setdefault(event.handle, set()).add(event.generation)
+                    report.seconds[event.handle] = event.seconds - event.waited
+                    if event.payload:
+                        report.payloads[event.handle] = event.payload
                 else:
                     self._failing[event.handle] = event.outcome.failure
+            elif isinstance(event, Progress):
+                report.arrived.setdefault(event.handle, {})[self._rank] = event.tokens
             else:
                 self._quiet(report, event.handle)
-        for request in self._failing.keys() - self._early:
-            self._give_up(report, request)
-        return report
+
+    def _prefetched(self, report: Report, known: PrefetchResult, ended: Ended | Released) -> None:
+        if isinstance(ended, Released):
+            del self._prefetches[known.handle]
+            result = replace(known, quiet=True)
+        else:
+            self._ends.append(ended)
+            result = self._prefetches[known.handle] = replace(
+                known, generation=ended.generation, failure=ended.outcome.failure, seconds=ended.seconds - ended.waited
+            )
+        if self._channel is not None:
+            self._news.append(result)
+        report.prefetched[known.handle, self._rank] = result
+
+    def fileno(self) -> int:
+        """Return a descriptor that polls readable while ``collect`` has something to return (``kvxfer.readable``).
+
+        With a side channel, whose thread listens as well, it may not: wait in ``collect`` then.
+        """
+        return self.agent.fileno()
 
     def _own(self, table: BlockTable) -> BlockTable:
         return table if self._table is None else self._table(table)
@@ -108,28 +243,71 @@ class WorkerSide:
         blocks = self._blocks.pop(request)
         if request in self._early:
             self._early.discard(request)
-            self._quarantine += blocks
+            self._quarantine += len(blocks)
             report.quiet.setdefault(request, set()).add(self._rank)
         else:
             report.over.setdefault(request, set()).add(self._rank)
             if request in self._failing:
                 report.failed[request] = self._failing[request]
+                report.invalid.update(blocks)
         self._failing.pop(request, None)
 
     def _give_up(self, report: Report, request: str) -> None:
         """Report a failed load early if its blocks are pinned: it may take long to get quiet, and nobody need wait."""
         blocks = self._blocks[request]
-        if blocks <= self._quarantine:
-            self._quarantine -= blocks
+        if len(blocks) <= self._quarantine:
+            self._quarantine -= len(blocks)
             self._early.add(request)
             report.over.setdefault(request, set()).add(self._rank)
             report.failed[request] = self._failing[request]
+            report.invalid.update(blocks)
             report.writing.setdefault(request, set()).add(self._rank)
+
+    def suspend(self) -> None:
+        """Let go of the cache, whose memory is about to be unmapped, as when an engine is put to sleep.
+
+        Blocks until nothing touches it, or for the agent's patience. Transfers that are under way fail, which the next
+        ``collect`` says; peers see this rank go.
+
+        Raises:
+            KvxferError: something may still touch the memory, which must stay.
+        """
+        if not self.agent.close():
+            raise KvxferError(
+                f"the cache of rank {self._rank} cannot be given back: a back end may still touch it; try again later, or end "
+                "the process"
+            )
+        last = self.collect()
+        with self._lock:
+            self._report = last.merge(self._report)
+
+    def resume(self, agent: Agent) -> None:
+        """Go on after ``suspend`` with a new agent, over the same memory, which is there again, or over other memory.
+
+        Peers make their links anew; the next ``collect`` says where it listens, and until the scheduler side has taken that
+        in, what they ask of this rank fails. The descriptor (``fileno``) is another one from now on.
+
+        Raises:
+            KvxferError: the agent is of another rank.
+        """
+        if agent.cache.rank != self._rank:
+            raise KvxferError(f"the new agent must be of rank {self._rank}, not {agent.cache.rank}")
+        self.agent, self._device = agent, agent.cache.regions[0].device
+        if self._facts is not None:
+            agent.identify(self._facts)
+        with self._lock:
+            self._report.members[self._rank] = agent.member
+        if self._channel is not None:
+            agent.listen(self._channel.wake)
 
     def close(self) -> bool:
         """Close the agent; whether all memory is quiet, as ``Agent.close`` has it."""
+        if self._channel is not None:
+            self.agent.listen(None)
+            self._channel.close()
         return self.agent.close()
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        return len(self._blocks) + len(self._failing) + len(self._early) + bool(self._report)
+        kept = len(self._blocks) + len(self._failing) + len(self._early) + len(self._prefetches) + len(self._payloads)
+        return kept + bool(self._report)

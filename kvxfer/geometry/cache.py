@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
+from kvxfer import arguments
+from kvxfer.errors import ArgumentError
 from kvxfer.geometry.overlap import Strided, first_overlap
 from kvxfer.values import Group, Rank
 
@@ -38,21 +42,43 @@ _MOST_HEADS = 1 << 18
 _MOST_CELLS = 1 << 22
 """Pieces of content in one block of one view."""
 
+_FIRST = Rank()
+
 _Name = Annotated[str, Meta(max_length=1 << 12)]
 
 
-class Region(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True, dict=True):
     """One piece of registered memory.
+
+    A region of numbers alone keeps nothing alive; whoever has a tensor makes one by ``of``, or the cache by
+    ``Cache.of_tensors``.
 
     Attributes:
         address: First byte, a virtual address of the owner's process.
         nbytes: Size in bytes.
         device: ``"cpu"`` or ``"cuda:N"``, with N as the owner counts.
+        elastic: Whether its pages may be unmapped, and others mapped in their place, while it is registered.
     """
 
     address: int
     nbytes: int
     device: str = "cpu"
+    elastic: bool = False
+
+    def __post_init__(self) -> None:
+        _take_integers(self, "address", "nbytes")
+        arguments.string("device", self.device)
+
+    @classmethod
+    def of(cls, tensor: Any) -> Region:
+        """Return the memory of a tensor (see ``Cache.of_tensors``), which lives as long as the region does.
+
+        Raises:
+            ArgumentError: It is no tensor, is empty, or cannot be written.
+        """
+        from kvxfer.geometry.tensors import region_of
+
+        return region_of(tensor)
 
 
 class Heads(msgspec.Struct, frozen=True):
@@ -69,6 +95,11 @@ class Heads(msgspec.Struct, frozen=True):
     count: int
     total: int
     stride: int | None
+
+    def __post_init__(self) -> None:
+        _take_integers(self, "start", "count", "total")
+        if self.stride is not None:
+            _take_integers(self, "stride")
 
 
 class View(msgspec.Struct, frozen=True):
@@ -106,6 +137,20 @@ class View(msgspec.Struct, frozen=True):
     token_stride: int | None = None
     optional: bool = False
 
+    def __post_init__(self) -> None:
+        arguments.string("plane", self.plane, empty=True)
+        arguments.string("encoding", self.encoding, empty=True)
+        _take_integers(self, "group", "blocks", "block_stride", "unit")
+        if self.token_stride is not None:
+            _take_integers(self, "token_stride")
+        if self.heads is not None:
+            arguments.instance("heads", self.heads, Heads)
+        if isinstance(self.layers, str) or not all(type(layer) is str for layer in self.layers):
+            raise ArgumentError(f"layers must be a tuple of str, not {arguments.shown(self.layers)}")
+        force_setattr(self, "layers", tuple(self.layers))
+        force_setattr(self, "offsets", arguments.integers("offsets", self.offsets))
+        force_setattr(self, "optional", arguments.flag("optional", self.optional))
+
     def axes(self, block_tokens: int) -> list[tuple[int, int]]:
         """Return the axes within a block that can be cut, as (length, stride in bytes): heads, then tokens."""
         out = []
@@ -135,6 +180,69 @@ class Cache(msgspec.Struct, frozen=True):
     groups: Annotated[tuple[Group, ...], Meta(max_length=_MOST_GROUPS)]
     views: Annotated[tuple[View, ...], Meta(max_length=_MOST_VIEWS)]
     rank: Rank = Rank()
+
+    def __post_init__(self) -> None:
+        for name, kind in (("regions", Region), ("groups", Group), ("views", View)):
+            values = getattr(self, name)
+            if not isinstance(values, Iterable):
+                raise ArgumentError(f"{name} must be a tuple of {kind.__name__}, not {arguments.shown(values)}")
+            force_setattr(self, name, tuple(arguments.instance(f"{name}[{i}]", v, kind) for i, v in enumerate(values)))
+        arguments.instance("rank", self.rank, Rank)
+
+    @classmethod
+    def of_tensors(
+        cls,
+        tensors: Any,
+        dims: str | Mapping[str, str],
+        *,
+        encoding: str | None = None,
+        group: Group | None = None,
+        layers: Iterable[str] | None = None,
+        heads: tuple[int, int] | None = None,
+        rank: Rank = _FIRST,
+        optional: bool = False,
+    ) -> Cache:
+        """Describe a cache of one group by the tensors that hold it, and keep those alive with it.
+
+        A tensor is numpy's, torch's, or whatever has ``__array_interface__``, ``__cuda_array_interface__`` or
+        ``__dlpack__``, in any order of its axes, with any gaps. ``a + b`` is the cache of both groups.
+
+        Args:
+            tensors: one tensor, or a list of one for each layer, of plane ``kv``; or of several planes, by their names:
+                ``{"k": [...], "v": [...]}``.
+            dims: what the axes are, in order: each of ``layer``, ``block``, ``head`` and ``token`` at most once, and
+                ``unit`` for those that stay together, as in ``"block head token unit"``. Without ``head`` every
+                tensor-parallel rank holds a replica. Without ``token`` a block is not cut. By plane, where they differ.
+            encoding: whatever else the bytes depend on; by default the dtype's name.
+            group: by default a ``full`` one, of as many tokens a block as the axis ``token`` has.
+            layers: the layers' names; by default ``"0"``, ``"1"``, ...
+            heads: the first of the model's heads that is here, and how many the model has; by default all are here.
+            rank: pipeline stage and tensor-parallel rank.
+            optional: see ``View``.
+
+        Raises:
+            ArgumentError: An argument is wrong; the message begins with its name.
+            ValueError: The tensors are not a cache that ``check`` lets pass.
+        """
+        from kvxfer.geometry.tensors import cache_of
+
+        return cache_of(
+            tensors, dims, encoding=encoding, group=group, layers=layers, heads=heads, rank=rank, optional=optional
+        )
+
+    def __add__(self, other: Cache) -> Cache:
+        """Return the cache of one rank that has the groups of this one, then those of the other."""
+        if self.rank != other.rank:
+            raise ArgumentError(f"rank must be the same in both caches, and {self.rank} is not {other.rank}")
+        regions = self.regions + other.regions
+        shift = flat_starts(regions)[len(self.regions)] if other.regions else 0
+        moved = tuple(
+            msgspec.structs.replace(
+                v, group=v.group + len(self.groups), offsets=tuple(offset + shift for offset in v.offsets)
+            )
+            for v in other.views
+        )
+        return Cache(regions, self.groups + other.groups, self.views + moved, self.rank)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -242,3 +350,10 @@ def flat_starts(regions: tuple[Region, ...]) -> tuple[int, ...]:
     """
     steps = [-(-r.nbytes // GAP) * GAP + GAP for r in regions]
     return tuple(accumulate([0, *steps[:-1]])) if steps else ()
+
+
+def _take_integers(value: Region | Heads | View, *names: str) -> None:
+    for name in names:
+        found = getattr(value, name)
+        if type(found) is not int:
+            force_setattr(value, name, arguments.integer(name, found))

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from kvxfer.fence import Fence
 from kvxfer.geometry import Region
 from kvxfer.memory.checksum import sample
+from kvxfer.memory.elastic import with_elastic
 from kvxfer.memory.fence import Done, fence
 from kvxfer.memory.space import Checksum, Side, Space
 
-__all__ = ["Checksum", "Done", "Fence", "Side", "Space", "allocate", "fence", "sample", "space"]
+__all__ = ["Checksum", "Done", "Fence", "Side", "Space", "allocate", "fence", "sample", "space", "with_elastic"]
 
 
 def space(regions: Sequence[Region]) -> Space:

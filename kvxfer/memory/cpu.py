@@ -166,9 +166,8 @@ def even(places: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]
 
 
 def allocate(nbytes: int) -> CpuSpace:
-    """Allocate zeroed pages that are touched already, so that the first transfer does not meet page faults."""
+    """Allocate zeroed pages, which the system finds when each is first touched: what is never used takes no memory."""
     raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-    raw.fill(0)
     skip = -raw.ctypes.data % _ALIGNMENT
     return CpuSpace((Region(raw.ctypes.data + skip, nbytes),), raw)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
+
+from kvxfer.threads import name_this_thread
 
 __all__ = ["SHARE_BYTES", "CopyPool", "in_parallel"]
 
@@ -36,8 +37,10 @@ class CopyPool:
 
     def __init__(self, size: int, name: str) -> None:
         """Make a pool; ``name`` is what the names of its threads begin with."""
+        from concurrent.futures import ThreadPoolExecutor  # here: most agents never copy so much
+
         self.size = size
-        self._others = ThreadPoolExecutor(size - 1, name) if size > 1 else None
+        self._others = ThreadPoolExecutor(size - 1, name, name_this_thread) if size > 1 else None
 
     def shares(self, nbytes: int, worth: int | None = None) -> int:
         """Return among how many threads ``nbytes`` are worth sharing, if less than ``worth`` bytes are not."""

@@ -35,6 +35,7 @@ from kvxfer.protocol.values import (
     Move,
     Moved,
     PartRef,
+    Progress,
     Released,
     RemoteWritesEnded,
     Resolve,
@@ -189,10 +190,8 @@ class ConsumerMachine:
                 out += self._acquit(f, rank, now)
         return out
 
-    def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
+    def message(self, link: LinkId, msg: m.ToConsumer, now: float) -> list[Action]:
         """Handle a message from the producer rank behind ``link``. Anything late, repeated or unknown changes nothing."""
-        if not isinstance(msg, m.PartReady | m.Checksums | m.CommitAck | m.AttemptClosed):
-            return []
         f, rank = self._tries.get(msg.attempt, (None, None))
         if f is None or rank is None or rank.spec.link != link or f.spec.transfer != msg.transfer:
             return []
@@ -353,6 +352,7 @@ class ConsumerMachine:
         f.heard = now
         rank.generation, rank.revocations = msg.generation, msg.revocations
         rank.final |= msg.final
+        rank.payload = rank.payload or msg.payload
         rank.spans[msg.part] = msg.lo, msg.hi
         try:
             plan = self._plan(f, info, msg)
@@ -421,13 +421,13 @@ class ConsumerMachine:
 
         Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
         """
+        out = self._progress(f)
         if not rank.complete(f.spec.start, f.spec.tokens):
-            return []
+            return out
         rank.on(E.COMPLETE)
         if any(x.state is not S.ARRIVED for x in f.rank_fetches):
-            return []
+            return out
         f.round += 1
-        out: list[Action] = []
         for x in f.rank_fetches:
             if x.held(self._links.get(x.spec.link)):
                 x.on(E.SEEN)
@@ -436,6 +436,14 @@ class ConsumerMachine:
                 x.asked = 0
                 out += self._ask(f, x, now)
         return out + self._deliver(f, now)
+
+    def _progress(self, f: FetchRecord) -> list[Action]:
+        """Tell the engine how far its fetch is, if it has asked for that."""
+        tokens = f.arrived if f.spec.progress else 0
+        if tokens < max(f.progress, f.spec.start) + f.spec.progress or not tokens:
+            return []
+        f.progress = tokens
+        return [Emit(Progress("consumer", f.spec.transfer, f.spec.handle, tokens))]
 
     def _verdict(self, f: FetchRecord, rank: RankFetch, msg: m.CommitAck, now: float) -> list[Action]:
         if msg.round != f.round or not rank.on(E.VERDICT):
@@ -500,9 +508,9 @@ class ConsumerMachine:
         f.outcome = outcome
         spec = f.spec
         self._deadlines.cancel(spec.handle)
-        ended = Ended(
-            "consumer", spec.transfer, spec.handle, outcome, f.nbytes, now - f.began, f.generation, f.heard - f.began
-        )
+        seconds, waited = now - f.began, f.heard - f.began
+        payload = f.payload if outcome.delivered else b""
+        ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, f.generation, waited, payload)
         out: list[Action] = [Emit(ended)]
         for link, rank in (f.ranks or {}).items():
             if rank.state is S.DELIVERED:

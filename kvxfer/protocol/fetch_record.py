@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.parts import covered
+from kvxfer.protocol.parts import covered, reached
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, RankRoute
 from kvxfer.values import Fetch
@@ -36,6 +36,7 @@ class RankFetch:
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     checksum: int = 0  # of all that has been hashed; checksums add up
     sum: bytes = b""  # the producer's, if it has said so
+    payload: bytes = b""  # what came with the final part
     error: Failure | None = None  # a part of the attempt could not be moved
     remote_writes: bool = False  # the producer may write into our memory until it says AttemptClosed or the link closes
     resets: int = 0
@@ -56,7 +57,7 @@ class RankFetch:
         """Begin the next attempt; nothing is left of the one before."""
         self.least, self.counted = least, False
         self.attempt, self.generation, self.revocations, self.final, self.error = attempt, -1, -1, False, None
-        self.remote_writes, self.asked, self.checksum, self.sum = remote_writes, 0, 0, b""
+        self.remote_writes, self.asked, self.checksum, self.sum, self.payload = remote_writes, 0, 0, b"", b""
         self.spans.clear()
         self.to_hash.clear()
 
@@ -71,6 +72,11 @@ class RankFetch:
         """Return whether all parts are here and cover what is wanted."""
         whole = self.final and covered(self.spans.values(), start, tokens)
         return whole and not self.flight and self.error is None
+
+    def arrived(self, start: int) -> int:
+        """Return the token up to which all parts are here, from ``start``."""
+        moving = {ref.part for ref in self.flight}
+        return reached((span for part, span in self.spans.items() if part not in moving), start)
 
     def held(self, info: LinkInfo | None) -> bool:
         """Return whether all that is here can be seen to be good, so that nobody has to be asked."""
@@ -93,10 +99,21 @@ class FetchRecord:
     nbytes: int = 0
     generation: int = -1  # the newest that any rank has heard of; older ones are of no use
     round: int = 0  # how often all ranks had arrived
+    progress: int = 0  # tokens of which the engine has been told
 
     @property
     def rank_fetches(self) -> Collection[RankFetch]:
         return self.ranks.values() if self.ranks else ()
+
+    @property
+    def arrived(self) -> int:
+        """The token up to which all parts from all ranks are here."""
+        return min((min(rank.arrived(self.spec.start), self.spec.tokens) for rank in self.rank_fetches), default=0)
+
+    @property
+    def payload(self) -> bytes:
+        """What came with the offer, from the first of the ranks."""
+        return min(self.rank_fetches, key=lambda rank: rank.spec.rank).payload if self.rank_fetches else b""
 
     def want(self, rank: RankFetch, now: float) -> m.FetchRequest:
         """Make the message by which a rank fetch asks for its share."""
@@ -113,13 +130,14 @@ class FetchRecord:
 
     def done(self, rank: RankFetch) -> m.Committed:
         """Make the message that tells a producer rank that all ranks have held."""
-        return m.Committed(self.spec.transfer, rank.attempt, self.spec.digest)
+        return m.Committed(self.spec.transfer, rank.attempt, self.spec.digest, rank.spec.readers)
 
     def drop(self, rank: RankFetch) -> m.CloseAttempt:
         """Make the message that tells a producer rank that an attempt is void."""
         s = self.spec
         why = NEWER if self.outcome is None or self.outcome.failure is None else self.outcome.failure
-        return m.CloseAttempt(s.transfer, rank.attempt, s.digest, why.kind, why.detail, self.outcome is None)
+        again = self.outcome is None
+        return m.CloseAttempt(s.transfer, rank.attempt, s.digest, why.kind, why.detail, again, rank.spec.readers)
 
     @property
     def late(self) -> FailureKind:

@@ -18,7 +18,7 @@ from kvxfer.facts import Facts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Rank, ShardAssignment
 from kvxfer.identity import TransferId
-from kvxfer.values import BlockTable
+from kvxfer.values import MOST_PAYLOAD, BlockTable
 
 __all__ = [
     "MAX_BYTES",
@@ -42,6 +42,8 @@ __all__ = [
     "SlotReady",
     "Checksums",
     "SlotFree",
+    "ToConsumer",
+    "ToProducer",
     "CommitAck",
     "FetchRequest",
     "Welcome",
@@ -51,7 +53,7 @@ __all__ = [
     "pack_checksum",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
@@ -82,7 +84,9 @@ class Hello(_Base, frozen=True, tag="hello"):
         endpoint: that of the consumer's back end.
         assignments: which of the producer rank's cache the consumer will read.
         mode: how the consumer uses the back end.
+        piece_bytes: size of its staged pieces.
         facts: what all KV of the consumer depends on (``kvxfer.facts``).
+        stage_below: parts whose rows are shorter on average, in bytes, must come staged.
     """
 
     protocol: int
@@ -97,6 +101,7 @@ class Hello(_Base, frozen=True, tag="hello"):
     piece_bytes: Count
     integrity: Integrity = "off"
     facts: Facts = {}
+    stage_below: Count = 0
 
 
 class Welcome(_Base, frozen=True, tag="welcome"):
@@ -165,6 +170,7 @@ class PartReady(_Base, frozen=True, tag="have"):
         final: the part is the last one, and holds the window and state groups, too.
         piece_bytes: size of the pieces in which the part comes packed; 0 for direct runs.
         revocations: the revocation counter when the attempt's first part was announced; -1 means that the consumer has to ask.
+        payload: what came with the offer, with the final part.
     """
 
     transfer: TransferId
@@ -178,6 +184,7 @@ class PartReady(_Base, frozen=True, tag="have"):
     stream: Count
     piece_bytes: Count
     revocations: Number = -1
+    payload: Annotated[bytes, Meta(max_length=MOST_PAYLOAD)] = b""
 
 
 class SlotReady(_Base, frozen=True, tag="slot"):
@@ -186,13 +193,16 @@ class SlotReady(_Base, frozen=True, tag="slot"):
     From the producer: the piece lies packed at ``offset`` of the producer's staging memory, to be read; or, where it is sent,
     is on its way; or, where it is written, is in the slot that was lent for it. From the consumer, where it is written: a
     slot for it is at ``offset`` of the consumer's staging memory.
+
+    Attributes:
+        offset: in bytes; ``None`` where the receiver need not know it.
     """
 
     transfer: TransferId
     attempt: Number
     part: Part
     piece: Count
-    offset: Count
+    offset: Count | None
     nbytes: Count
 
 
@@ -248,11 +258,16 @@ class CommitAck(_Base, frozen=True, tag="verdict"):
 
 
 class Committed(_Base, frozen=True, tag="done"):
-    """Consumer: all is here and trusted, from you and from all others: I need nothing more of this transfer."""
+    """Consumer: all is here and trusted, from you and from all others: I need nothing more of this transfer.
+
+    Attributes:
+        readers: as in ``FetchRequest``.
+    """
 
     transfer: TransferId
     attempt: Number
     digest: Digest
+    readers: Count = 1
 
 
 class CloseAttempt(_Base, frozen=True, tag="drop"):
@@ -260,6 +275,7 @@ class CloseAttempt(_Base, frozen=True, tag="drop"):
 
     Attributes:
         again: the consumer still wants the transfer, and its next attempt follows.
+        readers: as in ``FetchRequest``.
     """
 
     transfer: TransferId
@@ -268,6 +284,7 @@ class CloseAttempt(_Base, frozen=True, tag="drop"):
     kind: FailureKind
     reason: str
     again: bool = False
+    readers: Count = 1
 
     def __post_init__(self) -> None:
         _shorten(self)
@@ -389,6 +406,11 @@ Message = (
     | Renew
     | Decline
 )
+
+ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt
+"""What a consumer rank's machine says to a producer rank's."""
+ToConsumer = PartReady | Checksums | CommitAck | AttemptClosed
+"""And the other way."""
 
 
 def failure(message: Refused | CloseAttempt | AttemptClosed, peer: str, before: str = "") -> Failure:

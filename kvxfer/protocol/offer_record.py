@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan, PlanError
@@ -117,7 +119,9 @@ class OfferRecord:
     # Readers, by their agents' epochs. They count once their digest is that of the offer: whoever names another is at the
     # wrong door, and changes nothing for those who are not.
     digest: bytes | None = None  # of the last offer
-    fit: dict[int, int] = field(default_factory=dict)  # those that count, and how many there are by their word
+    consumers: int = 1  # how many engines it is for
+    payload: bytes = b""  # of this generation
+    fit: dict[int, int] = field(default_factory=dict)  # those that count, and how many their engine has by their word
     settled: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
     misfits: set[int] = field(default_factory=set)  # want more than there is; their word does not count
@@ -127,7 +131,10 @@ class OfferRecord:
 
     def take(self, offer: Offer) -> None:
         """Take what the engine offers."""
-        self.known, self.generation, self.offer = True, offer.generation, offer
+        if offer.generation != self.generation:
+            self.payload = b""
+        self.payload = offer.payload or self.payload
+        self.known, self.generation, self.offer, self.consumers = True, offer.generation, offer, offer.consumers
         if self.digest != offer.digest:
             self.digest = offer.digest
             for readers in (self.fit, self.settled, self.dropped, self.misfits):
@@ -138,7 +145,7 @@ class OfferRecord:
 
         Args:
             reader: the consumer's agent, by its epoch.
-            readers: how many readers there are by its word.
+            readers: how many readers its engine has by its word.
         """
         self.fit[reader] = max(readers, self.fit.get(reader, 1))
 
@@ -163,16 +170,20 @@ class OfferRecord:
 
     @property
     def whole(self) -> bool:
-        """Whether as many readers have it all as there are by the word of those who have it."""
-        return len(self.settled) >= max((self.fit.get(r, 1) for r in self.settled), default=1)
+        """Whether as many engines have it all as it is for."""
+        return self._engines(self.settled) >= self.consumers
 
     @property
     def done(self) -> bool:
-        """Whether as many readers as they say there are have it all or have dropped it, and no other one is being served."""
+        """Whether as many engines as it is for have it all or have dropped it, and no other reader is being served."""
         over = self.settled | self.dropped
-        return len(over) >= max(self.fit.values(), default=1) and all(
+        return self._engines(over) >= self.consumers and all(
             s.reader in over or not s.live for s in self.serves.values()
         )
+
+    def _engines(self, readers: Iterable[int]) -> Fraction:
+        """Return how many engines these readers are: each is as large a part of its own as that has readers."""
+        return sum((Fraction(1, self.fit.get(r, 1)) for r in readers), Fraction())
 
 
 @dataclass(frozen=True)
@@ -183,14 +194,14 @@ class Over:
     generation: int  # whose end the engine has been told
 
 
-class Early(Keep[int, TransferId, bytes]):
-    """Who has given a transfer up before it was offered, and by which digest they knew it: by reader, transfer and digest."""
+class Early(Keep[int, TransferId, tuple[bytes, int]]):
+    """Who has given a transfer up before it was offered, by reader and transfer: its digest, and how many its engine has."""
 
     def __init__(self, seconds: float, most: int) -> None:
         super().__init__(seconds, most)
         self._readers: dict[TransferId, set[int]] = {}
 
-    def put(self, owner: int, key: TransferId, value: bytes, now: float) -> None:
+    def put(self, owner: int, key: TransferId, value: tuple[bytes, int], now: float) -> None:
         super().put(owner, key, value, now)
         self._readers.setdefault(key, set()).add(owner)
 
@@ -201,11 +212,16 @@ class Early(Keep[int, TransferId, bytes]):
         if not readers:
             self._readers.pop(key, None)
 
-    def take(self, transfer: TransferId, digest: bytes) -> list[int]:
-        """Return the readers that gave the transfer up under this digest, and forget all that is known of the transfer."""
-        readers = sorted(self._readers.get(transfer, ()))
-        fit = [r for r in readers if self.get(r, transfer) == digest]
-        for r in readers:
+    def take(self, transfer: TransferId, digest: bytes) -> dict[int, int]:
+        """Return who gave the transfer up under this digest, and how many readers their engines have.
+
+        All that is known of the transfer is forgotten.
+        """
+        fit = {}
+        for r in sorted(self._readers.get(transfer, ())):
+            known, readers = self.get(r, transfer) or (b"", 0)
+            if readers and known == digest:
+                fit[r] = readers
             self.pop(r, transfer)
         return fit
 
@@ -214,6 +230,8 @@ def follows(new: Offer, old: Offer) -> bool:
     """Return whether a new offer says more than the old one."""
     if new.generation != old.generation:
         return new.generation > old.generation
+    if (new.tokens, new.final) == (old.tokens, old.final):
+        return new.consumers < old.consumers
     return not old.final and (new.final or new.tokens > old.tokens)
 
 
@@ -283,6 +301,7 @@ def announce(
         link.stream,
         0 if plan is None else piece_bytes(plan, info),
         serve.revocations,
+        serve.record.payload if final else b"",
     )
     serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
     link.stream += 1

@@ -50,12 +50,17 @@ def _only(cache: Cache, table: BlockTable, *, full: bool) -> BlockTable:
 
 def covered(spans: Iterable[tuple[int, int]], start: int, tokens: int) -> bool:
     """Return whether the union of token spans holds ``[start, tokens)``."""
-    reached = start
+    return reached(spans, start) >= tokens
+
+
+def reached(spans: Iterable[tuple[int, int]], start: int) -> int:
+    """Return the largest ``tokens`` for which the union of token spans holds ``[start, tokens)``."""
+    tokens = start
     for lo, hi in sorted(spans):
-        if lo > reached:
-            return False
-        reached = max(reached, hi)
-    return reached >= tokens
+        if lo > tokens:
+            break
+        tokens = max(tokens, hi)
+    return tokens
 
 
 def aligned(cache: Cache, tokens: int) -> int:

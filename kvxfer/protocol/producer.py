@@ -8,6 +8,8 @@ consumer's own deadline, or the producer's where that is sooner. Only who knows 
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
 from kvxfer.identity import TransferId
@@ -108,11 +110,14 @@ class ProducerMachine:
         self._lend(h, now)
         for serve in list(h.serves.values()):
             out += self._advance(serve, now)
-        for reader in self._early.take(offer.transfer, offer.digest):
+        for reader, readers in self._early.take(offer.transfer, offer.digest).items():
             if h.outcome is None and not h.lives(reader):
+                h.admit(reader, readers)
                 h.drop(reader)
                 gave_up = Failure(K.CANCELLED, "its consumer gave it up before it was there")
                 out += self._count(h, Outcome(gave_up), now)
+        if old is not None and offer.consumers < old.consumers and h.outcome is None:
+            out += self._count(h, DELIVERED, now)
         return out
 
     def revoke(self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float) -> list[Action]:
@@ -173,28 +178,28 @@ class ProducerMachine:
             out += serve.aborts + self._drop_if_over(serve, now)
         return out
 
-    def message(self, link: LinkId, msg: m.Message, now: float) -> list[Action]:
+    def message(self, link: LinkId, msg: m.ToProducer, now: float) -> list[Action]:
         """Handle a message from a consumer rank. Anything late, repeated or unknown changes nothing."""
-        if link not in self._links or not isinstance(
-            msg, m.FetchRequest | m.CommitRequest | m.Committed | m.CloseAttempt
-        ):
+        known, serve = self._links.get(link), self._serves.get((link, msg.attempt))
+        if known is None or (serve is not None and serve.want.transfer != msg.transfer):
             return []
-        serve = self._serves.get((link, msg.attempt))
-        if serve is not None and serve.want.transfer != msg.transfer:
-            return []
-        if isinstance(msg, m.CloseAttempt):
-            return self._drop(link, serve, msg, now)
-        if isinstance(msg, m.Committed):
-            return self._done(link, serve, msg, now)
-        said = self._last_words.get(self._links[link].info.peer, msg.attempt)
-        if said is not None:
-            return [Send(link, said)]
-        if isinstance(msg, m.FetchRequest):
-            return self._want(link, msg, now) if serve is None else []
-        if serve is not None:
-            return self._check(serve, msg, now)
-        # Of a link before this one, perhaps; then the consumer may want it again.
-        return [Send(link, m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", True))]
+        said = self._last_words.get(known.info.peer, msg.attempt)
+        match msg:
+            case m.CloseAttempt():
+                return self._drop(link, serve, msg, now)
+            case m.Committed():
+                return self._done(link, serve, msg, now)
+            case m.FetchRequest() | m.CommitRequest() if said is not None:
+                return [Send(link, said)]
+            case m.FetchRequest():
+                return self._want(link, msg, now) if serve is None else []
+            case m.CommitRequest() if serve is not None:
+                return self._check(serve, msg, now)
+            case m.CommitRequest():  # of a link before this one, perhaps; then the consumer may want it again
+                gone = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", True)
+                return [Send(link, gone)]
+            case _:
+                assert_never(msg)
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """Handle the end of a part on this side."""
@@ -286,7 +291,8 @@ class ProducerMachine:
         if live:
             self._leases.set(h.transfer, max(now, *live) + self._lease)
             return []
-        why = Failure(K.TIMED_OUT, f"it was not fetched within the lease of {self._lease:g} s")
+        whose = f", by all {h.consumers} engines that it is for" if h.consumers > 1 else ""
+        why = Failure(K.TIMED_OUT, f"it was not fetched within the lease of {self._lease:g} s{whose}")
         return self._end(h, Outcome(why), now)
 
     def _want(self, link: LinkId, want: m.FetchRequest, now: float) -> list[Action]:
@@ -390,6 +396,7 @@ class ProducerMachine:
             return self._settle(serve, now)
         if h is None or msg.digest != h.digest:
             return []
+        h.admit(reader, msg.readers)
         h.settled.add(reader)
         return self._count(h, DELIVERED, now)
 
@@ -401,6 +408,7 @@ class ProducerMachine:
         h.settled.add(serve.reader)
         if link is not None and h.offer is not None:
             h.nbytes += delivered_bytes(serve, link.info, h.offer)
+        self._lend(h, now)  # for the others that it is for
         return self._drop_if_over(serve, now) + self._count(h, DELIVERED, now)
 
     def _drop(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
@@ -415,8 +423,9 @@ class ProducerMachine:
             pass  # the next attempt follows
         elif h is None or h.digest is None:
             if self._over.get(msg.transfer) is None:
-                self._early.put(reader, msg.transfer, msg.digest, now)
+                self._early.put(reader, msg.transfer, (msg.digest, max(msg.readers, 1)), now)
         elif msg.digest == h.digest and reader not in h.misfits | h.settled and not h.lives(reader, but=serve):
+            h.admit(reader, msg.readers)
             h.drop(reader)
             out += self._count(h, Outcome(why), now)
         if serve is not None:

@@ -35,6 +35,7 @@ __all__ = [
     "Moved",
     "Outcome",
     "PartRef",
+    "Progress",
     "Released",
     "Emit",
     "Resolve",
@@ -67,6 +68,8 @@ class Ended(msgspec.Struct, frozen=True):
             which is that of all that was delivered; -1 if it has heard of none, or nothing had to come.
         waited: on a consumer, how many of the ``seconds`` had passed when it last heard of a part, so that the rest was spent
             on moving and checking; 0 if it heard of none.
+        payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank, where this rank
+            reads from several, and empty where it had nothing to read.
     """
 
     role: Role
@@ -77,6 +80,7 @@ class Ended(msgspec.Struct, frozen=True):
     seconds: float
     generation: int = -1
     waited: float = 0.0
+    payload: bytes = b""
 
 
 class Released(msgspec.Struct, frozen=True):
@@ -88,7 +92,23 @@ class Released(msgspec.Struct, frozen=True):
     generation: int = -1  # producer: as in ``Ended``
 
 
-Event = Ended | Released
+class Progress(msgspec.Struct, frozen=True):
+    """Some more tokens of a fetch have come; see ``Fetch.progress``.
+
+    What has come may still turn out to be of no use: only an ``Ended`` that says delivered makes it so.
+
+    Attributes:
+        tokens: tokens ``[start, tokens)`` are here, from all producer ranks, in all groups of kind ``full``. Others come
+            whole at the end.
+    """
+
+    role: Role
+    transfer: TransferId
+    handle: str
+    tokens: int
+
+
+Event = Ended | Released | Progress
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ class _Load:
     digest: bytes
     source: Source
     tokens: int
+    progress: int
     requests: set[str] = field(default_factory=set)
     state: _State = _State.OPEN
     loader: str | None = None  # whose load the workers have not reported yet, cancelled or not
@@ -49,7 +50,9 @@ class FetchSchedule:
         self._cancels: dict[str, Cancel] = {}  # by request
         self._declines: list[DeclinedTransfer] = []
 
-    def arrive(self, request: str, transfer: TransferId, digest: bytes, source: Source, tokens: int) -> bool:
+    def arrive(
+        self, request: str, transfer: TransferId, digest: bytes, source: Source, tokens: int, progress: int = 0
+    ) -> bool:
         """Take in a request of whose prompt the first ``tokens`` tokens can be had from ``source``.
 
         Requests with the same transfer (children of n > 1) share it: one loads, the others wait and then find
@@ -68,7 +71,7 @@ class FetchSchedule:
         if not same or request in self._loading:
             return False
         if load is None:
-            load = self._loads[transfer] = _Load(transfer, digest, source, tokens)
+            load = self._loads[transfer] = _Load(transfer, digest, source, tokens, progress)
         load.requests.add(request)
         self._requests[request] = load
         return True
@@ -112,9 +115,8 @@ class FetchSchedule:
             blocks = self._wanted(table, computed, end)
             load.state, load.loader = _State.LOADING, request
             self._loading[request] = load
-            self._fetches.append(
-                Fetch(request, load.transfer, load.digest, load.source, blocks, computed, end, self._own)
-            )
+            names = request, load.transfer, load.digest, load.source
+            self._fetches.append(Fetch(*names, blocks, computed, end, self._own, load.progress))
         elif load is not None and load.state is _State.OPEN:
             self._decline(load, "the consumer does not need it")
 
@@ -162,6 +164,11 @@ class FetchSchedule:
     def __len__(self) -> int:
         """Transfers remembered, cancelled ones that are not quiet yet included."""
         return len(self._loads)
+
+    @property
+    def wanted(self) -> tuple[Fetch, ...]:
+        """The fetches that the next ``commands`` returns."""
+        return tuple(self._fetches)
 
     def commands(self) -> StepCommands:
         """Wants and cancels since the last call: once a step."""

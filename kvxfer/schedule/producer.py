@@ -20,6 +20,7 @@ class _Prefill:
     transfer: TransferId
     digest: bytes
     total: int  # tokens to be had when all is done
+    consumers: int  # that have not declined it
     born: Generation
     generation: Generation
     blocks: BlockTable
@@ -51,8 +52,8 @@ class OfferSchedule:
         self._offers: dict[TransferId, Offer] = {}
         self._revokes: list[Revoke] = []
 
-    def arrive(self, request: str, transfer: TransferId, digest: bytes, tokens: int) -> bool:
-        """Track a request of whose prompt the first ``tokens`` tokens will be asked for.
+    def arrive(self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int = 1) -> bool:
+        """Track a request of whose prompt the first ``tokens`` tokens will be asked for, by so many engines.
 
         Returns False, and does not track it, if there is nothing to offer or another request, running or
         held, offers this transfer already (a sibling of n > 1, say). Asking again for a tracked request
@@ -66,7 +67,7 @@ class OfferSchedule:
         if tokens <= 0:
             return False
         generation = self._next_generation()
-        prefill = _Prefill(request, transfer, digest, tokens, generation, generation, self._nothing)
+        prefill = _Prefill(request, transfer, digest, tokens, consumers, generation, generation, self._nothing)
         self._running[request] = self._transfers[transfer] = prefill
         return True
 
@@ -155,6 +156,17 @@ class OfferSchedule:
         if not prefill.finished:
             self._forget(prefill)
 
+    def decline(self, transfer: TransferId, reason: str) -> None:
+        """One of the engines that were to read this transfer never will; the last one of them withdraws it."""
+        prefill = self._transfers.get(transfer)
+        if prefill is None:
+            return
+        prefill.consumers -= 1
+        if prefill.consumers <= 0:
+            self.withdraw(transfer, reason)
+        elif prefill.tokens or prefill.final:
+            self._state(prefill)
+
     def released(self, transfer: TransferId, generation: Generation) -> str | None:
         """All ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.
 
@@ -185,6 +197,11 @@ class OfferSchedule:
     def __len__(self) -> int:
         """Transfers remembered, held ones included."""
         return len(self._transfers)
+
+    @property
+    def revokes(self) -> bool:
+        """Whether the next ``commands`` returns revocations."""
+        return bool(self._revokes)
 
     def commands(self) -> StepCommands:
         """Return what has come up since the last call. Call it once a step, after ``preempt`` and ``step``."""
@@ -237,9 +254,12 @@ class OfferSchedule:
             self._restart(prefill, "the producer's blocks changed")
         if tokens > prefill.tokens or final > prefill.final:
             prefill.tokens, prefill.blocks, prefill.final = tokens, blocks, final
-            self._offers[prefill.transfer] = Offer(
-                prefill.transfer, prefill.digest, prefill.generation, tokens, blocks, final
-            )
+            self._state(prefill)
+
+    def _state(self, prefill: _Prefill) -> None:
+        """Queue what is offered of it."""
+        p = prefill
+        self._offers[p.transfer] = Offer(p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers)
 
     def _restart(self, prefill: _Prefill, reason: str) -> None:
         if prefill.blocks != self._nothing:

@@ -41,6 +41,7 @@ _DEFAULTS: dict[str, Any] = {
     "network": _shared_network,
     "verbs": [v.value for v in Verb],
     "memory": ["cpu"],
+    "elastic": True,
     "gathers": True,
     "factored": False,
     "run_bytes": 4096,
@@ -73,8 +74,8 @@ class Endpoint(EndpointBase, frozen=True):
 class FakeTransport(Base[Endpoint, LinkEnd]):
     """A back end within one process, which moves bytes and breaks on request.
 
-    All options may be left out. ``verbs`` are names (default: all) and ``memory`` kinds of memory. ``gathers``,
-    ``factored``, ``run_bytes``, ``abort`` and ``quiet`` are as in ``Capabilities``. ``network`` is a ``Network``.
+    All options may be left out. ``verbs`` are names (default: all) and ``memory`` kinds of memory. ``elastic``,
+    ``gathers``, ``factored``, ``run_bytes``, ``abort`` and ``quiet`` are as in ``Capabilities``. ``network`` is a ``Network``.
     ``delay_s`` is added to every batch. ``lose``, ``corrupt`` and ``fail`` are the probabilities that a batch of this
     agent meets that fault, drawn from ``seed``. ``wakeup: false`` takes ``fileno`` away.
     """
@@ -98,6 +99,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         self._capabilities = Capabilities(
             verbs=verbs,
             memory=frozenset(o["memory"]),
+            elastic=o["elastic"],
             same_host=True,
             run_bytes=o["run_bytes"],
             gathers=o["gathers"],
@@ -170,7 +172,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
             post = PendingBatch(number, batch, side, addresses, remote, lengths, after, due, self._fate(batch.verb))
             side.posts.append(post)
             if side.broken is not None:
-                self._net.fail(post, side.broken)
+                self._net.fail(post, str(side.broken))
             if side.other is not None:
                 side.other.owner.wake()
 

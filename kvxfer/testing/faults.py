@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 
 from kvxfer.backend.memories import Memories
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.failures import Failure
 from kvxfer.geometry.cache import Region
 from kvxfer.settings import read
 from kvxfer.transport import registry
@@ -165,7 +166,7 @@ class Faulty(Transport):
             self._inner.close()
         return done
 
-    def lost(self, peer: int) -> str | None:
+    def lost(self, peer: int) -> Failure | None:
         return self._inner.lost(peer)
 
     def abort(self, batch: int) -> None:

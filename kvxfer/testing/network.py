@@ -92,7 +92,7 @@ class LinkEnd:
     tokens: frozenset[str]
     peer_agent: str
     other: LinkEnd | None = None
-    broken: str | None = None
+    broken: PeerError | None = None
     posts: list[PendingBatch] = field(default_factory=list)
     last_stream: dict[Verb, int] = field(default_factory=dict)
 
@@ -245,7 +245,7 @@ class Network:
 
     def cut(self, side: LinkEnd, why: str) -> None:
         """Break a side: whatever is in flight ends, and nothing passes from now on."""
-        side.broken = side.broken or why
+        side.broken = side.broken or PeerError(why)
         for post in list(side.posts):
             self.fail(post, why)
 

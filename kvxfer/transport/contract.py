@@ -35,6 +35,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from kvxfer.failures import Failure
 from kvxfer.fence import Fence
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import CopyPlan, Ints
@@ -132,6 +133,8 @@ class Capabilities:
 
     ``verbs``: what ``submit`` takes (``SEND`` and ``RECV`` together or not at all).
     ``memory``: kinds of region it moves (``cpu``, ``cuda``).
+    ``elastic``: takes regions whose pages are mapped anew while they are registered: each batch finds the pages of its moment. A
+    registration that keeps pages (pinned for a card, exported to another process) must not say so; then what is elastic goes staged.
     ``same_host``: works only between processes of one host.
     ``run_bytes``: below this average run length packing into one long run is cheaper than submitting the runs.
     ``gathers``: takes many runs a batch at small cost (false: the session gives it single long runs, staged).
@@ -144,6 +147,7 @@ class Capabilities:
 
     verbs: frozenset[Verb]
     memory: frozenset[str] = frozenset({"cpu"})
+    elastic: bool = False
     same_host: bool = False
     run_bytes: int = 16384
     gathers: bool = True
@@ -151,6 +155,10 @@ class Capabilities:
     may_block_s: float = 0.05
     abort: Literal["batch", "peer"] = "batch"
     quiet: Literal["batch", "peer_close", "backend_reset", "never"] = "batch"
+
+    def moves(self, region: Region) -> bool:
+        """Tell whether the back end takes this region, by its kind of memory and by how its pages are mapped."""
+        return region.device.partition(":")[0] in self.memory and (self.elastic or not region.elastic)
 
 
 @dataclass(frozen=True)
@@ -278,7 +286,7 @@ class Transport(ABC):
         After it returns, memory is quiet unless ``quiet`` is ``never``. Idempotent.
         """
 
-    def lost(self, peer: int) -> str | None:
+    def lost(self, peer: int) -> Failure | None:
         """Return why a link is of no more use (its batches will all fail), or ``None`` while that is not known.
 
         The session asks when a batch has failed and before each part that it moves, and makes a lost link anew. Must

@@ -292,7 +292,7 @@ def test_a_reader_that_breaks_the_protocol_costs_its_link_only(world: World, imp
     good = world.link(victim, other)
     impostor.out.sendall(asked)
     world.wait_for(lambda: victim.transport.lost(impostor.peer) is not None, "the end of the link")
-    assert "protocol" in str(victim.transport.lost(impostor.peer))
+    assert "protocol" in victim.transport.lost(impostor.peer).detail
     world.move(good, TransferMode.READ, victim, other, Runs.of([0], [0], [1000]))
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from itertools import count
 
 from kvxfer.control.agent import Agent
@@ -51,15 +52,20 @@ def live(backend: str) -> tuple[Engine, Engine]:
     return p, d
 
 
-def use(p: Engine, d: Engine, names: str, k: int, went: list[str], stop: threading.Event) -> None:
-    """Offer and fetch a block over and over; ``went`` gets the names."""
+def use(
+    p: Engine, d: Engine, names: str, k: int, offered: list[str], fetched: list[str], stop: threading.Event
+) -> None:
+    """Offer and fetch a block over and over; the lists get the names of what was taken, not refused as closed."""
     for i in count():
         if stop.is_set():
             return
         t = f"{names}-{i}"
-        went.append(t)
-        p.offer(name(t), [20 + k], 4, 1, True)
-        d.fetch(name(t), p.source(), [30 + k], 4)
+        with suppress(KvxferError):
+            p.offer(name(t), [20 + k], 4, 1, True)
+            offered.append(t)
+        with suppress(KvxferError):
+            d.fetch(name(t), p.source(), [30 + k], 4)
+            fetched.append(t)
         time.sleep(0.001)
 
 
@@ -73,10 +79,11 @@ def many(backend: str) -> None:
         p, d = live(backend)
         for e in (p, d):
             e.agent.events()
-        went: list[str] = []
+        offered: list[str] = []
+        fetched: list[str] = []
         stop = threading.Event()
 
-        users = [threading.Thread(target=use, args=(p, d, f"{turn}-{k}", k, went, stop)) for k in range(2)]
+        users = [threading.Thread(target=use, args=(p, d, f"{turn}-{k}", k, offered, fetched, stop)) for k in range(2)]
         said: list[object] = []
         closers = [
             threading.Thread(target=close, args=(x, said)) for x in (p.agent, d.agent, p.directory, d.directory) * 4
@@ -93,8 +100,8 @@ def many(backend: str) -> None:
         stop.set()
         for t in users:
             t.join()
-        ended = {str(name(t)) for t in went} | {str(name(i)) for i in range(8)}
-        for e in (p, d):
+        for e, went in ((p, offered), (d, fetched)):
+            ended = {str(name(t)) for t in went} | {str(name(i)) for i in range(8)}
             events = e.agent.events()
             for sort in (Ended, Released):
                 found = Counter(str(x.transfer) for x in events if isinstance(x, sort))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvxfer.config import Config
@@ -41,7 +42,7 @@ class Engine:
         rng = np.random.default_rng(seed)
         self.memory = rng.integers(1, 255, size, dtype=np.uint8) if seed else np.zeros(size, np.uint8)
         self.agent = Agent(make_cache(self.memory, 1, 0, blocks), settings, f"node-{seed}")
-        self.directory = Directory("node", self.agent.epoch, "127.0.0.1", port)
+        self.directory = Directory(msgspec.structs.replace(settings, port=port), "node", epoch=self.agent.epoch)
         self.directory.publish((self.agent.member,))
 
     def offer(self, transfer: TransferId, blocks: list[int], tokens: int, generation: int, final: bool) -> None:

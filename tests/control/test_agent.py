@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer.control.calls import Calls
 from kvxfer.identity import TransferId
 from tests.conftest import require
 from tests.control.conftest import Ended, FailureKind, Released, fetch, offered
@@ -52,7 +53,8 @@ def test_bytes_arrive_whichever_side_comes_first(engine, options, first):
     assert said.nbytes == end.nbytes == 11 * 3 * 4 * 16
 
 
-def test_block_tables_that_do_not_join_fail_alone(engine, options):
+def test_block_tables_that_do_not_join_fail_alone(engine, options, monkeypatch):
+    monkeypatch.setattr(Calls, "offer", lambda *_: None)  # an agent that lets its engine say anything
     p, d = engine(dict(options), seed=1), engine(dict(options))
     p.agents[0].offer(offered([3], 11, transfer=T))  # one block for eleven tokens
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T, handle="short"))

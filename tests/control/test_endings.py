@@ -19,7 +19,9 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.failures import FailureKind
+from kvxfer.data.commands import Disconnect
+from kvxfer.errors import KvxferError
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.protocol.values import Ended, Released
@@ -115,7 +117,7 @@ def test_peers_are_told_at_once(engine: Callable[..., Engine]) -> None:
     )
     d.agents[0].fetch(fetch(p.source, [1, 2], 8, transfer=name(0)))
     p.agents[0].offer(offered([1], 4, transfer=name(0), final=False))
-    until(lambda: bool(p.agents[0]._producer._serves) and d.block(1).any())
+    until(lambda: bool(p.agents[0]._shell.producer._serves) and d.block(1).any())
     p.agents[0].close()
     (end,) = d.wait(Ended)
     assert end.outcome.kind is FailureKind.PEER_LOST
@@ -123,7 +125,7 @@ def test_peers_are_told_at_once(engine: Callable[..., Engine]) -> None:
     other = engine({}, seed=1, lease=60.0)
     d.agents[0].fetch(fetch(other.source, [1, 2], 8, transfer=name(1), handle="1"))
     other.agents[0].offer(offered([1], 4, transfer=name(1), final=False))
-    until(lambda: bool(other.agents[0]._producer._serves))
+    until(lambda: bool(other.agents[0]._shell.producer._serves))
     time.sleep(0.1)
     d.agents[0].close()
     (end,) = other.wait(Ended)
@@ -131,10 +133,35 @@ def test_peers_are_told_at_once(engine: Callable[..., Engine]) -> None:
     other.wait(Released)
 
 
-def test_what_comes_after_the_end_ends_at_once(engine: Callable[..., Engine]) -> None:
+def test_what_comes_after_close_is_refused_and_what_came_before_has_its_end(engine: Callable[..., Engine]) -> None:
     p, d = engine({}, seed=1), engine({})
     agent = d.agents[0]
+    agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    agent.offer(offered([1], 4, transfer=name(10), final=False))
     agent.close()
+    for call in (
+        lambda: agent.fetch(fetch(p.source, [1], 4, transfer=name(1), handle="1")),
+        lambda: agent.offer(offered([1, 2], 8, transfer=name(10))),
+    ):
+        with pytest.raises(KvxferError, match="has been closed"):
+            call()
+    agent.revoke(name(10), 1, "over", gone=True)
+    agent.renew(name(10))
+    agent.cancel("1", "over")
+    events = agent.events()
+    for sort in (Ended, Released):
+        assert {e.transfer for e in events if type(e) is sort} == {name(0), name(10)}
+    assert all(e.outcome.kind is FailureKind.CANCELLED for e in events if isinstance(e, Ended))
+    assert agent.close() and agent.events() == []
+
+
+def test_what_comes_after_a_failure_of_the_agent_ends_at_once(engine: Callable[..., Engine]) -> None:
+    """Its engine has not closed it, and an exception in the middle of a step would cost it all of its requests."""
+    p, d = engine({}, seed=1), engine({})
+    agent = d.agents[0]
+    agent.begin_close(Failure(FailureKind.BACKEND_FAILED, "it has died"))
+    agent._loop.thread.join(10.0)
+    agent.events()
 
     class Never:
         event = None
@@ -153,7 +180,7 @@ def test_what_comes_after_the_end_ends_at_once(engine: Callable[..., Engine]) ->
     assert [(type(e), e.transfer) for e in events] == [
         (sort, t) for i in range(2) for t in (name(i), name(10 + i)) for sort in (Ended, Released)
     ]
-    assert all(e.outcome.kind is FailureKind.CANCELLED for e in events if isinstance(e, Ended))
+    assert all(e.outcome.kind is FailureKind.BACKEND_FAILED for e in events if isinstance(e, Ended))
     assert agent.close() and agent.events() == []
 
 
@@ -228,19 +255,16 @@ def test_close_from_within(engine: Callable[..., Engine]) -> None:
             return True
 
     agent.offer(offered([1], 4, transfer=name(0)), after=Closing())
-    until(lambda: not agent._thread.is_alive())
+    until(lambda: not agent._loop.thread.is_alive())
     assert agent.close()
     assert set(outcomes(agent)) == {name(0)}
 
 
 def test_with(engine: Callable[..., Engine]) -> None:
     memory = np.zeros(1 << 16, np.uint8)
-    with (
-        Agent(make_cache(memory, 1, 0, 16), Config(backend=FAKE)) as agent,
-        Directory("x", agent.epoch, "127.0.0.1", 0) as directory,
-    ):
-        assert agent._thread.is_alive() and directory._thread.is_alive()
-    assert not agent._thread.is_alive() and not directory._thread.is_alive()
+    with Agent(make_cache(memory, 1, 0, 16), Config(backend=FAKE)) as agent, Directory(Config(), "x") as directory:
+        assert agent._loop.thread.is_alive() and directory._thread.is_alive()
+    assert not agent._loop.thread.is_alive() and not directory._thread.is_alive()
 
 
 # --- what engines and back ends raise ----------------------------------------------------------------------------------
@@ -313,7 +337,7 @@ def test_a_back_end_may_raise_anything(
     d.agents[0].fetch(fetch(other.source, [7], 4, transfer=name(0), handle="0"))
     other.agents[0].offer(offered([7], 4, transfer=name(0)))
     until(lambda: any(isinstance(e, Released) and e.transfer == name(0) for e in d.events()))
-    assert d.agents[0]._thread.is_alive()
+    assert d.agents[0]._loop.thread.is_alive()
     d.events().clear()
     works(p, d)
 
@@ -362,12 +386,12 @@ def kill_control(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no more")
 
     monkeypatch.setattr(logging.getLogger("kvxfer.agent"), "exception", lambda *_: 1 / 0)
-    monkeypatch.setattr(agent, "_turn", turn)
+    monkeypatch.setattr(agent._loop, "_turn", turn)
 
 
 def kill_data(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = agent._data._first._data
-    monkeypatch.setattr(data, "_turn", lambda _: 1 / 0)
+    data = agent._data._first
+    monkeypatch.setattr(data, "_turn", lambda: 1 / 0)
     monkeypatch.setattr(data, "_reset", lambda _: 1 / 0)
 
 
@@ -399,8 +423,8 @@ def test_if_a_thread_dies_nothing_waits_for_it(
     time.sleep(0.1)
     kill(agent, monkeypatch)
     agent.renew(name(1))
-    agent._data._first.abort(None)  # type: ignore[arg-type]  (wakes it)
-    until(lambda: not agent._thread.is_alive(), 8.0)
+    agent._data._first.post(Disconnect(b"none"))  # wakes it
+    until(lambda: not agent._loop.thread.is_alive(), 8.0)
     agent.fetch(fetch(p.source, [3], 4, transfer=name(2), handle="2"))
     ended = outcomes(agent)
     assert set(ended) == {name(0), name(1), name(2)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.facts import MOST, NAME, TEXT, difference, sealed
@@ -118,7 +119,7 @@ def test_an_agent_that_has_not_been_told_takes_its_directory_s_word(engine: Make
 )
 def test_facts_have_bounds(engine: Make, facts: dict[str, str]) -> None:  # noqa: F811
     e = engine({})
-    for state in (e.directory.identify, e.agents[0].identify, lambda f: Directory("e", 1, "127.0.0.1", 0, facts=f)):
+    for state in (e.directory.identify, e.agents[0].identify, lambda f: Directory(Config(), "e", f)):
         with pytest.raises(ConfigError, match="fact"):
             state(facts)
 

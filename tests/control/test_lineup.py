@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvxfer.data.mover import Mover
+from kvxfer.data.commands import Command, Disconnect, MakeEndpoint
+from kvxfer.data.data_thread import DataThread
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.failures import FailureKind
@@ -198,32 +199,38 @@ def test_engines_with_none_in_common_are_told_both(make: Make, engine: Make) -> 
 class Told:
     """A mover that notes what it is told."""
 
-    def __init__(self, name: str, notes: list[tuple[str, ...]]) -> None:
+    def __init__(self, name: str, notes: list[tuple[str, Command | None]]) -> None:
         self._name, self._notes = name, notes
 
-    def __getattr__(self, method: str) -> Callable[..., None]:
-        return lambda *args: self._notes.append((self._name, method, *map(str, args)))
+    def begin(self) -> None:
+        self._notes.append((self._name, None))
+
+    def post(self, command: Command) -> None:
+        self._notes.append((self._name, command))
 
 
 def test_a_link_waits_with_the_next_back_end_for_the_end_of_the_last() -> None:
     """Else the answer to a later closing would be taken for that to an earlier, with memory still written to."""
-    notes: list[tuple[str, ...]] = []
+    notes: list[tuple[str, Command | None]] = []
 
-    def told(name: str) -> Mover:
+    def told(name: str) -> DataThread:
         return Told(name, notes)  # type: ignore[return-value]
 
-    data = DataPlane(("near", "far"), told, lambda *_: pytest.fail("not asked for"))
-    data.endpoint("link", 1, "near", "consumer")
-    data.disconnect("link")
-    data.endpoint("link", 2, "far", "consumer")
-    assert notes == [("near", "endpoint", "link", "1", "consumer"), ("near", "disconnect", "link")]
-    data.disconnect("link")
-    data.endpoint("link", 3, "far", "consumer")
-    assert not data.disconnected("link") and notes[-1] == ("near", "disconnect", "link")
+    data, closing = DataPlane(("near", "far"), told, lambda *_: pytest.fail("not asked for")), Disconnect("link")
+    first, second, third = (
+        MakeEndpoint("link", number, backend, "consumer") for number, backend in ((1, "near"), (2, "far"), (3, "far"))
+    )
+    data.post(first)
+    data.post(closing)
+    data.post(second)
+    assert notes == [("near", first), ("near", closing)]
+    data.post(closing)
+    data.post(third)
+    assert not data.disconnected("link") and notes[-1] == ("near", closing)
     assert data.disconnected("link")
-    assert notes[-2:] == [("far", "begin"), ("far", "endpoint", "link", "3", "consumer")]
-    data.disconnect("link")
-    assert notes[-1] == ("far", "disconnect", "link") and data.disconnected("link")
+    assert notes[-2:] == [("far", None), ("far", third)]
+    data.post(closing)
+    assert notes[-1] == ("far", closing) and data.disconnected("link")
 
 
 @pytest.mark.parametrize("real", ["zmq", "nixl", "cma"])

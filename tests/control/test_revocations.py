@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.control.links import RevocationView
-from kvxfer.control.revocations import SharedRevocationCounter
+from kvxfer.control.revocations import RevocationView, SharedRevocationCounter
 from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner, ShardAssignment
@@ -323,9 +322,9 @@ def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monk
     p.agents[0].offer(offered([3], 4, transfer=T))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     end = time.monotonic() + 5.0
-    while not p.agents[0]._producer._serves and time.monotonic() < end:
+    while not p.agents[0]._shell.producer._serves and time.monotonic() < end:
         time.sleep(0.001)
-    assert p.agents[0]._producer._serves, "announced, and being read"
+    assert p.agents[0]._shell.producer._serves, "announced, and being read"
     monkeypatch.setattr(ProducerMachine, "revoke", lambda *_: [])  # as if it had not come to it
     monkeypatch.setattr(ProducerMachine, "_check", lambda *_: [])
     p.agents[0].revoke(T, 1, "preempted", False)

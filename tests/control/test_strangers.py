@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvxfer.control import links
+from kvxfer.config import Config
+from kvxfer.control import inbound
 from kvxfer.control.directory import Directory
 from kvxfer.failures import FailureKind
-from kvxfer.identity import TransferId, new_epoch
+from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer.protocol.values import Ended
@@ -221,9 +222,9 @@ def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) ->
 
 
 def test_directory_outlives_addresses_that_are_none() -> None:
-    d = Directory("e", new_epoch(), "127.0.0.1", 0)
+    d = Directory(Config(), "e")
     try:
-        for host, port in (("", 0), ("no such host !", 5), ("127.0.0.1", 99999), ("ipc:///tmp/x", 1), ("\u0000", 1)):
+        for host, port in (("no such host !", 5), ("127.0.0.1", 0), ("ipc:///tmp/x", 1), ("\u0000", 1)):
             d.tell(type(d.source)(host, port, 1), Renew(1, (Named(T, b"d"),)))
         d.publish((m.RankDescriptor("tcp://127.0.0.1:1", 1, make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16), ()),))
         with Stranger(f"tcp://127.0.0.1:{d.source.port}") as s:
@@ -283,7 +284,7 @@ def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine])
 def test_links_that_strangers_left_behind_do_not_keep_others_out(
     pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "MOST", 4)
+    monkeypatch.setattr(inbound, "MOST", 4)
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
     address = p.agents[0].member.address

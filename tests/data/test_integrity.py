@@ -283,7 +283,7 @@ def ends(case: Case, options: dict[str, object]) -> dict[object, Ended]:
             agents = {rank: Agent(store.cache, config, name) for rank, store in side.stores.items()}
             for agent in agents.values():
                 stack.callback(agent.close)
-            directory = Directory(name, next(iter(agents.values())).epoch, "127.0.0.1", 0)
+            directory = Directory(Config(), name, epoch=next(iter(agents.values())).epoch)
             stack.callback(directory.close)
             directory.publish(tuple(a.member for a in agents.values()))
             engines.append((agents, directory))

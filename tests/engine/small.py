@@ -110,7 +110,10 @@ class Agent:
         if handle in self.loads and not self.loads[handle].ended:
             self.wire.fail(self.loads[handle], reason)
 
-    def events(self) -> list[Event]:
+    def listen(self, heard: Any) -> None:
+        pass
+
+    def events(self, timeout: float = 0.0) -> list[Event]:
         out, self.out = self.out, []
         return out
 

@@ -206,6 +206,20 @@ def test_ranks_that_were_delivered_different_generations_have_not_loaded(pair: A
     assert update.failed[name].kind is FailureKind.REVOKED
 
 
+def test_a_load_is_as_far_as_all_ranks_are(pair: Any) -> None:
+    _, p, d = pair
+    d.take(*offered(p))
+    d.step(4)
+    (name,) = d.loading
+    a, b = Rank(0, 0), Rank(0, 1)
+    assert d.side.report(Report(arrived={name: {a: 8}})).arrived == {}
+    both = Report(arrived={name: {b: 4}}).merge(Report(arrived={name: {b: 6}}))
+    assert both and d.side.report(both).arrived == {name: 6}
+    assert d.side.report(Report(arrived={name: {b: 8}})).arrived == {name: 8}
+    over = d.side.report(Report(delivered={name: {1}}, over={name: {a, b}}, arrived={name: {b: 8}}))
+    assert over.loaded == {name} and over.arrived == {}
+
+
 def test_a_load_without_blocks_is_refused_by_the_call_that_asks_for_it(pair: Any) -> None:
     _, p, d = pair
     ticket, prompt = offered(p)

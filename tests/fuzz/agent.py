@@ -67,7 +67,7 @@ class Rig:
         self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
         self.cache = make_cache(self.memory, 1, 0, 16)
         self.agent = Agent(self.cache, config, "fuzzed")
-        self.directory = Directory("fuzzed", self.agent.epoch, "127.0.0.1", 0)
+        self.directory = Directory(Config(), "fuzzed", epoch=self.agent.epoch)
         self.directory.publish((self.agent.member,))
         self.names = 0
         # Somebody whom the agent fetches from, a directory and a rank of our own; and all of ours that speak to it.

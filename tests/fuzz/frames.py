@@ -25,7 +25,9 @@ CACHE = Cache(
 CLAIMS = (ShardAssignment(0, 0, ("layer.0", "layer.1"), 0, 4), ShardAssignment(1, 1, ("layer.2",), 0, 1))
 
 MESSAGES: list[m.Message] = [
-    m.Hello(m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096, "off", {"weights": "a3f1"}),
+    m.Hello(
+        m.PROTOCOL, "zmq", 7, 8, "engine", b"endpoint", CACHE, CLAIMS, "read", 4096, "off", {"weights": "a3f1"}, 2048
+    ),
     m.Welcome(7, b"endpoint", 4096),
     m.Refused(FailureKind.INCOMPATIBLE, "no", True, True),
     m.FetchRequest(T, 1, b"digest", 0, 12, BlockTable.of([ROW] * 3), 1, 30.0),

@@ -55,7 +55,7 @@ def convert(backend: str, staged: int, devices: tuple[str, str], src: str, dst: 
     source, sink = (OnDevice(store, device) for store, device in zip((producer, consumer), devices, strict=True))
     config = Config.from_mapping({"backend": backend, "transfer_timeout": 60.0})
     p, d = (Agent(held.cache, config, name) for held, name in ((source, "p"), (sink, "d")))
-    directory = Directory("p", p.epoch, "127.0.0.1", 0)
+    directory = Directory(Config(), "p", epoch=p.epoch)
     try:
         directory.publish((p.member,))
         p.offer(Offer(T, b"d", 1, TOKENS, BlockTable.of(case.producer.tables), True))

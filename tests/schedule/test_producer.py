@@ -373,3 +373,18 @@ class TestWhatIsOffered:
         tracker.finish("r", table([5, 6]), complete=False)
         for request in ("r", "other"):
             assert (tracker.offered(request), tracker.total(request)) == (table(()), 0)
+
+
+class TestConsumers:
+    def test_each_decline_is_one_fewer_and_the_last_withdraws(self) -> None:
+        tracker = OfferSchedule(FULL)
+        assert tracker.arrive("r", T, DIGEST, 40, consumers=3)
+        tracker.decline(T, "not needed")
+        assert tracker.commands() == StepCommands(), "nothing is offered yet that could be said again"
+        tracker.step("r", 0, 20, table([5, 6]))
+        first = only_offer(tracker)
+        assert first.consumers == 2
+        tracker.decline(T, "not needed")
+        assert only_offer(tracker) == Offer(T, DIGEST, first.generation, 16, table((5,)), False, 1)
+        tracker.decline(T, "not needed")
+        assert only_revoke(tracker).gone and T not in tracker.transfers

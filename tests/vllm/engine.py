@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -52,10 +53,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvxfer.engine.side_channel import SideChannel
 from kvxfer.geometry import Rank
 from kvxfer.values import BlockTable
 from kvxfer_vllm import KVXferConnector
 from kvxfer_vllm.compat import REPORTS_BY_REQUEST
+from tests.engine.direct import Switchboard
 from tests.vllm.wire import Agent, Wire
 
 BLOCK = 16
@@ -204,6 +207,7 @@ class Engine:
         overlap: bool = False,
         resumes_as_new: bool = False,
         hashed: int = BLOCK,
+        board: Switchboard | None = None,
     ) -> None:
         init_none_hash(sha256)
         self.wire, self.groups, self.blocks = wire, tuple(groups), blocks
@@ -224,14 +228,16 @@ class Engine:
         )
         self.workers = [KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv) for _ in range(ranks)]
         scheduler = AsyncScheduler if overlap else Scheduler
-        self.scheduler = scheduler(
-            vllm_config=config,
-            kv_cache_config=kv,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=max(g.block for g in groups),
-            hash_block_size=hashed,
-            log_stats=True,
-        )
+        self._channel = None if board is None else board.worker  # without one, nothing goes past the steps
+        with mock.patch("kvxfer.engine.scheduler.SideChannel", board.scheduler if board else SideChannel):
+            self.scheduler = scheduler(
+                vllm_config=config,
+                kv_cache_config=kv,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=max(g.block for g in groups),
+                hash_block_size=hashed,
+                log_stats=True,
+            )
         self.scheduler.use_v2_model_runner = resumes_as_new
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.hasher = get_request_block_hasher(hashed, sha256)
@@ -255,9 +261,16 @@ class Engine:
 
     def _agent(self, connector: KVXferConnector, rank: Rank) -> Agent:
         agent = Agent(self.wire, self, rank)
-        connector._work.start(agent, _Layout(agent.cache))  # type: ignore[arg-type]
+        layout: Any = _Layout(agent.cache)
+        connector._work.start(agent, layout, copy=self._copy, channel=self._channel)  # type: ignore[arg-type]
         self.wire.agents.append(agent)
         return agent
+
+    def _copy(self, src: BlockTable, dst: BlockTable) -> None:
+        for of, to in zip(src, dst, strict=True):
+            for here, there in zip(of.tolist(), to.tolist(), strict=False):
+                if here >= 0 and there >= 0:
+                    self.memory[there] = self.memory[here]
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -338,11 +351,15 @@ class Engine:
             worker.handle_preemptions(meta)
             worker.bind_connector_metadata(meta)
         names = list(output.num_scheduled_tokens)
+        if output.has_sync_kv_loads:
+            for worker in self.workers:
+                worker.start_load_kv(SimpleNamespace(attn_metadata=None))
         tokens = self._forward(output)
         results = []
         for worker in self.workers:
             kv = KVConnectorOutput()
-            worker.start_load_kv(SimpleNamespace(attn_metadata=None))
+            if not output.has_sync_kv_loads:
+                worker.start_load_kv(SimpleNamespace(attn_metadata=None))
             worker.wait_for_save()
             if REPORTS_BY_REQUEST:
                 found = worker.get_transfer_results(output.finished_req_ids)

@@ -78,6 +78,9 @@ class Fetched:
         self.tensors, self.member, self.seen = tensors, None, {}  # type: ignore[var-annotated]
         self.cache = Cache((Region(4096, 4096),), (), ())
 
+    def listen(self, heard: Any) -> None:
+        pass
+
     def fetch(self, fetch: Fetch) -> None:
         self.seen = {name: t.clone() for name, t in self.tensors.items()}
 

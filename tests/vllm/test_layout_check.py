@@ -302,7 +302,9 @@ def test_a_worker_asks_for_it_unless_told_not_to(
     monkeypatch.setattr(writes, "do_kv_cache_update", lambda *a: None)  # so it writes nothing at all
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(worker, "Agent", lambda *a: started.append(a) or SimpleNamespace(member=None, cache=a[0]))
+    monkeypatch.setattr(
+        worker, "Agent", lambda *a: started.append(a) or SimpleNamespace(member=None, cache=a[0], listen=id)
+    )
     half = worker.WorkerHooks(Config(layout_check=asked), config, kv)
     if asked:
         with pytest.raises(ConfigError, match="expected what the engine wrote of head 0 of plane 'kv' there"):

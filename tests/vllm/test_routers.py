@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.vllm.cases import CACHES, both, check, prefill
+from tests.vllm.cases import CACHES, OFFER, both, check, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import prompt
+from tests.vllm.engine import HYBRID, prompt
 from tests.vllm.wire import Wire
 
 
@@ -55,7 +56,7 @@ def test_a_router_that_mixes_up(make: Make) -> None:
     p.lease_ends()
 
 
-@pytest.mark.parametrize("lost", ["remote_host", "remote_port", "kvxfer_transfer", "kvxfer_epoch", "do_remote_prefill"])
+@pytest.mark.parametrize("lost", ["kvxfer_transfer", "kvxfer_epoch", "do_remote_prefill"])
 def test_a_router_that_withholds(make: Make, lost: str) -> None:
     """What is missing makes D compute; P's lease runs out."""
     p, d = make(), make()
@@ -110,3 +111,68 @@ def test_params_that_make_no_sense(make: Make, wire: Wire, params: dict[str, Any
     d.run(until=name)
     check(d, name, text)
     d.lease_ends()
+
+
+def test_an_answer_is_small_and_says_what_was_cached(make: Make) -> None:
+    """At any length; the consumer's usage tells of hits on P."""
+    p = make(HYBRID, blocks=160)
+    short, long = (prefill(p, prompt(n)) for n in (20, 1500))
+    assert len(json.dumps(long)) < len(json.dumps(short)) + 8
+    assert long["remote_block_ids"] == [[], []] and long["remote_num_tokens"] == 1500
+    assert long.get("remote_prefill_cached_tokens", 16) == 16  # vLLM 0.32 and later count them
+    p.lease_ends()
+
+
+@pytest.mark.parametrize("host", ["10.9.8.7", "prefill.example", ""])
+def test_a_router_that_overwrites_the_host(make: Make, host: str) -> None:
+    """AIBrix writes the pod's address, production-stack the host of its URL: our own key is preferred."""
+    p, d = make(), make()
+    text = prompt(60)
+    params = {**prefill(p, text), "remote_host": host, "remote_port": 8100}
+    name = d.add(text, params)
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3
+
+
+HUGE = "x" * (17 << 20)
+
+
+@pytest.mark.parametrize("key", ["kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address", "transfer_id"])
+def test_params_beyond_measure(make: Make, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They cost their own request its load, and the log a line."""
+    p, d = make(), make()
+    text = prompt(60)
+    params = {**prefill(p, text), key: HUGE}
+    with caplog.at_level("DEBUG"):
+        name = d.add(text, params)
+        d.run(p, until=name)
+    check(d, name, text)
+    assert len(caplog.text) < 10_000
+    assert key == "kvxfer_digest" or "takes no part" in caplog.text or "is computed here" in caplog.text
+    p.lease_ends()
+
+
+@pytest.mark.parametrize(
+    ("role", "asked", "needed"), [("kv_consumer", "offer", "kv_producer"), ("kv_producer", "load", "kv_consumer")]
+)
+def test_an_engine_that_is_asked_for_what_it_does_not_do(
+    make: Make, caplog: pytest.LogCaptureFixture, role: str, asked: str, needed: str
+) -> None:
+    e, peer = make(role=role), make()
+    text = prompt(60)
+    params = OFFER if asked == "offer" else prefill(peer, text)
+    with caplog.at_level("WARNING", "kvxfer.vllm"):
+        name = e.add(text, params)
+        e.run(until=name)
+    check(e, name, text)
+    assert f"is to {asked} its prompt's KV" in caplog.text and f"kv_role must be {needed}" in caplog.text
+    peer.lease_ends()
+
+
+def test_an_engine_whose_failed_loads_are_errors_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "kvxfer.vllm"):
+        make(policy="recompute")
+        assert "kv_load_failure_policy" not in caplog.text
+        make(policy="fail")
+    assert "kv_load_failure_policy is 'fail'" in caplog.text

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from kvxfer.cli import doctor
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer_vllm.connector import KVXferConnector
 from kvxfer_vllm.migration import ConnectorConfig
 from kvxfer_vllm.settings import groups_of, settings_of
 
@@ -39,6 +40,18 @@ def test_settings_are_read() -> None:
 def test_parallelism_that_is_not_supported(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} to 1"):
         settings_of(config(**{name: 2}))
+
+
+def test_sleep_mode_that_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep = config()
+    asleep.model_config.enable_sleep_mode = True
+    monkeypatch.setattr("kvxfer_vllm.compat.FOLLOWS_SLEEP", False)
+    with pytest.raises(ConfigError, match="do not set --enable-sleep-mode"):
+        settings_of(asleep)
+    assert not KVXferConnector.supports_sleep_mode(None)
+    monkeypatch.setattr("kvxfer_vllm.compat.FOLLOWS_SLEEP", True)
+    settings_of(asleep)
+    assert KVXferConnector.supports_sleep_mode(None)
 
 
 def test_a_mistyped_setting_names_the_nearest() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.engine import scheduler
 from tests.vllm.cases import CACHES, OFFER, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import FULL, HYBRID, answer, prompt
@@ -92,3 +93,27 @@ def test_both_roles_at_once(make: Make) -> None:
     after = b.done[on].params
     assert after is not None and after["remote_port"] != params["remote_port"]
     decode(a, turn, after, b)
+
+
+def test_two_engines_that_are_full_of_what_they_hold_for_each_other(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither can admit what it would load from the other, nor anything else, until one lets go."""
+    monkeypatch.setattr(scheduler, "STANDSTILL_S", 0.05)
+    a, b = make(blocks=14, caching=False), make(blocks=14, caching=False)
+    there, back = [prompt(90, seed=i) for i in (1, 2)], [prompt(90, seed=i) for i in (3, 4)]
+    from_a, from_b = [prefill(a, text) for text in there], [prefill(b, text) for text in back]
+    assert a.free < 6 and b.free < 6, "the caches are not full"
+    of_a = [a.add(text, params) for text, params in zip(back, from_b, strict=True)]
+    of_b = [b.add(text, params) for text, params in zip(there, from_a, strict=True)]
+    unrelated = a.add(prompt(100, seed=9))
+    for engine, names in ((a, [*of_a, unrelated]), (b, of_b)):
+        for name in names:
+            a.run(b, until=name) if engine is a else b.run(a, until=name)
+    for name, text in zip(of_a, back, strict=True):
+        check(a, name, text)
+    for name, text in zip(of_b, there, strict=True):
+        check(b, name, text)
+    check(a, unrelated, prompt(100, seed=9))
+    a.lease_ends()
+    b.lease_ends()

@@ -90,7 +90,10 @@ class Agent:
             if load.producer is None:
                 self.quiet(load)
 
-    def events(self) -> list[Event]:
+    def listen(self, heard: Any) -> None:
+        pass
+
+    def events(self, timeout: float = 0.0) -> list[Event]:
         out, self.out = self.out, []
         return out
 

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvxfer.backend import Liveness
+from kvxfer.errors import PeerError
 from kvxfer.transport import Fence
 from kvxfer_cuda_ipc.endpoint import Endpoint
 from kvxfer_cuda_ipc.gpu import Gpu
@@ -30,9 +31,9 @@ class Link:
     lowerings: dict[int, Lowering]
 
     @property
-    def broken(self) -> str | None:
+    def broken(self) -> PeerError | None:
         """Why it cannot be used any more."""
-        return self.liveness.down
+        return None if self.liveness.down is None else PeerError(self.liveness.down)
 
 
 @dataclass(eq=False)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+from kvxfer.threads import NamedThread
+
 __all__ = ["Task"]
 
 T = TypeVar("T")
@@ -30,7 +32,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        threading.Thread(target=self._run, name="kvxfer-nccl", daemon=True).start()
+        NamedThread(target=self._run, name="kvxfer-nccl", daemon=True).start()
 
     @classmethod
     def do(cls, call: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 from kvxfer.backend import Liveness
-from kvxfer.errors import TransportError
+from kvxfer.errors import PeerError, TransportError
 from kvxfer_nixl.agent import LibraryAgent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.space import RegisteredSpace
@@ -88,7 +88,7 @@ class Link:
         self.space = RegisteredSpace.of_peer(theirs.memories)
         self.peer = peers.connect(theirs.metadata)
         self.up = False
-        self._broken: TransportError | None = None
+        self._broken: PeerError | None = None
         self.began = time.monotonic()
         self._greeted = 0.0
         self.greet(self.began)
@@ -97,7 +97,7 @@ class Link:
         return f"peer {self.agent!r} (link {self.number})"
 
     @property
-    def broken(self) -> TransportError | None:
+    def broken(self) -> PeerError | None:
         if self._broken is None and self.liveness is not None:
             self.liveness.check()
             if self.liveness.down is not None:
@@ -130,5 +130,5 @@ class Link:
             self._fail(why)
 
     def _fail(self, what: str, cause: Exception | None = None) -> None:
-        self._broken = TransportError(what)
+        self._broken = PeerError(what)
         self._broken.__cause__ = cause

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 
 from kvxfer.backend.memories import Memories
+from kvxfer.errors import PeerError
+from kvxfer.threads import NamedThread
 from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Loop
 from kvxfer_tcp.options import Options
@@ -36,7 +38,7 @@ class Link:
         done: Callable[[Completion], None],
     ) -> None:
         self.mine, self.theirs = mine, theirs
-        self.broken: str | None = None
+        self.broken: PeerError | None = None
         self.dial_by: float | None = None
         self.reader = Reader(loop, options, mine, theirs, done, self.cut)
         most = min(mine.connections, theirs.connections)
@@ -56,7 +58,7 @@ class Link:
     def cut(self, why: str) -> None:
         """End the link: all that is in flight on it fails."""
         if self.broken is None:
-            self.broken = why
+            self.broken = PeerError(why)
             self.server.close()
             self.reader.fail(why)
 
@@ -90,7 +92,7 @@ class Names:
     def look_up(self, link: Link) -> None:
         """Find out where the peer of a link is."""
         name = f"kvxfer-tcp-name-{link.theirs.host}"
-        threading.Thread(target=self._run, args=(link,), name=name, daemon=True).start()
+        NamedThread(target=self._run, args=(link,), name=name, daemon=True).start()
 
     def found(self) -> list[tuple[Link, list[Address] | OSError]]:
         """Return what has been found since, or why nothing has."""

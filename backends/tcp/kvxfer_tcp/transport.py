@@ -67,7 +67,7 @@ class TcpTransport(Base[Endpoint, Link]):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            verbs=frozenset({Verb.READ}), memory=frozenset({"cpu"}), run_bytes=512, may_block_s=4 * TURN_S
+            verbs=frozenset({Verb.READ}), memory=frozenset({"cpu"}), elastic=True, run_bytes=512, may_block_s=4 * TURN_S
         )
 
     # What Base asks for

@@ -80,7 +80,7 @@ class Link:
     ) -> None:
         self.number, self.mine, self.theirs = number, mine, theirs
         self.due: float | None = None
-        self.broken: str | None = None
+        self.broken: PeerError | None = None
         self._done, self._say_bye = done, say_bye
         self._ready = False
         self._sends: dict[int, Post] = {}
@@ -115,7 +115,7 @@ class Link:
                 del self._early_grants[skipped]
                 self._say(Header(Kind.CANCEL, skipped), b"the other side skipped this stream")
         self._early_ends = {k: why for k, why in self._early_ends.items() if k[1] >= self._last[k[0]]}
-        ended = self.broken or self._early_ends.pop((verb, stream), None)
+        ended = self._early_ends.pop((verb, stream), None) if self.broken is None else str(self.broken)
         if ended:
             self._fail(post, ended)
         elif verb is Verb.SEND and stream in self._early_grants:
@@ -169,7 +169,7 @@ class Link:
         """End the link: everything in flight fails, and ZeroMQ lets go of our memory. ``tell``: what the peer hears."""
         if self.broken:
             return
-        self.broken = why
+        self.broken = PeerError(why)
         if tell is not None:
             self._say_bye(self, tell)
         self._connection.close()

@@ -46,6 +46,7 @@ class ZmqTransport(Base[Endpoint, Link]):
         self._options = Options.parse(options)
         self._capabilities = Capabilities(
             verbs=frozenset({Verb.SEND, Verb.RECV}),
+            elastic=True,
             same_host=self._options.protocol == "ipc",
             run_bytes=512,
             may_block_s=3 * TURN_S,

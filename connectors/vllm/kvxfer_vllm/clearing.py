@@ -18,7 +18,20 @@ from kvxfer.values import BlockTable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Clearing"]
+__all__ = ["Clearing", "memory_of"]
+
+
+def memory_of(tensors: Iterable[torch.Tensor], cache: Cache) -> list[torch.Tensor]:
+    """Return the bytes of each region of a cache that describes these tensors, uint8 ``[nbytes]``."""
+    import torch
+
+    by_address = {t.untyped_storage().data_ptr(): t for t in tensors}
+    out: list[torch.Tensor] = []
+    for region in cache.regions:
+        of = by_address[region.address]
+        flat = torch.empty(0, dtype=torch.uint8, device=of.device)
+        out.append(flat.set_(of.untyped_storage(), 0, (region.nbytes,), (1,)))
+    return out
 
 
 class Clearing:
@@ -28,12 +41,7 @@ class Clearing:
         import torch
 
         self._cache, self._starts = cache, cache.starts
-        by_address = {t.untyped_storage().data_ptr(): t for t in tensors}
-        self._memory: list[torch.Tensor] = []
-        for region in cache.regions:
-            of = by_address[region.address]
-            flat = torch.empty(0, dtype=torch.uint8, device=of.device)
-            self._memory.append(flat.set_(of.untyped_storage(), 0, (region.nbytes,), (1,)))
+        self._memory = memory_of(tensors, cache)
         devices = {t.device for t in self._memory if t.device.type != "cpu"}
         # Not the stream of the forward passes: these need not end first, and the host has not to wait for them.
         self._streams = [torch.cuda.Stream(device) for device in devices]

@@ -11,6 +11,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.values import Group
 
 __all__ = [
+    "FOLLOWS_SLEEP",
     "HIT_SOURCE",
     "HOLDS_BLOCKS",
     "REPORTS_BY_REQUEST",
@@ -29,6 +30,10 @@ REPORTS_BY_REQUEST = _Results is not None
 HOLDS_BLOCKS = REPORTS_BY_REQUEST and hasattr(base.KVConnectorBase_V1, "bind_gpu_block_pool")
 """Whether a load may be reported as failed while it still touches memory: we can keep its blocks, and vLLM takes others
 when it computes the request anew (where it takes failed loads by block id, it goes on with the same)."""
+
+
+FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
+"""vLLM 0.33 and later say when sleep mode takes the cache's memory away; before, it goes from under a transfer."""
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:

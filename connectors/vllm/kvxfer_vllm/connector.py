@@ -7,7 +7,7 @@ machine asks the producer and whose data thread moves the planned bytes; ``get_t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvxfer_vllm import compat, logs
 from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
+from kvxfer_vllm.migration import translate
 from kvxfer_vllm.scheduler import SchedulerHooks
 from kvxfer_vllm.settings import groups_of, hits_may_differ, settings_of
 from kvxfer_vllm.stats import KVXferPromMetrics, KVXferStats
@@ -45,7 +46,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         logs.share()
-        config = settings_of(vllm_config)
+        config = settings_of(vllm_config, self._translate)
         groups = groups_of(kv_cache_config)
         compat.check_groups(groups)
         self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")
@@ -56,6 +57,12 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerHooks(config, vllm_config, kv_cache_config)
         else:
             self._worker = WorkerHooks(config, vllm_config, kv_cache_config)
+
+    @classmethod
+    def _translate(cls, extra: Mapping[str, Any], transfer: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return kvxfer's settings out of what was written for another connector, and notes on it."""
+        settings, notes = translate(extra, transfer)
+        return settings, tuple(f"configuration of P2pNcclConnector: {note}" for note in notes)
 
     # --- scheduler -------------------------------------------------------------------------------------------------
 
@@ -95,6 +102,10 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         return self._hits_may_differ
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._sched.bind_cache(kv_cache_manager)
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._sched.bind(gpu_block_pool)
 
@@ -129,6 +140,13 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._work.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Let go of the cache, which vLLM is about to unmap (0.33 and later)."""
+        self._work.suspend()
+
+    def restore_kv_caches(self) -> None:
+        self._work.resume()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """None inside another connector, which would give it to our siblings; there it goes with the first report."""
         return self._work.handshake() if compat.stands_alone(self) else None
@@ -141,7 +159,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.load(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous, and a request is not scheduled before its load is over."""
+        """Do nothing: what a step counts on is there before its forward pass, and a load beside it is not counted on."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Offers are made once a step, for all layers."""
@@ -189,8 +207,8 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: the cache is registered with a back end and must stay where it is."""
-        return False
+        """Return whether this vLLM says when it takes the cache's memory away, and when it brings it back."""
+        return compat.FOLLOWS_SLEEP
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvxfer.engine import Report, Step
+from kvxfer.engine import ChannelAddress, Report, Step
 from kvxfer.protocol.messages import RankDescriptor
 
 __all__ = ["Handshake", "ReportMetadata", "StepMetadata"]
@@ -34,9 +34,10 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once: where the worker's agent listens, and its cache."""
+    """Worker to scheduler, once: where the worker's agent listens, and its cache; and where its side channel does."""
 
     member: RankDescriptor
+    channel: ChannelAddress | None = None
 
 
 @dataclass

@@ -22,6 +22,12 @@ class VllmBlockPool:
         """See ``kvxfer.engine.BlockPool``."""
         self._pool.free_blocks([self._pool.blocks[b] for b in blocks])
 
+    def lend(self, blocks: int) -> list[int] | None:
+        """See ``kvxfer.engine.LendingPool``. Lends no more than a fourth of what is free: vLLM allots as much again."""
+        if blocks > self._pool.get_num_free_blocks() // 4:
+            return None
+        return [block.block_id for block in self._pool.get_new_blocks(blocks)]
+
     def used(self) -> int:
         """See ``kvxfer.engine.BlockPool``. vLLM's null block is never free, and nobody's."""
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())

@@ -6,7 +6,7 @@ All methods run on the engine-core thread; none blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import BlockPins, SchedulerSide
@@ -50,6 +50,11 @@ class SchedulerHooks:
         assert transfer is not None
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
+        if self._consumes and getattr(transfer, "kv_load_failure_policy", None) == "fail":
+            log.warning(
+                "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); "
+                "with 'recompute' this engine computes the prompt instead"
+            )
         self._counts_media = counts_media(vllm_config)
         groups = groups_of(kv_cache_config)
         self._recurrent = any(group.kind == "state" for group in groups)
@@ -59,6 +64,8 @@ class SchedulerHooks:
         self._seen: set[str] = set()
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
+        self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
+        self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
         self._freed: list[str] = []  # requests whose blocks vLLM may free, and has to hear of that
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -88,6 +95,7 @@ class SchedulerHooks:
     def _take_up(self, request: Request, params: dict[str, Any]) -> None:
         offers, loads = self._produces and p.is_offer(params), self._consumes and p.is_load(params)
         if not offers and not loads:
+            self._warn_of_role(request, params)
             return
         name, content = request.request_id, self._digest(request)  # of the whole prompt, before it may be cut
         external = external_id(name)
@@ -106,18 +114,38 @@ class SchedulerHooks:
             tokens = request.num_prompt_tokens - 1
             if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
                 content = p.digest_of(params) or content
-            self.side.load(name, transfer, content, source, tokens)
+            complete = not p.is_routed(params)  # else P may not have begun
+            self.side.load(name, transfer, content, source, tokens, complete=complete)
+            if self._hits is not None and not request.skip_reading_prefix_cache:
+                self.side.prefetch(name, self._hits(request))
+
+    def _warn_of_role(self, request: Request, params: dict[str, Any]) -> None:
+        """Say that a request asks for what this engine does not do."""
+        asked = "offer its prompt's KV" if p.is_offer(params) else "load its prompt's KV" if p.is_load(params) else None
+        if asked is not None:
+            needed = "kv_producer" if p.is_offer(params) else "kv_consumer"
+            log.warning(
+                "request %s is to %s, which this engine does not do: the router sends it to the wrong engine, or kv_role must "
+                "be %s or kv_both",
+                request.request_id,
+                asked,
+                needed,
+            )
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
         self.arrive(request)
-        tokens = self.side.loadable(request.request_id, computed)
         if request.skip_reading_prefix_cache:  # it needs its whole prompt computed; vLLM before 0.31 leaves that to us
+            self._unplaced.add(request.request_id)
             return 0, False
-        return tokens, bool(tokens)
+        tokens = self.side.loadable(request.request_id, computed)
+        if tokens is not None:
+            self._unplaced.add(request.request_id)
+        return tokens, bool(tokens) and not self.side.here(request.request_id)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take in ``update_state_after_alloc``."""
+        self._unplaced.discard(request.request_id)
         table = _table(blocks.get_block_ids())
         try:
             self.side.allocated(request.request_id, table, external)
@@ -137,7 +165,7 @@ class SchedulerHooks:
         ticket = self.side.ticket(name)
         if not self.side.finished(name, _table(block_ids), whole) or ticket is None:
             return False, None
-        return True, p.answer(ticket, self._engine, name, self._tp, block_ids, request.num_prompt_tokens)
+        return True, p.answer(ticket, self._engine, name, self._tp, len(block_ids), request.num_prompt_tokens)
 
     def _digest(self, request: Request) -> bytes:
         if request.mm_features and self._counts_media:
@@ -162,7 +190,11 @@ class SchedulerHooks:
         """Follow what this step computes, and say what the workers must know with it."""
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
+        if output.preempted_req_ids or not output.total_num_scheduled_tokens:
+            self.side.short_of_blocks()
         self._follow(output)
+        self.side.lacks_blocks(bool(self._unplaced) and not output.total_num_scheduled_tokens)
+        self._unplaced.clear()
         step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed))
         self._doomed, self._freed = {}, []
         return step
@@ -234,9 +266,15 @@ class SchedulerHooks:
         """Take vLLM's block pool, once it is there."""
         self._pins.bind(VllmBlockPool(pool))
 
+    def bind_cache(self, manager: Any) -> None:
+        """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
+        self._hits = lambda request: manager.get_computed_blocks(request)[1]
+
     def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """Take in that the workers' agents are up. A sibling connector's metadata is not ours."""
-        self.side.announce(h.member for h in handshakes.values() if isinstance(h, Handshake))
+        ours = [h for h in handshakes.values() if isinstance(h, Handshake)]
+        self.side.listen_to({h.member.cache.rank: h.channel for h in ours if h.channel is not None})
+        self.side.announce(h.member for h in ours)
 
     def close(self) -> None:
         """Stop serving the directory."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import ConfigError
 from kvxfer.values import Group
-from kvxfer_vllm import recurrent
+from kvxfer_vllm import addresses, compat, recurrent
 from kvxfer_vllm.migration import ConnectorConfig, check_hosts, translate
 from kvxfer_vllm.pages import group_pages
 
@@ -20,20 +22,27 @@ __all__ = ["counts_media", "groups_of", "hits_may_differ", "settings_of"]
 log = logging.getLogger("kvxfer.vllm")
 
 
-def settings_of(vllm_config: VllmConfig) -> ConnectorConfig:
-    """Return the user's ``kv_connector_extra_config``, checked.
+Translate = Callable[[Mapping[str, Any], Any], tuple[dict[str, Any], tuple[str, ...]]]
+"""Makes settings of ours, and notes for the log, out of ``kv_connector_extra_config`` and its ``KVTransferConfig``."""
+
+
+def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> ConnectorConfig:
+    """Return the user's ``kv_connector_extra_config``, checked, as it is for this process.
 
     Raises ``ConfigError``.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         raise ConfigError("kvxfer needs a kv_transfer_config")
-    mapping, notes = translate(transfer.kv_connector_extra_config or {}, transfer)
+    mapping, notes = translated(transfer.kv_connector_extra_config or {}, transfer)
     for note in notes:
-        log.warning("configuration of P2pNcclConnector: %s", note)
-    config = ConnectorConfig.from_mapping(mapping)
-    check_hosts(config.legacy_hosts)
+        log.warning("%s", note)
+    mapping, notes = addresses.defaults(mapping, os.environ)
+    for note in notes:
+        log.info("%s", note)
     parallel = vllm_config.parallel_config
+    config = addresses.located(ConnectorConfig.from_mapping(mapping), parallel)
+    check_hosts(config.legacy_hosts)
     model = vllm_config.model_config
     for kind in ("decode", "prefill"):
         setting = f"{kind}_context_parallel_size"
@@ -42,6 +51,11 @@ def settings_of(vllm_config: VllmConfig) -> ConnectorConfig:
                 f"kvxfer does not support {kind} context parallelism: the tokens of a block then lie on several ranks in "
                 f"turn, so that no rank's block is the tokens that its table says; set {setting} to 1"
             )
+    if getattr(model, "enable_sleep_mode", False) and not compat.FOLLOWS_SLEEP:
+        raise ConfigError(
+            "kvxfer does not support the sleep mode of this vLLM, which takes the cache's memory away without telling "
+            "connectors; use vLLM 0.33 or later, or do not set --enable-sleep-mode"
+        )
     if getattr(model, "is_encoder_decoder", False):
         raise ConfigError("kvxfer does not support encoder-decoder models: it does not move cross-attention caches")
     return config

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING
 
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
-from kvxfer.engine import Report, WorkerSide
+from kvxfer.engine import Report, WorkerChannel, WorkerSide
+from kvxfer.geometry import Cache
 from kvxfer.protocol.values import Stats
-from kvxfer.values import Rank
+from kvxfer.values import BlockTable, Rank
 from kvxfer_vllm import compat
 from kvxfer_vllm.clearing import Clearing
+from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.layout_check import check_layout
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
@@ -40,9 +42,9 @@ class WorkerHooks:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._blocks: dict[str, set[int]] = {}  # of loads under way, for vLLM that takes failed ones by block
         self._stats = KVXferStats()
         self._noted: Stats | None = None
+        self._asleep = False
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
         """Describe the cache, which is allocated, and start the agent."""
@@ -56,18 +58,47 @@ class WorkerHooks:
             check_layout(layout.cache, tensors, self._vllm)
         if getattr(self._kv, "needs_kv_cache_zeroing", False):
             self._clearing = Clearing(tensors.values(), layout.cache)
-        transfer = self._vllm.kv_transfer_config
-        self.start(Agent(layout.cache, self._config, str(transfer.engine_id if transfer else "")), layout)
+        copy = BlockCopier(tensors.values(), layout.cache).copy
+        self.start(self._agent(layout.cache), layout, copy=copy, channel=WorkerChannel)
 
-    def start(self, agent: Agent, layout: Layout) -> None:
-        """Take up work with this agent, whose cache is laid out so."""
+    def _agent(self, cache: Cache) -> Agent:
+        transfer = self._vllm.kv_transfer_config
+        return Agent(cache, self._config, str(transfer.engine_id if transfer else ""))
+
+    def start(
+        self,
+        agent: Agent,
+        layout: Layout,
+        *,
+        copy: Callable[[BlockTable, BlockTable], None],
+        channel: Callable[..., WorkerChannel] | None = None,
+    ) -> None:
+        """Take up work with this agent, whose cache is laid out so; for the rest see ``WorkerSide``."""
         self._side = WorkerSide(
             agent,
             table=layout.table,
             before_load=None if self._clearing is None else self._clearing.before,
             on_ended=lambda event: self._stats.record(event),
             quarantine=self._kv.num_blocks // 4 if compat.HOLDS_BLOCKS else 0,
+            copy=copy,
+            channel=channel,
         )
+
+    def suspend(self) -> None:
+        """Let go of the cache before vLLM unmaps it, for sleep mode. Raises ``KvxferError`` if it must stay."""
+        if not self._asleep:
+            self._on.suspend()
+            self._asleep = True
+            log.info("the cache is given back: this rank's transfers and links have ended")
+
+    def resume(self) -> None:
+        """Take the cache up again, which has other memory now."""
+        if self._asleep:
+            self._count()
+            self._noted = None  # the next agent counts from zero
+            self._on.resume(self._agent(self._on.agent.cache))
+            self._asleep = False
+            log.info("the cache is taken up again")
 
     @property
     def _on(self) -> WorkerSide:
@@ -76,20 +107,21 @@ class WorkerHooks:
 
     def handshake(self) -> Handshake | None:
         """Return where the agent listens; None before there is one."""
-        return None if self._side is None else Handshake(self._side.agent.member)
+        return None if self._side is None else Handshake(self._side.agent.member, self._side.address)
 
     def before_forward(self, metadata: StepMetadata) -> None:
         """Apply what must be known before this step can reuse a block."""
         self._on.begin(metadata.step)
 
     def load(self, metadata: StepMetadata) -> None:
-        """Begin this step's loads, end those that are no longer wanted, and take over what vLLM is to be told."""
+        """Begin this step's loads, end those that are no longer wanted, and take over what vLLM is to be told.
+
+        Called before the forward pass, and behind vLLM's clearing of new blocks, if a request counts on a prefetch.
+        """
         self._sent.update(metadata.freed)
         self._received.update(metadata.doomed)
         self._failed.update(metadata.doomed)
         self._failed_blocks.update(*metadata.doomed.values())
-        for fetch in metadata.step.commands.fetches:
-            self._blocks[fetch.handle] = set(fetch.blocks.ids())
         self._on.load(metadata.step)
 
     def after_forward(self, metadata: StepMetadata) -> None:
@@ -101,10 +133,7 @@ class WorkerHooks:
         report = self._on.collect()
         self._received.update(report.over)
         self._failed.update(report.failed)
-        for name in report.over:
-            blocks = self._blocks.pop(name)
-            if name in report.failed:
-                self._failed_blocks |= blocks
+        self._failed_blocks |= report.invalid
         self._report = self._report.merge(report)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
@@ -128,14 +157,17 @@ class WorkerHooks:
 
     def stats(self) -> KVXferStats | None:
         """Return what has been counted since the last call; None if that is nothing."""
-        if self._side is not None:
-            agent = self._side.agent
-            before, self._noted = self._noted, agent.stats()
-            self._stats.note(f"{agent.cache.rank.pp}.{agent.cache.rank.tp}", before, self._noted)
+        self._count()
         if self._stats.is_empty():
             return None
         out, self._stats = self._stats, KVXferStats()
         return out
+
+    def _count(self) -> None:
+        if self._side is not None:
+            agent = self._side.agent
+            before, self._noted = self._noted, agent.stats()
+            self._stats.note(f"{agent.cache.rank.pp}.{agent.cache.rank.tp}", before, self._noted)
 
     def close(self) -> None:
         """Close the agent."""
@@ -144,7 +176,7 @@ class WorkerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        kept: tuple[Sized, ...] = self._sent, self._received, self._failed, self._blocks
+        kept: tuple[Sized, ...] = self._sent, self._received, self._failed
         return sum(map(len, kept)) + bool(self._report) + (0 if self._side is None else len(self._side))
 
 

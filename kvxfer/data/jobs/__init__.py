@@ -1,4 +1,4 @@
-"""Jobs: how one part becomes batches. Run by the mover on the data thread; never block.
+"""Jobs: how one part becomes batches. Run on the data thread; never block.
 
 A direct job submits the plan's runs as they are. Staged jobs cut the plan into pieces and pass them through slots of
 staging memory: pack, move as one long run, unpack. By verb, and whose slots the two sides speak of:
@@ -15,7 +15,7 @@ write      packs, writes into the slot  lends a slot for each piece, unpacks onc
 from __future__ import annotations
 
 from kvxfer.data.jobs.direct import Direct
-from kvxfer.data.jobs.job import Job, SlotSink, Wire
+from kvxfer.data.jobs.job import Job, Wire
 from kvxfer.data.jobs.staged import Staged, StagedLend, StagedRead, StagedRecv, StagedSend, StagedServe, StagedWrite
 from kvxfer.protocol.values import Move, Role
 from kvxfer.transport import Verb
@@ -33,8 +33,8 @@ STAGED: dict[tuple[Verb, Role], type[Staged]] = {
 }
 
 
-def make_job(action: Move, wire: Wire, sink: SlotSink) -> Job:
+def make_job(action: Move, wire: Wire) -> Job:
     """Return the job for a part, by verb and role and whether it is staged."""
     if not action.piece_bytes:
         return Direct(action, wire)
-    return STAGED[action.verb, action.ref.role](action, wire, sink)
+    return STAGED[action.verb, action.ref.role](action, wire)

@@ -6,31 +6,30 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer.data.commands import PieceNews
 from kvxfer.data.staging import Staging
 from kvxfer.failures import Failure
 from kvxfer.geometry import Region
-from kvxfer.protocol.values import Move, PartRef
+from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Transport
 
-__all__ = ["CACHE", "PIECES", "STAGE", "Job", "SlotSink", "Wire"]
+__all__ = ["CACHE", "PIECES", "STAGE", "Job", "Wire"]
 
 CACHE, STAGE = 0, 1
 PIECES = 1 << 20
 """Stream numbers set aside for each part: pieces of part n are numbered from ``n * PIECES``."""
 
-SlotSink = Callable[[PartRef, int, int, int], None]
-"""Called with (part, piece, offset, bytes) to tell the peer of a slot; offset -1: its slot is free again."""
-
 
 @dataclass(frozen=True)
 class Wire:
-    """What a job needs of the data thread: the back end, the peer, memory, and the table of batches in flight."""
+    """What a job needs of the data thread: the back end, the peer, memory, the table of batches in flight, and who tells."""
 
     transport: Transport
     peer: int
     regions: tuple[Region, ...]
-    staging: Staging | None
+    staging: Staging
     batches: dict[int, Job]
+    tell: Callable[[PieceNews], None]
 
 
 class Job:
@@ -104,7 +103,7 @@ class Job:
         """Whether closing its link makes its memory quiet."""
         return caps.quiet == "peer_close" or (self.lends_memory and caps.quiet == "batch")
 
-    def slot(self, piece: int, offset: int, nbytes: int) -> None:
+    def heard(self, news: PieceNews) -> None:
         """Take in what the peer says of a piece; only staged jobs care."""
 
     def stop(self, why: Failure) -> None:

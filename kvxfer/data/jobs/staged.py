@@ -9,9 +9,9 @@ from itertools import chain, islice
 
 import numpy as np
 
-from kvxfer.data.jobs.job import PIECES, STAGE, Job, SlotSink, Wire
+from kvxfer.data.commands import PieceNews, PieceReady, PieceTaken
+from kvxfer.data.jobs.job import PIECES, STAGE, Job, Wire
 from kvxfer.data.staging import Slot
-from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import CopyPlan
 from kvxfer.protocol.values import Move
@@ -41,18 +41,16 @@ def _pieces(action: Move) -> Iterator[CopyPlan]:
     return action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
 
 
-def _misfit(piece: int, nbytes: int, plan: CopyPlan) -> Failure:
-    return Failure(FailureKind.MISUSE, f"piece {piece} has {nbytes} bytes at the peer and {plan.nbytes} here")
+def _misfit(news: PieceReady, plan: CopyPlan) -> Failure:
+    what = f"piece {news.piece} has {news.nbytes} bytes at the peer and {plan.nbytes} here"
+    return Failure(FailureKind.MISUSE, what)
 
 
 class Staged(Job):
     """What all staged jobs share: the pieces still to begin, and the slots they hold."""
 
-    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
+    def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
-        self.sink = sink
-        if wire.staging is None:
-            raise TransportError("a staged part needs staging memory, and there is none")
         self.staging = wire.staging
         self._rest: Iterator[tuple[int, CopyPlan]] = enumerate(_pieces(action))
         self._ahead: tuple[int, CopyPlan] | None = None
@@ -195,10 +193,9 @@ class StagedSend(Staged):
                 self.one_run(Verb.SEND, piece, after=self.pack(piece))
                 last = piece
         finally:
-            if (
-                last is not None
-            ):  # told last, since to tell takes time, and a consumer short of slots can wait for so long
-                self.sink(self.ref, last.number, last.slot.offset, last.plan.nbytes)
+            # Told last, since to tell takes time, and a consumer short of slots can wait for so long.
+            if last is not None:
+                self.wire.tell(PieceReady(self.ref, last.number, None, last.plan.nbytes))
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
@@ -211,12 +208,12 @@ class StagedRecv(Staged):
     It begins before it is told that the piece is being sent only while slots are plenty (see ``staging.py``).
     """
 
-    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
-        super().__init__(action, wire, sink)
+    def __init__(self, action: Move, wire: Wire) -> None:
+        super().__init__(action, wire)
         self._announced = 0
 
-    def slot(self, piece: int, offset: int, nbytes: int) -> None:
-        self._announced = max(self._announced, piece + 1)
+    def heard(self, news: PieceNews) -> None:
+        self._announced = max(self._announced, news.piece + 1)
 
     def take(self) -> Slot | None:
         sure = (ahead := self.peek()) is not None and ahead[0] < self._announced
@@ -242,8 +239,8 @@ class StagedRecv(Staged):
 class StagedServe(Staged):
     """One-sided read, producer: pack pieces, tell the consumer where they lie, free each when it says it took it."""
 
-    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
-        super().__init__(action, wire, sink)
+    def __init__(self, action: Move, wire: Wire) -> None:
+        super().__init__(action, wire)
         self._packing: list[_Piece] = []
 
     @property
@@ -266,10 +263,10 @@ class StagedServe(Staged):
         for piece in [p for p in self._packing if p.fence is None or p.fence.passed()]:
             self._packing.remove(piece)
             self.held[piece.number] = piece
-            self.sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
+            self.wire.tell(PieceReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
 
-    def slot(self, piece: int, offset: int, nbytes: int) -> None:
-        taken = self.held.pop(piece, None)
+    def heard(self, news: PieceNews) -> None:
+        taken = self.held.pop(news.piece, None)
         if taken is not None:
             self.staging.give(taken.slot)
 
@@ -288,8 +285,8 @@ class StagedServe(Staged):
 class SlotAtPeer(Staged):
     """Pieces that begin when the peer names a slot of its own for them, in whatever order."""
 
-    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
-        super().__init__(action, wire, sink)
+    def __init__(self, action: Move, wire: Wire) -> None:
+        super().__init__(action, wire)
         self._plans = dict(self._rest)
         self._named: deque[tuple[int, int]] = deque()
 
@@ -297,14 +294,17 @@ class SlotAtPeer(Staged):
     def complete(self) -> bool:
         return super().complete and not self._plans
 
-    def slot(self, piece: int, offset: int, nbytes: int) -> None:
-        plan = self._plans.get(piece)
-        if plan is None:
+    def heard(self, news: PieceNews) -> None:
+        plan = self._plans.get(news.piece)
+        if plan is None or isinstance(news, PieceTaken):
             return
-        if plan.nbytes != nbytes:
-            self.stop(_misfit(piece, nbytes, plan))
+        if news.offset is None:
+            self.stop(Failure(FailureKind.MISUSE, f"the peer has named no slot for piece {news.piece}"))
             return
-        self._named.append((piece, offset))
+        if plan.nbytes != news.nbytes:
+            self.stop(_misfit(news, plan))
+            return
+        self._named.append((news.piece, news.offset))
 
     def next_named(self) -> tuple[_Piece, int] | None:
         """Return the next piece with a slot here, and its offset at the peer; ``None`` when there is none now."""
@@ -334,7 +334,7 @@ class StagedRead(SlotAtPeer):
         super().completed(done)
         piece = self.held.pop(done.batch)
         if done.error is None and self.error is None:
-            self.sink(self.ref, piece.number, -1, 0)
+            self.wire.tell(PieceTaken(self.ref, piece.number))
             self.land(piece)
         else:
             self.give_back(piece, done.quiet)
@@ -353,7 +353,7 @@ class StagedWrite(SlotAtPeer):
         piece = self.held.pop(done.batch)
         self.give_back(piece, done.quiet)
         if done.error is None and self.error is None:
-            self.sink(self.ref, piece.number, 0, piece.plan.nbytes)
+            self.wire.tell(PieceReady(self.ref, piece.number, None, piece.plan.nbytes))
 
 
 class StagedLend(Staged):
@@ -364,22 +364,22 @@ class StagedLend(Staged):
 
     lends_memory = True
 
-    def __init__(self, action: Move, wire: Wire, sink: SlotSink) -> None:
-        super().__init__(action, wire, sink)
+    def __init__(self, action: Move, wire: Wire) -> None:
+        super().__init__(action, wire)
         self._written: deque[_Piece] = deque()
 
     @property
     def complete(self) -> bool:
         return super().complete and not self._written
 
-    def slot(self, piece: int, offset: int, nbytes: int) -> None:
-        lent = self.held.get(piece)
-        if lent is None:
+    def heard(self, news: PieceNews) -> None:
+        lent = self.held.get(news.piece)
+        if lent is None or isinstance(news, PieceTaken):
             return
-        if lent.plan.nbytes != nbytes:
-            self.stop(_misfit(piece, nbytes, lent.plan))
+        if lent.plan.nbytes != news.nbytes:
+            self.stop(_misfit(news, lent.plan))
             return
-        self._written.append(self.held.pop(piece))
+        self._written.append(self.held.pop(news.piece))
 
     def advance(self) -> None:
         self.settle()
@@ -387,7 +387,7 @@ class StagedLend(Staged):
             self.land(self._written.popleft())
         while (piece := self.begin()) is not None:
             self.held[piece.number] = piece
-            self.sink(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes)
+            self.wire.tell(PieceReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
         self.get_ready()
 
     def stop(self, why: Failure) -> None:

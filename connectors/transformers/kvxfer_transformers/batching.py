@@ -1,0 +1,452 @@
+"""KV of transformers' continuous batching from one manager to another, straight between their paged caches."""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+from kvxfer import ArgumentError, Config, Failure, KvxferError, Ticket
+from kvxfer_transformers.identity import model_facts, prompt_digest
+from kvxfer_transformers.layers import UnsupportedCacheError
+from kvxfer_transformers.paged import block_table, described
+from kvxfer_transformers.side import SingleProcess
+from kvxfer_transformers.ticket import BatchTicket
+
+__all__ = ["BatchingExchange"]
+
+log = logging.getLogger("kvxfer.transformers")
+
+START_S = 60.0
+IDLE_S = 0.005
+"""How long the loop waits for KV before it looks for requests again, when it has nothing else to do."""
+
+
+@dataclass
+class _Arrival:
+    """A request whose KV comes from elsewhere."""
+
+    state: RequestState
+    told: BatchTicket
+    digest: bytes
+    name: str
+    cancelled: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt, and what the other side has generated."""
+        return [*self.state.initial_tokens[: self.told.tokens], *self.told.tail[0]]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What the paged cache asks of a request to give it blocks."""
+
+    request_id: str
+    start: int
+
+    def current_len(self) -> int:
+        """Return how many tokens it has blocks for."""
+        return self.start
+
+
+class BatchingExchange:
+    """Offers prompts that a continuous-batching manager has prefilled, and lets it go on with prompts of another's.
+
+    One for each manager that runs; the same may do both. Blocks of the paged cache are read and written in place. A prompt
+    whose KV does not come is prefilled here, with a line in the log. All methods may be called from any thread but the
+    manager's own.
+
+    Args:
+        manager: A running ``ContinuousBatchingManager``, as ``model.continuous_batching_context_manager()`` gives it, without
+            asynchronous batching and tensor parallelism.
+        config: Settings of kvxfer, by name; see ``kvxfer.Config``.
+        name: What logs of other engines call this one.
+
+    Raises:
+        UnsupportedCacheError: The manager or its cache is of a kind that is not moved.
+        ConfigError: A setting is wrong.
+        TransportError: The back end does not work here.
+        KvxferError: The manager does not run.
+    """
+
+    def __init__(self, manager: Any, config: Mapping[str, Any] | None = None, *, name: str = "transformers") -> None:
+        settings = Config.from_mapping({} if config is None else config)
+        self._manager, self._model, self._config = manager, manager.model, settings
+        self._processor = _processor(manager)
+        self._paged, self._scheduler = self._processor.cache, self._processor.scheduler
+        self._facts = model_facts(self._model, settings)
+        self._arrivals: deque[_Arrival] = deque()
+        self._loads: dict[str, _Arrival] = {}  # by name, under which they have blocks
+        self._prefills: dict[str, str | None] = {}  # requests to be offered, and what else their KV depends on
+        self._tickets: dict[str, str] = {}
+        self._held: set[str] = set()  # names under which what is offered has blocks
+        self._count = 0
+        self._closed = False
+        cache, groups = described(self._paged)
+        self._side = SingleProcess(cache, groups, settings, name, self._facts, self._paged)
+        self._hooks: list[tuple[Any, str]] = []
+        try:
+            with manager.pause():
+                self._hook(self._processor, "prepare_next_batch", self._before_batch)
+                self._hook(self._processor, "has_pending_requests", self._pending)
+                self._hook(self._processor.offloading_manager, "offload_requests", self._make_room)
+                self._hook(self._scheduler, "finish_request", self._finishing)
+                self._hook(self._scheduler, "set_request_cancellation", self._cancelling)
+                self._hook(self._paged, "free_all_requests", self._dropping)
+        except BaseException:
+            self._side.close()
+            raise
+
+    def __enter__(self) -> BatchingExchange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the caller's threads --------------------------------------------------------------------------------------
+
+    def add_prefill(self, input_ids: Sequence[int], request_id: str | None = None, *, salt: str | None = None) -> str:
+        """Have the manager prefill a prompt and generate its first token, and offer its KV.
+
+        Its result comes from the manager as any other's; from then on there is a ``ticket`` of it.
+
+        Args:
+            input_ids: The prompt.
+            request_id: The request's name; by default one is made up.
+            salt: Whatever else the KV depends on, such as an adapter that is no part of the model.
+
+        Returns:
+            The request's name.
+        """
+        ids = _ids(input_ids)
+        name = self._name("prefill") if request_id is None else request_id
+        self._prefills[name] = salt
+        if self._manager.add_request(ids, request_id=name, max_new_tokens=1) is None:
+            del self._prefills[name]
+            raise KvxferError("the manager takes no requests any more")
+        return name
+
+    def ticket(self, request_id: str) -> str:
+        """Return the ticket of a request whose result is there; once. It is good for one ``add_fetch``.
+
+        Raises:
+            ArgumentError: No such request was prefilled well.
+        """
+        try:
+            return self._tickets.pop(request_id)
+        except KeyError:
+            raise ArgumentError(
+                f"request_id must be that of a prefill whose result has come without an error, not {request_id!r}"
+            ) from None
+
+    def add_fetch(
+        self,
+        ticket: str,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        streaming: bool = False,
+        salt: str | None = None,
+    ) -> str:
+        """Add a request that goes on with the KV that a ticket names. Its result comes from the manager as any other's.
+
+        Args:
+            ticket: What ``ticket`` returned in the other process, or ``CacheExchange.offer`` for a batch of one row.
+            input_ids: The prompt, as the other side had it.
+            request_id: The request's name; by default one is made up.
+            max_new_tokens: As for the manager's ``add_request``. What the other side has generated counts.
+            eos_token_id: As for the manager's ``add_request``.
+            streaming: As for the manager's ``add_request``.
+            salt: As the other side had it.
+
+        Returns:
+            The request's name.
+
+        Raises:
+            ArgumentError: The ticket is none, or not of this prompt.
+        """
+        told, ids = BatchTicket.read(ticket), _ids(input_ids)
+        if len(told.rows) != 1 or told.rows[0] is None or not told.tail[0]:
+            raise ArgumentError("ticket must be of a single prompt of at least two tokens")
+        behind = ids[told.tokens :]
+        if len(ids) < told.tokens or behind != list(told.tail[0][: len(behind)]):
+            raise ArgumentError(f"input_ids must be the ticket's prompt, with {told.tokens} tokens at the least")
+        generation = self._manager.generation_config
+        state = RequestState(
+            request_id=self._name("fetch") if request_id is None else request_id,
+            initial_tokens=ids,
+            max_new_tokens=generation.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            eos_token_id=generation.eos_token_id if eos_token_id is None else eos_token_id,
+            streaming=streaming,
+        )
+        digest = prompt_digest(self._model, self._facts, ids[: told.tokens], salt)
+        if self._closed or not self._manager.is_running():
+            raise KvxferError("the exchange is closed" if self._closed else "the manager does not run any more")
+        self._arrivals.append(_Arrival(state, told, digest, self._name("load")))
+        self._manager._wake_up_loop.set()
+        return str(state.request_id)
+
+    @property
+    def received(self) -> int:
+        """How many bytes have been fetched so far."""
+        return self._side.received
+
+    def close(self) -> None:
+        """Give up what is offered; what is being fetched is prefilled here. Any number of times."""
+        if self._closed:
+            return
+        if self._manager.is_running():
+            with self._manager.pause():
+                self._end()
+        else:
+            self._end()
+
+    # --- the manager's thread --------------------------------------------------------------------------------------
+
+    def _before_batch(self, original: Callable[[], bool]) -> bool:
+        self._turn()
+        for _ in range(len(self._arrivals)):
+            if not self._admit(self._arrivals[0]):
+                break
+            self._arrivals.popleft()
+        if self._loads:
+            self._turn()
+            if not self._scheduler.has_pending_requests():
+                select.select([self._side.worker], [], [], IDLE_S)
+                self._turn()
+                self._manager._wake_up_loop.set()  # the loop need not sleep
+        return original()
+
+    def _pending(self, original: Callable[[], bool]) -> bool:
+        return original() or bool(self._arrivals or self._loads)
+
+    def _make_room(self, original: Callable[[], bool]) -> bool:
+        """Take back offers, or wait for loads, where the manager would else have to give up."""
+        if original():
+            return True
+        if self._held:
+            log.warning(
+                "%d offers are taken back unread: the paged cache has no room for running requests", len(self._held)
+            )
+            self._release(self._held)
+            return True
+        if self._loads:
+            count = len(self._loads)
+            until = time.monotonic() + self._config.transfer_timeout + self._config.peer_timeout
+            while len(self._loads) == count and time.monotonic() < until:
+                select.select([self._side.worker], [], [], 0.1)
+                self._turn()
+            return len(self._loads) < count
+        return False
+
+    def _finishing(self, original: Callable[[str], None], request_id: str) -> None:
+        state = self._scheduler.active_requests.get(request_id)
+        allocators = self._paged.cache_allocators.values()
+        has_blocks = all(request_id in allocator.block_table for allocator in allocators)
+        if request_id in self._prefills and state is not None and state.status == RequestStatus.FINISHED and has_blocks:
+            try:
+                self._offer(request_id, state)
+            except Exception:
+                log.exception("request %s is not offered", request_id)
+        if state is not None and state.status >= RequestStatus.FINISHED and has_blocks:
+            self._prefills.pop(request_id, None)
+        original(request_id)
+
+    def _cancelling(self, original: Callable[[str], None], request_id: str) -> None:
+        self._prefills.pop(request_id, None)
+        for arrival in [*self._arrivals, *self._loads.values()]:
+            if arrival.state.request_id == request_id:
+                arrival.cancelled = True
+                self._side.scheduler.preempted(arrival.name)
+        original(request_id)
+
+    def _dropping(self, original: Callable[[], None], *arguments: Any, **named: Any) -> None:
+        """Let nothing of the cache be read or written any more: it forgets all requests."""
+        self._release(self._held)
+        for name in self._loads:
+            self._side.scheduler.preempted(name)
+        until = time.monotonic() + self._config.transfer_timeout + self._config.peer_timeout
+        while self._loads and time.monotonic() < until:
+            self._turn()
+            select.select([self._side.worker], [], [], IDLE_S)
+        original(*arguments, **named)
+
+    def _offer(self, request_id: str, state: RequestState) -> None:
+        """Offer what a request has in the cache, and keep its blocks under a name of our own."""
+        ids, tokens = [*state.initial_tokens, *state.generated_tokens], state.position_offset
+        if tokens >= len(ids):
+            raise KvxferError(f"request {request_id} has KV of {tokens} tokens and {len(ids)} ids")
+        name, scheduler = self._name("offer"), self._side.scheduler
+        table = block_table(self._paged, request_id, tokens)
+        digest = prompt_digest(self._model, self._facts, ids[:tokens], self._prefills[request_id])
+        scheduler.offer(name, self._side.mint(), digest, tokens)
+        ticket: Ticket | None = scheduler.ticket(name)
+        scheduler.runs(name, 0, tokens, table)
+        if not scheduler.finished(name, table, complete=True):
+            raise KvxferError(f"request {request_id} cannot be kept")
+        _rename(self._paged, request_id, name)
+        self._held.add(name)
+        self._tickets[request_id] = BatchTicket((ticket,), tokens, (tuple(ids[tokens:]),)).text
+        self._turn()
+
+    def _admit(self, arrival: _Arrival) -> bool:
+        """Give an arrival blocks and begin its load; False if it has to wait for room."""
+        scheduler, told, name = self._side.scheduler, arrival.told, arrival.name
+        if arrival.cancelled:
+            scheduler.finished(name, block_table(self._paged, name, 0), complete=False)
+            return True
+        ticket = told.rows[0]
+        assert ticket is not None
+        if not scheduler.load(name, ticket.transfer, arrival.digest, ticket.source, told.tokens):
+            self._prefill_here(arrival, "its ticket has been used already")
+            return True
+        computed = self._paged.search_prefix_match(name, arrival.ids[: told.tokens + 1])
+        if not self._store(_Span(name, computed), told.tokens - computed):
+            self._paged.free_blocks(name)
+            if self._scheduler.has_pending_requests() or self._loads:
+                return False
+            scheduler.finished(name, block_table(self._paged, name, 0), complete=False)
+            self._prefill_here(arrival, "there is no room for it at once")
+            return True
+        self._loads[name] = arrival
+        table = block_table(self._paged, name, told.tokens)
+        external = scheduler.loadable(name, computed) or 0
+        scheduler.allocated(name, table, external)
+        if not external:
+            self._over(name, None)
+        return True
+
+    def _store(self, span: _Span, tokens: int) -> bool:
+        """Give a request blocks for so many more tokens, at the cost of blocks that are only kept in case they match."""
+        if self._paged.can_store_request_tokens(span, tokens):
+            return True
+        evicted = self._paged.evict_cached_blocks()
+        self._paged.pool.try_to_free_sectors()
+        return bool(evicted and self._paged.can_store_request_tokens(span, tokens))
+
+    def _turn(self) -> None:
+        if self._closed:
+            return
+        update = self._side.turn()
+        for name in update.free:
+            self._held.discard(name)
+            self._paged.free_blocks(name)
+        for name in update.loaded:
+            self._over(name, None)
+        for name, failure in update.failed.items():
+            self._over(name, failure)
+
+    def _over(self, name: str, failure: Failure | None) -> None:
+        """Let a request run whose load is over."""
+        arrival = self._loads.pop(name)
+        self._side.scheduler.finished(name, block_table(self._paged, name, arrival.told.tokens), complete=False)
+        if arrival.cancelled or failure is not None:
+            self._paged.free_blocks(name, no_cache=True)
+            if not arrival.cancelled:
+                self._prefill_here(arrival, str(failure))
+            return
+        state, tokens = arrival.state, arrival.told.tokens
+        _rename(self._paged, name, state.request_id)
+        state.generated_tokens = arrival.ids[len(state.initial_tokens) :]
+        state.remaining_prefill_tokens = arrival.ids[tokens:]
+        state.position_offset = tokens
+        state.status = RequestStatus.PREFILLING
+        if self._paged.use_prefix_sharing:
+            whole = {n: tokens // allocator.tokens_per_page for n, allocator in self._paged.cache_allocators.items()}
+            self._paged.mark_complete_blocks(state, whole)
+        ended = state._eos_token_ids & set(state.generated_tokens[-1:])
+        self._scheduler.active_requests[state.request_id] = state
+        if ended or state.generated_len() >= state._new_tokens_limit:
+            state.status = RequestStatus.FINISHED
+            self._scheduler.finish_request(state.request_id)
+            self._processor.output_router.deliver(state.to_generation_output())
+        elif state.streaming and state.generated_tokens:
+            self._processor.output_router.deliver(state.to_generation_output())
+
+    def _prefill_here(self, arrival: _Arrival, why: str) -> None:
+        log.warning("request %s is prefilled here: %s", arrival.state.request_id, why)
+        self._scheduler.add_waiting_request(arrival.state)
+
+    def _release(self, names: set[str]) -> None:
+        """Take back offers, and free their blocks."""
+        taken = sorted(names)
+        for name in taken:
+            self._side.scheduler.freed(name)
+        self._turn()  # revoked: whoever has read them is told not to trust them
+        for name in taken:
+            if name in self._held:
+                self._held.discard(name)
+                self._paged.free_blocks(name)
+
+    def _end(self) -> None:
+        """Close, while the manager's loop stands still."""
+        for owner, name in self._hooks:
+            delattr(owner, name)
+        self._closed = True
+        quiet = self._side.close()
+        for name in self._held if quiet else ():
+            self._paged.free_blocks(name)
+        for name in self._loads if quiet else ():
+            self._paged.free_blocks(name, no_cache=True)
+        for arrival in [*self._loads.values(), *self._arrivals]:
+            if not arrival.cancelled:
+                self._prefill_here(arrival, "the exchange was closed")
+        self._held.clear()
+        self._loads.clear()
+        self._arrivals.clear()
+
+    def _hook(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        """Have ``hook`` called in place of a method, with the method as its first argument."""
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *arguments, **named: hook(original, *arguments, **named))
+        self._hooks.append((owner, name))
+
+    def _name(self, what: str) -> str:
+        self._count += 1
+        return f"kvxfer-{what}-{self._count}"
+
+
+def _processor(manager: Any) -> Any:
+    """Return what runs the manager's batches.
+
+    Raises:
+        UnsupportedCacheError: It works in a way that is not supported.
+        KvxferError: There is none.
+    """
+    until = time.monotonic() + START_S
+    while manager.is_running() and manager.batch_processor is None and time.monotonic() < until:
+        time.sleep(0.01)
+    processor = manager.batch_processor
+    if not manager.is_running() or processor is None:
+        raise KvxferError("the manager must run: use model.continuous_batching_context_manager(), or start it first")
+    if processor.use_async_batching:
+        raise UnsupportedCacheError(
+            "asynchronous batching is not supported: use ContinuousBatchingConfig(use_async_batching=False)"
+        )
+    if manager.num_return_sequences > 1:
+        raise UnsupportedCacheError("several sequences of one prompt are not supported: use num_return_sequences=1")
+    if manager.distributed_helper.tp_size > 1:
+        raise UnsupportedCacheError("tensor parallelism is not supported here: run the model in one process")
+    return processor
+
+
+def _ids(input_ids: Any) -> list[int]:
+    ids = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
+    if not ids or not all(type(token) is int for token in ids):
+        raise ArgumentError("input_ids must be the ids of one prompt, a row of integers")
+    return ids
+
+
+def _rename(paged: Any, before: str, after: str) -> None:
+    """Have blocks be those of another request."""
+    for allocator in paged.cache_allocators.values():
+        allocator.block_table[after] = allocator.block_table.pop(before)

@@ -1,0 +1,350 @@
+"""KV of ``model.generate`` from one process to another."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, StaticLayer
+
+from kvxfer import ArgumentError, Config, Failure, FailureKind, KvxferError, Ticket
+from kvxfer_transformers.arena import Arena
+from kvxfer_transformers.identity import model_facts, prompt_digest
+from kvxfer_transformers.layers import UnsupportedCacheError, check_layers, forms_of, held, kept
+from kvxfer_transformers.prompts import padding, token_ids
+from kvxfer_transformers.side import SingleProcess
+from kvxfer_transformers.ticket import BatchTicket
+
+__all__ = ["CacheExchange"]
+
+LOOK_S = 0.05
+"""Another thread of this process may have taken in what one waits for; so each looks again after that long."""
+GRACE_S = 30.0
+"""How much longer than a transfer's own deadline a fetch waits for its end, before it gives the exchange up as broken."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of a batch that is being fetched."""
+
+    request: str
+    blocks: list[int]
+    tokens: int
+
+
+class CacheExchange:
+    """Offers what ``generate()`` keeps in its cache to other processes, and fetches what they offer.
+
+    One for each model and process; the same object may do both. All methods may be called from any thread. The exchange
+    keeps memory of its own, into which an offered cache is copied: it may be used on or dropped as soon as ``offer`` has
+    returned. Each ticket serves one ``fetch``.
+
+    Args:
+        model: A causal language model, with the weights and adapters that it will compute with.
+        config: Settings of kvxfer, by name (``backend="tcp"``, ``listen="0.0.0.0"``); see ``kvxfer.Config``.
+        tokens: How many tokens there is room for, of all rows that are offered and not fetched yet, or being fetched.
+        name: What logs of other engines call this one.
+
+    Raises:
+        UnsupportedCacheError: What the model keeps in its cache is not moved.
+        ConfigError: A setting is wrong.
+        TransportError: The back end does not work here.
+    """
+
+    def __init__(
+        self, model: Any, config: Mapping[str, Any] | None = None, *, tokens: int = 8192, name: str = "transformers"
+    ) -> None:
+        settings = Config.from_mapping({} if config is None else config)
+        if not isinstance(tokens, int) or tokens <= 0:
+            raise ArgumentError(f"tokens must be a positive integer, not {tokens!r}")
+        if model.device.type not in ("cpu", "cuda"):
+            raise UnsupportedCacheError(
+                f"the model is on {model.device}: KV is moved between memory of the CPU and of CUDA devices"
+            )
+        self._model, self._config = model, settings
+        self._facts = model_facts(model, settings)
+        self._arena = Arena(forms_of(model), tokens, model.device)
+        self._side = SingleProcess(self._arena.cache, self._arena.groups, settings, name, self._facts, self._arena)
+        self._lock = threading.Lock()
+        self._offered: dict[str, list[int]] = {}
+        self._ended: dict[str, Failure | None] = {}  # loads that a thread waits for
+        self._requests = 0
+        self._closed = False
+
+    def __enter__(self) -> CacheExchange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def offer(
+        self,
+        cache: Any,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        salt: str | None = None,
+    ) -> str:
+        """Offer a batch's KV to one other process; return the ticket by which it is fetched.
+
+        Args:
+            cache: What the model has computed: ``generate(..., return_dict_in_generate=True).past_key_values``.
+            sequences: The ids that it was computed from, [batch, tokens], and those generated after them, if any. At least
+                the last one has no KV yet, or its KV is computed again by whoever fetches.
+            attention_mask: Of the prompt, [batch, tokens]; needed if rows are padded, on the left.
+            salt: Whatever else the KV depends on, such as a hash of images; the other side must give the same.
+
+        Returns:
+            A text to be carried unchanged. It is good for one ``fetch``, until ``lease`` seconds have passed.
+
+        Raises:
+            ArgumentError: The arguments do not fit each other.
+            UnsupportedCacheError: The cache is of a kind that is not moved, or has lost tokens that are needed.
+            KvxferError: There is no room (kind ``OVERLOADED``), or the exchange is closed.
+        """
+        ids = token_ids("sequences", sequences)
+        pads = padding(attention_mask, ids)
+        forms = self._arena.forms
+        present = held(cache, forms)
+        length = min(present, ids.shape[1] - 1)
+        if present > ids.shape[1]:
+            raise ArgumentError(f"sequences must have the ids of all {present} tokens in the cache, not {ids.shape[1]}")
+        rows = len(cache.layers[forms[0].index].keys)
+        if rows != len(ids):
+            raise ArgumentError(f"sequences must have a row for each of the {rows} rows of the cache, not {len(ids)}")
+        contents = [
+            [[_last(x, form, length - pad, present - length) for x in kept(cache, form, row)] for form in forms]
+            for row, pad in enumerate(pads)
+        ]
+        digests = [
+            prompt_digest(self._model, self._facts, ids[row, pad:length].tolist(), salt) for row, pad in enumerate(pads)
+        ]
+        with self._lock:
+            self._turn()
+            blocks = self._take(max(0, length - pad) for pad in pads)
+            tickets: list[Ticket | None] = []
+            for row, pad in enumerate(pads):
+                tokens = length - pad
+                if tokens <= 0:
+                    tickets.append(None)
+                    continue
+                for form, sides in zip(forms, contents[row], strict=True):
+                    for side, content in enumerate(sides):
+                        self._arena.store(form.index, side, blocks[row], tokens, content)
+                request, table = self._name("offer"), self._arena.table(blocks[row], tokens)
+                scheduler = self._side.scheduler
+                scheduler.offer(request, self._side.mint(), digests[row], tokens)
+                tickets.append(scheduler.ticket(request))
+                scheduler.runs(request, 0, tokens, table)
+                scheduler.finished(request, table, complete=True)
+                self._offered[request] = blocks[row]
+            self._turn()
+        tail = tuple(tuple(map(int, row)) for row in ids[:, length:].tolist())
+        return BatchTicket(tuple(tickets), length, tail).text
+
+    def fetch(
+        self,
+        ticket: str,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        cache: Any = None,
+        salt: str | None = None,
+    ) -> dict[str, Any]:
+        """Fetch what a ticket names, and return what ``generate()`` needs to go on: ``model.generate(**fetched)``.
+
+        Waits, at most for ``transfer_timeout`` seconds and until the memory is quiet.
+
+        Args:
+            ticket: What ``offer`` returned in the other process.
+            input_ids: The prompt, as the other side had it, [batch, tokens].
+            attention_mask: As the other side had it.
+            cache: An empty cache of this model to be filled, such as a ``StaticCache``; by default a ``DynamicCache``.
+            salt: As the other side had it.
+
+        Returns:
+            ``input_ids``, with the ids that the other side has generated already behind the prompt, ``attention_mask``
+            and ``past_key_values``.
+
+        Raises:
+            ArgumentError: The ticket or the prompt is no such thing, or they do not fit each other.
+            UnsupportedCacheError: The cache to be filled is of a kind that is not.
+            KvxferError: The KV has not come, and why (``kind``). Nothing is held any more; compute the prompt here.
+        """
+        told = BatchTicket.read(ticket)
+        ids = token_ids("input_ids", input_ids)
+        pads = padding(attention_mask, ids)
+        self._check(told, ids, pads)
+        target = DynamicCache(config=self._model.config) if cache is None else cache
+        _check_empty(target, told.tokens)
+        full = torch.cat([ids[:, : told.tokens], torch.tensor(told.tail)], 1)
+        rows: list[_Row | None] = []
+        with self._lock:
+            self._turn()
+            taken = iter(self._take(max(0, told.tokens - pad) for pad in pads))
+            for row, (pad, row_ticket) in enumerate(zip(pads, told.rows, strict=True)):
+                blocks = next(taken)
+                if row_ticket is None:
+                    rows.append(None)
+                    continue
+                tokens = told.tokens - pad
+                content = prompt_digest(self._model, self._facts, ids[row, pad : told.tokens].tolist(), salt)
+                request, scheduler = self._name("fetch"), self._side.scheduler
+                found = _Row(request, blocks, tokens)
+                if scheduler.load(request, row_ticket.transfer, content, row_ticket.source, tokens):
+                    scheduler.allocated(request, self._arena.table(blocks, tokens), scheduler.loadable(request, 0) or 0)
+                else:
+                    detail = "this exchange fetches it already, or did so just now; each ticket serves one fetch"
+                    self._ended[request] = Failure(FailureKind.MISUSE, detail)
+                rows.append(found)
+            self._turn()
+        moved = [row for row in rows if row is not None]
+        try:
+            failure = self._wait(moved)
+            if failure is not None:
+                raise KvxferError(f"the KV of a prompt has not come: {failure}", kind=failure.kind)
+            self._fill(target, rows, pads, told.tokens)
+        finally:
+            with self._lock:
+                for done in moved:
+                    if done.request in self._ended:  # else something may still be written there
+                        del self._ended[done.request]
+                        self._side.scheduler.finished(done.request, self._arena.table(done.blocks, done.tokens), True)
+                        self._arena.give_back(done.blocks)
+                self._turn()
+        device = self._model.device
+        mask = torch.ones_like(full)
+        for row, pad in enumerate(pads):
+            mask[row, :pad] = 0
+        return {"input_ids": full.to(device), "attention_mask": mask.to(device), "past_key_values": target}
+
+    def close(self) -> None:
+        """Give up what is offered and fetched, and close the back end. Any number of times."""
+        with self._lock:
+            self._closed = True
+            self._side.close()
+
+    @property
+    def room(self) -> int:
+        """How many blocks of ``kvxfer_transformers.arena.BLOCK`` tokens are free; a row takes whole blocks."""
+        with self._lock:
+            self._turn()
+            return self._arena.room()
+
+    @property
+    def received(self) -> int:
+        """How many bytes have been fetched so far."""
+        return self._side.received
+
+    def _check(self, told: BatchTicket, ids: torch.Tensor, pads: Iterable[int]) -> None:
+        """Refuse a prompt that is not the ticket's, as far as can be seen without asking."""
+        if len(ids) != len(told.rows):
+            raise ArgumentError(f"input_ids must have the {len(told.rows)} rows of the ticket's batch, not {len(ids)}")
+        if ids.shape[1] < told.tokens:
+            raise ArgumentError(
+                f"input_ids must have the {told.tokens} tokens whose KV was offered, not {ids.shape[1]}; if the other side "
+                "has generated more than one token, pass its sequences"
+            )
+        for row, pad in enumerate(pads):
+            if (told.tokens - pad <= 0) != (told.rows[row] is None):
+                raise ArgumentError(f"attention_mask must be as the other side had it: row {row} is padded otherwise")
+            behind = ids[row, told.tokens :].tolist()
+            if behind != list(told.tail[row][: len(behind)]):
+                raise ArgumentError(f"input_ids must be the ticket's prompt: row {row} ends in other ids")
+
+    def _name(self, what: str) -> str:
+        self._requests += 1
+        return f"{what}-{self._requests}"
+
+    def _take(self, tokens: Iterable[int]) -> list[list[int]]:
+        """Take blocks for each row, or for none."""
+        taken: list[list[int]] = []
+        wanted = list(tokens)
+        for count in wanted:
+            blocks = self._arena.take(count)
+            if blocks is None:
+                for earlier in taken:
+                    self._arena.give_back(earlier)
+                raise KvxferError(
+                    f"there is no room for {sum(wanted)} tokens beside what is offered and not fetched yet: fetch that, wait "
+                    "for its lease to end, or give the exchange more 'tokens'",
+                    kind=FailureKind.OVERLOADED,
+                )
+            taken.append(blocks)
+        return taken
+
+    def _turn(self) -> None:
+        """Have done what was asked for, and take in what has ended; under the lock."""
+        if self._closed:
+            raise KvxferError("the exchange is closed")
+        update = self._side.turn()
+        for request in update.free:
+            self._arena.give_back(self._offered.pop(request))
+        self._ended.update(dict.fromkeys(update.loaded))
+        self._ended.update(update.failed)
+
+    def _wait(self, rows: list[_Row]) -> Failure | None:
+        """Wait until all rows have come or have failed; return a failure, if there is one."""
+        until = time.monotonic() + self._config.transfer_timeout + self._config.peer_timeout + GRACE_S
+        while time.monotonic() < until:
+            with self._lock:
+                self._turn()
+                ended = {row.request: self._ended[row.request] for row in rows if row.request in self._ended}
+                if len(ended) == len(rows):
+                    return next((failure for failure in ended.values() if failure is not None), None)
+                if any(ended.values()):  # the others are of no use any more
+                    for row in rows:
+                        if row.request not in ended:
+                            self._side.scheduler.preempted(row.request)
+                    self._turn()
+            select.select([self._side.worker], [], [], LOOK_S)
+        return Failure(FailureKind.BACKEND_FAILED, "neither the KV nor a failure has come; its memory is given up")
+
+    def _fill(self, target: Any, rows: list[_Row | None], pads: Iterable[int], tokens: int) -> None:
+        """Write what has come into a cache, by the cache's own way."""
+        device = self._model.device
+        for form in self._arena.forms if tokens else ():
+            sides = []
+            for side in (0, 1):
+                shape = (len(rows), form.heads[side], tokens, form.dims[side])
+                whole = torch.zeros(shape, dtype=form.dtype, device=device)
+                for i, (row, pad) in enumerate(zip(rows, pads, strict=True)):
+                    if row is not None:
+                        first = max(0, row.tokens - form.window + 1) if form.window else 0
+                        whole[i, :, pad + first :] = self._arena.load(form.index, side, row.blocks, first, row.tokens)
+                sides.append(whole)
+            target.update(*sides, form.index)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the blocks are another's from now on
+
+
+def _last(content: torch.Tensor, form: Any, tokens: int, dropped: int) -> torch.Tensor:
+    """Return what the next token needs of a layer's [head, token, dim] of a row of so many tokens.
+
+    Its last ``dropped`` tokens are computed again by whoever fetches.
+    """
+    wanted = min(tokens, form.window - 1) if form.window else tokens
+    there = content.shape[1] - dropped
+    if there < wanted:
+        raise UnsupportedCacheError(
+            f"layer {form.index} has given up tokens that the last one needs, which would be computed again: have generate() "
+            "make one token with return_dict_in_generate=True, and offer its past_key_values with its sequences"
+        )
+    return content[:, there - wanted : there] if wanted > 0 else content[:, :0]
+
+
+def _check_empty(cache: Any, tokens: int) -> None:
+    """Refuse a cache that cannot be filled with so many tokens."""
+    check_layers(cache)
+    if any(layer.is_initialized and layer.get_seq_length() for layer in cache.layers):
+        raise ArgumentError("cache must be empty: what is fetched begins with the first token")
+    most = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    if most and min(most) <= tokens:
+        raise ArgumentError(
+            f"cache must have a max_cache_len above {tokens}, the tokens that are fetched, not {min(most)}"
+        )

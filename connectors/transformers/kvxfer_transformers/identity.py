@@ -1,0 +1,71 @@
+"""What all KV of a model depends on, as facts that other engines compare with theirs; and what one prompt's depends on.
+
+The weights are known by what is in memory: which files they came from, and under which name, does not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvxfer.config import Config
+from kvxfer.facts import sealed
+from kvxfer.identity import digest, key
+
+__all__ = ["model_facts", "prompt_digest"]
+
+SAMPLES = 256
+"""Elements of each tensor that the fingerprint covers, spread over it. Weights that differ at none of them look alike."""
+
+_UNESSENTIAL = frozenset(
+    "_name_or_path architectures transformers_version torch_dtype dtype use_cache return_dict output_attentions "
+    "output_hidden_states attn_implementation bos_token_id eos_token_id pad_token_id".split()
+)
+"""Settings of a model that its KV does not depend on, and those that are stated by themselves."""
+
+
+def model_facts(model: Any, config: Config) -> dict[str, str]:
+    """Return the facts of a model: its weights, configuration (positions and their scaling included) and dtype.
+
+    Reads some elements of each weight, once: milliseconds for small models, a second or so for those of many layers.
+    """
+    weights = {"weights": _fingerprint(model)} if config.model is None else {"model": config.model}
+    text = json.dumps(_essential(model.config.to_dict()), sort_keys=True, default=str)
+    return {
+        **weights,
+        "config": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def prompt_digest(model: Any, facts: dict[str, str], tokens: Sequence[int], salt: str | None) -> bytes:
+    """Return what the KV of these tokens depends on; adapters that are active now are part of it."""
+    return digest(tokens=tokens, model=sealed(facts), lora=_adapters(model), salt=salt)
+
+
+def _fingerprint(model: Any) -> str:
+    told = hashlib.blake2b(digest_size=8)
+    for name, weight in sorted(model.state_dict().items()):
+        if "lora_" in name:
+            continue  # adapters are named by each prompt
+        flat = weight.detach().reshape(-1)
+        flat = flat[:: max(1, flat.numel() // SAMPLES)].contiguous().cpu()
+        told.update(key(name, str(weight.dtype), tuple(weight.shape), flat.view(torch.uint8).numpy().tobytes()))
+    return told.hexdigest()
+
+
+def _essential(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _essential(inner) for key, inner in value.items() if key not in _UNESSENTIAL}
+
+
+def _adapters(model: Any) -> str | None:
+    """Return the names of the adapters that compute KV now; ``None`` without any."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    return ",".join(sorted(model.active_adapters()))

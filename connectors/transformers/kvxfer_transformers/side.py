@@ -1,0 +1,73 @@
+"""A whole engine of one process: the scheduler's side, the one worker's, and the way between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvxfer import Agent, Config, Ended
+from kvxfer.engine import BlockPins, SchedulerSide, Update, WorkerSide
+from kvxfer.geometry import Cache
+from kvxfer.identity import TransferId
+from kvxfer.values import Group
+
+__all__ = ["SingleProcess"]
+
+
+class SingleProcess:
+    """Both sides of an engine whose scheduler and worker are one thread; one thread at a time.
+
+    Args:
+        cache: Its memory, which stays where it is until ``close``.
+        groups: Its groups, as the cache has them.
+        config: The settings.
+        name: The engine's name, for logs of others.
+        facts: What all its KV depends on.
+        memory: What owns the cache's memory, which is kept until nothing touches it any more.
+
+    Attributes:
+        scheduler: The scheduler's side.
+        worker: The worker's side.
+        received: Bytes that have been fetched so far.
+    """
+
+    def __init__(
+        self, cache: Cache, groups: Sequence[Group], config: Config, name: str, facts: dict[str, str], memory: object
+    ) -> None:
+        self.scheduler = SchedulerSide(config, name, groups, 1, facts, pins=BlockPins(0))
+        try:
+            self.worker = WorkerSide(Agent(cache, config, name, facts), on_ended=self._count)
+        except BaseException:
+            self.scheduler.close()
+            raise
+        self._minted = self.received = 0
+        _in_use[self.worker] = memory
+        self.turn()  # others can find it from now on
+
+    def mint(self) -> TransferId:
+        """Return a name that no transfer has had."""
+        self._minted += 1
+        return TransferId.mint(self.scheduler.source.epoch, f"transformers-{self._minted}")
+
+    def turn(self) -> Update:
+        """Do what has been asked for, and return what has ended."""
+        step = self.scheduler.step()
+        self.worker.begin(step)
+        self.worker.load(step)
+        self.worker.after_forward(step)
+        return self.scheduler.report(self.worker.collect())
+
+    def _count(self, ended: Ended) -> None:
+        if ended.outcome.delivered:
+            self.received += ended.nbytes
+
+    def close(self) -> bool:
+        """Stop; whether all memory is quiet, as ``kvxfer.Agent.close`` has it."""
+        quiet = self.worker.close()
+        self.scheduler.close()
+        if quiet:
+            _in_use.pop(self.worker, None)
+        return quiet
+
+
+_in_use: dict[WorkerSide, object] = {}
+"""Memory that agents may touch, though whoever made them has forgotten it."""

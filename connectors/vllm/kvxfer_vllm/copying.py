@@ -1,0 +1,83 @@
+"""Blocks of a worker's cache copied to other blocks of it, as PyTorch work: on a GPU in the order of the forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvxfer.geometry import Cache, View
+from kvxfer.values import NULL, BlockTable
+from kvxfer_vllm.clearing import memory_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BlockCopier"]
+
+
+class BlockCopier:
+    """The cache of one worker. ``tensors``: what the engine allocated, which ``cache`` describes."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], cache: Cache) -> None:
+        memory = memory_of(tensors, cache)
+        self._by_group: list[list[torch.Tensor]] = [[] for _ in cache.groups]  # each [layers, blocks, ..., bytes]
+        for view in cache.views:
+            self._by_group[view.group] += _planes(view, cache, memory)
+
+    def copy(self, src: BlockTable, dst: BlockTable) -> None:
+        """Copy the blocks of ``src`` to those of ``dst``, position by position, where both have one.
+
+        Launched when this returns; what is launched after it on the current stream finds the blocks copied.
+        """
+        import torch
+
+        for planes, of, to in zip(self._by_group, src, dst, strict=True):
+            n = min(len(of), len(to))
+            both = (of[:n] != NULL) & (to[:n] != NULL)
+            if not both.any():
+                continue
+            for plane in planes:
+                here = torch.from_numpy(of[:n][both]).to(plane.device)
+                there = torch.from_numpy(to[:n][both]).to(plane.device)
+                plane.index_copy_(1, there, plane.index_select(1, here))
+
+
+def _planes(view: View, cache: Cache, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a view as tensors over its layers, one where these are evenly spaced."""
+    axes, unit = _merged(view.axes(cache.groups[view.group].block_tokens), view.unit)
+    offsets = np.sort(np.asarray(view.offsets, np.int64))
+    region = np.searchsorted(cache.starts, offsets, side="right") - 1
+    pitches = np.unique(np.diff(offsets))
+    even = len(pitches) <= 1 and region[0] == region[-1]
+    runs = [offsets] if even else [offsets[i : i + 1] for i in range(len(offsets))]
+    out = []
+    for run in runs:
+        r = int(np.searchsorted(cache.starts, run[0], side="right") - 1)
+        pitch = int(run[1] - run[0]) if len(run) > 1 else 0
+        sizes = [len(run), view.blocks, *(n for n, _ in axes), unit]
+        strides = [pitch or unit, view.block_stride, *(s for _, s in axes), 1]
+        out.append(_wide(memory[r], sizes, strides, int(run[0]) - cache.starts[r]))
+    return out
+
+
+def _merged(axes: list[tuple[int, int]], unit: int) -> tuple[list[tuple[int, int]], int]:
+    """Return axes (length, stride) and a unit with as few axes as say the same: what is contiguous is one unit."""
+    left = sorted(axes, key=lambda axis: -axis[1])
+    while left and left[-1][1] == unit:
+        unit *= left.pop()[0]
+    return left, unit
+
+
+def _wide(memory: torch.Tensor, sizes: list[int], strides: list[int], start: int) -> torch.Tensor:
+    """Return a view of bytes, in words as wide as its places allow: a copy costs by the word."""
+    import torch
+
+    words: list[tuple[torch.dtype, int]] = [(torch.int64, 8), (torch.int32, 4), (torch.int16, 2)]
+    for dtype, width in words:
+        if not any(n % width for n in (start, memory.data_ptr(), sizes[-1], *strides[:-1])):
+            whole = memory[: len(memory) - len(memory) % width].view(dtype)
+            narrow = [*sizes[:-1], sizes[-1] // width]
+            return whole.as_strided(narrow, [*(s // width for s in strides[:-1]), 1], start // width)
+    return memory.as_strided(sizes, strides, start)

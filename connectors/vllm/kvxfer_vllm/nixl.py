@@ -1,0 +1,61 @@
+"""kvxfer under the name ``NixlConnector``, for stacks that know connectors by a list of names. To be asked for, never by default.
+
+``"kv_connector": "NixlConnector", "kv_connector_module_path": "kvxfer_vllm.nixl"``: the path outranks vLLM's own connector of that
+name. Both engines must have it so: it is kvxfer that speaks, and NIXL's own connector does not understand it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvxfer_vllm import compat
+from kvxfer_vllm.connector import KVXferConnector
+from kvxfer_vllm.stats import KVXferStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["NixlConnector"]
+
+log = logging.getLogger("kvxfer.vllm")
+
+_WITHOUT_MEANING = {
+    "backends": "names backends of NIXL's; set kvxfer's 'backend' and 'backend_options'",
+    "num_threads": "is an option of NIXL's; set 'backend_options'",
+    "enforce_handshake_compat": "has no counterpart: engines that do not fit refuse each other, always",
+    "engine_ttl": "has no counterpart: links end with their peers",
+    "bidirectional_kv_xfer": "has no counterpart: each request goes one way",
+    "kv_recompute_threshold": "has no counterpart",
+    "decoder_kv_blocks_ttl": "has no counterpart",
+    "push_registration_timeout": "has no counterpart: consumers fetch",
+}
+
+
+class NixlConnector(KVXferConnector):
+    """kvxfer, whatever the name says."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        log.warning(
+            "this NixlConnector is kvxfer under that name, as kv_connector_module_path asks for; its peers must be kvxfer, too"
+        )
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def _translate(cls, extra: Mapping[str, Any], transfer: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return kvxfer's settings, and notes on what was NIXL's."""
+        settings = {key: value for key, value in extra.items() if key not in _WITHOUT_MEANING}
+        notes = [f"setting {key!r} of NixlConnector {why}" for key, why in _WITHOUT_MEANING.items() if key in extra]
+        lease = settings.pop("kv_lease_duration", None)
+        if lease is not None:
+            settings.setdefault("lease", lease)
+            notes.append("setting 'kv_lease_duration' of NixlConnector is 'lease' here")
+        return settings, tuple(notes)
+
+    def get_kv_connector_stats(self) -> KVXferStats | None:
+        """None inside another connector: it would have vLLM's class of this name read them."""
+        return super().get_kv_connector_stats() if compat.stands_alone(self) else None

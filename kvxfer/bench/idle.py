@@ -1,0 +1,100 @@
+"""``kvxfer bench idle``: what an engine pays for kvxfer while nothing moves: its import, an idle agent's memory and time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
+from kvxfer.geometry import Cache
+
+__all__ = ["idle", "measure_idle"]
+
+IMPORT = """
+import sys, time
+import numpy
+before, begun = set(sys.modules), time.process_time()
+import kvxfer
+print(time.process_time() - begun)
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+IMPORTS = 5
+"""Processes that import it, of which the quickest counts: the others waited for the disk, or for each other."""
+SETTLE_S = 0.5
+
+
+def measure_idle(backend: str, seconds: float) -> dict[str, Any]:
+    """Import kvxfer in processes of their own, then run an agent and a directory in this one with nothing to do.
+
+    Returns:
+        The CPU time of the import after numpy's, in ms, and what it loads; private memory that agent and directory took,
+        in MiB; the share of a core that they took, in percent; and by thread how often it woke up a second.
+    """
+    imports = [_import() for _ in range(IMPORTS)]
+    memory = np.zeros((2, 4, 16, 64), np.uint8)
+    cache = Cache.of_tensors(memory, "layer block token unit")
+    config = Config(backend=backend)
+    before, others = _private(), set(_threads())
+    with Agent(cache, config, "idle") as agent, Directory(config, "idle") as directory:
+        directory.publish((agent.member,))
+        time.sleep(SETTLE_S)
+        after, woken, spent = _private(), _threads(), time.process_time()
+        time.sleep(seconds)
+        spent = time.process_time() - spent
+        ours = {tid: (name, woke) for tid, (name, woke) in _threads().items() if tid not in others}
+    return {
+        "backend": backend,
+        "import_ms": round(1e3 * min(each[0] for each in imports), 1),
+        "imports": imports[0][1],
+        "agent_MiB": round((after - before) / 2**20, 1),
+        "core_percent": round(100 * spent / seconds, 3),
+        "wakeups_per_s": {
+            name: round((woke - woken.get(tid, (name, 0))[1]) / seconds, 1) for tid, (name, woke) in ours.items()
+        },
+    }
+
+
+def _import() -> tuple[float, list[str]]:
+    said = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=60)
+    seconds, modules = said.stdout.splitlines()
+    return float(seconds), modules.split()
+
+
+def _private() -> int:
+    """Return the bytes of memory that this process has for itself."""
+    kib = sum(
+        int(line.split()[1])
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+        if line.startswith("Private_")
+    )
+    return kib << 10
+
+
+def _threads() -> dict[int, tuple[str, int]]:
+    """Return name and wake-ups of each thread of this process but the one that asks."""
+    me, found = threading.get_native_id(), {}
+    for tid in map(int, os.listdir("/proc/self/task")):
+        if tid != me:
+            task = Path(f"/proc/self/task/{tid}")
+            status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+            found[tid] = status["Name"], int(status["voluntary_ctxt_switches"])
+    return found
+
+
+def idle(
+    backend: Annotated[str, typer.Argument(help="Name of a back end.")] = "zmq",
+    seconds: Annotated[float, typer.Option(min=0.1, help="For how long nothing is done.")] = 60.0,
+) -> None:
+    """Measure what kvxfer costs an engine while nothing moves: import, memory, CPU time; one JSON object."""
+    typer.echo(json.dumps(measure_idle(backend, seconds)))

@@ -1,0 +1,110 @@
+"""What has happened, for an engine to take when it likes: by polling, waiting, descriptor or asyncio."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from kvxfer.protocol.values import Event
+
+__all__ = ["EventQueue", "Readable", "readable"]
+
+_LONGEST_S = 3600.0
+
+
+class Readable(Protocol):
+    """What has a descriptor that polls readable while there is something to take."""
+
+    def fileno(self) -> int:
+        """Return the descriptor, which is not the caller's to read or to close."""
+
+
+class EventQueue:
+    """Events in their order. Any thread may call anything; each event is taken once.
+
+    Attributes:
+        heard: Called after each event is added, by whoever adds it; must not block.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self.heard: Callable[[], None] | None = None
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._over = False
+        weakref.finalize(self, os.close, self._fd)  # not before: events may be taken, and come late, after the end
+
+    def put(self, event: Event) -> None:
+        """Add an event."""
+        self._events.append(event)
+        os.eventfd_write(self._fd, 1)
+        heard = self.heard
+        if heard is not None:
+            heard()
+
+    def end(self) -> None:
+        """Say that hardly anything will come any more: nobody waits from now on, and the descriptor stays readable."""
+        self._over = True
+        os.eventfd_write(self._fd, 1)
+
+    def take(self, timeout: float) -> list[Event]:
+        """Return what there is. If that is nothing, wait up to so many seconds for something, unless all is over."""
+        out = self._taken()
+        until = time.monotonic() + min(timeout, _LONGEST_S)
+        while not out and not self._over and (left := until - time.monotonic()) > 0:
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            poll.poll(left * 1e3)
+            out = self._taken()
+        return out
+
+    def fileno(self) -> int:
+        """Return a descriptor that polls readable while there is something to take, and for good after the end."""
+        return self._fd
+
+    def _taken(self) -> list[Event]:
+        try:
+            os.eventfd_read(self._fd)  # first, so that what comes meanwhile is announced anew
+        except BlockingIOError:
+            return []  # an event is announced after it is put
+        if self._over:
+            os.eventfd_write(self._fd, 1)
+        out: list[Event] = []
+        while True:
+            try:
+                out.append(self._events.popleft())
+            except IndexError:
+                return out
+
+
+async def readable(source: Readable, timeout: float) -> bool:
+    """Wait in asyncio until there is something to take.
+
+    Any number of tasks may wait for one source; it costs nothing while nothing comes. Rarely, another has taken what woke
+    the caller.
+
+    Args:
+        source: an ``Agent``, a ``WorkerSide``, or whatever else has such a descriptor.
+        timeout: seconds to wait at the most.
+
+    Returns:
+        Whether there is something; false after ``timeout`` seconds.
+    """
+    import asyncio  # nobody else needs it
+
+    fd = os.dup(source.fileno())  # a loop knows one reader of a descriptor
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    try:
+        loop.add_reader(fd, ready.set)
+        async with asyncio.timeout(timeout):
+            return await ready.wait()
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

@@ -1,0 +1,219 @@
+"""Links that consumers have dialled to us: from the hello, which is examined and answered, to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn
+
+from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
+from kvxfer.control.sockets import Connection, ControlSockets
+from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
+from kvxfer.data.plane import DataPlane
+from kvxfer.data.policy import check_facts
+from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Planner
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.values import LinkId, LinkInfo, Role
+
+__all__ = ["Inbound"]
+
+K = FailureKind
+
+MOST = 1024
+"""Links that may be dialled to us, that strangers cannot fill our memory with hellos."""
+
+
+@dataclass
+class _Dialled(LinkRecord):
+    """A link that a consumer has dialled.
+
+    Attributes:
+        hello: What it has said.
+        planner: Plans the copies; ``None`` until the hello has been admitted.
+    """
+
+    hello: m.Hello
+    planner: Planner | None = None
+
+
+class Inbound(LinkTable[_Dialled]):
+    """Links that consumers have dialled to us, by the names of their connections.
+
+    Args:
+        sockets: The agent's control sockets.
+        data: The agent's data plane.
+        silence: Seconds without a word after which a link is lost.
+        epoch: Our epoch.
+        revocations: Where consumers on this host find our revocation counter.
+        examine: Has a hello looked at off the control thread, and its answer given to ``examined``; returns false when
+            too many wait for that.
+    """
+
+    role: ClassVar[Role] = "producer"
+
+    def __init__(
+        self,
+        sockets: ControlSockets,
+        data: DataPlane,
+        silence: float,
+        epoch: int,
+        revocations: str,
+        examine: Callable[[LinkId, m.Hello, int], bool],
+    ) -> None:
+        super().__init__(sockets, data, silence)
+        self._epoch, self._revocations, self._examine = epoch, revocations, examine
+
+    def receive(self, connection: Connection, frame: bytes, now: float) -> tuple[LinkId, m.ToProducer] | None:
+        """Take in a frame.
+
+        Returns:
+            What is for the producer's machine, with its link; ``None`` when it is not.
+
+        Raises:
+            PeerError: It makes no sense; its sender has been told if it might be a consumer of another version.
+        """
+        link = connection.name
+        known = self._links.get(link)
+        who = f"a stranger at {connection.host}" if known is None else known.name
+        try:
+            msg = m.decode(frame)
+        except PeerError as e:
+            if known is None:
+                old = Failure(K.INCOMPATIBLE, f"not understood by kvxfer protocol {m.PROTOCOL}")
+                _refuse(connection, old, again=False)
+                self._sockets.finish(connection)
+            raise PeerError(f"{who}: {e}", kind=e.kind) from None
+        match msg:
+            case m.Hello() if known is None:
+                self._hello(connection, msg, len(frame), now)
+            case m.Ping() if known is not None:
+                self.send(link, m.Pong(msg.number))
+            case m.SlotReady() | m.SlotFree() if known is not None and known.up:
+                self.heard(link, msg)
+            case m.FetchRequest() | m.CommitRequest() | m.Committed() | m.CloseAttempt() if (
+                known is not None and known.up
+            ):
+                return link, msg
+            case (
+                m.FetchRequest()
+                | m.CommitRequest()
+                | m.Committed()
+                | m.CloseAttempt()
+                | m.SlotReady()
+                | m.SlotFree()
+                | m.Ping()
+            ) if known is None:
+                _refuse(connection, Failure(K.PEER_LOST, "this link is not known here (any more)"), again=True)
+            case _:
+                raise PeerError(f"{who}: a {type(msg).__name__} makes no sense here", kind=K.MISUSE)
+        return None
+
+    def _hello(self, connection: Connection, hello: m.Hello, nbytes: int, now: float) -> None:
+        link = connection.name
+        if len(self._links) >= MOST:
+            self._turn_away(connection, hello, Failure(K.OVERLOADED, f"{MOST} links are open already"))
+        if not self._examine(link, hello, nbytes):
+            self._turn_away(connection, hello, Failure(K.OVERLOADED, "too many hellos at once"))
+        name = f"{hello.engine[:100]} at {connection.host}"
+        self._links[link] = _Dialled(link, hello.backend, connection, name, hello)
+        self._clock.set(link, now + self._silence)
+
+    def examined(self, link: LinkId, found: Planner | Failure) -> None:
+        """Take in what has come of looking at a hello.
+
+        Args:
+            link: The link that the hello asks for.
+            found: The planner of its copies, or why it is refused.
+
+        Raises:
+            PeerError: It is refused; for the log.
+        """
+        known = self._links.get(link)
+        if known is None:
+            return
+        if isinstance(found, Failure):
+            self._forget(link)
+            self._turn_away(known.connection, known.hello, found)
+        known.planner = found
+        self._sockets.keep(known.connection, PEER_FRAME)
+        self._begin(known)
+
+    def _turn_away(self, connection: Connection, hello: m.Hello, why: Failure) -> NoReturn:
+        _refuse(connection, why, again=False)
+        self._sockets.finish(connection)
+        raise PeerError(f"refused a link from {hello.engine[:100]!r} at {connection.host}: {why.detail}", kind=why.kind)
+
+    def _result(self, link: _Dialled, news: LinkNews, now: float) -> LinkInfo | Lost | None:
+        why = news.failure
+        if why is None and isinstance(news, EndpointMade):
+            try:
+                assert link.planner is not None
+                link.info = self._data.terms(link.backend).agree(link.hello, link.planner, link.name)
+                link.mine = news.endpoint
+                self._connect(link, link.hello.endpoint)
+                return None
+            except PeerError as e:
+                why = Failure.of(e)
+        if why is not None:
+            said = why.about("the producer's back end: ")
+            _refuse(link.connection, said, again=link.up, backend=not link.up)
+            self.drop(link.id)
+            return Lost(link.id, why.about("", link.name))
+        info, mine = link.info, link.mine
+        assert info is not None and mine is not None
+        link.up = True
+        self.send(link.id, m.Welcome(self._epoch, mine, info.piece_bytes, info.integrity, self._revocations))
+        return info
+
+    def identify(self, facts: Mapping[str, str]) -> Iterator[Lost]:
+        """Set what our KV depends on from now on, and yield the links that are given up for it.
+
+        These are of consumers to whom other facts apply; those who dial anew are told why there is no link.
+        """
+        for link in list(self._links.values()):
+            try:
+                check_facts(link.hello, facts)
+            except PeerError as e:
+                yield self.close(link.id, Failure.of(e, peer=link.name))
+
+    def hung_up(self, connection: Connection) -> Lost | None:
+        """Take in the loss of a connection, and with it of its link if it had one."""
+        link = self._links.get(connection.name)
+        return None if link is None else self._lost(link, K.PEER_LOST, str(connection.lost))
+
+    def _look_after(self, link: _Dialled, now: float) -> Lost | None:
+        silent = link.connection.heard + self._silence
+        if silent <= now:
+            return self._lost(link, K.PEER_LOST, f"it was silent for {self._silence:g} s")
+        self._clock.set(link.id, silent)
+        return None
+
+    def _lost(self, link: _Dialled, kind: FailureKind, what: str) -> Lost:
+        self.drop(link.id)
+        return Lost(link.id, Failure(kind, what, link.name))
+
+    def close(self, link: LinkId, why: Failure) -> Lost:
+        """Give a link up; its consumer is told to dial anew."""
+        if link in self._links:
+            _refuse(self._links[link].connection, why, again=True)
+            self.drop(link)
+        return Lost(link, why)
+
+    def drop(self, link: LinkId) -> None:
+        """Close a link without another word."""
+        known = self._links.get(link)
+        if known is not None:
+            self._forget(link)
+            self._sockets.finish(known.connection)
+            if known.planner is not None:
+                self._data.post(Disconnect(link))
+
+    def _forget(self, link: LinkId) -> None:
+        del self._links[link]
+        self._clock.cancel(link)
+
+
+def _refuse(connection: Connection, why: Failure, again: bool, backend: bool = False) -> None:
+    connection.send(m.Refused(why.kind, why.detail, again, backend))

@@ -1,0 +1,166 @@
+"""A link as either side keeps it, and what both sides do alike. Used by the control thread only.
+
+A link begins with our endpoint, is agreed on by hello and welcome, and is up once both back ends are connected. Each making of
+it has a number, so that a data thread's late word about an earlier one is not taken for the present.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import ClassVar, Generic, TypeVar
+
+from kvxfer.control.sockets import Connection, ControlSockets
+from kvxfer.data.commands import Connect, LinkNews, MakeEndpoint, PieceNews, PieceReady, PieceTaken
+from kvxfer.data.plane import DataPlane
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.timers import Timers
+from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, Role
+
+__all__ = ["PEER_FRAME", "LinkRecord", "LinkTable", "Lost"]
+
+PEER_FRAME = 4 << 20
+"""Longest frame over a link: a block table of a million blocks."""
+
+_numbers = count(1)
+
+
+@dataclass
+class LinkRecord:
+    """One making of a link.
+
+    Attributes:
+        backend: The back end that it is made with.
+        connection: Its control connection.
+        name: What operators know the peer by.
+        number: Its own.
+        mine: Our endpoint, once the back end has made it.
+        info: What was agreed on, once it was.
+        up: Whether both back ends are connected.
+    """
+
+    id: LinkId
+    backend: str
+    connection: Connection
+    name: str
+    number: int = field(default_factory=lambda: next(_numbers), kw_only=True)
+    mine: bytes | None = field(default=None, kw_only=True)
+    info: LinkInfo | None = field(default=None, kw_only=True)
+    up: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The loss of a link.
+
+    Attributes:
+        link: The link.
+        why: The reason.
+        again: Whether it was up, so that dialling anew may help.
+    """
+
+    link: LinkId
+    why: Failure
+    again: bool = False
+
+
+L = TypeVar("L", bound=LinkRecord)
+
+
+class LinkTable(ABC, Generic[L]):
+    """The links on which we have one role.
+
+    Args:
+        sockets: The agent's control sockets.
+        data: The agent's data plane.
+        silence: Seconds without a word after which a link is lost.
+    """
+
+    role: ClassVar[Role]
+
+    def __init__(self, sockets: ControlSockets, data: DataPlane, silence: float) -> None:
+        self._sockets, self._data, self._silence = sockets, data, silence
+        self._links: dict[LinkId, L] = {}
+        self._clock: Timers[LinkId] = Timers()  # when to look after a link
+        self._deaf: list[LinkId] = []  # do not take our messages
+
+    def __contains__(self, link: LinkId) -> bool:
+        return link in self._links
+
+    def of(self, backend: str) -> list[LinkId]:
+        """Return the links of a back end."""
+        return [link.id for link in self._links.values() if link.backend == backend]
+
+    def send(self, link: LinkId, msg: m.Message) -> None:
+        """Send if the link is still there; one that takes no messages is lost at the next ``tick``."""
+        known = self._links.get(link)
+        if known is not None and not known.connection.send(msg) and known.connection.lost is None:
+            self._deaf.append(link)
+
+    def tell(self, news: PieceNews) -> None:
+        """Tell the peer what our data plane says of a piece."""
+        ref = news.ref
+        if isinstance(news, PieceTaken):
+            self.send(ref.link, m.SlotFree(ref.transfer, ref.attempt, ref.part, news.piece))
+        else:
+            self.send(ref.link, m.SlotReady(ref.transfer, ref.attempt, ref.part, news.piece, news.offset, news.nbytes))
+
+    def heard(self, link: LinkId, msg: m.SlotReady | m.SlotFree) -> None:
+        """Let our data plane have what the peer says of a piece."""
+        ref = PartRef(self.role, link, msg.transfer, msg.attempt, msg.part)
+        if isinstance(msg, m.SlotFree):
+            self._data.post(PieceTaken(ref, msg.piece))
+        else:
+            self._data.post(PieceReady(ref, msg.piece, msg.offset, msg.nbytes))
+
+    def result(self, news: LinkNews, now: float) -> LinkInfo | Lost | None:
+        """Take in what the data thread says about a link.
+
+        Returns:
+            What was agreed on once the link is up, or that it is lost; ``None`` when there is neither news.
+        """
+        link = self._links.get(news.link)
+        if link is None or link.number != news.number:
+            return None
+        return self._result(link, news, now)
+
+    def tick(self, now: float) -> Iterator[Lost]:
+        """Look after the links, and yield those that have gone silent or deaf."""
+        deaf, self._deaf = self._deaf, []
+        for link in deaf:
+            if link in self._links:
+                yield self._lost(self._links[link], FailureKind.PEER_LOST, "it does not take our messages")
+        for link in self._clock.due(now):
+            lost = self._look_after(self._links[link], now)
+            if lost is not None:
+                yield lost
+
+    def next_tick(self) -> float | None:
+        return 0.0 if self._deaf else self._clock.next()
+
+    def pardon(self, seconds: float) -> None:
+        """Add seconds in which nobody could be heard to the times at which peers were heard last."""
+        for link in self._links.values():
+            link.connection.heard += seconds
+
+    # --- for either side -------------------------------------------------------------------------------------------
+
+    def _begin(self, link: L) -> None:
+        self._data.post(MakeEndpoint(link.id, link.number, link.backend, self.role))
+
+    def _connect(self, link: L, theirs: bytes) -> None:
+        assert link.mine is not None
+        self._data.post(Connect(link.id, link.number, link.mine, theirs))
+
+    @abstractmethod
+    def _result(self, link: L, news: LinkNews, now: float) -> LinkInfo | Lost | None: ...
+
+    @abstractmethod
+    def _look_after(self, link: L, now: float) -> Lost | None:
+        """Do what is due on a link; return its loss if it has been silent for too long."""
+
+    @abstractmethod
+    def _lost(self, link: L, kind: FailureKind, what: str) -> Lost: ...

@@ -1,0 +1,238 @@
+"""Links that we dial to producer ranks: hello, heartbeat, and another back end where one cannot make the link.
+
+We ping on every link, busy or not. Of several back ends that both sides have, one is tried after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
+from kvxfer.control.revocations import RevocationView
+from kvxfer.control.sockets import Connection, ControlSockets
+from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
+from kvxfer.data.plane import DataPlane
+from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Cache, Planner, ShardAssignment
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.values import LinkId, LinkInfo, Role, link_name
+
+__all__ = ["Outbound", "Target"]
+
+log = logging.getLogger("kvxfer.links")
+
+K = FailureKind
+
+
+@dataclass(frozen=True)
+class Target:
+    """A producer rank to dial.
+
+    Attributes:
+        address: Where it listens.
+        epoch: Its epoch.
+        cache: Its cache.
+        assignments: What we read of it.
+        backends: The back ends that both have, by our preference.
+    """
+
+    address: str
+    epoch: int
+    cache: Cache
+    assignments: tuple[ShardAssignment, ...]
+    backends: tuple[str, ...]
+
+    @property
+    def link(self) -> LinkId:
+        return (self.address, self.epoch)
+
+
+@dataclass
+class _Dial(LinkRecord):
+    """A link that we have dialled."""
+
+    target: Target
+    pinged: float
+    pings: int = 0
+
+
+class Outbound(LinkTable[_Dial]):
+    """Links that we dial, by (address, epoch).
+
+    Args:
+        sockets: The agent's control sockets.
+        data: The agent's data plane.
+        silence: Seconds without a word after which a link is lost.
+        cache: Our cache.
+        epoch: Our epoch.
+        engine: Our engine's name.
+        facts: What all of our KV depends on.
+    """
+
+    role: ClassVar[Role] = "consumer"
+
+    def __init__(
+        self,
+        sockets: ControlSockets,
+        data: DataPlane,
+        silence: float,
+        cache: Cache,
+        epoch: int,
+        engine: str,
+        facts: Mapping[str, str],
+    ) -> None:
+        super().__init__(sockets, data, silence)
+        self._cache, self._epoch, self._engine, self._facts = cache, epoch, engine, facts
+        self._targets: dict[LinkId, Target] = {}
+        self._unfit: dict[LinkId, dict[str, Failure]] = {}  # back ends that could not make it, and why
+
+    def identify(self, facts: Mapping[str, str]) -> list[LinkId]:
+        """Set what our KV depends on from now on.
+
+        Returns:
+            The links that we know, all made or to be made under other facts.
+        """
+        self._facts = facts
+        return list(self._targets)
+
+    def know(self, targets: Iterable[Target]) -> None:
+        """Learn where links lead that may be dialled later."""
+        for t in targets:
+            self._targets[t.link] = t
+
+    def dial(self, link: LinkId, now: float) -> None:
+        """Make a link, or make it anew, with the first back end that has not failed to.
+
+        Raises:
+            PeerError: Its address is none, or is not known any more.
+        """
+        self.drop(link)
+        if link not in self._targets:
+            raise PeerError(f"the way to {link_name(link)} is not known any more", kind=K.PEER_LOST)
+        target = self._targets[link]
+        backend = next((b for b in target.backends if b not in self._unfit.get(link, {})), target.backends[-1])
+        connection = self._sockets.dial(target.address, (self, link), PEER_FRAME)
+        self._links[link] = known = _Dial(link, backend, connection, link_name(link), target, now)
+        self._begin(known)
+
+    def _without(self, link: _Dial, why: Failure, now: float) -> Lost | None:
+        """Try the next back end, since this one cannot make the link; the link is lost if there is none."""
+        failed = self._unfit.setdefault(link.id, {})
+        failed[link.backend] = why
+        if all(b in failed for b in link.target.backends):
+            each = "; ".join(f"{b}: {w.detail}" for b, w in failed.items())
+            return Lost(link.id, why if len(failed) == 1 else Failure(K.INCOMPATIBLE, each, why.peer))
+        log.info("the link to %s cannot be made with back end %s: %s", link.name, link.backend, why.detail)
+        try:
+            self.dial(link.id, now)
+        except PeerError as e:
+            return Lost(link.id, Failure.of(e, peer=link.name))
+        return None
+
+    def _result(self, link: _Dial, news: LinkNews, now: float) -> LinkInfo | Lost | None:
+        if news.failure is not None:
+            why = news.failure.about("our back end: ", link.name)
+            return Lost(link.id, why, again=True) if link.up else self._without(link, why, now)
+        if isinstance(news, EndpointMade):
+            link.mine, link.connection.heard = news.endpoint, now
+            t = link.target
+            terms = self._data.terms(link.backend)
+            self.send(link.id, terms.hello(link.mine, t.epoch, self._epoch, self._engine, t.assignments, self._facts))
+            self._clock.set(link.id, now + self._silence / 4)
+            return None
+        link.up = True
+        return link.info
+
+    def receive(self, link: LinkId, connection: Connection, frame: bytes, now: float) -> m.ToConsumer | Lost | None:
+        """Take in a frame; links may be dropped and dialled meanwhile.
+
+        Returns:
+            What is for the consumer's machine, or that the link is lost; ``None`` when it is neither.
+        """
+        known = self._of(link, connection)
+        if known is None:
+            return None
+        try:
+            msg = m.decode(frame)
+        except PeerError as e:
+            return Lost(link, Failure.of(e, peer=known.name))
+        match msg:
+            case m.PartReady() | m.Checksums() | m.CommitAck() | m.AttemptClosed() if known.up:
+                return msg
+            case m.SlotReady() if known.up:
+                self.heard(link, msg)
+            case m.Welcome() if known.info is None and known.mine is not None:
+                return self._welcome(known, msg)
+            case m.Refused(backend=True) if not known.up:
+                return self._without(known, m.failure(msg, known.name, "it refused: "), now)
+            case m.Refused():
+                return Lost(link, m.failure(msg, known.name, "it refused: "), again=msg.again and known.up)
+            case _:
+                pass  # a Pong, which has been heard, or nonsense
+        return None
+
+    def _welcome(self, link: _Dial, welcome: m.Welcome) -> Lost | None:
+        terms, t = self._data.terms(link.backend), link.target
+        try:
+            terms.accept(welcome)
+        except PeerError as e:
+            return Lost(link.id, Failure.of(e, peer=link.name).about("its welcome: "))
+        link.info = LinkInfo(
+            terms.mode,
+            Planner(t.cache, self._cache, t.assignments),
+            t.epoch,
+            welcome.piece_bytes,
+            integrity=welcome.integrity,
+            revocations=RevocationView.of(welcome.revocations),
+            name=t.address,
+        )
+        self._connect(link, welcome.endpoint)
+        return None
+
+    def _of(self, link: LinkId, connection: Connection) -> _Dial | None:
+        """Return a link if this is its connection, and not that of an earlier making."""
+        known = self._links.get(link)
+        return known if known is not None and known.connection is connection else None
+
+    def hung_up(self, link: LinkId, connection: Connection) -> Lost | None:
+        """Take in the loss of a connection, and with it of the link, if it was still that link's."""
+        known = self._of(link, connection)
+        if known is None:
+            return None
+        kind = K.PEER_LOST if known.up else K.PEER_UNREACHABLE
+        return Lost(link, Failure(kind, str(connection.lost), known.name), again=known.up)
+
+    def _look_after(self, link: _Dial, now: float) -> Lost | None:
+        heard = link.connection.heard
+        if now - heard > self._silence:
+            what = "it was silent" if link.up else "no answer to our hello"
+            kind = K.PEER_LOST if link.up else K.PEER_UNREACHABLE
+            return self._lost(link, kind, f"{what} for {self._silence:g} s")
+        if now - link.pinged >= self._silence / 4:
+            link.pinged, link.pings = now, link.pings + 1
+            self.send(link.id, m.Ping(link.pings))
+        self._clock.set(link.id, min(link.pinged + self._silence / 4, heard + self._silence + 0.001))
+        return None
+
+    def _lost(self, link: _Dial, kind: FailureKind, what: str) -> Lost:
+        return Lost(link.id, Failure(kind, what, link.name))
+
+    def drop(self, link: LinkId) -> None:
+        """Close a link; it may be dialled again."""
+        known = self._links.pop(link, None)
+        if known is not None:
+            self._clock.cancel(link)
+            self._sockets.drop(known.connection)
+            self._data.post(Disconnect(link))
+
+    def forget(self, link: LinkId) -> None:
+        """Close a link for good."""
+        if link not in self._links:
+            self._data.post(Disconnect(link))  # for its answer
+        self.drop(link)
+        self._targets.pop(link, None)
+        self._unfit.pop(link, None)

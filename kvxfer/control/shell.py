@@ -1,0 +1,423 @@
+"""The shell of the two machines: what happens on the control thread goes into them, what they ask for is done.
+
+Used by the control thread only, which is ``ControlLoop``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, assert_never
+
+from kvxfer.config import Config
+from kvxfer.control.calls import Calls
+from kvxfer.control.events import EventQueue
+from kvxfer.control.fences import Fences
+from kvxfer.control.inbound import Inbound
+from kvxfer.control.link import Lost
+from kvxfer.control.loop import ControlLoop, Step
+from kvxfer.control.outbound import Outbound
+from kvxfer.control.resolver import Path, Resolver
+from kvxfer.control.revocations import SharedRevocationCounter
+from kvxfer.control.sockets import Connection
+from kvxfer.control.worker import Worker
+from kvxfer.data.commands import (
+    Connected,
+    Disconnected,
+    EndpointMade,
+    LinkBroken,
+    LinkNews,
+    PieceReady,
+    PieceTaken,
+    Reset,
+    Result,
+    ThreadDied,
+)
+from kvxfer.data.hasher import Hasher
+from kvxfer.data.plane import DataPlane
+from kvxfer.data.policy import admit
+from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Planner
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.consumer import ConsumerMachine
+from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.values import (
+    Abort,
+    Action,
+    Close,
+    Dial,
+    Emit,
+    Ended,
+    Event,
+    Hash,
+    Hashed,
+    LinkId,
+    LinkInfo,
+    Move,
+    Moved,
+    Released,
+    RemoteWritesEnded,
+    Resolve,
+    Role,
+    Send,
+)
+from kvxfer.transport import Fence
+from kvxfer.values import Fetch, Offer
+
+__all__ = ["Shell"]
+
+log = logging.getLogger("kvxfer.agent")
+
+MOST_EXAMINED = 256
+"""Hellos and descriptors that may wait to be looked at."""
+
+Paths = Iterator[tuple[Source, Path | Failure]]
+
+
+class Shell:
+    """Both machines of an agent, with all that they need.
+
+    Args:
+        loop: The control thread.
+        data: The data plane.
+        hasher: Computes checksums.
+        revocations: Counts what is given up.
+        me: Our own rank.
+        config: The settings.
+        engine: Our engine's name.
+        facts: What all of our KV depends on; ``None`` until the engine says it.
+        calls: Is told which fetches are over.
+        events: Takes what the engine is told.
+
+    Attributes:
+        consumer: The consumer's machine.
+        producer: The producer's machine.
+        direct: Parts that were begun with their runs as they are.
+        staged: Parts that were begun packed.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        data: DataPlane,
+        hasher: Hasher,
+        revocations: SharedRevocationCounter,
+        me: m.RankDescriptor,
+        config: Config,
+        engine: str,
+        facts: dict[str, str] | None,
+        calls: Calls,
+        events: EventQueue,
+    ) -> None:
+        self._loop, self._data, self._hasher, self._revocations = loop, data, hasher, revocations
+        self._me, self._facts, self._calls, self._events = me, facts, calls, events
+        self.consumer = ConsumerMachine(config.transfer_timeout)
+        self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
+        self._fences = Fences()
+        self._examiner = Worker("kvxfer-examine", MOST_EXAMINED)
+        silence, stated = config.peer_timeout, facts or {}
+        self._in = Inbound(loop.sockets, data, silence, me.epoch, revocations.place, self._examine_hello)
+        self._out = Outbound(loop.sockets, data, silence, me.cache, me.epoch, engine, stated)
+        patience = min(config.peer_timeout, config.transfer_timeout)
+        self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)
+        self.direct = self.staged = 0
+
+    # --- what the engine says --------------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, after: Fence | None, called: float, now: float) -> list[Action]:
+        return [] if self._fences.hold(offer, after, called) else self._unfenced(offer, called, None, now)
+
+    def _unfenced(self, offer: Offer, called: float, error: str | None, now: float) -> list[Action]:
+        if error is None:
+            out = self.producer.offer(offer, now, called)
+        else:
+            why = Failure(FailureKind.BACKEND_FAILED, f"its fence failed: {error}")
+            out = self.producer.revoke(offer.transfer, offer.generation, why, True, now)
+        self._forget_if_over(offer.transfer, offer.generation)
+        return out
+
+    def revoke(
+        self, transfer: TransferId, generation: int, reason: str, gone: bool, declared: bool, now: float
+    ) -> list[Action]:
+        self._fences.forget(transfer, generation)
+        why = Failure(FailureKind.WITHDRAWN if gone else FailureKind.REVOKED, reason)
+        out = self.producer.revoke(transfer, generation, why, gone, now)
+        if declared:
+            self._revocations.take_in()
+        self._forget_if_over(transfer, generation)
+        return out
+
+    def _forget_if_over(self, transfer: TransferId, generation: int) -> None:
+        """Forget a revocation counter's entry of a transfer that the producer does not hold.
+
+        Offers that come too late, or are taken back before they were announced, have no end of their own.
+        """
+        if not self.producer.holds(transfer):
+            self._revocations.over(transfer, generation)
+
+    def renew(self, transfer: TransferId, now: float) -> list[Action]:
+        self.producer.renew(transfer, now)
+        return []
+
+    def fetch(self, fetch: Fetch, called: float, now: float) -> list[Action]:
+        return self.consumer.fetch(fetch, now, called)
+
+    def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
+        return self.consumer.cancel(handle, reason, now)
+
+    def identify(self, facts: dict[str, str], now: float) -> list[Action]:
+        if facts == self._facts:
+            return []
+        self._facts = self._resolver.facts = facts
+        another = Failure(FailureKind.INCOMPATIBLE, "the model of this engine is another one now")
+        out: list[Action] = []
+        for link in self._out.identify(facts):
+            out += self.consumer.link_down(link, another, now)
+        for lost in self._in.identify(facts):
+            out += self._lost(lost, now)
+        return out
+
+    # --- what peers say --------------------------------------------------------------------------------------------
+
+    def message(self, connection: Connection, frame: bytes, now: float) -> list[Action]:
+        match connection.owner:
+            case None:
+                found = self._in.receive(connection, frame, now)
+                return [] if found is None else self.producer.message(*found, now)
+            case Outbound(), link:
+                item = self._out.receive(link, connection, frame, now)
+                if isinstance(item, Lost):
+                    return self._lost(item, now)
+                return [] if item is None else self.consumer.message(link, item, now)
+            case Resolver(), directory:
+                return self._resolved(self._resolver.receive(directory, frame), now)
+        raise AssertionError(connection.owner)
+
+    def hung_up(self, connection: Connection, now: float) -> list[Action]:
+        match connection.owner:
+            case None:
+                return self._lost(self._in.hung_up(connection), now)
+            case Outbound(), link:
+                return self._lost(self._out.hung_up(link, connection), now)
+            case Resolver(), directory:
+                return self._resolved(self._resolver.hung_up(directory, connection), now)
+        return []
+
+    def _lost(self, lost: Lost | None, now: float) -> list[Action]:
+        if lost is None:
+            return []
+        if isinstance(lost.link, bytes):
+            return self.producer.link_down(lost.link, lost.why, now)
+        if lost.again:
+            return self.consumer.link_reset(lost.link, lost.why, now)
+        return self.consumer.link_down(lost.link, lost.why, now)
+
+    def _resolved(self, paths: Paths, now: float) -> list[Action]:
+        out: list[Action] = []
+        for source, path in paths:
+            if isinstance(path, Path):
+                self._out.know(path.targets)
+            out += self.consumer.resolved(source, path.resolved if isinstance(path, Path) else path, now)
+        return out
+
+    def _examine_hello(self, link: LinkId, hello: m.Hello, nbytes: int) -> bool:
+        job = partial(admit, hello, self._data.candidates, self._me.cache, self._me.epoch, self._facts)
+        return self._examine(nbytes, job, partial(self._examined, link))
+
+    def _examined(self, link: LinkId, found: Planner | Failure, now: float) -> list[Action]:
+        self._in.examined(link, found)
+        return []
+
+    def _examine_descriptor(self, weight: int, job: Callable[[], Any], done: Callable[[Any], Paths]) -> bool:
+        return self._examine(weight, job, lambda found, now: self._resolved(done(found), now))
+
+    def _examine(self, weight: int, job: Callable[[], Any], done: Callable[[Any, float], list[Action]]) -> bool:
+        """Have a job done off the control thread, and its result taken in there.
+
+        Args:
+            weight: About what the job costs, in any unit; light jobs go first.
+            job: What is done.
+            done: Called on the control thread with the job's result, or the ``Failure`` why there is none, and the
+                time.
+
+        Returns:
+            False when too many jobs wait already; then this one is not done.
+        """
+
+        def examine() -> None:
+            try:
+                found = job()
+            except (PeerError, ValueError) as e:
+                found = Failure.of(e, FailureKind.INCOMPATIBLE)
+            except Exception as e:
+                log.exception("something could not be examined")
+                found = Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")
+            self._loop.do(partial(done, found))
+
+        return self._examiner.submit(weight, examine)
+
+    # --- what the data plane says ----------------------------------------------------------------------------------
+
+    def result(self, result: Result | Hashed, now: float) -> list[Action]:
+        match result:
+            case Moved():
+                return self._machine(result.ref.role).moved(result, now)
+            case Hashed():
+                return self._machine(result.ref.role).hashed(result, now)
+            case EndpointMade() | Connected() | LinkBroken():
+                return self._linked(result, now)
+            case Disconnected():
+                closed = self._data.disconnected(result.link)
+                return self.consumer.link_closed(result.link, now) if closed else []
+            case PieceReady() | PieceTaken():
+                (self._in if result.ref.role == "producer" else self._out).tell(result)
+            case Reset():
+                return self._reset(result.backend, result.failure.about("the back end was reset: "), now)
+            case ThreadDied():
+                self._loop.begin_close(result.failure)
+            case _:
+                assert_never(result)
+        return []
+
+    def _machine(self, role: Role) -> ConsumerMachine | ProducerMachine:
+        return self.consumer if role == "consumer" else self.producer
+
+    def _linked(self, news: LinkNews, now: float) -> list[Action]:
+        """Take in what the data thread says about a link."""
+        dialled_us = isinstance(news.link, bytes)
+        found = (self._in if dialled_us else self._out).result(news, now)
+        if isinstance(found, LinkInfo):
+            return self._machine("producer" if dialled_us else "consumer").link_up(news.link, found, now)
+        return self._lost(found, now)
+
+    def _reset(self, backend: str, why: Failure, now: float) -> list[Action]:
+        out: list[Action] = []
+        for link in self._out.of(backend):
+            out += self.consumer.link_reset(link, why, now)
+        for link in self._in.of(backend):
+            out += self._lost(self._in.close(link, why), now)
+        return out
+
+    # --- what is due -----------------------------------------------------------------------------------------------
+
+    def next_due(self) -> float:
+        if self._fences:
+            return 0.0
+        clocks = self.consumer, self.producer, self._resolver, self._out, self._in
+        return min((t for clock in clocks if (t := clock.next_tick()) is not None), default=1e18)
+
+    def due(self, now: float) -> Iterator[Step]:
+        for offer, called, error in self._fences.passed():
+            yield partial(self._unfenced, offer, called, error)
+        for machine in (self.consumer, self.producer):
+            at = machine.next_tick()
+            if at is not None and at <= time.monotonic():
+                yield machine.tick
+        for source, failure in self._resolver.tick(now):
+            yield partial(self._resolved, iter([(source, failure)]))
+        # Silence is judged by the time at which all was read that had come: if we stand still after it, that is not seen as theirs.
+        for lost in self._out.tick(now):
+            self._resolver.doubt(lost.link, lost.why, now)
+            yield partial(self._lost, lost)
+        for lost in self._in.tick(now):
+            yield partial(self._lost, lost)
+
+    def pardon(self, seconds: float) -> None:
+        self._in.pardon(seconds)
+        self._out.pardon(seconds)
+        self._resolver.pardon(seconds)
+
+    # --- what the machines ask for ---------------------------------------------------------------------------------
+
+    def perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            try:
+                self._act(action)
+            except PeerError as e:
+                self._failed(action, Failure.of(e, FailureKind.PEER_LOST))
+            except BaseException as e:
+                log.exception("an action failed: %s", type(action).__name__)
+                self._failed(action, Failure.of(e, FailureKind.PEER_LOST))
+
+    def _failed(self, action: Action, why: Failure) -> None:
+        """Count the link as lost whose action could not be done."""
+        if not isinstance(action, Send | Dial):
+            return
+        link = action.link
+        if isinstance(action, Dial) or not isinstance(link, bytes):
+            self._loop.do(partial(self.consumer.link_down, link, why))
+        else:
+            self._in.drop(link)
+            self._loop.do(partial(self.producer.link_down, link, why))
+
+    def _act(self, action: Action) -> None:
+        if self._loop.over and not isinstance(action, Emit):
+            return
+        match action:
+            case Send():
+                (self._in if isinstance(action.link, bytes) else self._out).send(action.link, action.message)
+            case Move():
+                self.direct += not action.piece_bytes
+                self.staged += bool(action.piece_bytes)
+                self._data.post(action)
+            case Abort():
+                self._data.post(action)
+                self._hasher.cancel(action.ref)
+            case RemoteWritesEnded():
+                self._data.post(action)
+            case Hash():
+                self._hasher.hash(action)
+            case Emit():
+                self._emit(action.event)
+            case Dial():
+                self._out.dial(action.link, time.monotonic())
+            case Close(link=bytes() as link):
+                self._loop.do(partial(self._lost, self._in.close(link, action.why)))
+            case Close():
+                self._out.forget(action.link)
+            case Resolve():
+                why = self._resolver.ask(action.source, action.own, time.monotonic())
+                if why is not None:
+                    self._loop.do(partial(self.consumer.resolved, action.source, why))
+            case _:
+                assert_never(action)
+
+    def _emit(self, event: Event) -> None:
+        match event:
+            case Ended():
+                if event.role == "producer":
+                    self._revocations.over(event.transfer, event.generation)
+                why = event.outcome.failure
+                if why is not None:
+                    log.warning("%s: request %s, transfer %s: %s", event.role, event.handle, event.transfer, why)
+            case Released(role="consumer"):
+                self._calls.released(event.handle)
+            case _:
+                pass
+        self._events.put(event)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def ends(self, why: Failure) -> Iterator[Step]:
+        yield partial(self.producer.close, why)
+        yield partial(self.consumer.close, why)
+        for offer, called in self._fences.close():
+            yield partial(self._unfenced, offer, called, None)
+
+    def stop(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        self._revocations.close()
+        self._examiner.close(timeout)
+        self._hasher.close(max(until - time.monotonic(), 0.1))
+        self._data.close(max(until - time.monotonic(), 0.1))
+
+    def ended(self) -> None:
+        self._events.end()
+
+    @property
+    def held(self) -> int:
+        return len(self.consumer) + len(self.producer)

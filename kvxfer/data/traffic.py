@@ -1,0 +1,409 @@
+"""What goes over one opened back end: its links, and the parts that move on them. Used by the data thread only.
+
+Each part is a *job* (``jobs/``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of
+transfers; the one clock is for aborts, which must end in bounded time: a batch that does not end within ``grace`` seconds
+of its abort costs its link, memory that does not get quiet costs the back end, when nothing else is moving or too much is
+quarantined.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvxfer.data.checks import Checks
+from kvxfer.data.commands import Connected, LinkBroken, PieceNews, Result
+from kvxfer.data.jobs import Job, Wire, make_job
+from kvxfer.data.policy import lent
+from kvxfer.data.staging import Staging
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Region
+from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
+from kvxfer.transport import Completion, Transport, Verb
+
+__all__ = ["Limits", "Traffic", "backend_failed", "shut", "unmoved"]
+
+log = logging.getLogger("kvxfer.data")
+
+LOOK_S = 0.00003
+"""How soon to ask again whether a device is done with what nothing else tells of: it packs a piece in twice that time."""
+
+PATIENCE_S = 1.0
+"""For how long a consumer may take nothing of what was packed for it while others wait for a slot. A piece is on its way for
+milliseconds; then it waits for a consumer that has stopped."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is put up with before a link, or the back end, is given up.
+
+    Attributes:
+        grace: Seconds within which a batch must end after its abort.
+        quarantine: Bytes of memory that is not quiet above which the back end is reset.
+    """
+
+    grace: float
+    quarantine: int
+
+
+@dataclass
+class _Peer:
+    """A link that is connected.
+
+    Attributes:
+        number: Tells this making of the link from earlier ones.
+        peer: The back end's number for the connection.
+        broken: Whether nothing can move on it any more.
+    """
+
+    number: int
+    peer: int
+    broken: bool = False
+
+
+class Traffic:
+    """The links of an opened back end, and the parts on them.
+
+    Args:
+        transport: The back end.
+        regions: The cache's memory.
+        staging: The staging memory.
+        checks: Reads what has arrived, and then tells of its end.
+        post: Called with each result; must not block.
+        quarantine: The parts that have ended but whose memory a back end may still touch; they outlive this object where a
+            back end never lets go.
+        limits: What is put up with.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        regions: tuple[Region, ...],
+        staging: Staging,
+        checks: Checks,
+        post: Callable[[Result], None],
+        quarantine: dict[PartRef, Job],
+        limits: Limits,
+    ) -> None:
+        self._transport, self._can = transport, transport.capabilities
+        self._regions, self._staging = regions, staging
+        self._checks, self._post, self._limits = checks, post, limits
+        self._quarantine = quarantine
+        self._unused: dict[LinkId, bytes] = {}  # endpoints made for links that are not connected
+        self._peers: dict[LinkId, _Peer] = {}
+        self._doubtful: set[LinkId] = set()  # something has failed on them
+        self._jobs: dict[PartRef, Job] = {}
+        self._restless: dict[PartRef, Job] = {}  # those that may go on without an event of their own
+        self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
+        self._batches: dict[int, Job] = {}
+        self._aborted: dict[PartRef, float] = {}
+
+    # --- links -----------------------------------------------------------------------------------------------------
+
+    def endpoint(self, link: LinkId, role: Role) -> bytes:
+        """Return a fresh endpoint of a link on which we are ``role``."""
+        self._withdraw(link)
+        self._unused[link] = mine = self._transport.endpoint_lending(*lent(self._can, role))
+        return mine
+
+    def _withdraw(self, link: LinkId) -> None:
+        unused = self._unused.pop(link, None)
+        if unused is not None:
+            self._transport.withdraw(unused)
+
+    def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
+        try:
+            self._hang_up(link)
+            self._peers[link] = _Peer(number, self._transport.connect(mine, theirs))
+            self._unused.pop(link, None)
+            self._post(Connected(link, number))
+        except BaseException as e:
+            self._post(Connected(link, number, Failure.of(e)))
+
+    def disconnect(self, link: LinkId) -> None:
+        """Close a link.
+
+        Raises:
+            BaseException: The back end has to be reset.
+        """
+        self._withdraw(link)
+        self._hang_up(link)
+
+    def _hang_up(self, link: LinkId) -> None:
+        """Close a link, and end what was moving on it."""
+        known = self._peers.pop(link, None)
+        if known is None:
+            return
+        try:
+            self._transport.disconnect(known.peer)
+        except BaseException as e:
+            log.warning("closing the link to %s: %s", link, e)
+        self.poll()
+        for job in [j for j in self._jobs.values() if j.ref.link == link]:
+            self._aborted.setdefault(job.ref, time.monotonic() + self._limits.grace)
+            job.stop(Failure(FailureKind.PEER_LOST, "the link was closed"))
+            self._advance(job)
+        for ref in [r for r, j in self._quarantine.items() if r.link == link and j.calmed_by_close(self._can)]:
+            self._calm(ref)
+        for verb in Verb:
+            self._lines.pop((link, verb), None)
+
+    def _break(self, link: LinkId, why: Failure) -> None:
+        """Report that a link is of no more use to anyone; whoever made it must make it anew."""
+        known = self._peers.get(link)
+        if known is None or known.broken:
+            return
+        known.broken = True
+        for job in self._jobs.values():
+            if job.ref.link == link and job.error is None:
+                job.collateral = True
+        self._post(LinkBroken(link, known.number, why))
+
+    def _doubt(self, link: LinkId) -> None:
+        """Look at a link on which something may have failed.
+
+        If it is lost it is reported broken, and all that moves on it ends with it.
+        """
+        known = self._peers.get(link)
+        why = None if known is None else self._transport.lost(known.peer)
+        if why is not None:
+            self._break(link, why)
+
+    # --- parts -----------------------------------------------------------------------------------------------------
+
+    def move(self, action: Move) -> None:
+        """Begin a part; its end is told by ``Moved``."""
+        try:
+            self._begin(action)
+        except BaseException as e:
+            if action.ref in self._jobs:
+                raise
+            log.exception("a part could not be begun")
+            self._post(Moved(action.ref, Failure.of(e), True, 0))
+
+    def _begin(self, action: Move) -> None:
+        ref = action.ref
+        self._doubt(ref.link)
+        known = self._peers.get(ref.link)
+        if known is None or known.broken:
+            self._post(unmoved(ref))
+            return
+        wire = Wire(self._transport, known.peer, self._regions, self._staging, self._batches, self._post)
+        begun = time.monotonic()
+        job = make_job(action, wire)
+        job.begun = begun
+        self._jobs[ref] = job
+        if action.verb is not Verb.WRITE and (action.verb is not Verb.READ or ref.role == "producer"):
+            job.line = self._lines.setdefault((ref.link, action.verb), deque())
+            job.line.append(job)
+        self._advance(job)
+        if ref in self._jobs:
+            self._checks.get_ready(action)
+
+    def heard(self, news: PieceNews) -> None:
+        """Take in what the peer has said of a piece."""
+        job = self._jobs.get(news.ref)
+        if job is not None:
+            job.heard(news)
+            self._advance(job)
+
+    def abort(self, ref: PartRef) -> None:
+        job = self._jobs.get(ref)
+        if job is not None and ref not in self._aborted:
+            self._stop(job, Failure(FailureKind.CANCELLED, "aborted"))
+
+    def remote_writes_ended(self, ref: PartRef) -> None:
+        job = self._jobs.get(ref) or self._quarantine.get(ref)
+        if job is None:
+            return
+        job.stop(Failure(FailureKind.CANCELLED, "the peer has ended its half"))
+        job.remote_writes_ended()
+        self._advance(job)
+        if ref in self._quarantine and job.quiet:
+            self._calm(ref)
+
+    def _stop(self, job: Job, why: Failure) -> None:
+        """End a job early, in bounded time."""
+        ref = job.ref
+        self._aborted.setdefault(ref, time.monotonic() + self._limits.grace)
+        job.stop(why)
+        if job.batches and self._can.abort == "peer":
+            self._break(ref.link, backend_failed("a transfer was given up, which ends all that moves on its link"))
+        for batch in list(job.batches):
+            self._transport.abort(batch)
+        self._advance(job)
+
+    def _completed(self, done: Completion) -> None:
+        job = self._batches.pop(done.batch, None)
+        if job is None:
+            return
+        if done.error is not None:
+            self._doubtful.add(job.ref.link)
+        try:
+            job.completed(done)
+        except BaseException as e:
+            job.stop(Failure.of(e))
+        self._advance(job)
+
+    def _advance(self, job: Job) -> None:
+        """Let a job go on, and then those that wait behind it for their turn."""
+        self._progress(job)
+        line = job.line
+        while line and not line[0].submitting:
+            line.popleft()
+            if line:
+                self._progress(line[0])
+
+    def _progress(self, job: Job) -> None:
+        """Let a job go on; report its end."""
+        if job.ref not in self._jobs:
+            return
+        try:
+            job.advance()
+        except BaseException as e:
+            job.stop(Failure.of(e))
+            for batch in list(job.batches):
+                self._transport.abort(batch)
+        if not job.ended:
+            if job.restless:
+                self._restless[job.ref] = job
+            else:
+                self._restless.pop(job.ref, None)
+            return
+        del self._jobs[job.ref]
+        self._restless.pop(job.ref, None)
+        self._aborted.pop(job.ref, None)
+        known = self._peers.get(job.ref.link)
+        closing = job.calmed_by_close(self._can)
+        if closing and (known is None or known.peer != job.wire.peer):
+            job.calm()  # what was to make it quiet has happened
+        if not job.quiet:
+            self._quarantine[job.ref] = job
+            if closing and not job.lends_memory:  # of what was lent, the peer will speak
+                self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
+        took = time.monotonic() - job.begun
+        self._checks.end(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
+
+    def _calm(self, ref: PartRef) -> None:
+        """Tell that the memory of a part that has ended is quiet now."""
+        self._quarantine.pop(ref).calm()
+        self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
+
+    # --- the turn of the data thread ---------------------------------------------------------------------------------
+
+    @property
+    def fd(self) -> int | None:
+        """What polls readable when there is something to do; ``None``: nothing does."""
+        return self._transport.fileno()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds after which to look again though nothing has happened."""
+        jobs = self._restless.values()
+        if any(job.waiting_on_device for job in jobs) or (jobs and self._staging.settling):
+            return LOOK_S
+        active, idle = self._transport.poll_interval_s
+        wait = 1.0 if self.fd is not None else (active if self._batches else idle)
+        soon = self._aborted or self._quarantine or any(job.starving for job in jobs)
+        return min(wait, 0.05) if soon else wait
+
+    def poll(self) -> None:
+        """Take in which batches have ended."""
+        for done in self._transport.poll():
+            self._completed(done)
+
+    def go_on(self) -> Failure | None:
+        """Let everything go on.
+
+        Returns:
+            Why the back end has to be reset; ``None`` while it need not.
+        """
+        self.poll()
+        doubtful, self._doubtful = self._doubtful, set()
+        for link in doubtful:
+            self._doubt(link)
+        given = None
+        while self._restless and given != self._staging.given:  # a slot may be what another job waits for
+            given = self._staging.given
+            for job in list(self._restless.values()):
+                self._advance(job)
+        self._make_room()
+        return self._overdue()
+
+    def _make_room(self) -> None:
+        """Give up transfers whose consumers take nothing of theirs while others wait for slots.
+
+        Once such consumers go on, they may ask for the transfers anew.
+        """
+        hungry = {job.ref.link for job in self._restless.values() if job.starving and job.ref.role == "producer"}
+        idle = set(self._staging.idle(PATIENCE_S)) if hungry else set()
+        if not idle or not hungry - idle:
+            return
+        for job in [j for j in self._jobs.values() if j.ref.link in idle and j.ref.role == "producer" and not j.error]:
+            job.collateral = True
+            why = f"its consumer took nothing for {PATIENCE_S:g} s, while others waited"
+            self._stop(job, Failure(FailureKind.OVERLOADED, why))
+
+    def _overdue(self) -> Failure | None:
+        """Give up links on which batches outlive their abort.
+
+        Returns:
+            Why not even that suffices; ``None`` if it does.
+        """
+        now, grace = time.monotonic(), self._limits.grace
+        for ref, deadline in list(self._aborted.items()):
+            if now >= deadline and ref in self._jobs:
+                log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)
+                if ref.link not in self._peers:
+                    return backend_failed("a batch did not end when its link was closed")
+                self._aborted[ref] = now + grace
+                self._break(ref.link, backend_failed("a batch did not end when it was aborted"))
+                self._hang_up(ref.link)
+        if self._quarantine and self._can.quiet == "backend_reset":
+            held = sum(job.nbytes for job in self._quarantine.values())
+            if not self._jobs or held > self._limits.quarantine:
+                return backend_failed("memory of failed transfers has to be made quiet")
+        return None
+
+    def close(self) -> None:
+        """Close the back end. ``void`` has to follow."""
+        shut(self._transport)
+
+    def void(self, why: Failure, device_done: bool) -> bool:
+        """End all parts, once the back end is closed.
+
+        Args:
+            why: The reason.
+            device_done: Whether nothing is packed or unpacked any more.
+
+        Returns:
+            Whether all memory is quiet.
+        """
+        quiet = device_done and self._can.quiet != "never"
+        for job in list(self._jobs.values()):
+            job.stop(why)
+            self._post(Moved(job.ref, job.error, quiet, 0, collateral=True))
+        for ref in list(self._quarantine) if quiet else ():
+            self._calm(ref)
+        return quiet
+
+
+def shut(transport: Transport) -> None:
+    """Close a back end, whatever it raises."""
+    try:
+        transport.close()
+    except BaseException:
+        log.exception("the back end did not close cleanly")
+
+
+def unmoved(ref: PartRef) -> Moved:
+    """Return the end of a part that has not begun, since there is no link for it."""
+    return Moved(ref, Failure(FailureKind.PEER_LOST, "the link is broken"), True, 0, collateral=True)
+
+
+def backend_failed(detail: str) -> Failure:
+    """Return a failure of a back end."""
+    return Failure(FailureKind.BACKEND_FAILED, detail)

@@ -1,0 +1,232 @@
+"""Loads within a step: fetched ahead into blocks of the pool that no request has, copied when the request is admitted.
+
+A load beside the steps costs at least one of them: blocks are handed out in one, and the request runs in a later one.
+A short load need not wait so long. Its fetch begins when the request is first seen, into blocks borrowed from the pool.
+When the engine asks what can be had for the request, the answer is waited for, within a budget that all requests of the
+step share. If all of it has come and counts by then, the request runs in this very step, whose workers copy the blocks
+first; a copy within one memory cannot fail as a transfer can. If it has not come, the engine asks again in the next
+step; if it has failed, it computes the tokens at once. So the engine never counts on bytes that are not there, and
+nothing has to be taken back: not in a step that overlaps the next one, not where several groups of layers share a pool,
+whatever it does about loads that fail.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvxfer.engine.exchange import BlockCopy
+from kvxfer.engine.pins import BlockPins
+from kvxfer.engine.side_channel import PrefetchResult
+from kvxfer.failures import Failure
+from kvxfer.identity import Source
+from kvxfer.schedule import FetchSchedule
+from kvxfer.values import NULL, BlockTable, Group, Rank
+
+__all__ = ["LinkSpeeds", "Prefetches"]
+
+REMEMBERED = 8
+"""Loads by which a link is judged."""
+
+
+class LinkSpeeds:
+    """How long loads from other engines have taken of late."""
+
+    def __init__(self) -> None:
+        self._loads: dict[tuple[str, int], deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+
+    def delivered(self, source: Source, tokens: int, seconds: float) -> None:
+        """Take in that moving so many tokens took so long."""
+        self._loads[source.host, source.port].append((tokens, seconds))
+
+    def failed(self, source: Source) -> None:
+        """Take in that a load failed: nothing is known any more."""
+        self._loads.pop((source.host, source.port), None)
+
+    def estimate(self, source: Source, tokens: int) -> float | None:
+        """Return how many seconds moving these tokens should take; None if nothing is known."""
+        known = self._loads.get((source.host, source.port))
+        return min((s * max(1.0, tokens / n) for n, s in known), default=None) if known else None
+
+
+@dataclass(slots=True)
+class _Prefetch:
+    """One request's.
+
+    ``ended``: all ranks have, or one has failed; ``quiet``: nothing writes to the blocks on any rank.
+    """
+
+    source: Source
+    start: int
+    tokens: int
+    blocks: BlockTable
+    results: dict[Rank, PrefetchResult] = field(default_factory=dict)
+    over: bool = False  # the schedule knows that it is
+    promised: bool = False  # the engine was told that it is here
+    unwanted: bool = False
+    copying: set[Rank] | None = None  # where the copy is done
+
+
+class Prefetches:
+    """The scheduler side's prefetches; one thread.
+
+    Args:
+        schedule: what is loaded.
+        pins: has the borrowed blocks.
+        groups: the engine's KV-cache groups.
+        ranks: how many ranks report.
+        budget: seconds of a step that may be spent on waiting.
+        receive: returns results that come within so many seconds, as soon as there are any.
+    """
+
+    def __init__(
+        self,
+        schedule: FetchSchedule,
+        pins: BlockPins,
+        groups: Sequence[Group],
+        ranks: int,
+        budget: float,
+        receive: Callable[[float], Iterable[PrefetchResult]],
+    ) -> None:
+        self._schedule, self._pins, self._groups, self._ranks = schedule, pins, tuple(groups), ranks
+        self._budget = self._left = budget
+        self._receive = receive
+        self._all: dict[str, _Prefetch] = {}
+        self._copies: list[BlockCopy] = []
+        self.speeds = LinkSpeeds()
+        self._possible = budget > 0 and all(group.kind in ("full", "window") for group in groups)
+
+    def begin(self, request: str, source: Source, start: int, tokens: int) -> bool:
+        """Borrow blocks and queue the fetch of ``[start, tokens)``.
+
+        False: this load is one for beside the steps. It is long or nothing is known of its link, or the pool is short.
+        """
+        estimate = self.speeds.estimate(source, max(tokens - start, 1)) if self._possible else None
+        if estimate is None or estimate > self._budget or self._schedule.matched(request, start) != tokens - start:
+            return False
+        if start >= tokens:
+            return False
+        spans = [self._span(group, start, tokens) for group in self._groups]
+        taken = self._pins.borrow(_holder(request), sum(past - first for first, past in spans))
+        if taken is None:
+            return False
+        rows = [[NULL] * first + [taken.pop() for _ in range(first, past)] for first, past in spans]
+        blocks = BlockTable.of(rows)
+        self._schedule.allocated(request, blocks, start, tokens - start)
+        self._all[request] = _Prefetch(source, start, tokens, blocks)
+        return True
+
+    @staticmethod
+    def _span(group: Group, start: int, tokens: int) -> tuple[int, int]:
+        """Return the positions ``[first, past)`` of the blocks that token ``tokens`` attends to, from ``start`` on."""
+        behind = max(0, tokens - group.window + 1) if group.window else 0
+        return max(start, behind) // group.block_tokens, group.blocks(tokens)
+
+    def __contains__(self, request: str) -> bool:
+        """Whether this request's load is a prefetch."""
+        return request in self._all
+
+    def tokens(self, request: str, computed: int) -> int | None:
+        """Return how many tokens behind the ``computed`` local ones are here, having waited for them within the budget.
+
+        0: none will be, and the engine computes them. None: they are still on their way.
+        """
+        found = self._all[request]
+        while not self._ended(found):
+            begun = time.monotonic()
+            news = list(self._receive(self._left))
+            self._left = max(0.0, self._left - (time.monotonic() - begun))
+            for result in news:
+                self.take_in(result)
+            if not news and not self._ended(found):
+                return None
+        useful = found.start <= computed < found.tokens and found.copying is None and not found.unwanted
+        if self._failure(found) is not None or not useful:
+            return 0
+        found.promised = True
+        return found.tokens - computed
+
+    def admitted(self, request: str, table: BlockTable, external: int) -> None:
+        """Take in that the request has blocks, and counts on ``external`` tokens."""
+        found = self._all[request]
+        if external and found.promised and found.copying is None:
+            found.copying = set()
+            self._copies.append(BlockCopy(request, found.blocks, table))
+        elif found.copying is None:
+            self.give_up(request)
+
+    def copies(self) -> tuple[BlockCopy, ...]:
+        """Return what this step copies; once a step, after which the budget is full again."""
+        drained, self._copies, self._left = tuple(self._copies), [], self._budget
+        return drained
+
+    def take_in(self, result: PrefetchResult) -> None:
+        """Take in what has become of one on one rank; the same may come again, and earlier words after later ones."""
+        found = self._all.get(result.handle)
+        known = None if found is None else found.results.get(result.rank)
+        if found is None or (known is not None and known.quiet):
+            return
+        found.results[result.rank] = result
+        if result.failure is not None:
+            self.speeds.failed(found.source)
+        self._settle(result.handle, found)
+
+    def copied(self, request: str, ranks: Iterable[Rank]) -> None:
+        """Take in that these ranks have copied its blocks."""
+        found = self._all.get(request)
+        if found is not None and found.copying is not None:
+            found.copying.update(ranks)
+            self._settle(request, found)
+
+    def give_up(self, request: str) -> None:
+        """Take in that nobody needs it any more; what is being copied is finished."""
+        found = self._all.get(request)
+        if found is not None:
+            found.unwanted = True
+            self._schedule.preempt(request)
+            self._settle(request, found)
+
+    def short_of_blocks(self) -> None:
+        """Take in that the engine lacks blocks: give back what is here and was not admitted."""
+        for request, found in list(self._all.items()):
+            if found.over and found.copying is None:
+                self.give_up(request)
+
+    @property
+    def handles(self) -> frozenset[str]:
+        """Requests whose load is a prefetch that is not over."""
+        return frozenset(request for request, found in self._all.items() if not found.over)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._all)
+
+    def _ended(self, found: _Prefetch) -> bool:
+        return len(found.results) == self._ranks or self._failure(found) is not None
+
+    @staticmethod
+    def _failure(found: _Prefetch) -> Failure | str | None:
+        failure = next((r.failure for r in found.results.values() if r.failure is not None), None)
+        generations = {r.generation for r in found.results.values() if r.generation >= 0}
+        return failure or ("our ranks hold different generations" if len(generations) > 1 else None)
+
+    def _settle(self, request: str, found: _Prefetch) -> None:
+        """Give the blocks back once nobody writes to them or reads them."""
+        quiet = len(found.results) == self._ranks and all(r.quiet for r in found.results.values())
+        failed = self._failure(found) is not None
+        if quiet and not found.over:
+            found.over = True
+            self._schedule.loaded(request)
+            if not failed:
+                moved = max(r.seconds for r in found.results.values())
+                self.speeds.delivered(found.source, found.tokens - found.start, moved)
+        used = found.copying is not None and len(found.copying) == self._ranks
+        if found.over and (used or (found.copying is None and (found.unwanted or failed))):
+            del self._all[request]
+            self._pins.drop(_holder(request))
+
+
+def _holder(request: str) -> tuple[str, str]:
+    return "prefetch", request

@@ -1,0 +1,263 @@
+"""The scheduler side and the worker sides of one host, speaking without waiting for a step of the engine.
+
+An engine carries commands and reports between its scheduler and its workers once a step, and with other requests
+decoding a step takes as long as a forward pass. Here a fetch reaches the worker at once, and the result of a prefetch
+the scheduler. All that is said here is said again with a step: a message that is lost, or a worker on another host,
+costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import select
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from kvxfer.failures import Failure
+from kvxfer.identity import Generation
+from kvxfer.threads import NamedThread
+from kvxfer.values import Fetch, Rank
+
+__all__ = ["ChannelAddress", "DirectFetches", "PrefetchResult", "Results", "SideChannel", "Take", "WorkerChannel"]
+
+log = logging.getLogger("kvxfer.engine")
+
+LONGEST = 1 << 17
+"""Bytes of a message; what is longer goes with the step only."""
+CONNECT_S = 0.2
+MOST_STRANGERS = 4
+"""Who has connected and not shown the secret; the longest there goes first."""
+
+
+class ChannelAddress(msgspec.Struct, frozen=True):
+    """Where a worker side listens, and the secret that its scheduler side must know. Not for other engines."""
+
+    name: str
+    token: bytes
+
+
+class DirectFetches(msgspec.Struct, frozen=True):
+    """Fetches that need not wait for their step.
+
+    Attributes:
+        first: the number of the first of them; the others follow. Each comes again with the step that has its number.
+        prefetches: those of them, by handle, that are prefetches.
+    """
+
+    first: int
+    fetches: tuple[Fetch, ...]
+    prefetches: tuple[str, ...] = ()
+
+
+class PrefetchResult(msgspec.Struct, frozen=True):
+    """What has become of a prefetch on one rank.
+
+    Attributes:
+        rank: that rank.
+        generation: of what was delivered; -1 if nothing had to come.
+        failure: why it was not delivered; None if it was.
+        quiet: nothing writes to its blocks any more.
+        seconds: that moving it took, from the word of its producer to the end.
+    """
+
+    handle: str
+    rank: Rank
+    generation: Generation = -1
+    failure: Failure | None = None
+    quiet: bool = False
+    seconds: float = 0.0
+
+
+Take = Callable[[DirectFetches], None]
+Results = Callable[[], Iterable[PrefetchResult]]
+
+_decode_fetches = msgspec.msgpack.Decoder(DirectFetches).decode
+_decode_result = msgspec.msgpack.Decoder(PrefetchResult).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class WorkerChannel:
+    """A worker's end, with a thread of its own.
+
+    Args:
+        take: called on that thread with what the scheduler side sends.
+        results: called on that thread after ``wake``; returns what is to be sent.
+
+    Raises:
+        OSError: No socket can be had.
+    """
+
+    def __init__(self, take: Take, results: Results) -> None:
+        self._take, self._results = take, results
+        name = f"kvxfer-{secrets.token_hex(12)}"
+        self.address = ChannelAddress(name, secrets.token_bytes(16))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._listener.bind("\0" + name)  # no file: it goes with the process
+            self._listener.listen(128)
+            self._listener.setblocking(False)
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except BaseException:
+            self._listener.close()
+            raise
+        weakref.finalize(self, os.close, self._wake)  # not before: who is just waking us must not write to another file
+        self._peer: socket.socket | None = None  # our scheduler side
+        self._strangers: dict[int, socket.socket] = {}  # who has not shown the token yet
+        self._closing = False
+        self._thread = NamedThread(target=self._run, name="kvxfer-side-channel", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have ``results`` asked, soon; any thread, does not block."""
+        if not self._closing:
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Stop listening; any number of times."""
+        if not self._closing:
+            self._closing = True
+            os.eventfd_write(self._wake, 1)
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for fd in (self._listener.fileno(), self._wake):
+            poll.register(fd, select.POLLIN)
+        try:
+            while not self._closing:
+                for fd, _ in poll.poll():
+                    try:
+                        self._ready(fd, poll)
+                    except OSError as e:
+                        log.debug("side channel: %s", e)
+                        self._forget(fd, poll)
+                    except Exception:
+                        log.exception("side channel: something could not be handled; it comes again with the step")
+        finally:
+            for s in (self._listener, self._peer, *self._strangers.values()):
+                if s is not None:
+                    s.close()
+
+    def _ready(self, fd: int, poll: select.poll) -> None:
+        if self._closing:
+            return
+        if fd == self._wake:
+            os.eventfd_read(self._wake)
+            for result in self._results():
+                if self._peer is not None:
+                    self._peer.send(_encode(result), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        elif fd == self._listener.fileno():
+            found, _ = self._listener.accept()
+            found.setblocking(False)
+            if len(self._strangers) >= MOST_STRANGERS:
+                self._forget(next(iter(self._strangers)), poll)
+            self._strangers[found.fileno()] = found
+            poll.register(found.fileno(), select.POLLIN)
+        elif fd in self._strangers:
+            said = self._strangers[fd].recv(64)
+            if self._peer is None and hmac.compare_digest(said, self.address.token):
+                self._peer = self._strangers.pop(fd)
+            else:
+                self._forget(fd, poll)
+        elif self._peer is not None and fd == self._peer.fileno():
+            said = self._peer.recv(2 * LONGEST)
+            if said:
+                self._take(_decode_fetches(said))
+            else:
+                self._forget(fd, poll)
+
+    def _forget(self, fd: int, poll: select.poll) -> None:
+        gone = self._strangers.pop(fd, None)
+        if self._peer is not None and self._peer.fileno() == fd:
+            gone, self._peer = self._peer, None
+        if gone is not None:
+            poll.unregister(fd)
+            gone.close()
+
+
+class SideChannel:
+    """The scheduler's end, to all workers of the engine. One thread."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[Rank, socket.socket] = {}
+        self._poll = select.poll()
+
+    def connect(self, addresses: Mapping[Rank, ChannelAddress]) -> None:
+        """Connect with all workers; if one cannot be reached, because it is on another host, with none."""
+        self.close()
+        for rank, address in addresses.items():
+            s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            self._sockets[rank] = s
+            try:
+                s.settimeout(CONNECT_S)
+                s.connect("\0" + address.name)
+                s.send(address.token, socket.MSG_NOSIGNAL)
+                s.setblocking(False)
+                self._poll.register(s.fileno(), select.POLLIN)
+            except OSError as e:
+                log.info("rank %s is not on this host: fetches go with the engine's steps (%s)", rank, e)
+                self.close()
+                return
+
+    @property
+    def open(self) -> bool:
+        """Whether there is a way to all workers."""
+        return bool(self._sockets)
+
+    def send(self, fetches: DirectFetches) -> bool:
+        """Send to all workers without blocking; False if some may not have got it, for whom it comes with the step."""
+        raw = _encode(fetches)
+        if len(raw) > LONGEST or not self._sockets:
+            return False
+        try:
+            for s in self._sockets.values():
+                s.send(raw, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as e:
+            log.warning("the side channel is broken, fetches go with the engine's steps: %s", e)
+            self.close()
+            return False
+        return True
+
+    def receive(self, timeout: float = 0.0) -> list[PrefetchResult]:
+        """Return what workers have sent, as soon as there is something, and after ``timeout`` seconds at the latest."""
+        out: list[PrefetchResult] = []
+        until = time.monotonic() + timeout
+        while self._sockets and not out:
+            ready = {fd for fd, _ in self._poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+            for s in list(self._sockets.values()):
+                if s.fileno() in ready and not self._read(s, out):
+                    self.close()
+                    break
+            if not ready:
+                break
+        return out
+
+    @staticmethod
+    def _read(s: socket.socket, out: list[PrefetchResult]) -> bool:
+        """Take all that has come; False if the other end is gone."""
+        while True:
+            try:
+                said = s.recv(2 * LONGEST)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not said:
+                return False
+            out.append(_decode_result(said))
+
+    def close(self) -> None:
+        """Give the channel up; any number of times."""
+        for s in self._sockets.values():
+            s.close()
+        self._sockets.clear()
+        self._poll = select.poll()

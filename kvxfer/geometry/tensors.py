@@ -1,0 +1,311 @@
+"""A cache described from the tensors that hold it, of whatever library: addresses, shapes and strides are read off them.
+
+What is known of a tensor comes from what it offers itself, in this order: the methods of torch, the array interfaces of
+numpy and CUDA, DLPack. No library is imported, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from kvxfer import arguments
+from kvxfer.errors import ArgumentError
+from kvxfer.geometry.cache import Cache, Heads, Region, View, flat_starts
+from kvxfer.values import Group, Rank
+
+__all__ = ["cache_of", "region_of"]
+
+AXES = ("layer", "block", "head", "token", "unit")
+_DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+_HOST, _CUDA = (1, 3), (2, 13)
+"""Kinds of device in DLPack: host memory, pinned or not, and CUDA's, managed or not."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What is known of a tensor; strides in bytes."""
+
+    owner: object
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item: int
+    dtype: str
+    device: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from its first to the end of its last element."""
+        return sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + self.item
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer of a plane, of block 0's first byte at ``address``."""
+
+    name: str
+    tensor: _Tensor
+    address: int
+
+
+def cache_of(
+    tensors: Any,
+    dims: str | Mapping[str, str],
+    *,
+    encoding: str | None,
+    group: Group | None,
+    layers: Iterable[str] | None,
+    heads: tuple[int, int] | None,
+    rank: Rank,
+    optional: bool,
+) -> Cache:
+    """Do what ``Cache.of_tensors`` says."""
+    planes = tensors if isinstance(tensors, Mapping) else {"kv": tensors}
+    if not planes:
+        raise ArgumentError("tensors must be at least one")
+    names = None if layers is None else tuple(arguments.string(f"layers[{i}]", x) for i, x in enumerate(layers))
+    read: dict[str, tuple[list[_Tensor], list[str]]] = {}
+    for plane, held in planes.items():
+        arguments.string("plane", plane)
+        axes = _axes(dims[plane] if isinstance(dims, Mapping) and plane in dims else dims)
+        found = [_read(t, f"tensors[{plane!r}]") for t in _each(held)]
+        if not found:
+            raise ArgumentError("tensors must be at least one for each plane")
+        short = next((t for t in found if len(t.shape) != len(axes)), None)
+        if short is not None:
+            raise ArgumentError(
+                f"dims must name each of the {len(short.shape)} axes of plane {plane!r}, not {len(axes)}"
+            )
+        read[plane] = found, axes
+    regions, places = _regions([t for found, _ in read.values() for t in found])
+    views: list[View] = []
+    for plane, (found, axes) in read.items():
+        rows = _layers(plane, found, axes, names)
+        block_tokens = {t.shape[axes.index("token")] for t in found if "token" in axes}
+        if group is None:
+            if len(block_tokens) != 1:
+                raise ArgumentError(f"group must be given: plane {plane!r} does not show how many tokens a block has")
+            group = Group(block_tokens.pop())
+        elif block_tokens - {group.block_tokens}:
+            raise ArgumentError(
+                f"group must have blocks of as many tokens as plane {plane!r}: {group.block_tokens} are not {block_tokens}"
+            )
+        kind = encoding if encoding is not None else found[0].dtype
+        views += _views(plane, rows, axes, places, kind, heads, optional)
+    assert group is not None
+    cache = Cache(regions, (group,), tuple(views), rank)
+    cache.check()
+    return cache
+
+
+def region_of(tensor: Any) -> Region:
+    """Do what ``Region.of`` says."""
+    found = _read(tensor, "tensor")
+    return _owned(Region(found.address, found.nbytes, found.device), found.owner)
+
+
+def _views(
+    plane: str,
+    rows: list[_Layer],
+    axes: list[str],
+    places: Mapping[int, int],
+    encoding: str,
+    heads: tuple[int, int] | None,
+    optional: bool,
+) -> list[View]:
+    """Return a view for each shape and strides that the layers of a plane have."""
+    alike: dict[tuple[Any, ...], list[_Layer]] = {}
+    for row in rows:
+        alike.setdefault(_shape(plane, row.tensor, axes), []).append(row)
+    return [
+        View(
+            plane=plane,
+            group=0,
+            layers=tuple(row.name for row in of),
+            offsets=tuple(places[id(row.tensor)] + row.address - row.tensor.address for row in of),
+            blocks=blocks,
+            block_stride=block_stride,
+            unit=unit,
+            encoding=encoding,
+            heads=None if head is None else _heads(heads, *head),
+            token_stride=token_stride,
+            optional=optional,
+        )
+        for (blocks, block_stride, unit, head, token_stride), of in alike.items()
+    ]
+
+
+def _shape(plane: str, t: _Tensor, axes: list[str]) -> tuple[int, int, int, tuple[int, int] | None, int | None]:
+    """Return blocks, block stride, unit, (heads, head stride) and token stride; strides of one thing alone are made up."""
+    at = {axis: (t.shape[i], t.strides[i]) for i, axis in enumerate(axes) if axis != "unit"}
+    unit = t.item
+    for i in reversed([i for i, axis in enumerate(axes) if axis == "unit"]):
+        if t.shape[i] > 1 and t.strides[i] != unit:
+            raise ArgumentError(
+                f"dims must name as 'unit' only what lies together in memory, and axis {i} of plane {plane!r} goes by "
+                f"{t.strides[i]} bytes, not {unit}"
+            )
+        unit *= t.shape[i]
+
+    def stride(axis: str, alone: int) -> int:
+        n, found = at[axis]
+        return found if n > 1 else alone
+
+    head = (at["head"][0], stride("head", unit)) if "head" in at else None
+    token = stride("token", unit) if "token" in at else None
+    within = (head[0] - 1) * head[1] if head else 0
+    within += (at["token"][0] - 1) * token if token else 0
+    return at["block"][0], stride("block", within + unit), unit, head, token
+
+
+def _heads(where: tuple[int, int] | None, count: int, stride: int) -> Heads:
+    if where is None:
+        return Heads(0, count, count, stride)
+    if not isinstance(where, tuple) or len(where) != 2:
+        raise ArgumentError(f"heads must be (first head, heads of the model), not {arguments.shown(where)}")
+    return Heads(where[0], count, where[1], stride)
+
+
+def _layers(plane: str, found: list[_Tensor], axes: list[str], names: tuple[str, ...] | None) -> list[_Layer]:
+    """Return the layers of a plane: one a tensor, or as many as its axis has."""
+    places = []
+    for t in found:
+        n, step = (t.shape[axes.index("layer")], t.strides[axes.index("layer")]) if "layer" in axes else (1, 0)
+        places += [(t, t.address + i * step) for i in range(n)]
+    chosen = tuple(map(str, range(len(places)))) if names is None else names
+    if len(chosen) != len(places):
+        raise ArgumentError(f"layers must name each of the {len(places)} layers of plane {plane!r}, not {len(chosen)}")
+    return [_Layer(name, t, address) for name, (t, address) in zip(chosen, places, strict=True)]
+
+
+def _regions(found: list[_Tensor]) -> tuple[tuple[Region, ...], dict[int, int]]:
+    """Return regions that hold these tensors, one for those that overlap, and the flat offset of each tensor by its id."""
+    spans: list[list[_Tensor]] = []
+    ends: list[int] = []
+    for t in sorted(found, key=lambda t: (t.device, t.address)):
+        if spans and spans[-1][0].device == t.device and t.address < ends[-1]:
+            spans[-1].append(t)
+            ends[-1] = max(ends[-1], t.address + t.nbytes)
+        else:
+            spans.append([t])
+            ends.append(t.address + t.nbytes)
+    regions = tuple(
+        _owned(Region(of[0].address, end - of[0].address, of[0].device), tuple(t.owner for t in of))
+        for of, end in zip(spans, ends, strict=True)
+    )
+    starts = flat_starts(regions)
+    return regions, {
+        id(t): start + t.address - of[0].address for of, start in zip(spans, starts, strict=True) for t in of
+    }
+
+
+def _owned(region: Region, owner: object) -> Region:
+    region.__dict__["owner"] = owner  # so it lives as long as anything that knows the region; no part of the value
+    return region
+
+
+def _axes(dims: Any) -> list[str]:
+    axes = arguments.string("dims", dims).split()
+    wrong = next((axis for axis in axes if axis not in AXES), None)
+    if wrong is not None:
+        raise ArgumentError(f"dims must be words of {', '.join(AXES)}, not {wrong!r}")
+    twice = next((axis for axis in AXES[:-1] if axes.count(axis) > 1), None)
+    if twice is not None or "block" not in axes:
+        raise ArgumentError(f"dims must have {twice or 'block'!r} once, not {dims!r}")
+    return axes
+
+
+def _each(held: Any) -> Sequence[Any]:
+    return held if isinstance(held, list | tuple) else [held]
+
+
+def _read(tensor: Any, what: str) -> _Tensor:
+    """Return what is known of a tensor.
+
+    Raises:
+        ArgumentError: It is none, is empty or read-only, or runs backwards.
+    """
+    found = _torch(tensor) or _array(tensor, what) or _dlpack(tensor, what)
+    if found is None:
+        raise ArgumentError(
+            f"{what} must be a tensor (of torch, or with __array_interface__, __cuda_array_interface__ or __dlpack__), not "
+            f"{arguments.shown(tensor)}"
+        )
+    if not prod(found.shape) or any(n > 1 and s <= 0 for n, s in zip(found.shape, found.strides, strict=True)):
+        raise ArgumentError(
+            f"{what} must have elements, each at a place of its own; it has {found.shape} by {found.strides}"
+        )
+    return found
+
+
+def _torch(tensor: Any) -> _Tensor | None:
+    if not all(hasattr(tensor, name) for name in ("data_ptr", "element_size", "stride", "shape", "device", "dtype")):
+        return None
+    item, device = int(tensor.element_size()), tensor.device
+    where = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+    strides = tuple(int(s) * item for s in tensor.stride())
+    name = str(tensor.dtype).rpartition(".")[2]
+    return _Tensor(tensor, int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, item, name, where)
+
+
+def _array(tensor: Any, what: str) -> _Tensor | None:
+    on_cuda = getattr(tensor, "__cuda_array_interface__", None)
+    interface = on_cuda or getattr(tensor, "__array_interface__", None)
+    if interface is None:
+        return None
+    dtype, shape = np.dtype(interface["typestr"]), tuple(map(int, interface["shape"]))
+    address, read_only = interface["data"]
+    if read_only:
+        raise ArgumentError(f"{what} must be writable")
+    device = "cpu"
+    if on_cuda is not None:
+        if not hasattr(tensor, "__dlpack_device__"):
+            raise ArgumentError(f"{what} must say on which device it lies, by __dlpack_device__")
+        device = f"cuda:{tensor.__dlpack_device__()[1]}"
+    given = interface.get("strides")
+    packed = tuple(accumulate((dtype.itemsize, *shape[:0:-1]), lambda a, b: a * b))[::-1]
+    strides = packed[len(packed) - len(shape) :] if given is None else tuple(map(int, given))
+    return _Tensor(tensor, int(address), shape, strides, dtype.itemsize, dtype.name, device)
+
+
+class _DLTensor(ctypes.Structure):
+    """What a capsule of DLPack begins with."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+def _dlpack(tensor: Any, what: str) -> _Tensor | None:
+    if not hasattr(tensor, "__dlpack__"):
+        return None
+    capsule = tensor.__dlpack__()
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    t = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    if t.device_type not in _HOST + _CUDA or t.bits % 8:
+        raise ArgumentError(f"{what} must be of whole bytes, in memory of the host or of CUDA")
+    item, shape = t.bits * t.lanes // 8, tuple(t.shape[i] for i in range(t.ndim))
+    if t.strides:
+        strides = tuple(t.strides[i] * item for i in range(t.ndim))
+    else:
+        strides = tuple(item * prod(shape[i + 1 :]) for i in range(t.ndim))
+    name = f"{_DLPACK_KINDS.get(t.code, f'code{t.code}_')}{t.bits}"
+    device = "cpu" if t.device_type in _HOST else f"cuda:{t.device_id}"
+    return _Tensor((tensor, capsule), (t.data or 0) + t.byte_offset, shape, strides, item, name, device)

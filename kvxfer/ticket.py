@@ -1,0 +1,79 @@
+"""Tickets: all that a consumer must be told of a transfer, as one text that any router can carry."""
+
+from __future__ import annotations
+
+import zlib
+from base64 import b64decode, urlsafe_b64encode
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvxfer import arguments
+from kvxfer.errors import ArgumentError
+from kvxfer.identity import Source, TransferId
+from kvxfer.values import MOST_DIGEST, BlockTable, Fetch
+
+__all__ = ["Ticket"]
+
+_VERSION = "kvxfer1."
+_LONGEST = 1 << 16
+_SUM_BYTES = 4
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What whoever routes a request must tell its consumer.
+
+    Its ``text`` is opaque: letters, digits and ``-_.=`` only, so that JSON, headers and URLs carry it unchanged, and
+    programs whose integers end at 2**53 as well. What has been cut or altered on the way is noticed; who made it is not
+    proved.
+
+    Attributes:
+        transfer: the name of what is offered.
+        digest: what its KV depends on, 1 to 64 bytes. A consumer that knows the prompt compares it with its own.
+        source: the directory of the engine that offers it.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type or range.
+    """
+
+    transfer: TransferId
+    digest: Annotated[bytes, Meta(max_length=MOST_DIGEST)]
+    source: Source
+
+    def __post_init__(self) -> None:
+        arguments.instance("transfer", self.transfer, TransferId)
+        arguments.octets("digest", self.digest, MOST_DIGEST)
+        arguments.instance("source", self.source, Source)
+
+    @property
+    def text(self) -> str:
+        """The ticket as a text, for ``read``."""
+        body = msgspec.msgpack.encode(self)
+        return _VERSION + urlsafe_b64encode(zlib.crc32(body).to_bytes(_SUM_BYTES) + body).decode()
+
+    @classmethod
+    def read(cls, text: str) -> Ticket:
+        """Return the ticket with this text.
+
+        Raises:
+            ArgumentError: it is none, or none of this version, or not as it was when it was made.
+        """
+        arguments.string("ticket", text, _LONGEST)
+        if not text.startswith(_VERSION):
+            raise ArgumentError(f"ticket must begin with {_VERSION!r}, as those of this version do, not {text[:20]!r}")
+        try:
+            raw = b64decode(text.removeprefix(_VERSION), b"-_", validate=True)
+            whole = zlib.crc32(raw[_SUM_BYTES:]).to_bytes(_SUM_BYTES) == raw[:_SUM_BYTES]
+            found = msgspec.msgpack.decode(raw[_SUM_BYTES:], type=cls) if whole else None
+        except (ValueError, msgspec.MsgspecError):
+            found = None
+        if found is None:
+            raise ArgumentError("ticket must be as it was made: this one was cut or altered on its way")
+        return found
+
+    def fetch(
+        self, handle: str, blocks: BlockTable, start: int, tokens: int, own: Source | None = None, progress: int = 0
+    ) -> Fetch:
+        """Return the fetch of the tokens ``[start, tokens)`` of it into these blocks; see ``Fetch``."""
+        return Fetch(handle, self.transfer, self.digest, self.source, blocks, start, tokens, own, progress)

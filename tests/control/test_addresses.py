@@ -1,0 +1,139 @@
+"""Where engines are found: addresses of their own, of either version, in networks of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+from kvxfer.identity import TransferId
+from kvxfer.settings import own_address
+from tests.control.conftest import Ended, Engine, Released, fetch, offered
+
+T = TransferId("own/1/x", 0)
+ALICE, BOB = "198.51.100.1", "198.51.100.2"
+
+
+def check_transfer(p: Engine, d: Engine) -> None:
+    p.agents[0].offer(offered([3], 4, transfer=T))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+    assert d.wait(Ended)[0].outcome.delivered
+    d.wait(Released)
+    assert np.array_equal(d.block(5), p.block(3))
+
+
+@pytest.mark.parametrize("backend", ["zmq", "tcp"])
+@pytest.mark.parametrize(("here", "there"), [("127.0.0.2", "127.0.0.3"), ("::1", "::1"), ("::1", "127.0.0.2")])
+def test_engines_at_addresses_of_their_own(engine: Callable[..., Engine], backend: str, here: str, there: str) -> None:
+    p = engine({"backend": backend}, seed=1, listen=here)
+    d = engine({"backend": backend}, listen=there)
+    assert (p.source.host, d.source.host) == (here, there)
+    assert here in p.agents[0].member.address
+    check_transfer(p, d)
+
+
+def test_each_process_finds_its_own_address() -> None:
+    config = Config(advertise="auto", port=7)
+    found = config.located(lambda: "10.0.0.7")
+    assert (found.listen, found.advertise, found.port) == ("10.0.0.7", "10.0.0.7", 7)
+    everywhere = Config(advertise="auto", listen="0.0.0.0").located(lambda: "10.0.0.7")
+    assert (everywhere.listen, everywhere.advertise) == ("0.0.0.0", "10.0.0.7")
+    named = Config(advertise="node-7", listen="10.0.0.7")
+    assert named.located(lambda: "10.0.0.8") is named
+
+
+def test_engines_that_find_their_own_address(engine: Callable[..., Engine]) -> None:
+    try:
+        here = own_address()
+    except ConfigError:
+        pytest.skip("no route leads out of this host")
+    p, d = (engine({"backend": "zmq"}, seed=seed, advertise="auto") for seed in (1, None))
+    assert p.source.host == here
+    check_transfer(p, d)
+
+
+def _separated() -> bool:
+    """Whether this user may make networks of their own."""
+    if not (shutil.which("unshare") and shutil.which("ip") and shutil.which("nsenter")):
+        return False
+    probe = ["unshare", "-n", "sh", "-c", "ip link add kv0 type veth peer name kv1"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def networks() -> Iterator[tuple[list[str], list[str]]]:
+    """Two hosts that have but each other: what to put before a command that is to run on either."""
+    if not _separated():
+        pytest.skip("this user may not make network namespaces; addresses of one host are tested above")
+    hosts = [subprocess.Popen(["unshare", "-n", "sleep", "600"]) for _ in range(2)]
+    into = [["nsenter", "-t", str(host.pid), "-n"] for host in hosts]
+    mine = os.readlink("/proc/self/ns/net")
+    try:
+        for host in hosts:
+            while os.readlink(f"/proc/{host.pid}/ns/net") == mine:
+                assert host.poll() is None
+        for command in (
+            [*into[0], "ip", "link", "add", "kv0", "type", "veth", "peer", "name", "kv1", "netns", str(hosts[1].pid)],
+            *([*into[i], "ip", "addr", "add", f"{a}/24", "dev", f"kv{i}"] for i, a in enumerate((ALICE, BOB))),
+            *([*into[i], "ip", "link", "set", f"kv{i}", "up"] for i in (0, 1)),
+            *([*into[i], "ip", "route", "add", "default", "dev", f"kv{i}"] for i in (0, 1)),
+        ):
+            subprocess.run(command, check=True)
+        yield into[0], into[1]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+
+
+ON_A_HOST = """
+import sys
+from tests.control.node import Engine, name
+e = Engine("zmq", {}, 0, 16, int(sys.argv[1]), {"advertise": "auto", "transfer_timeout": 20.0})
+print(e.source().host, e.source().port, e.source().epoch, flush=True)
+if int(sys.argv[1]):
+    e.offer(name("x"), [3], 4, 1, True)
+    sys.stdin.read()
+else:
+    import time
+    from kvxfer.identity import Source
+    from kvxfer.protocol.values import Ended
+    host, port, epoch = sys.stdin.readline().split()
+    e.fetch(name("x"), Source(host, int(port), int(epoch)), [5], 4)
+    seen = []
+    until = time.monotonic() + 30
+    while not any(isinstance(x, Ended) for x in seen) and time.monotonic() < until:
+        seen += e.events()
+        time.sleep(0.01)
+    print([x.outcome.delivered for x in seen if isinstance(x, Ended)], flush=True)
+e.close()
+"""
+
+
+def test_two_hosts(networks: tuple[list[str], list[str]]) -> None:
+    def begin(into: list[str], seed: int) -> Any:
+        return subprocess.Popen(
+            [*into, sys.executable, "-c", ON_A_HOST, str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    p, d = begin(networks[0], 1), begin(networks[1], 0)
+    try:
+        address = p.stdout.readline()
+        assert address.startswith(ALICE) and d.stdout.readline().startswith(BOB)
+        assert d.communicate(address, timeout=60)[0].strip() == "[True]"
+        p.communicate("", timeout=60)
+    finally:
+        for process in (p, d):
+            process.kill()
+            process.wait()

@@ -1,0 +1,132 @@
+"""A producer that is gone costs the first load `peer_timeout` at the most, and later ones nothing, until it answers again."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvxfer.failures import FailureKind
+from kvxfer.identity import Source
+from kvxfer.protocol.values import Ended
+from tests.control.conftest import until
+from tests.control.node import Node, name
+from tests.control.test_processes import deliver
+
+K = FailureKind
+SILENCE, TIMEOUT = 1.0, 20.0
+SOON = 0.1
+"""What a load takes that need not wait; of several, the best, since a busy host adds its own."""
+Make = Callable[..., Node]
+
+
+@pytest.fixture
+def node() -> Iterator[Make]:
+    made: list[Node] = []
+
+    def make(**config: object) -> Node:
+        settings = {"peer_timeout": SILENCE, "transfer_timeout": TIMEOUT, "lease": 30.0, **config}
+        made.append(Node("zmq", **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for n in made:
+        n.end()
+
+
+def load(d: Node, source: Source, i: int | str) -> Ended:
+    d.fetch(name(i), source, [5], 4)
+    return d.settled(name(i), timeout=TIMEOUT + 5)
+
+
+def known_to_be_dead(d: Node, source: Source) -> None:
+    ends = [load(d, source, f"later {i}") for i in range(5)]
+    assert all(end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE} for end in ends), ends
+    assert min(end.seconds for end in ends) < SOON and max(end.seconds for end in ends) < SILENCE / 2, ends
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["a stranger", "a peer"])
+def test_killed(node: Make, met: bool) -> None:
+    p, d = node(seed=1), node()
+    if met:
+        deliver(p, d, "met")
+    p.kill()
+    assert load(d, p.source, "first").seconds < SILENCE + 1
+    known_to_be_dead(d, p.source)
+
+
+def test_killed_amid_a_load(node: Make) -> None:
+    p, d = node(seed=1), node()
+    p.offer(name("half"), [13], 4, 1, False)
+    d.fetch(name("half"), p.source, [15, 12], 8)
+    until(lambda: d.blocks([15]) == p.blocks([13]))
+    at = time.monotonic()
+    p.kill()
+    d.settled(name("half"))
+    assert time.monotonic() - at < SILENCE + 1
+    known_to_be_dead(d, p.source)
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["a stranger", "a peer"])
+def test_stopped_and_there_again(node: Make, met: bool) -> None:
+    p, d = node(seed=1), node()
+    if met:
+        deliver(p, d, "met")
+    with p.stopped():
+        assert load(d, p.source, "first").seconds < SILENCE + 1
+        known_to_be_dead(d, p.source)
+    p.offer(name("back"), [3], 4, 1, True)
+
+    def back() -> bool:
+        i = f"try {time.monotonic()}"
+        p.offer(name(i), [3], 4, 1, True)
+        return load(d, p.source, i).outcome.delivered
+
+    until(back, timeout=30.0)
+
+
+def test_loads_that_come_meanwhile_do_not_prolong_the_silence(node: Make) -> None:
+    p, d = node(seed=1), node()
+    with p.stopped():
+        began = time.monotonic()
+        for i in range(8):
+            d.fetch(name(i), p.source, [5 + i], 4)
+            time.sleep(0.2)
+        for i in range(8):
+            d.settled(name(i))
+        assert time.monotonic() - began < 8 * 0.2 + SILENCE + 1
+        assert not any(e.outcome.delivered for e in d.wait(Ended, count=8))
+
+
+def test_restarted_at_the_same_address(node: Make) -> None:
+    p, d = node(seed=1), node()
+    old = p.source
+    deliver(p, d, "met")
+    p.kill()
+    p = node(seed=2, port=old.port)
+    for i in range(3):
+        end = load(d, old, i)
+        assert end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE} and end.seconds < SILENCE + 1, end
+    known_to_be_dead(d, old)
+    deliver(p, d, "next")
+
+
+def test_nobody_answers_at_an_address(node: Make) -> None:
+    """Connections are taken, and nothing is said: as by a host that drops packets."""
+    d = node()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Source("127.0.0.1", silent.getsockname()[1], 7)
+        first = load(d, source, "first")
+        assert first.outcome.kind is K.PEER_UNREACHABLE and first.seconds < SILENCE + 1
+        known_to_be_dead(d, source)
+
+
+def test_another_peer_is_none_the_worse(node: Make) -> None:
+    dead, p, d = node(seed=1), node(seed=2), node()
+    with dead.stopped():
+        d.fetch(name("dead"), dead.source, [9], 4)
+        deliver(p, d, "alive")
+        d.settled(name("dead"))
+        deliver(p, d, "alive still")

@@ -1,0 +1,120 @@
+"""Results are waited for, not polled: with a timeout, by descriptor, in asyncio; and how far a fetch is."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvxfer import Agent, Event, Progress, readable
+from kvxfer.identity import TransferId
+from kvxfer.values import BlockTable, Fetch
+from tests.control.conftest import Ended, Engine, Released, fetch, offered
+
+T = TransferId("own/1/x", 0)
+ALL = [1, 2, 3, 4]
+
+
+def transfer(p: Engine, d: Engine) -> None:
+    p.agents[0].offer(offered(ALL, 16, transfer=T))
+    d.agents[0].fetch(fetch(p.source, ALL, 16, transfer=T))
+
+
+def gather(agent: Agent, more: Callable[[], Any]) -> list[Event]:
+    """Events up to the release, each batch after ``more``, which waits for it."""
+    found: list[Event] = []
+    while not any(isinstance(e, Released) for e in found):
+        assert more(), found
+        found += agent.events()
+    return found
+
+
+def is_whole(found: list[Event]) -> bool:
+    return [type(e) for e in found] == [Ended, Released] and found[0].outcome.delivered  # type: ignore[union-attr]
+
+
+def test_a_wait_ends_with_the_event(engine):
+    p, d = engine({}, seed=1), engine({})
+    threading.Timer(0.3, transfer, (p, d)).start()
+    found: list[Event] = []
+    while len(found) < 2:
+        more = d.agents[0].events(timeout=10)
+        assert more, "the wait ended with nothing"
+        found += more
+    assert is_whole(found)
+
+
+def test_a_descriptor_polls_readable(engine):
+    p, d = engine({}, seed=1), engine({})
+    agent = d.agents[0]
+    assert select.select([agent], [], [], 0.05)[0] == []
+    transfer(p, d)
+    assert is_whole(gather(agent, lambda: select.select([agent], [], [], 10)[0]))
+    assert select.select([agent], [], [], 0.05)[0] == []
+
+
+def test_tasks_await_results(engine):
+    p, d = engine({}, seed=1), engine({})
+
+    async def main() -> list[Event]:
+        assert not await readable(d.agents[0], 0.05)
+        onlooker = asyncio.create_task(readable(d.agents[0], 10))
+        await asyncio.sleep(0)
+        transfer(p, d)
+        found: list[Event] = []
+        while len(found) < 2:
+            assert await readable(d.agents[0], 10)
+            found += d.agents[0].events()
+        assert await onlooker
+        return found
+
+    assert is_whole(asyncio.run(main()))
+
+
+def test_who_waits_computes_nothing(engine):
+    """Polling each millisecond would cost 0.07 s of CPU a second."""
+    agent = engine({}).agents[0]
+    before = time.thread_time()
+    assert agent.events(timeout=1.0) == []
+    assert asyncio.run(readable(agent, 1.0)) is False
+    assert time.thread_time() - before < 0.05
+
+
+def test_nobody_waits_for_a_closed_agent(engine):
+    agent = engine({}).agents[0]
+    threading.Timer(0.3, agent.close).start()
+    before = time.monotonic()
+    while agent.events(timeout=60):
+        pass
+    assert agent.events(timeout=60) == [] and asyncio.run(readable(agent, 60))
+    assert time.monotonic() - before < 50
+
+
+def test_progress_is_told_in_the_steps_that_were_asked_for(engine):
+    p, d = engine({}, seed=1), engine({})
+    table = BlockTable.of([ALL])
+    d.agents[0].fetch(Fetch("req", T, b"d", p.source, table, 0, 16, progress=8))
+    for tokens in (4, 8, 12):  # each waits for the one before, or several would be told as one
+        p.agents[0].offer(offered(ALL[: tokens // 4], tokens, transfer=T, final=False))
+        if tokens == 8:
+            assert [e.tokens for e in d.wait(Progress)] == [8]
+    p.agents[0].offer(offered(ALL, 16, transfer=T))
+    assert d.wait(Ended)[0].outcome.delivered
+    d.wait(Released)
+    told = [e for e in d.events() if isinstance(e, Progress)]
+    assert [e.tokens for e in told] == [8, 16] and {e.handle for e in told} == {"req"}
+
+
+def test_progress_counts_what_all_ranks_have(engine):
+    p, d = engine({}, seed=1, tp=2), engine({})
+    d.agents[0].fetch(Fetch("req", T, b"d", p.source, BlockTable.of([ALL]), 4, 16, progress=4))
+    p.agents[0].offer(offered(ALL[:3], 12, transfer=T, final=False))
+    p.agents[1].offer(offered(ALL[:2], 8, transfer=T, final=False))
+    assert [e.tokens for e in d.wait(Progress)] == [8]
+    for rank in p.agents:
+        rank.offer(offered(ALL, 16, transfer=T))
+    assert d.wait(Ended)[0].outcome.delivered
+    assert [e.tokens for e in d.events() if isinstance(e, Progress)][-1] == 16

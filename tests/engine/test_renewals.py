@@ -1,0 +1,66 @@
+"""Leases of what waits are renewed without steps, and not for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kvxfer.engine import renewals
+from kvxfer.engine.renewals import Renewals
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol.messages import Renew
+
+A, B = Source("127.0.0.1", 7, 1), Source("127.0.0.1", 8, 1)
+X, Y = TransferId("own/1/x", 0), TransferId("own/1/y", 0)
+
+
+class Told:
+    def __init__(self) -> None:
+        self.notices: list[tuple[Source, TransferId]] = []
+        self._change = threading.Condition()
+
+    def __call__(self, source: Source, notice: Renew) -> None:
+        assert notice.epoch == source.epoch
+        with self._change:
+            self.notices += [(source, named.transfer) for named in notice.transfers]
+            self._change.notify_all()
+
+    def wait(self, source: Source, transfer: TransferId, count: int) -> None:
+        with self._change:
+            assert self._change.wait_for(lambda: self.notices.count((source, transfer)) >= count, 30.0), self.notices
+
+
+def test_nothing_but_time_has_to_pass() -> None:
+    told = Told()
+    r = Renewals(0.04, told)
+    r.begin(X, b"x", A)
+    r.begin(Y, b"y", B)
+    told.wait(A, X, 3)
+    told.wait(B, Y, 3)
+    r.keep([Y])
+    before = told.notices.count((A, X))
+    told.wait(B, Y, told.notices.count((B, Y)) + 3)
+    assert told.notices.count((A, X)) <= before + 1
+    r.close()
+    r.close()
+    count = len(told.notices)
+    r.begin(X, b"x", A)
+    time.sleep(0.05)
+    assert len(told.notices) == count
+
+
+def test_renewals_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewals, "RENEWED", 2)
+    told = Told()
+    r = Renewals(0.2, told)
+    r.begin(X, b"x", A)
+    told.wait(A, X, 1)
+    time.sleep(1.0)
+    count = len(told.notices)
+    assert count <= 9, "it was renewed for longer than two leases"
+    r.begin(Y, b"y", A)
+    told.wait(A, Y, 2)
+    assert told.notices.count((A, X)) == count
+    r.close()

@@ -1,0 +1,112 @@
+"""The side channel between processes of one host: what comes through, and what costs nobody anything."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, PrefetchResult, SideChannel, WorkerChannel
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import Source, TransferId
+from kvxfer.values import BlockTable, Fetch, Rank
+
+LONG_S = 20.0
+
+
+def fetches(blocks: int = 3) -> DirectFetches:
+    source = Source("127.0.0.1", 1, 1)
+    fetch = Fetch("r", TransferId("own/1/x", 0), b"d", source, BlockTable.of([range(blocks)]), 0, 16 * blocks)
+    return DirectFetches(7, (fetch,), ("r",))
+
+
+@dataclass
+class Worker:
+    rank: int
+    got: queue.Queue[DirectFetches] = field(default_factory=queue.Queue)
+    said: list[PrefetchResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.channel = WorkerChannel(self.got.put, self.take)
+
+    def take(self) -> list[PrefetchResult]:
+        out, self.said = self.said, []
+        return out
+
+    def say(self, result: PrefetchResult) -> None:
+        self.said.append(result)
+        self.channel.wake()
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    made = [Worker(i) for i in range(2)]
+    yield made
+    for worker in made:
+        worker.channel.close()
+
+
+@pytest.fixture
+def channel(workers: list[Worker]) -> Iterator[SideChannel]:
+    made = SideChannel()
+    made.connect({Rank(0, w.rank): w.channel.address for w in workers})
+    yield made
+    made.close()
+
+
+def test_fetches_reach_all_workers_and_results_the_scheduler(channel: SideChannel, workers: list[Worker]) -> None:
+    assert channel.open and channel.send(fetches())
+    assert all(worker.got.get(timeout=LONG_S) == fetches() for worker in workers)
+    why = Failure(FailureKind.PEER_LOST, "it went away")
+    sent = [PrefetchResult("r", Rank(0, w.rank), 3, why if w.rank else None, True, 0.5) for w in workers]
+    for worker, result in zip(workers, sent, strict=True):
+        worker.say(result)
+    found: list[PrefetchResult] = []
+    while len(found) < 2:
+        news = channel.receive(LONG_S)
+        assert news
+        found += news
+    assert sorted(found, key=lambda r: r.rank) == sent
+
+
+def test_nothing_said_is_nothing_received(channel: SideChannel) -> None:
+    assert channel.receive(0.0) == [] == channel.receive(0.01)
+
+
+def test_a_fetch_too_long_for_a_message_waits_for_its_step(channel: SideChannel) -> None:
+    assert not channel.send(fetches(100_000))
+    assert channel.open and channel.send(fetches())
+
+
+def test_a_worker_that_is_gone_closes_the_channel(channel: SideChannel, workers: list[Worker]) -> None:
+    workers[1].channel.close()
+    channel.receive(LONG_S)
+    assert not channel.open and not channel.send(fetches())
+
+
+def test_a_worker_on_another_host_leaves_all_to_the_steps(workers: list[Worker]) -> None:
+    channel = SideChannel()
+    channel.connect({Rank(0, 0): workers[0].channel.address, Rank(0, 1): ChannelAddress("kvxfer-elsewhere", b"")})
+    assert not channel.open and not channel.send(fetches()) and channel.receive() == []
+
+
+def test_who_does_not_know_the_secret_is_not_heard(workers: list[Worker]) -> None:
+    address = workers[0].channel.address
+    stranger = SideChannel()
+    stranger.connect({Rank(): ChannelAddress(address.name, b"a guess of 16 by")})
+    stranger.send(fetches())
+    stranger.receive(LONG_S)
+    assert not stranger.open
+    crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(8)]
+    for s in crowd:
+        s.connect("\0" + address.name)  # and says nothing
+    for s in crowd:
+        s.close()
+    ours = SideChannel()
+    ours.connect({Rank(): address})
+    assert ours.send(fetches()) and workers[0].got.get(timeout=LONG_S) == fetches()
+    assert workers[0].got.empty()
+    ours.close()

@@ -1,0 +1,202 @@
+"""Caches described from tensors: whatever their library, order of axes and gaps, copying along a plan is indexing them."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer import memory
+from kvxfer.errors import ArgumentError
+from kvxfer.geometry import Cache, Group, Planner, Region, route
+from kvxfer.values import BlockTable, Rank
+
+LAYERS, BLOCKS, HEADS, TOKENS, UNIT = 2, 5, 3, 4, 6
+SIZES = {"layer": LAYERS, "block": BLOCKS, "head": HEADS, "token": TOKENS}
+
+
+class Array:
+    """A numpy array that shows one of its interfaces alone."""
+
+    def __init__(self, array: np.ndarray, interface: str) -> None:
+        self._array, self._interface = array, interface
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._interface:
+            raise AttributeError(name)
+        return getattr(self._array, name)
+
+
+def torch_of(array: np.ndarray) -> Any:
+    return pytest.importorskip("torch").from_numpy(array)
+
+
+LIBRARIES = {
+    "numpy": lambda array: array,
+    "array interface": lambda array: Array(array, "__array_interface__"),
+    "dlpack": lambda array: Array(array, "__dlpack__"),
+    "torch": torch_of,
+}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[str], list[int], bool, str]:
+    """The order of the axes, gaps at the end of each, whether each layer is a tensor of its own, and a library."""
+    order = draw(st.permutations(sorted(SIZES)))
+    gaps = draw(st.lists(st.integers(0, 2), min_size=5, max_size=5))
+    return order, gaps, draw(st.booleans()), draw(st.sampled_from(sorted(LIBRARIES)))
+
+
+def made(layout: tuple[list[str], list[int], bool, str], plane: int) -> tuple[np.ndarray, Any, str]:
+    """An array as [layer, block, head, token, unit], its tensors, and their axes."""
+    order, gaps, apart, library = layout
+    shape = [*(SIZES[axis] for axis in order), UNIT]
+    whole = np.zeros([n + gap for n, gap in zip(shape, gaps, strict=True)], np.int16)
+    array = whole[tuple(slice(n) for n in shape)]
+    logical = array.transpose([*(order.index(axis) for axis in ("layer", "block", "head", "token")), 4])
+    logical[...] = np.arange(logical.size).reshape(logical.shape) + plane * 7919
+    if not apart:
+        return logical, LIBRARIES[library](array), " ".join([*order, "unit"])
+    each = [LIBRARIES[library](np.moveaxis(array, order.index("layer"), 0)[i]) for i in range(LAYERS)]
+    return logical, each, " ".join([*(axis for axis in order if axis != "layer"), "unit"])
+
+
+@settings(deadline=None)
+@given(st.lists(layouts(), min_size=4, max_size=4), st.booleans(), st.integers(1, 12), st.randoms())
+def test_copying_along_a_plan_is_indexing(
+    sides: list[tuple[list[str], list[int], bool, str]], apart: bool, tokens: int, random: Any
+) -> None:
+    """K and V of other layouts on either side, in planes of their own or in one."""
+    caches, arrays = [], []
+    for side in (sides[:2], sides[2:]):
+        planes = {name: made(layout, i) for i, (name, layout) in enumerate(zip("kv", side, strict=True))}
+        kept = planes if apart else {"k": planes["k"]}
+        tensors = {name: found for name, (_, found, _) in kept.items()}
+        caches.append(Cache.of_tensors(tensors, {name: dims for name, (*_, dims) in kept.items()}))
+        arrays.append([logical for logical, *_ in kept.values()])
+    src, dst = caches
+    for logical in arrays[1]:
+        logical[...] = -1
+    n = -(-tokens // TOKENS)
+    tables = [random.sample(range(BLOCKS), n) for _ in range(2)]
+    plan = Planner(src, dst, route([src], [dst])[Rank()].assignments[Rank()]).plan(
+        *map(BlockTable.of, zip(tables)), 0, tokens
+    )
+    staged = memory.allocate(plan.nbytes)
+    memory.space(src.regions).pack(plan, staged)
+    memory.space(dst.regions).unpack(plan, staged)
+    for here, there in zip(*arrays, strict=True):
+        expected = np.full_like(there, -1)
+        for t in range(tokens):
+            expected[:, tables[1][t // TOKENS], :, t % TOKENS] = here[:, tables[0][t // TOKENS], :, t % TOKENS]
+        assert np.array_equal(there, expected)
+
+
+def test_tensors_live_as_long_as_their_cache() -> None:
+    class Held(np.ndarray):
+        """An array that can be watched."""
+
+    tensor = np.zeros((4, 2, 8), np.uint8).view(Held)
+    cache, watched = Cache.of_tensors(tensor, "block token unit"), weakref.ref(tensor)
+    region = cache.regions[0]
+    del tensor
+    gc.collect()
+    assert watched() is not None
+    del cache
+    gc.collect()
+    assert watched() is not None, "a region alone keeps its memory"
+    assert pickle.loads(pickle.dumps(region)) == region
+    del region
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.parametrize("elastic", [None, False, True])
+def test_tensors_live_as_long_as_an_agent_over_them(elastic: bool | None) -> None:
+    """Whatever the agent says of the regions on top of what they say themselves."""
+
+    class Held(np.ndarray):
+        """An array that can be watched."""
+
+    tensor = np.zeros((4, 2, 8), np.uint8).view(Held)
+    watched = weakref.ref(tensor)
+    with Agent(Cache.of_tensors(tensor, "block token unit"), Config(elastic=elastic)):
+        del tensor
+        gc.collect()
+        assert watched() is not None
+
+
+def test_what_overlaps_is_one_region() -> None:
+    """As K and V in turns in one allocation; registered twice, it would be two memories."""
+    both = np.zeros((BLOCKS, 2, TOKENS, UNIT), np.uint8)
+    cache = Cache.of_tensors({"k": both[:, 0], "v": both[:, 1]}, "block token unit")
+    assert cache.regions == (Region(both.ctypes.data, both.nbytes),) and cache.regions[0] == Region.of(both)
+    assert [view.offsets for view in cache.views] == [(0,), (TOKENS * UNIT,)]
+
+
+def test_groups_are_added() -> None:
+    full, window = (np.zeros((LAYERS, BLOCKS, TOKENS, UNIT), np.uint8) for _ in range(2))
+    dims = "layer block token unit"
+    both = Cache.of_tensors(full, dims) + Cache.of_tensors(
+        window, dims, group=Group(TOKENS, "window", 16), layers=["a", "b"], encoding="e"
+    )
+    both.check()
+    assert [(v.group, v.layers, v.encoding) for v in both.views] == [(0, ("0", "1"), "uint8"), (1, ("a", "b"), "e")]
+    starts = both.starts
+    assert [v.offsets[0] for v in both.views] == list(starts)
+
+
+def test_shards_name_their_heads() -> None:
+    tensor = np.zeros((BLOCKS, TOKENS, HEADS, UNIT), np.float16)
+    (view,) = Cache.of_tensors(tensor, "block token head unit", heads=(HEADS, 4 * HEADS), rank=Rank(0, 1)).views
+    assert view.heads is not None and (view.heads.start, view.heads.count, view.heads.total) == (
+        HEADS,
+        HEADS,
+        4 * HEADS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensors", "dims", "more", "told"),
+    [
+        (np.zeros((4, 2)), "block slot", {}, "dims must be words of layer, .*'slot'"),
+        (np.zeros((4, 2)), "token unit", {}, "dims must have 'block' once"),
+        (np.zeros((4, 2)), "block block", {}, "dims must have 'block' once"),
+        (np.zeros((4, 2, 3)), "block token", {}, "dims must name each of the 3 axes"),
+        (np.zeros((4, 2)), 7, {}, "dims must be a str"),
+        (
+            np.zeros((4, 2, 3)).transpose(0, 2, 1),
+            "block unit unit",
+            {"group": Group(4)},
+            "dims must name as 'unit' only",
+        ),
+        (np.zeros((4, 2)), "block unit", {}, "group must be given"),
+        (np.zeros((4, 2, 3)), "block token unit", {"group": Group(3)}, "group must have blocks of as many tokens"),
+        ({"k": np.zeros((4, 2, 3)), "v": np.zeros((4, 3, 2))}, "block token unit", {}, "group must have blocks"),
+        (
+            np.zeros((4, 2, 3)),
+            "layer block unit",
+            {"layers": ["a"], "group": Group(1)},
+            "layers must name each of the 4",
+        ),
+        ([], "block token unit", {}, "tensors must be at least one"),
+        ({}, "block token unit", {}, "tensors must be at least one"),
+        ("cache", "block token unit", {}, "must be a tensor .*not 'cache'"),
+        ([None], "block token unit", {}, "must be a tensor .*not None"),
+        (np.zeros((0, 2, 3)), "block token unit", {}, "must have elements"),
+        (np.zeros((4, 2, 3))[::-1], "block token unit", {}, "must have elements, each at a place of its own"),
+        (np.broadcast_to(np.zeros((1, 2, 3)), (4, 2, 3)), "block token unit", {}, "must be writable"),
+        (np.zeros((4, 2, 3)), "block head unit", {"heads": 3, "group": Group(1)}, "heads must be"),
+        (np.zeros((4, 2, 3)), "block head unit", {"heads": (3, 4), "group": Group(1)}, "not a range within the total"),
+    ],
+)
+def test_what_is_no_cache_is_refused(tensors: Any, dims: Any, more: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
+        Cache.of_tensors(tensors, dims, **more)
+    assert isinstance(caught.value, ArgumentError) or "total" in told

@@ -1,0 +1,283 @@
+"""Wrong calls: each is answered by itself, in a sentence with its argument's name, and the transfer beside them goes through."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer import (
+    Agent,
+    ArgumentError,
+    BlockTable,
+    Config,
+    Directory,
+    Ended,
+    Fetch,
+    Group,
+    KvxferError,
+    Offer,
+    Rank,
+    Source,
+    TransferId,
+)
+from kvxfer.geometry import Cache, Heads, Region, View
+
+TOKENS, BLOCKS, HEADS, UNIT = 4, 16, 4, 16
+T, DIGEST = TransferId("own/1/x", 0), b"d"
+HERE = Source("127.0.0.1", 7000, 1)
+TABLE = BlockTable.of([[1, 2]])
+FAKE = "kvxfer.testing.fake:FakeTransport"
+
+
+def offer(**wrong: Any) -> Offer:
+    good = {"transfer": T, "digest": DIGEST, "generation": 1, "tokens": 8, "blocks": TABLE, "final": True}
+    return Offer(**{**good, **wrong})
+
+
+def fetch(**wrong: Any) -> Fetch:
+    good = {"handle": "r", "transfer": T, "digest": DIGEST, "source": HERE, "blocks": TABLE, "start": 0, "tokens": 8}
+    return Fetch(**{**good, **wrong})
+
+
+def view(**wrong: Any) -> View:
+    page = HEADS * TOKENS * UNIT
+    good = {
+        "plane": "kv",
+        "group": 0,
+        "layers": ("0",),
+        "offsets": (0,),
+        "blocks": BLOCKS,
+        "block_stride": page,
+        "unit": UNIT,
+        "encoding": "e",
+        "heads": Heads(0, HEADS, HEADS, TOKENS * UNIT),
+        "token_stride": UNIT,
+    }
+    return View(**{**good, **wrong})
+
+
+def cache(memory: np.ndarray, rank: Rank | None = None, heads: Heads | None = None, **wrong: Any) -> Cache:
+    planes = view(**wrong) if heads is None else view(heads=heads, **wrong)
+    return Cache((Region(memory.ctypes.data, memory.nbytes),), (Group(TOKENS),), (planes,), rank or Rank())
+
+
+VALUES: dict[str, tuple[Callable[[], Any], str]] = {
+    "tokens are a float": (lambda: offer(tokens=8.0), "tokens must be an integer, not 8.0"),
+    "tokens are a text": (lambda: fetch(tokens="8"), "tokens must be an integer, not '8'"),
+    "tokens are a truth value": (lambda: fetch(tokens=True), "tokens must be an integer, not True"),
+    "tokens are an array": (lambda: fetch(tokens=np.arange(2)), "tokens must be an integer, not a numpy.ndarray"),
+    "tokens are numpy's float": (lambda: offer(tokens=np.float64(8)), "tokens must be an integer"),
+    "negative tokens": (lambda: offer(tokens=-1), "tokens must be at least 0, not -1"),
+    "no tokens, and final": (lambda: offer(tokens=0), "tokens must be positive in a final offer"),
+    "no tokens to fetch": (lambda: fetch(tokens=0), "tokens must be at least 1"),
+    "more tokens than there are": (lambda: offer(tokens=1 << 60), "tokens must be at most"),
+    "start behind the end": (lambda: fetch(start=9), "start must be at most 8, not 9"),
+    "negative start": (lambda: fetch(start=-1), "start must be at least 0"),
+    "generation is negative": (lambda: offer(generation=-1), "generation must be at least 0, not -1"),
+    "generation is numpy's and negative": (lambda: offer(generation=np.int64(-1)), "generation must be at least 0"),
+    "generation is beyond 63 bits": (lambda: offer(generation=1 << 63), "generation must be at most"),
+    "generation is none": (lambda: offer(generation=None), "generation must be an integer, not None"),
+    "final is none": (lambda: offer(final=None), "final must be True or False, not None"),
+    "final is a number": (lambda: offer(final=1), "final must be True or False, not 1"),
+    "digest is a text": (lambda: offer(digest="d"), "digest must be bytes, not 'd'"),
+    "digest is none": (lambda: fetch(digest=None), "digest must be bytes, not None"),
+    "digest is long": (lambda: fetch(digest=bytes(65)), "digest must have at most 64 bytes, not 65"),
+    "transfer is a text": (lambda: offer(transfer="x"), "transfer must be a kvxfer TransferId, not 'x'"),
+    "blocks are a list": (lambda: offer(blocks=[[1, 2]]), "blocks must be a kvxfer BlockTable, not a list"),
+    "blocks are an array": (lambda: fetch(blocks=np.arange(2)), "blocks must be a kvxfer BlockTable"),
+    "handle is a number": (lambda: fetch(handle=7), "handle must be a str, not 7"),
+    "handle is empty": (lambda: fetch(handle=""), "handle must not be empty"),
+    "source is a text": (lambda: fetch(source="host:7000"), "source must be a kvxfer Source"),
+    "own is a text": (lambda: fetch(own="host:7000"), "own must be a kvxfer Source"),
+    "host is a number": (lambda: Source(127, 7000, 1), "host must be a str"),
+    "host is empty": (lambda: Source("", 7000, 1), "host must not be empty"),
+    "port is a text": (lambda: Source("h", "7000", 1), "port must be an integer, not '7000'"),
+    "port is too large": (lambda: Source("h", 70000, 1), "port must be at most 65535"),
+    "epoch is negative": (lambda: Source("h", 7000, -1), "epoch must be at least 0"),
+    "epoch is a float": (lambda: Source("h", 7000, 1e18), "epoch must be an integer"),
+    "a name is a number": (lambda: TransferId.mint(1, 5), "base must be a str, not 5"),
+    "a name is none": (lambda: TransferId.routed(None), "name must be a str, not None"),
+    "a name is no Unicode": (lambda: TransferId.routed("\ud800"), "not valid Unicode"),
+    "a name is endless": (lambda: TransferId.routed("x" * 20_000), "not a text of up to"),
+    "prompt is a text": (lambda: TransferId.derived("x", "1"), "prompt must be an integer"),
+    "minted from a text": (lambda: TransferId.mint("7", "x"), "epoch must be an integer"),
+    "rows are lists": (lambda: BlockTable(([1, 2],)), r"rows\[0\] must be bytes"),
+    "an id is a float": (lambda: BlockTable.of([[1.0]]), "group 0: block ids are a row of integers"),
+    "an id is below -1": (lambda: BlockTable.of([[-2]]), "group 0: .*below -1"),
+    "an id is above 32 bits": (lambda: BlockTable.of([[1 << 31]]), "group 0: .*above"),
+    "one row, not a row of rows": (lambda: BlockTable.of([1, 2]), "group 0: block ids are a row"),
+    "a rank is a text": (lambda: Rank("0", 0), "pp must be an integer"),
+    "a group of no kind": (lambda: Group(4, "ful"), "kind must be one of full, window"),
+    "block_tokens is a float": (lambda: Group(4.0), "block_tokens must be an integer"),
+    "an address is a float": (lambda: Region(1.0, 4), "address must be an integer"),
+    "a stride is a float": (lambda: view(block_stride=64.0), "block_stride must be an integer, not 64.0"),
+    "a stride is numpy's float": (lambda: view(token_stride=np.float32(16)), "token_stride must be an integer"),
+    "an offset is a float": (lambda: view(offsets=(0.0,)), r"offsets\[0\] must be an integer"),
+    "offsets are a number": (lambda: view(offsets=0), "offsets must be a tuple of integers"),
+    "layers are a text": (lambda: view(layers="layer"), "layers must be a tuple of str"),
+    "layers are numbers": (lambda: view(layers=(0,)), "layers must be a tuple of str"),
+    "heads are a number": (lambda: view(heads=4), "heads must be a kvxfer Heads"),
+    "a head's stride is a float": (lambda: Heads(0, 4, 4, 64.0), "stride must be an integer"),
+    "regions are a region": (lambda: Cache(Region(1, 1), (), ()), "regions must be a tuple of Region"),
+    "views are groups": (lambda: Cache((), (), (Group(4),)), r"views\[0\] must be a kvxfer View"),
+    "lease is negative": (lambda: Config(lease=-1), "'lease' cannot be -1.*> 0"),
+    "lease is a text": (lambda: Config(lease="60"), "'lease' cannot be '60'"),
+    "integrity is something else": (lambda: Config(integrity="some"), "'integrity' cannot be 'some'.*'full'"),
+    "port of a configuration": (lambda: Config(port=65536), "'port' cannot be 65536"),
+    "listen everywhere, advertise nothing": (lambda: Config(listen="0.0.0.0"), "set 'advertise'"),
+    "a directory without its configuration": (lambda: Directory("engine"), "config must be a kvxfer Config"),
+}
+"""What is wrong, the call, and what it is told."""
+
+
+@pytest.mark.parametrize("wrong", VALUES)
+def test_a_wrong_value_is_refused_by_name(wrong: str) -> None:
+    call, told = VALUES[wrong]
+    with pytest.raises(KvxferError, match=told) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_integers_of_numpy_are_the_integers_they_are() -> None:
+    made = fetch(tokens=np.int64(8), start=np.uint8(3), source=Source("h", np.int32(7), np.uint64(9)))
+    assert (type(made.tokens), type(made.start), type(made.source.port), type(made.source.epoch)) == (int,) * 4
+    given = offer(tokens=np.int16(8), generation=np.int64(2), final=np.bool_(True))
+    assert given == offer(generation=2) and given.final is True and type(given.generation) is int
+    plane = view(offsets=np.array([0]), block_stride=np.int64(256), blocks=np.int8(16), group=np.intp(0))
+    assert plane == view() and all(type(x) is int for x in (*plane.offsets, plane.block_stride, plane.blocks))
+    assert Config(lease=np.float64(5), port=np.int64(0), staging_bytes=np.int64(1 << 20)) == Config(
+        lease=5.0, staging_bytes=1 << 20
+    )
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Agent, Agent, Directory, list[np.ndarray]]]:
+    config = Config(backend=FAKE, transfer_timeout=20.0)
+    memories = [np.full(BLOCKS * HEADS * TOKENS * UNIT, 7 * i, np.uint8) for i in range(2)]
+    with (
+        Agent(cache(memories[0]), config, "d") as d,
+        Agent(cache(memories[1]), config, "p") as p,
+        Directory(config, "p") as directory,
+    ):
+        directory.publish((p.member,))
+        yield p, d, directory, memories
+
+
+CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
+    "no offer": (lambda a, _: a.offer(None), "offer must be a kvxfer Offer, not None"),
+    "a fetch is offered": (lambda a, _: a.offer(fetch()), "offer must be a kvxfer Offer"),
+    "an offer is fetched": (lambda a, _: a.fetch(offer()), "fetch must be a kvxfer Fetch"),
+    "offered, no blocks": (lambda a, _: a.offer(offer(blocks=BlockTable.of([[]]))), r"blocks\[0\] must list 2 blocks"),
+    "too few blocks": (
+        lambda a, _: a.offer(offer(tokens=9)),
+        r"blocks\[0\] must list 3 blocks of 4 tokens for 9 tokens",
+    ),
+    "no groups": (
+        lambda a, _: a.offer(offer(blocks=BlockTable())),
+        "blocks must have one row for each of the cache's 1",
+    ),
+    "two groups": (
+        lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[1, 2], [3]]))),
+        "one row for each .* 1 groups, not 2",
+    ),
+    "a block outside the cache": (
+        lambda a, _: a.offer(offer(blocks=BlockTable.of([[1, BLOCKS]]))),
+        r"blocks\[0\] must be ids below 16, the cache's blocks, not 16",
+    ),
+    "offered, none at a position": (
+        lambda a, _: a.offer(offer(blocks=BlockTable.of([[1, -1]]))),
+        r"blocks\[0\] must have a block at position 1, not -1",
+    ),
+    "fetched into too few": (lambda a, _: a.fetch(fetch(tokens=9)), r"blocks\[0\] must list 3 blocks"),
+    "fetched outside the cache": (lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[1, 99]]))), "must be ids below 16"),
+    "a table without measure": (
+        lambda a, _: a.fetch(fetch(blocks=BlockTable((b"\0" * (4 << 20),)))),
+        "blocks must be at most",
+    ),
+    "revoke by a text": (lambda a, _: a.revoke("x", 1, "", True), "transfer must be a kvxfer TransferId"),
+    "revoke nothing": (lambda a, _: a.revoke(T, -1, "", True), "generation must be at least 0"),
+    "revoke for no reason": (lambda a, _: a.revoke(T, 1, None, True), "reason must be a str"),
+    "revoke, gone or not": (lambda a, _: a.revoke(T, 1, "", None), "gone must be True or False"),
+    "reason is no Unicode": (lambda a, _: a.revoke(T, 1, "\ud800", True), "reason must be valid Unicode"),
+    "renew a text": (lambda a, _: a.renew("x"), "transfer must be a kvxfer TransferId"),
+    "cancel a number": (lambda a, _: a.cancel(7, ""), "handle must be a str"),
+    "facts are numbers": (lambda a, _: a.identify({"model": 7}), "fact 'model'"),
+    "facts are a text": (lambda a, _: a.identify("model"), "facts must be a mapping"),
+    "publish an agent": (lambda a, d: d.publish((a,)), r"members\[0\] must be a kvxfer RankDescriptor"),
+    "publish a rank twice": (lambda a, d: d.publish((a.member, a.member)), "rank pp0/tp0 is there twice"),
+    "tell a text": (lambda _, d: d.tell("host:1", None), "source must be a kvxfer Source"),
+}
+
+
+@pytest.mark.parametrize("wrong", CALLS)
+def test_a_wrong_call_is_answered_by_itself(wrong: str, pair: tuple[Agent, Agent, Directory, list[np.ndarray]]) -> None:
+    p, d, directory, _ = pair
+    call, told = CALLS[wrong]
+    for agent in (p, d):
+        with pytest.raises(KvxferError, match=told):
+            call(agent, directory)
+    assert p.events() == d.events() == []
+
+
+def outcome(agent: Agent, handle: str) -> Ended:
+    end = time.monotonic() + 20.0
+    while time.monotonic() < end:
+        for event in agent.events():
+            if isinstance(event, Ended) and event.handle == handle:
+                return event
+        time.sleep(0.002)
+    raise AssertionError("no outcome")
+
+
+def test_an_honest_transfer_beside_wrong_calls_goes_through(
+    pair: tuple[Agent, Agent, Directory, list[np.ndarray]],
+) -> None:
+    """While it waits for its blocks, everything that can be done wrong is done wrong, on its link."""
+    p, d, directory, memories = pair
+    table = BlockTable.of([[3, 9]])
+    d.fetch(fetch(handle="honest", source=Source("127.0.0.1", directory.source.port, 0), blocks=table))
+    with pytest.raises(ArgumentError, match="handle must be unused"):
+        d.fetch(fetch(handle="honest", source=directory.source, blocks=table))
+    for call, _ in CALLS.values():
+        for agent in (p, d):
+            with pytest.raises(KvxferError):
+                call(agent, directory)
+    p.offer(offer())
+    assert outcome(d, "honest").outcome.delivered
+    moved = memories[0].reshape(BLOCKS, -1)
+    assert (moved[[3, 9]] == 7).all() and not moved[[1, 2]].any()
+
+
+@pytest.mark.parametrize(
+    ("rank", "heads", "held"),
+    [(Rank(), Heads(0, 2, HEADS, TOKENS * UNIT), "heads 0 to 1 of 4"), (Rank(0, 1), None, "rank pp0/tp1")],
+)
+def test_a_rank_of_several_has_to_say_of_which_engine(rank: Rank, heads: Heads | None, held: str) -> None:
+    """Else each rank would read as if it were alone, and the producer would free its blocks with the first of them."""
+    memory = np.zeros(BLOCKS * HEADS * TOKENS * UNIT, np.uint8)
+    with Agent(cache(memory, rank, heads), Config(backend=FAKE)) as agent:
+        with pytest.raises(ArgumentError, match=f"own must name this engine's directory .*{held}"):
+            agent.fetch(fetch())
+        assert agent.events() == [] and not agent.stats().fetches
+
+
+def test_a_stage_of_several_has_to_say_of_which_engine() -> None:
+    """The first stage looks like a whole engine, until it is seen what the producer has."""
+    config = Config(backend=FAKE, transfer_timeout=20.0)
+    size = BLOCKS * HEADS * TOKENS * UNIT
+    whole, half = np.zeros(2 * size, np.uint8), np.zeros(size, np.uint8)
+    with (
+        Agent(cache(half), config, "d") as d,
+        Agent(cache(whole, layers=("0", "1"), offsets=(0, size)), config, "p") as p,
+        Directory(config, "p") as directory,
+    ):
+        directory.publish((p.member,))
+        p.offer(offer())
+        d.fetch(fetch(source=directory.source))
+        failure = outcome(d, "r").outcome.failure
+        assert failure is not None and "no layer '1', plane 'kv'" in failure.detail and "'own'" in failure.detail
+        assert p.events() == []

@@ -1,0 +1,239 @@
+"""In how many steps of vLLM's own scheduler a request runs whose KV is ready elsewhere, and what happens when that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvxfer.failures import Outcome
+from tests.engine.direct import Switchboard
+from tests.vllm.conftest import Make, both_ways
+from tests.vllm.engine import BLOCK, FULL, HYBRID, Engine, answer, prompt
+from tests.vllm.wire import Wire
+
+overlap = both_ways
+N = 3 * BLOCK + 5
+
+
+@pytest.fixture
+def board(wire: Wire) -> Switchboard:
+    return Switchboard(waited=wire.pump)
+
+
+def offered(p: Engine, seed: int = 0, n: int = N) -> dict[str, Any]:
+    name = p.add(prompt(n, seed), {"do_remote_decode": True}, n=1)
+    p.run(until=name)
+    p.step()  # the last offer goes with it, where there is a window
+    params = p.done[name].params
+    assert params is not None
+    return params
+
+
+def decoder(make: Make, board: Switchboard, groups: Any = FULL, **more: Any) -> Engine:
+    """An engine that may wait for what its played link takes."""
+    return make(groups, board=board, **{"extra": {"step_budget": 0.1}} | more)
+
+
+def measured(p: Engine, d: Engine) -> None:
+    """Have D load once, so that it knows the link."""
+    name = d.add(prompt(N, 99), offered(p, 99))
+    d.run(p, until=name)
+
+
+def steps_until(d: Engine, p: Engine, name: str, *, before: int = 12) -> int:
+    """How many steps come before the one that computes the request."""
+    for step in range(before):
+        if name in d.step().num_scheduled_tokens:
+            return step
+        p.step()
+    raise AssertionError("it is not computed")
+
+
+def right(d: Engine, p: Engine, name: str, tokens: list[int]) -> None:
+    d.run(p, until=name)
+    assert d.done[name].tokens == answer(tokens, 4)
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_short_load_costs_no_further_step(
+    make: Make, board: Switchboard, groups: Any, policy: str, ranks: int
+) -> None:
+    p, d = make(groups, ranks=ranks), decoder(make, board, groups, ranks=ranks, policy=policy)
+    measured(p, d)
+    before = d.computed.copy()
+    params = offered(p)
+    name = d.add(prompt(N), params)
+    assert steps_until(d, p, name) == 0
+    right(d, p, name, prompt(N))
+    assert d.computed[name] - before.get(name, 0) == 1 + 3, "only the last token of its prompt was computed here"
+
+
+def test_sixteen_at_once_share_a_step_and_its_budget(make: Make, board: Switchboard) -> None:
+    p, d = make(seqs=20, blocks=400), decoder(make, board, seqs=20, blocks=400, budget=512)
+    measured(p, d)
+    params = [offered(p, i) for i in range(16)]
+    names = [d.add(prompt(N, i), params[i]) for i in range(16)]
+    output = d.step()
+    assert set(names) <= output.num_scheduled_tokens.keys()
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
+
+
+def test_what_does_not_come_within_the_budget_costs_one_step(make: Make, board: Switchboard, wire: Wire) -> None:
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    params = offered(p)
+    board.waited = lambda: None
+    other = d.add(prompt(20, 5), n=30)  # whom nobody holds up
+    d.step()
+    name = d.add(prompt(N), params)
+    output = d.step()
+    assert name not in output.num_scheduled_tokens and other in output.num_scheduled_tokens
+    assert name in d.step().num_scheduled_tokens  # the wire has pumped between the two
+    right(d, p, name, prompt(N))
+
+
+def test_beside_the_steps_it_costs_one(make: Make, board: Switchboard) -> None:
+    """A load of which nothing is known: what it waits for is the step in which it came, and no other."""
+    p, d = make(), decoder(make, board, extra={"step_budget": 0})
+    params = offered(p)
+    other = d.add(prompt(20, 5), n=40)
+    d.step()
+    name = d.add(prompt(N), params)
+    seen = d.scheduler.schedule
+    d.scheduler.schedule = lambda *a, **k: _then(seen(*a, **k), d.wire.pump)  # type: ignore[method-assign]
+    assert steps_until(d, p, name) == 1 + d.overlap
+    right(d, p, name, prompt(N))
+    assert other
+
+
+def _then(result: Any, call: Any) -> Any:
+    """The transfer is done while the step runs."""
+    call()
+    return result
+
+
+@pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "still written"])
+def test_a_failure_within_the_step_is_computed_in_that_step(
+    make: Make, board: Switchboard, wire: Wire, quiet: bool
+) -> None:
+    p, d = make(), decoder(make, board, policy="fail", budget=256)
+    measured(p, d)
+    params = offered(p)
+    wire.paused = True
+    name = d.add(prompt(N), params)
+    (load,) = wire.loads(d)
+    wire.fail(load, "the link broke", quiet=quiet)
+    assert steps_until(d, p, name) == 0
+    if not quiet:
+        wire.scribble(load)
+        d.steps(2)
+        wire.scribble(load)
+        wire.quiet(load)
+    wire.paused = False
+    right(d, p, name, prompt(N))
+    assert d.computed[name] == N + 3
+    params = offered(p, 7)
+    again = d.add(prompt(N, 7), params)
+    assert steps_until(d, p, again) > 0, "not within a step over a link that has just failed"
+    right(d, p, again, prompt(N, 7))
+
+
+def test_another_generation_on_one_rank_is_no_load(make: Make, board: Switchboard, wire: Wire) -> None:
+    p, d = make(ranks=2), decoder(make, board, ranks=2, budget=256)
+    measured(p, d)
+    params = offered(p)
+    wire.paused = True
+    name = d.add(prompt(N), params)
+    for load in wire.loads(d):
+        assert wire.read(load) and load.offer is not None
+        load.agent.end(load, Outcome(), load.offer.generation + load.agent.rank.tp)
+        load.agent.quiet(load)
+    assert steps_until(d, p, name) == 0
+    wire.paused = False
+    right(d, p, name, prompt(N))
+    assert d.computed[name] == N + 3
+    p.lease_ends()
+
+
+@pytest.mark.parametrize("deaf", [True, False])
+def test_a_channel_that_loses_everything_costs_steps_and_nothing_else(
+    make: Make, board: Switchboard, deaf: bool
+) -> None:
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    board.deaf, board.mute = deaf, not deaf
+    name = d.add(prompt(N), offered(p))
+    assert steps_until(d, p, name) > 0
+    right(d, p, name, prompt(N))
+    assert d.computed[name] == 1 + 3
+
+
+@pytest.mark.parametrize("when", ["under way", "here"])
+def test_an_abort_gives_the_borrowed_blocks_back(make: Make, board: Switchboard, wire: Wire, when: str) -> None:
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    params = offered(p)
+    wire.paused = when == "under way"
+    name = d.add(prompt(N), params)
+    wire.pump()
+    free = d.free
+    d.abort(name)
+    d.step()
+    wire.paused = False
+    d.run(p)
+    assert free < d.blocks - 1 == d.free
+
+
+def test_a_pool_that_is_short_lends_nothing(make: Make, board: Switchboard) -> None:
+    p, d = make(), decoder(make, board, blocks=14)
+    measured(p, d)
+    name = d.add(prompt(N), offered(p))
+    assert steps_until(d, p, name) > 0
+    right(d, p, name, prompt(N))
+
+
+def test_blocks_that_wait_for_a_request_go_to_others_who_need_them(make: Make, board: Switchboard, wire: Wire) -> None:
+    """D has room for the load when it comes, and no longer when it is here."""
+    p, d = make(blocks=100), decoder(make, board, blocks=40, budget=512)
+    measured(p, d)
+    params = offered(p)
+    wire.paused = True
+    name = d.add(prompt(N), params)
+    hog = d.add(prompt(30 * BLOCK, 3), n=60)
+    d.step()
+    wire.paused = False
+    right_hog = answer(prompt(30 * BLOCK, 3), 60)
+    d.run(p, until=name)
+    d.run(p, until=hog)
+    assert d.done[hog].tokens == right_hog
+    assert d.done[name].tokens == answer(prompt(N), 4)
+
+
+def test_a_transfer_that_its_router_named_is_not_waited_for(make: Make, board: Switchboard) -> None:
+    """P may not have begun with it."""
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    at = p.address
+    name = d.add(
+        prompt(N), {"do_remote_prefill": True, "transfer_id": "t1", "remote_host": at.host, "remote_port": at.port}
+    )
+    board.waits.clear()
+    d.steps(3)
+    assert not board.waits
+    p.add(prompt(N), {"do_remote_decode": True, "transfer_id": "t1"}, n=1)
+    d.run(p, until=name)
+    assert d.done[name].tokens == answer(prompt(N), 4) and d.computed[name] == 1 + 3
+
+
+def test_siblings_find_in_the_prefix_cache_what_one_has_prefetched(make: Make, board: Switchboard) -> None:
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    params = offered(p)
+    both = [d.add(prompt(N), params) for _ in range(2)]
+    assert {steps_until(d, p, name) for name in both} == {0}
+    for name in both:
+        right(d, p, name, prompt(N))

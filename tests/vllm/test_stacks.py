@@ -1,0 +1,140 @@
+"""What the stacks that route and run engines read and write: the name of a connector, and `kv_transfer_params`.
+
+Each stack is played by what its code does with the params, since none of it is a library that a test could import: who relays
+them whole, who overwrites what, who sends to both sides at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvxfer.errors import ConfigError
+from kvxfer_vllm import KVXferConnector
+from kvxfer_vllm.nixl import NixlConnector
+from tests.vllm.cases import check
+from tests.vllm.conftest import Make
+from tests.vllm.engine import Engine, prompt
+
+Params = dict[str, Any]
+
+ASKED: Params = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What all of them send to P that speak NIXL's schema."""
+
+
+def whole(params: Params, p: Engine) -> Params:
+    """vllm-router, vLLM's toy proxy, llm-d's sidecar (`nixlv2`), KServe, Ray Serve LLM, Dynamo: as it is."""
+    return params
+
+
+def elsewhere(params: Params, p: Engine) -> Params:
+    """AIBrix (`shfs`) and production-stack: with the host at which they reach P's HTTP server."""
+    return {**params, "remote_host": "192.0.2.200"}
+
+
+def with_more(params: Params, p: Engine) -> Params:
+    """Dynamo and SMG add keys of their own."""
+    return {**params, "worker_id": 7, "bootstrap": {"room": 1}}
+
+
+RELAYS = pytest.mark.parametrize("relay", [whole, elsewhere, with_more])
+
+
+@RELAYS
+def test_a_stack_that_relays(make: Make, relay: Callable[[Params, Engine], Params]) -> None:
+    p, d = make(role="kv_producer"), make(role="kv_consumer")
+    text = prompt(70)
+    at_p = p.add(text, copy.deepcopy(ASKED), n=1)
+    p.run(until=at_p)
+    said = json.loads(json.dumps(p.done[at_p].params))  # over HTTP
+    # What they look for: keys of NIXL's schema, with types as NixlConnector has them.
+    assert said["do_remote_prefill"] is True and said["do_remote_decode"] is False
+    assert isinstance(said["remote_block_ids"], list) and said["remote_block_ids"]
+    for key, kind in {
+        "remote_engine_id": str,
+        "remote_request_id": str,
+        "remote_host": str,
+        "remote_port": int,
+    }.items():
+        assert isinstance(said[key], kind)
+    assert isinstance(said["tp_size"], int)
+    name = d.add(text, relay(said, p))
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3
+
+
+def test_a_stack_that_insists_on_the_name(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo and SMG know connectors by a list of names, on which kvxfer is not."""
+
+    def config(role: str) -> KVTransferConfig:
+        return KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_connector_module_path="kvxfer_vllm.nixl",
+            kv_role=role,
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"backends": ["UCX"], "kv_lease_duration": 30, "num_threads": 4},
+        )
+
+    found = KVConnectorFactory.get_connector_class(config("kv_both"))
+    assert found is NixlConnector and found.__name__ == "NixlConnector" and issubclass(found, KVXferConnector)
+    with caplog.at_level("WARNING", "kvxfer.vllm"):
+        p, d = make(transfer=config("kv_producer")), make(transfer=config("kv_consumer"))
+    assert "this NixlConnector is kvxfer under that name" in caplog.text
+    for key in ("backends", "kv_lease_duration", "num_threads"):
+        assert f"setting '{key}' of NixlConnector" in caplog.text
+    text = prompt(70)
+    at_p = p.add(text, copy.deepcopy(ASKED), n=1)
+    p.run(until=at_p)
+    name = d.add(text, p.done[at_p].params)
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3
+
+
+def test_the_name_alone_is_vllm_s_own() -> None:
+    """Who does not ask for kvxfer by its path does not get it."""
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    try:
+        assert not issubclass(KVConnectorFactory.get_connector_class(transfer), KVXferConnector)
+    except ImportError:
+        pass  # NIXL is not installed
+
+
+def test_settings_under_the_name_are_checked_all_the_same(make: Make) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'lease'"):
+        make(
+            transfer=KVTransferConfig(
+                kv_connector="NixlConnector",
+                kv_connector_module_path="kvxfer_vllm.nixl",
+                kv_role="kv_both",
+                kv_connector_extra_config={"leese": 1},
+            )
+        )
+
+
+def test_a_stack_that_sends_to_both_at_once(make: Make) -> None:
+    """llm-d's `offloading`: one name for both, and to D where P's rank is (port and rank)."""
+    p, d = make(), make()
+    text, here = prompt(70), p.address
+    b = d.add(
+        text, {"do_remote_prefill": True, "transfer_id": "job-1", "remote_host": here.host, "remote_port": here.port}
+    )
+    d.steps(2)
+    p.add(text, {**ASKED, "transfer_id": "job-1"}, n=1)
+    d.run(p, until=b)
+    check(d, b, text)
+    assert d.computed[b] == 1 + 3
