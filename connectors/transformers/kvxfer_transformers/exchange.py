@@ -289,15 +289,17 @@ class CacheExchange:
         self._ended.update(update.failed)
 
     def _wait(self, rows: list[_Row]) -> Failure | None:
-        """Wait until all rows have come or have failed; return a failure, if there is one."""
+        """Wait until all rows have come or have failed; return the first failure, if there is one."""
+        cause: Failure | None = None  # of the row that failed first: the others are cancelled for its sake
         until = time.monotonic() + self._config.transfer_timeout + self._config.peer_timeout + GRACE_S
         while time.monotonic() < until:
             with self._lock:
                 self._turn()
                 ended = {row.request: self._ended[row.request] for row in rows if row.request in self._ended}
+                cause = cause or next((failure for failure in ended.values() if failure is not None), None)
                 if len(ended) == len(rows):
-                    return next((failure for failure in ended.values() if failure is not None), None)
-                if any(ended.values()):  # the others are of no use any more
+                    return cause
+                if cause:  # the others are of no use any more
                     for row in rows:
                         if row.request not in ended:
                             self._side.scheduler.preempted(row.request)
