@@ -257,7 +257,7 @@ def _have(nbytes: int, device: str) -> Space:
     return allocate(nbytes)
 
 
-def main() -> None:
+def _main() -> None:
     """Read what is asked from the standard input, and print what was found."""
     answer = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no part of the answer
@@ -267,4 +267,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()
