@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from kvxfer.control.sockets import Connection, ControlSockets, address
+from kvxfer.control.connection import ControlConnection
+from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.protocol import messages as m
@@ -55,7 +56,7 @@ def inquire(host: str, port: int, security: Security, seconds: float, again: int
     return Inquiry(engine, first, tuple(trips))
 
 
-def _ask(sockets: ControlSockets, connection: Connection, seconds: float) -> tuple[float, m.EngineDescriptor]:
+def _ask(sockets: ControlSockets, connection: ControlConnection, seconds: float) -> tuple[float, m.EngineDescriptor]:
     began = now = time.monotonic()
     repeat = 0.0
     while now < began + seconds:

@@ -81,16 +81,20 @@ def test_all_that_ranks_count_is_exported(registry: CollectorRegistry) -> None:
 
 def test_gauges_are_sums_over_ranks_and_fall_again(registry: CollectorRegistry) -> None:
     exported = metrics(registry)
-    for rank, n in (("0.0", 2), ("0.1", 3), ("0.0", 0)):
-        stats = KVXferStats()
+    said: dict[str, Gauges] = {}
+
+    def say(rank: str, n: int) -> None:
         links = [LinkStatus("p", "producer", "cma", True, {}, None)] * n
-        stats.note(rank, None, Gauges(Stats(n, n, n, 0, 0, 0), links))
+        stats, now = KVXferStats(), Gauges(Stats(n, n, n, 0, 0, 0), links)
+        stats.note(rank, said.get(rank), now)
+        said[rank] = now
         exported.observe(stats.data)
+
+    for rank, n in (("0.0", 2), ("0.1", 3), ("0.0", 0)):
+        say(rank, n)
     assert value(registry, "kvxfer_links", role="producer", backend="cma") == 3
     assert value(registry, "kvxfer_loads_in_hand") == 3
-    stats = KVXferStats()
-    stats.note("0.1", None, Gauges(Stats(0, 0, 0, 0, 0, 0), []))
-    exported.observe(stats.data)
+    say("0.1", 0)
     assert value(registry, "kvxfer_links", role="producer", backend="cma") == 0
 
 

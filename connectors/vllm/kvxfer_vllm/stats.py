@@ -53,7 +53,7 @@ class KVXferStats(KVConnectorStats):
         """Return a rank's agent says this now, and said that before."""
         for name in COUNTS:
             self._count("counts", name, getattr(now.stats, name) - (getattr(before.stats, name) if before else 0))
-        if before is None or before.values != now.values:
+        if before.values != now.values if before else any(now.values.values()):
             self.data["gauges"][rank] = now.values
 
     def _count(self, of: str, name: str, n: int) -> None:
