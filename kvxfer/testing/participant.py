@@ -111,6 +111,7 @@ class Participant(Protocol):
     def fill(self, memory: int, seed: int) -> None: ...
     def deregister(self, memory: int) -> None: ...
     def endpoint(self) -> bytes: ...
+    def withdraw(self, endpoint: bytes) -> None: ...
     def connect(self, mine: bytes, theirs: bytes) -> int: ...
     def disconnect(self, peer: int) -> None: ...
     def submit(self, batch: Batch, after: Fence | None = None) -> int: ...
@@ -180,13 +181,21 @@ class LocalParticipant:
 
     def deregister(self, memory: int) -> None:
         """Deregister a memory and free it."""
-        self._touched = True
-        self.transport.deregister(memory)
+        self.give_back(memory)
         for b in self._memories.pop(memory):
             b.free()
 
+    def give_back(self, memory: int) -> None:
+        """Deregister a memory whose bytes stay, so that a clause can look at them."""
+        self._touched = True
+        self.transport.deregister(memory)
+
     def endpoint(self) -> bytes:
         return self.transport.endpoint()
+
+    def withdraw(self, endpoint: bytes) -> None:
+        self._touched = True
+        self.transport.withdraw(endpoint)
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self._touched = True

@@ -87,6 +87,9 @@ class RemoteParticipant:
     def connect(self, mine: bytes, theirs: bytes) -> int:
         return int(self._ask("connect", base64.b64encode(mine).decode(), base64.b64encode(theirs).decode()))
 
+    def withdraw(self, endpoint: bytes) -> None:
+        self._ask("withdraw", base64.b64encode(endpoint).decode())
+
     def disconnect(self, peer: int) -> None:
         self._ask("disconnect", peer)
 
@@ -203,6 +206,8 @@ def _obey(participant: LocalParticipant, command: str, arguments: list[Any]) -> 
             return base64.b64encode(participant.endpoint()).decode()
         case "connect":
             return participant.connect(*(base64.b64decode(a) for a in arguments))
+        case "withdraw":
+            return participant.withdraw(base64.b64decode(arguments[0]))
         case "content" | "read":
             return base64.b64encode(getattr(participant, command)(*arguments).tobytes()).decode()
         case "write":

@@ -50,6 +50,30 @@ class Endings(Suite):
             world.run(0.3)
             assert_equal(target.content(0), after, "the target's memory after the end")
 
+    def test_an_aborted_write_does_not_land_later(self, world: World) -> None:
+        """The target of an aborted write hears of the abort before this side calls the batch quiet.
+
+        Its thread may be busy meanwhile. A target that carries out writes itself must not carry out this one when it gets
+        to it.
+        """
+        if TransferMode.WRITE not in self.ways() or not self.in_process:
+            pytest.skip("a write into the memory of this process, while its thread is busy, is what this looks at")
+        for turns in (0, 3):
+            a, b, link = world.pair()
+            world.move(link, TransferMode.WRITE, a, b, Runs.of([0], [0], [1000]))
+            started = [link.start(TransferMode.WRITE, a, b, LARGE) for _ in range(3)]
+            for _ in range(turns):
+                world.turn(busy=b)
+            for s in started:
+                a.abort(s.halves[0][1])
+            world.wait_for(lambda s=started: all(x.over() for x in s), "the end of aborted writes", busy=b)
+            if not world.make_quiet(a, link, world.finish(*started)):
+                return
+            after = b.content(0)
+            a.fill(0, seed=4242)
+            world.run(0.3)
+            assert_equal(b.content(0), after, "the target's memory after the abort")
+
     def test_a_half_without_its_other_half_can_be_aborted(self, world: World, part: Part) -> None:
         """When the peer never takes part, ``abort`` ends the batch all the same.
 
