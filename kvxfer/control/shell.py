@@ -389,7 +389,7 @@ class Shell:
     def _emit(self, event: Event) -> None:
         match event:
             case Ended():
-                if event.role == "producer":
+                if event.role == "producer" and event.generation is not None:
                     self._revocations.over(event.transfer, event.generation)
                 why = event.outcome.failure
                 if why is not None:

@@ -308,7 +308,7 @@ class ConsumerMachine:
         assert info is not None
         rank.on(E.LINK_UP)
         self._tries.pop(rank.attempt, None)
-        rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.generation)
+        rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.least)
         self._tries[rank.attempt] = f, rank
         return self._ask(f, rank, now)
 
@@ -338,13 +338,13 @@ class ConsumerMachine:
         info = self._links.get(rank.spec.link)
         if info is None or msg.part in rank.spans or rank.error is not None:
             return []
-        if rank.state in (S.WANTING, S.MOVING) and rank.generation not in (-1, msg.generation):
+        if rank.state in (S.WANTING, S.MOVING) and rank.generation not in (None, msg.generation):
             return self._misused(f, rank, "it mixed generations in one attempt", now)
         if not rank.on(E.HAVE):
             return []
         if msg.generation < rank.least:
             return self._misused(f, rank, "it has an older generation than it was asked for", now)
-        if msg.generation < f.generation:
+        if msg.generation < f.least:
             return self._outdate(f, rank, now)
         if msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
             return self._misused(f, rank, "it sends pieces of another size than was agreed on", now)
@@ -388,10 +388,10 @@ class ConsumerMachine:
 
         What other ranks hold of an older one is of no use: wherever they lag, their engine has given it up.
         """
-        f.generation = max(f.generation, generation)
+        f.generation = max(f.least, generation)
         out: list[Action] = []
         for rank in f.rank_fetches:
-            if 0 <= rank.generation < f.generation:
+            if rank.generation is not None and rank.generation < f.generation:
                 out += self._outdate(f, rank, now)
         return out
 

@@ -53,7 +53,7 @@ __all__ = [
     "pack_checksum",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
@@ -63,7 +63,7 @@ NO_CHECKSUM = bytes(8)
 
 # What a peer says is checked against these bounds as it is decoded; nothing behind the decoder meets other numbers.
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
-Number = Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
 Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
@@ -146,7 +146,7 @@ class FetchRequest(_Base, frozen=True, tag="want"):
     Attributes:
         readers: how many consumer ranks read from the producer rank.
         seconds: how long the consumer will wait; after that nothing has to be served any more.
-        least: the generation that another rank of the producer has already, so that an older one is of no use; -1 for none.
+        least: older generations are of no use, because another rank of the producer has this one already.
     """
 
     transfer: TransferId
@@ -157,7 +157,7 @@ class FetchRequest(_Base, frozen=True, tag="want"):
     blocks: BlockTable
     readers: Count
     seconds: Seconds
-    least: Number = -1
+    least: Number = 0
 
 
 class PartReady(_Base, frozen=True, tag="have"):
@@ -169,7 +169,7 @@ class PartReady(_Base, frozen=True, tag="have"):
     Attributes:
         final: the part is the last one, and holds the window and state groups, too.
         piece_bytes: size of the pieces in which the part comes packed; 0 for direct runs.
-        revocations: the revocation counter when the attempt's first part was announced; -1 means that the consumer has to ask.
+        revocations: the revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
         payload: what came with the offer, with the final part.
     """
 
@@ -183,7 +183,7 @@ class PartReady(_Base, frozen=True, tag="have"):
     blocks: BlockTable
     stream: Count
     piece_bytes: Count
-    revocations: Number = -1
+    revocations: Number | None = None
     payload: Annotated[bytes, Meta(max_length=MOST_PAYLOAD)] = b""
 
 
@@ -249,12 +249,12 @@ class CommitAck(_Base, frozen=True, tag="verdict"):
     The answer no is ``AttemptClosed``.
 
     Attributes:
-        round: that of the request that is answered.
+        round: that of the request that is answered; ``None`` answers a ``FetchRequest`` that has come after its ``Committed``.
     """
 
     transfer: TransferId
     attempt: Number
-    round: Number = 0
+    round: Number | None = 0
 
 
 class Committed(_Base, frozen=True, tag="done"):

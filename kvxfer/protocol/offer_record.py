@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fractions import Fraction
+from math import lcm
 
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan, PlanError
-from kvxfer.identity import TransferId
+from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep
 from kvxfer.protocol.parts import piece_bytes, plan_part, to_hash
@@ -64,8 +64,8 @@ class RankServe:
     part: int = 0
     bytes: int = 0  # of the parts announced, where they were planned
     final: bool = False
-    generation: int = -1
-    revocations: int = -1  # when its first part was announced; -1: not vouched for
+    generation: Generation | None = None
+    revocations: int | None = None  # when its first part was announced, if that was vouched for
     again: bool = False  # what AttemptClosed will say of a later generation
     why: Failure | None = None  # what AttemptClosed will say
     unsent: dict[PartRef, m.PartReady] = field(default_factory=dict)  # write: told when the bytes are there
@@ -113,8 +113,8 @@ class OfferRecord:
     began: float
     leased: float  # until when the offer is kept though nobody asks
     offer: Offer | None = None
-    generation: int = -1  # the last one that was offered or revoked
-    revoked: int = -1  # this one and older ones are given up
+    generation: Generation | None = None  # the last one that was offered or revoked
+    least: Generation = 0  # older ones are given up
     serves: dict[Key, RankServe] = field(default_factory=dict)
     # Readers, by their agents' epochs. They count once their digest is that of the offer: whoever names another is at the
     # wrong door, and changes nothing for those who are not.
@@ -139,6 +139,16 @@ class OfferRecord:
             self.digest = offer.digest
             for readers in (self.fit, self.settled, self.dropped, self.misfits):
                 readers.clear()
+
+    def give_up(self, generation: Generation) -> None:
+        """Give up what is of this generation or older."""
+        self.least = max(self.least, generation + 1)
+        self.generation = max(generation, self.next_generation - 1)
+
+    @property
+    def next_generation(self) -> Generation:
+        """The generation after the last one that the engine has spoken of."""
+        return 0 if self.generation is None else self.generation + 1
 
     def admit(self, reader: int, readers: int) -> None:
         """Count a consumer that wants what is offered.
@@ -171,19 +181,20 @@ class OfferRecord:
     @property
     def whole(self) -> bool:
         """Whether as many engines have it all as it is for."""
-        return self._engines(self.settled) >= self.consumers
+        return self._enough(self.settled)
 
     @property
     def done(self) -> bool:
         """Whether as many engines as it is for have it all or have dropped it, and no other reader is being served."""
         over = self.settled | self.dropped
-        return self._engines(over) >= self.consumers and all(
-            s.reader in over or not s.live for s in self.serves.values()
-        )
+        return self._enough(over) and all(s.reader in over or not s.live for s in self.serves.values())
 
-    def _engines(self, readers: Iterable[int]) -> Fraction:
-        """Return how many engines these readers are: each is as large a part of its own as that has readers."""
-        return sum((Fraction(1, self.fit.get(r, 1)) for r in readers), Fraction())
+    def _enough(self, readers: Iterable[int]) -> bool:
+        """Return whether these readers make up as many engines as it is for: each is a share of its own as large as that
+        engine has readers."""
+        sizes = [self.fit.get(r, 1) for r in readers]
+        unit = lcm(*sizes)  # shares in whole numbers, for they must add up exactly
+        return sum(unit // size for size in sizes) >= self.consumers * unit
 
 
 @dataclass(frozen=True)
@@ -191,7 +202,7 @@ class Over:
     """What is remembered of an offer record that has ended."""
 
     outcome: Outcome
-    generation: int  # whose end the engine has been told
+    least: Generation  # the engine has been told the end of older ones
 
 
 class Early(Keep[int, TransferId, tuple[bytes, int]]):

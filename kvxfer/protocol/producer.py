@@ -94,11 +94,11 @@ class ProducerMachine:
             called: when the engine offered it; ``None`` means now.
         """
         over = self._over.get(offer.transfer)
-        if over is not None and offer.generation <= over.generation:
+        if over is not None and offer.generation < over.least:
             return []
         h = self._record(offer.transfer, now if called is None else called)
         old = h.offer
-        if offer.generation <= h.revoked or (old is not None and not follows(offer, old)):
+        if offer.generation < h.least or (old is not None and not follows(offer, old)):
             return []
         if self._closed is not None:
             h.known, h.generation = True, offer.generation
@@ -131,12 +131,12 @@ class ProducerMachine:
             now: the time in seconds.
         """
         over = self._over.get(transfer)
-        if over is not None and generation <= over.generation:
+        if over is not None and generation < over.least:
             return []
         if transfer not in self._records and not gone:
             return []
         h = self._record(transfer, now)
-        h.generation, h.revoked = max(h.generation, generation), max(h.revoked, generation)
+        h.give_up(generation)
         out: list[Action] = []
         if h.offer is None or h.offer.generation <= generation:
             out += self._void(h, why, again=not gone, now=now)
@@ -297,7 +297,7 @@ class ProducerMachine:
 
     def _want(self, link: LinkId, want: m.FetchRequest, now: float) -> list[Action]:
         over = self._over.get(want.transfer)
-        if over is not None and want.transfer not in self._records and over.generation >= want.least:
+        if over is not None and want.transfer not in self._records and (want.least < over.least or self._closed):
             return [self._refuse(link, want, self._told(over.outcome), now)]
         reader = self._links[link].info.peer
         h = self._records.get(want.transfer) or OfferRecord(want.transfer, now, now)
@@ -355,7 +355,7 @@ class ProducerMachine:
                 return self._stop(serve, Failure(K.MISUSE, f"the block tables do not join: {e}"), False, now)
             ends = cuts(serve.sent, hi, plan, info)
         out: list[Action] = []
-        if serve.revocations < 0:
+        if serve.revocations is None:
             serve.revocations = self._revocations.vouch(want.transfer)
         for end in ends:
             if serve.part >= m.MAX_PARTS:
@@ -390,7 +390,7 @@ class ProducerMachine:
         """Note that a reader has all that it wanted; what we have done with the blocks since does not matter to it."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
         self._last_words.put(
-            reader, msg.attempt, m.CommitAck(msg.transfer, msg.attempt, -1), now
+            reader, msg.attempt, m.CommitAck(msg.transfer, msg.attempt, None), now
         )  # should its FetchRequest come late
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._settle(serve, now)
@@ -468,7 +468,7 @@ class ProducerMachine:
 
     def _forsake(self, serve: RankServe) -> None:
         """Count that what was announced to this consumer can be trusted no more."""
-        if serve.revocations >= 0:
+        if serve.revocations is not None:
             self._revocations.count()
 
     def _say_gone(self, serve: RankServe, now: float) -> list[Action]:
@@ -516,7 +516,7 @@ class ProducerMachine:
         h.offer = None
         del self._records[h.transfer]
         self._leases.cancel(h.transfer)
-        self._over.put(h.transfer, Over(outcome, h.generation), now)
+        self._over.put(h.transfer, Over(outcome, h.next_generation), now)
         out: list[Action] = []
         if h.known:
             ended = Ended("producer", h.transfer, str(h.transfer), outcome, h.nbytes, now - h.began, h.generation)
