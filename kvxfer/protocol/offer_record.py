@@ -190,8 +190,10 @@ class OfferRecord:
         return self._enough(over) and all(s.reader in over or not s.live for s in self.serves.values())
 
     def _enough(self, readers: Iterable[int]) -> bool:
-        """Return whether these readers make up as many engines as it is for: each is a share of its own as large as that
-        engine has readers."""
+        """Return whether these readers make up as many engines as it is for.
+
+        Each is a share of its own as large as that engine has readers.
+        """
         sizes = [self.fit.get(r, 1) for r in readers]
         unit = lcm(*sizes)  # shares in whole numbers, for they must add up exactly
         return sum(unit // size for size in sizes) >= self.consumers * unit
