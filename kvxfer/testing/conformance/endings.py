@@ -66,7 +66,8 @@ class Endings(Suite):
                 world.turn(busy=b)
             for s in started:
                 a.abort(s.halves[0][1])
-            world.wait_for(lambda s=started: all(x.over() for x in s), "the end of aborted writes", busy=b)
+            for s in started:
+                world.wait_for(s.over, "the end of an aborted write", busy=b)
             if not world.make_quiet(a, link, world.finish(*started)):
                 return
             after = b.content(0)
