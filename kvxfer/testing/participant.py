@@ -9,7 +9,7 @@ import mmap
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvxfer.geometry import Region, Runs
 from kvxfer.geometry.cache import flat_starts
-from kvxfer.transport.contract import Batch, Fence, Transport, Verb
+from kvxfer.transport.contract import Batch, Fence, Quieted, Transport, Verb
 
 __all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
 
@@ -116,6 +116,7 @@ class Participant(Protocol):
     def disconnect(self, peer: int) -> None: ...
     def submit(self, batch: Batch, after: Fence | None = None) -> int: ...
     def result(self, batch: int) -> Result | None: ...
+    def quiet(self) -> bool: ...
     def abort(self, batch: int) -> None: ...
     def close(self) -> None: ...
     def kill(self) -> None: ...
@@ -215,6 +216,10 @@ class LocalParticipant:
     def result(self, batch: int) -> Result | None:
         return self._results.get(batch)
 
+    def quiet(self) -> bool:
+        """Return whether all batches that have ended are quiet."""
+        return all(r.quiet for r in self._results.values())
+
     def forget(self) -> None:
         """Forget how batches ended, so that their record takes no memory."""
         self._results.clear()
@@ -255,6 +260,12 @@ class LocalParticipant:
             return
         self._touched, self._polled = False, time.monotonic()
         for done in self.transport.poll():
+            if isinstance(done, Quieted):
+                known = self._results.get(done.batch)
+                assert known is not None, f"batch {done.batch} became quiet before it ended"
+                assert not known.quiet, f"batch {done.batch} became quiet, and was quiet already"
+                self._results[done.batch] = replace(known, quiet=True)
+                continue
             assert done.batch not in self._results, f"batch {done.batch} completed twice"
             assert done.batch in self._pending, f"batch {done.batch} completed, but was never submitted"
             assert done.error is None or isinstance(done.error, Exception), f"an error is an exception: {done.error!r}"

@@ -102,6 +102,9 @@ class RemoteParticipant:
         found = self._ask("result", batch)
         return None if found is None else Result(*found)
 
+    def quiet(self) -> bool:
+        return bool(self._ask("quiet"))
+
     def abort(self, batch: int) -> None:
         self._ask("abort", batch)
 
@@ -218,7 +221,7 @@ def _obey(participant: LocalParticipant, command: str, arguments: list[Any]) -> 
         case "result":
             result = participant.result(*arguments)
             return None if result is None else [result.error, result.quiet]
-        case "allocate" | "allocate_untouched" | "fill" | "deregister" | "disconnect" | "abort" | "close":
+        case "quiet" | "allocate" | "allocate_untouched" | "fill" | "deregister" | "disconnect" | "abort" | "close":
             return getattr(participant, command)(*arguments)
     raise ValueError(f"unknown command {command!r}")
 

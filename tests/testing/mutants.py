@@ -20,8 +20,11 @@ from tests.testing.broken.ending import (
     IgnoresAborts,
     LeavesItsWritesBehind,
     NamesNobody,
+    NeverGetsQuiet,
     NeverTells,
     SaysItInWords,
+    SaysQuietedTooSoon,
+    SaysQuietedTwice,
     SaysQuietTooSoon,
     SwapsResults,
     TellsTwice,
@@ -109,6 +112,9 @@ MUTANTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (ClaimsAGpu, "test_kinds_that_are_declared_are_moved", WAYS),
     (TakesWhoComesFirst, "test_an_endpoint_opens_its_own_link_only", {"part": Part(TransferMode.WRITE, "source")}),
     (TakesWhoComesFirst, "test_an_endpoint_opens_its_own_link_only", {"part": Part(TransferMode.SEND, "source")}),
+    (NeverGetsQuiet, "test_what_ends_before_it_is_quiet_gets_quiet", WAYS),
+    (SaysQuietedTwice, "test_what_ends_before_it_is_quiet_gets_quiet", WAYS),
+    (SaysQuietedTooSoon, "test_aborted_batches_end_and_stay_ended", WAYS),
     (LeavesItsWritesBehind, "test_an_aborted_write_does_not_land_later", {}),
 ]
 

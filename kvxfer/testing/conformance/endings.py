@@ -50,6 +50,34 @@ class Endings(Suite):
             world.run(0.3)
             assert_equal(target.content(0), after, "the target's memory after the end")
 
+    def test_what_ends_before_it_is_quiet_gets_quiet(self, world: World, way: TransferMode) -> None:
+        """Where ``capabilities.quiet`` is ``later``, a ``Quieted`` follows each batch that ended without being quiet.
+
+        Once it came, and not before, the memory can be given back, while the back end and its other links go on.
+        """
+        if self.capabilities().quiet != "later":
+            pytest.skip("capabilities.quiet is not 'later'")
+        a, b, link = world.pair()
+        c = world.other()
+        c.allocate(SIZES, 9)
+        other = world.link(a, c)
+        for _ in range(5):
+            started = [link.start(way, a, b, LARGE) for _ in range(4)]
+            for s in started:
+                for participant, number in s.halves:
+                    participant.abort(number)
+            results = world.finish(*started)
+            if not all(r.quiet for r in results):
+                for participant in (a, b):
+                    world.wait_for(participant.quiet, "the quiet of aborted batches")
+            world.move(other, way, a, c, Runs.of([5], [7], [100_000]))
+            if self.capabilities().abort == "peer" or a.transport.lost(link.peers[a.name]) is not None:
+                for participant in (a, b):
+                    participant.disconnect(link.peers[participant.name])
+                link = world.link(a, b)
+        a.disconnect(other.peers[a.name])
+        a.deregister(0)
+
     def test_an_aborted_write_does_not_land_later(self, world: World) -> None:
         """The target of an aborted write hears of the abort before this side calls the batch quiet.
 

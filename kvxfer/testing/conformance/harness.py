@@ -23,6 +23,10 @@ SIZES = (3 << 20 | 1, 70_003)
 """Regions of a participant's memory unless a clause says otherwise: odd, and more than one."""
 
 
+QUIET_S = 2.0
+"""How long a clause waits for memory to get quiet by itself where it does so ``later``, before it closes the back end."""
+
+
 class TransferMode(enum.Enum):
     """How bytes get from a source to a target: the target reads, the source writes, or both take part."""
 
@@ -272,8 +276,12 @@ class World:
         if scope == "peer_close":
             participant.disconnect(link.peers[participant.name])
             self.run(0.05)
-        elif scope == "backend_reset":
-            participant.close()
+        elif scope in ("later", "backend_reset"):
+            until = time.monotonic() + (QUIET_S if scope == "later" else 0)
+            while not participant.quiet() and time.monotonic() < until:
+                self.turn()
+            if not participant.quiet():
+                participant.close()
         return scope != "never"
 
     def close(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import time
 from typing import Any, ClassVar
 
 from kvxfer.errors import PeerError
 from kvxfer.testing import FakeTransport
 from kvxfer.testing.network import PendingBatch
-from kvxfer.transport import Completion, Verb
+from kvxfer.transport import Completion, Quieted, Verb
 
 
 class TellsTwice(FakeTransport):
@@ -116,3 +117,38 @@ class LeavesItsWritesBehind(FakeTransport):
             for src, dst, n in zip(post.addresses.tolist(), there.tolist(), post.lengths.tolist(), strict=True):
                 ctypes.memmove(dst, src, n)
         return super().poll()
+
+
+class GetsQuietLater(FakeTransport):
+    """No mutant: its batches get quiet some time after they have failed."""
+
+    def __init__(self, agent: str, options: Any) -> None:
+        super().__init__(agent, {**options, "quiet": "later"})
+
+
+class NeverGetsQuiet(GetsQuietLater):
+    """The second word never comes."""
+
+    def quieted(self, number: int) -> None:
+        pass
+
+
+class SaysQuietedTooSoon(GetsQuietLater):
+    """The second word comes before the last byte has."""
+
+    def complete(self, completion: Completion) -> None:
+        super().complete(completion)
+        if not completion.quiet:
+            super().quieted(completion.batch)
+
+    def poll(self) -> list[Completion | Quieted]:
+        for late in self._net._late:
+            if late.side.owner is self and late.quiet_at < time.monotonic() + 0.02:
+                late.move()
+        return super().poll()
+
+
+class SaysQuietedTwice(GetsQuietLater):
+    def quieted(self, number: int) -> None:
+        super().quieted(number)
+        self.completions.append(Quieted(number))
