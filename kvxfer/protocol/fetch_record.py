@@ -121,7 +121,7 @@ class FetchRecord:
         """What came with the offer, from the first of the ranks."""
         return min(self.rank_fetches, key=lambda rank: rank.spec.rank).payload if self.rank_fetches else b""
 
-    def want(self, rank: RankFetch, now: float) -> m.FetchRequest:
+    def fetch_request(self, rank: RankFetch, now: float) -> m.FetchRequest:
         """Make the message by which a rank fetch asks for its share."""
         s = self.spec
         left = max(self.deadline - now, 0.0)
@@ -129,17 +129,17 @@ class FetchRecord:
             s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks, rank.spec.readers, left, rank.least
         )
 
-    def check(self, rank: RankFetch) -> m.CommitRequest:
+    def commit_request(self, rank: RankFetch) -> m.CommitRequest:
         """Make the message by which a rank fetch asks, when all is here, whether it can be trusted."""
         assert rank.generation is not None  # all has come, and named it
         checksum, alone = m.pack_checksum(rank.checksum), len(self.rank_fetches) == 1
         return m.CommitRequest(self.spec.transfer, rank.attempt, rank.generation, checksum, self.round, alone)
 
-    def done(self, rank: RankFetch) -> m.Committed:
+    def committed(self, rank: RankFetch) -> m.Committed:
         """Make the message that tells a producer rank that all ranks have held."""
         return m.Committed(self.spec.transfer, rank.attempt, self.spec.digest, rank.spec.readers)
 
-    def drop(self, rank: RankFetch) -> m.CloseAttempt:
+    def close_attempt(self, rank: RankFetch) -> m.CloseAttempt:
         """Make the message that tells a producer rank that an attempt is void."""
         s = self.spec
         why = NEWER if self.outcome is None or self.outcome.failure is None else self.outcome.failure
@@ -155,7 +155,7 @@ class FetchRecord:
             if rank.state in (RankFetchState.LINKING, RankFetchState.PAUSED) and not rank.revoked:
                 return FailureKind.PEER_LOST if rank.broke is not None else FailureKind.PEER_UNREACHABLE
         for rank in self.rank_fetches:
-            if rank.state in (RankFetchState.WANTING, RankFetchState.LINKING, RankFetchState.PAUSED):
+            if rank.state in (RankFetchState.REQUESTED, RankFetchState.LINKING, RankFetchState.PAUSED):
                 return FailureKind.REVOKED if rank.revoked else FailureKind.NEVER_OFFERED
         return FailureKind.TIMED_OUT
 

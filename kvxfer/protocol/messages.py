@@ -140,7 +140,7 @@ class Refused(_Base, frozen=True, tag="refused"):
 # --- a transfer's life ---------------------------------------------------------------------------------------------
 
 
-class FetchRequest(_Base, frozen=True, tag="want"):
+class FetchRequest(_Base, frozen=True, tag="fetch"):
     """Consumer: bring the tokens ``[start, tokens)`` into these blocks.
 
     Attributes:
@@ -160,7 +160,7 @@ class FetchRequest(_Base, frozen=True, tag="want"):
     least: Number = 0
 
 
-class PartReady(_Base, frozen=True, tag="have"):
+class PartReady(_Base, frozen=True, tag="part"):
     """Producer: part ``part`` holds the tokens ``[lo, hi)``.
 
     What it means for the bytes depends on the link's verb. Read: the consumer may read them. Send: they come from ``stream``
@@ -187,7 +187,7 @@ class PartReady(_Base, frozen=True, tag="have"):
     payload: Annotated[bytes, Meta(max_length=MOST_PAYLOAD)] = b""
 
 
-class SlotReady(_Base, frozen=True, tag="slot"):
+class SlotReady(_Base, frozen=True, tag="slot_ready"):
     """Either side: there is a slot for piece ``piece`` of a staged part.
 
     From the producer: the piece lies packed at ``offset`` of the producer's staging memory, to be read; or, where it is sent,
@@ -206,7 +206,7 @@ class SlotReady(_Base, frozen=True, tag="slot"):
     nbytes: Count
 
 
-class SlotFree(_Base, frozen=True, tag="taken"):
+class SlotFree(_Base, frozen=True, tag="slot_free"):
     """Consumer, staged read: the slot of this piece is free again."""
 
     transfer: TransferId
@@ -215,7 +215,7 @@ class SlotFree(_Base, frozen=True, tag="taken"):
     piece: Count
 
 
-class Checksums(_Base, frozen=True, tag="sum"):
+class Checksums(_Base, frozen=True, tag="checksums"):
     """Producer: the checksum of all parts of this attempt as they lie here.
 
     It is for a consumer that sees the revocation counter, and then need not ask.
@@ -226,7 +226,7 @@ class Checksums(_Base, frozen=True, tag="sum"):
     checksum: Checksum
 
 
-class CommitRequest(_Base, frozen=True, tag="check"):
+class CommitRequest(_Base, frozen=True, tag="commit"):
     """Consumer: all bytes have arrived, from you and from all others. Are they yours, and did this generation hold until now?
 
     Attributes:
@@ -243,7 +243,7 @@ class CommitRequest(_Base, frozen=True, tag="check"):
     alone: bool = True
 
 
-class CommitAck(_Base, frozen=True, tag="verdict"):
+class CommitAck(_Base, frozen=True, tag="ack"):
     """Producer: yes to both questions of ``CommitRequest``, so that the consumer may trust these bytes.
 
     The answer no is ``AttemptClosed``.
@@ -257,7 +257,7 @@ class CommitAck(_Base, frozen=True, tag="verdict"):
     round: Number | None = 0
 
 
-class Committed(_Base, frozen=True, tag="done"):
+class Committed(_Base, frozen=True, tag="committed"):
     """Consumer: all is here and trusted, from you and from all others: I need nothing more of this transfer.
 
     Attributes:
@@ -270,7 +270,7 @@ class Committed(_Base, frozen=True, tag="done"):
     readers: Count = 1
 
 
-class CloseAttempt(_Base, frozen=True, tag="drop"):
+class CloseAttempt(_Base, frozen=True, tag="close"):
     """Consumer: this attempt is over for me; stop moving bytes for it and answer ``AttemptClosed``.
 
     Attributes:
@@ -290,7 +290,7 @@ class CloseAttempt(_Base, frozen=True, tag="drop"):
         _shorten(self)
 
 
-class AttemptClosed(_Base, frozen=True, tag="gone"):
+class AttemptClosed(_Base, frozen=True, tag="closed"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
     Attributes:
@@ -344,7 +344,7 @@ class RankDescriptor(_Base, frozen=True):
     backends: tuple[str, ...]
 
 
-class EngineDescriptor(_Base, frozen=True, tag="card"):
+class EngineDescriptor(_Base, frozen=True, tag="engine"):
     """A directory's answer: the engine's epoch, all its ranks, and what all its KV depends on."""
 
     protocol: int
