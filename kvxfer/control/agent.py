@@ -164,7 +164,8 @@ class Agent:
             after: The fence behind which the blocks' content is complete; ``None`` when it is complete already.
 
         Raises:
-            ArgumentError: The blocks are not the cache's, or are too few for the tokens.
+            ArgumentError: The blocks are not the cache's, are too few for the tokens, or are others than those in which the
+                same generation has offered the same tokens.
             KvxferError: The agent has been closed.
         """
         self._check_open()
