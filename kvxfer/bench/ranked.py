@@ -228,6 +228,7 @@ class RankedEngine:
         use.late_s = max(use.late_s, event.seconds - self._config.transfer_timeout - self._stalls.since(begin))
         use.ended[rank] = event
         if event.outcome.delivered:
+            assert event.generation is not None  # every rank reads something
             want = _words(number, event.generation, EACH * BLOCK_TOKENS, rank, self._tp)
             found = self._words[rank][:, use.blocks]
             if not (found == want).all():

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvxfer.protocol import messages as m
 
-__all__ = ["Connection"]
+__all__ = ["ControlConnection"]
 
 _HEAD = struct.Struct("<I")
 _READ, _READS = 64 << 10, 4
@@ -36,7 +36,7 @@ _names = count(1)
 _Secure = Callable[[socket.socket], socket.socket]
 
 
-class Connection:
+class ControlConnection:
     """One control connection, made by a ``ControlSockets`` and used by its thread.
 
     Attributes:
@@ -51,7 +51,9 @@ class Connection:
         after: Its owner's mark of what it does before it receives.
     """
 
-    def __init__(self, host: str, owner: Any, limit: int, dirty: set[Connection], secure: _Secure, guest: bool) -> None:
+    def __init__(
+        self, host: str, owner: Any, limit: int, dirty: set[ControlConnection], secure: _Secure, guest: bool
+    ) -> None:
         self.name = next(_names).to_bytes(8)
         self.host, self.owner, self.limit, self.guest = host, owner, limit, guest
         self.dialled_us = guest

@@ -90,9 +90,11 @@ class Directory:
             raise
         self.source = Source(config.advertise or config.listen, bound, self.epoch)
         self._notices: deque[m.Renew | m.Decline] = deque()
-        self._waiting: Counter[sockets.Connection | None] = Counter()  # bytes of notices, by connection; None: of all
+        self._waiting: Counter[sockets.ControlConnection | None] = (
+            Counter()
+        )  # bytes of notices, by connection; None: of all
         self._lock = threading.Lock()
-        self._peers: dict[tuple[str, int], sockets.Connection] = {}
+        self._peers: dict[tuple[str, int], sockets.ControlConnection] = {}
         self._idle: Timers[tuple[str, int]] = Timers()
         self._complain = Complaints(log)
         self._closing = False
@@ -202,7 +204,7 @@ class Directory:
                 break
         self._sockets.flush()
 
-    def _hear(self, connection: sockets.Connection) -> None:
+    def _hear(self, connection: sockets.ControlConnection) -> None:
         for _ in range(SHARE):
             frame = connection.receive()
             if frame is None:
@@ -218,7 +220,7 @@ class Directory:
                 self._idle.cancel(key)
                 self._complain("directory: notices for %s:%s may be lost: %s", *key, connection.lost)
 
-    def _answer(self, connection: sockets.Connection, frame: bytes) -> None:
+    def _answer(self, connection: sockets.ControlConnection, frame: bytes) -> None:
         try:
             msg = m.decode(frame)
         except PeerError as e:
@@ -238,7 +240,7 @@ class Directory:
             case _:
                 pass  # news for an engine that was here before, or nothing for a directory
 
-    def _notice(self, notice: m.Renew | m.Decline, connection: sockets.Connection, nbytes: int) -> None:
+    def _notice(self, notice: m.Renew | m.Decline, connection: sockets.ControlConnection, nbytes: int) -> None:
         kept = self._waiting
         if kept[None] + nbytes > MOST_NOTICES or kept[connection] + nbytes > MOST_NOTICES // 4:
             self._complain("directory: %s tells more than the engine takes in; a notice is dropped", connection.host)

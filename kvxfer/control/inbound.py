@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
-from kvxfer.control.sockets import Connection, ControlSockets
+from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import check_facts
@@ -65,7 +65,7 @@ class Inbound(LinkTable[_Dialled]):
         super().__init__(sockets, data, silence)
         self._epoch, self._revocations, self._examine = epoch, revocations, examine
 
-    def receive(self, connection: Connection, frame: bytes, now: float) -> tuple[LinkId, m.ToProducer] | None:
+    def receive(self, connection: ControlConnection, frame: bytes, now: float) -> tuple[LinkId, m.ToProducer] | None:
         """Take in a frame.
 
         Returns:
@@ -110,7 +110,7 @@ class Inbound(LinkTable[_Dialled]):
                 raise PeerError(f"{who}: a {type(msg).__name__} makes no sense here", kind=K.MISUSE)
         return None
 
-    def _hello(self, connection: Connection, hello: m.Hello, nbytes: int, now: float) -> None:
+    def _hello(self, connection: ControlConnection, hello: m.Hello, nbytes: int, now: float) -> None:
         link = connection.name
         if len(self._links) >= MOST:
             self._turn_away(connection, hello, Failure(K.OVERLOADED, f"{MOST} links are open already"))
@@ -140,7 +140,7 @@ class Inbound(LinkTable[_Dialled]):
         self._sockets.keep(known.connection, PEER_FRAME)
         self._begin(known)
 
-    def _turn_away(self, connection: Connection, hello: m.Hello, why: Failure) -> NoReturn:
+    def _turn_away(self, connection: ControlConnection, hello: m.Hello, why: Failure) -> NoReturn:
         _refuse(connection, why, again=False)
         self._sockets.finish(connection)
         raise PeerError(f"refused a link from {hello.engine[:100]!r} at {connection.host}: {why.detail}", kind=why.kind)
@@ -178,7 +178,7 @@ class Inbound(LinkTable[_Dialled]):
             except PeerError as e:
                 yield self.close(link.id, Failure.of(e, peer=link.name))
 
-    def hung_up(self, connection: Connection) -> Lost | None:
+    def hung_up(self, connection: ControlConnection) -> Lost | None:
         """Take in the loss of a connection, and with it of its link if it had one."""
         link = self._links.get(connection.name)
         return None if link is None else self._lost(link, K.PEER_LOST, str(connection.lost))
@@ -215,5 +215,5 @@ class Inbound(LinkTable[_Dialled]):
         self._clock.cancel(link)
 
 
-def _refuse(connection: Connection, why: Failure, again: bool, backend: bool = False) -> None:
+def _refuse(connection: ControlConnection, why: Failure, again: bool, backend: bool = False) -> None:
     connection.send(m.Refused(why.kind, why.detail, again, backend))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar, Generic, TypeVar
 
-from kvxfer.control.sockets import Connection, ControlSockets
+from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.data.commands import Connect, LinkNews, MakeEndpoint, PieceNews, PieceReady, PieceTaken
 from kvxfer.data.plane import DataPlane
 from kvxfer.failures import Failure, FailureKind
@@ -44,7 +44,7 @@ class LinkRecord:
 
     id: LinkId
     backend: str
-    connection: Connection
+    connection: ControlConnection
     name: str
     number: int = field(default_factory=lambda: next(_numbers), kw_only=True)
     mine: bytes | None = field(default=None, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
-from kvxfer.control.sockets import Connection, ControlSockets
+from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol.values import Action
@@ -48,10 +48,10 @@ class Work(Protocol):
     def perform(self, actions: list[Action]) -> None:
         """Do what a step asks for."""
 
-    def message(self, connection: Connection, frame: bytes, now: float) -> list[Action]:
+    def message(self, connection: ControlConnection, frame: bytes, now: float) -> list[Action]:
         """Take in a frame."""
 
-    def hung_up(self, connection: Connection, now: float) -> list[Action]:
+    def hung_up(self, connection: ControlConnection, now: float) -> list[Action]:
         """Take in that a connection is gone."""
 
     def due(self, now: float) -> Iterator[Step]:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.revocations import RevocationView
-from kvxfer.control.sockets import Connection, ControlSockets
+from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
@@ -147,7 +147,9 @@ class Outbound(LinkTable[_Dial]):
         link.up = True
         return link.info
 
-    def receive(self, link: LinkId, connection: Connection, frame: bytes, now: float) -> m.ToConsumer | Lost | None:
+    def receive(
+        self, link: LinkId, connection: ControlConnection, frame: bytes, now: float
+    ) -> m.ToConsumer | Lost | None:
         """Take in a frame; links may be dropped and dialled meanwhile.
 
         Returns:
@@ -193,12 +195,12 @@ class Outbound(LinkTable[_Dial]):
         self._connect(link, welcome.endpoint)
         return None
 
-    def _of(self, link: LinkId, connection: Connection) -> _Dial | None:
+    def _of(self, link: LinkId, connection: ControlConnection) -> _Dial | None:
         """Return a link if this is its connection, and not that of an earlier making."""
         known = self._links.get(link)
         return known if known is not None and known.connection is connection else None
 
-    def hung_up(self, link: LinkId, connection: Connection) -> Lost | None:
+    def hung_up(self, link: LinkId, connection: ControlConnection) -> Lost | None:
         """Take in the loss of a connection, and with it of the link, if it was still that link's."""
         known = self._of(link, connection)
         if known is None:

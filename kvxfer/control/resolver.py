@@ -74,7 +74,7 @@ class _Query:
         silent: What those are told who ask, once it has been silent for too long.
     """
 
-    connection: sockets.Connection | None
+    connection: sockets.ControlConnection | None
     dialled: float
     since: float
     wanted: float
@@ -153,12 +153,12 @@ class Resolver:
         with contextlib.suppress(PeerError):  # none is to be had now
             q.connection = self._dial(directory)
 
-    def _dial(self, directory: Source) -> sockets.Connection:
+    def _dial(self, directory: Source) -> sockets.ControlConnection:
         connection = self._sockets.dial(sockets.address(directory.host, directory.port), (self, directory), m.MAX_BYTES)
         connection.send(m.Lookup(m.PROTOCOL))
         return connection
 
-    def hung_up(self, directory: Source, connection: sockets.Connection) -> Iterator[tuple[Source, Failure]]:
+    def hung_up(self, directory: Source, connection: sockets.ControlConnection) -> Iterator[tuple[Source, Failure]]:
         """Take in the loss of a connection; another is made when the question would be repeated.
 
         Where nobody listens, the engine of that epoch is gone for good: a directory lives as long as its epoch.

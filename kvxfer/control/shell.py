@@ -21,7 +21,7 @@ from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.outbound import Outbound
 from kvxfer.control.resolver import Path, Resolver
 from kvxfer.control.revocations import SharedRevocationCounter
-from kvxfer.control.sockets import Connection
+from kvxfer.control.sockets import ControlConnection
 from kvxfer.control.worker import Worker
 from kvxfer.data.commands import (
     Connected,
@@ -183,7 +183,7 @@ class Shell:
 
     # --- what peers say --------------------------------------------------------------------------------------------
 
-    def message(self, connection: Connection, frame: bytes, now: float) -> list[Action]:
+    def message(self, connection: ControlConnection, frame: bytes, now: float) -> list[Action]:
         match connection.owner:
             case None:
                 found = self._in.receive(connection, frame, now)
@@ -197,7 +197,7 @@ class Shell:
                 return self._resolved(self._resolver.receive(directory, frame), now)
         raise AssertionError(connection.owner)
 
-    def hung_up(self, connection: Connection, now: float) -> list[Action]:
+    def hung_up(self, connection: ControlConnection, now: float) -> list[Action]:
         match connection.owner:
             case None:
                 return self._lost(self._in.hung_up(connection), now)
@@ -389,7 +389,7 @@ class Shell:
     def _emit(self, event: Event) -> None:
         match event:
             case Ended():
-                if event.role == "producer":
+                if event.role == "producer" and event.generation is not None:
                     self._revocations.over(event.transfer, event.generation)
                 why = event.outcome.failure
                 if why is not None:

@@ -18,14 +18,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from kvxfer.control.connection import Connection
+from kvxfer.control.connection import ControlConnection
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import IdentityError, is_ip, parse_address
 from kvxfer.security import Security
 
-__all__ = ["Connection", "ControlSockets", "address"]
+__all__ = ["ControlConnection", "ControlSockets", "address"]
 
 GUEST_FRAME = 256 << 10
 """Longest frame of a guest: ten times the hello of a model with 126 layers."""
@@ -64,13 +64,15 @@ class ControlSockets:
         self._listener: socket.socket | None = None
         self._owner: Any = None
         self._hearing = False
-        self._by_fd: dict[int, Connection] = {}
-        self._guests: OrderedDict[Connection, None] = OrderedDict()  # the one that has been silent for longest first
+        self._by_fd: dict[int, ControlConnection] = {}
+        self._guests: OrderedDict[ControlConnection, None] = (
+            OrderedDict()
+        )  # the one that has been silent for longest first
         self._guest_bytes = 0
-        self._dirty: set[Connection] = set()
-        self._ready: dict[Connection, None] = {}  # have frames, or are lost and nobody has been told
-        self._more: set[Connection] = set()
-        self._found: deque[tuple[Connection, list[Any] | str]] = deque()  # names that have been looked up
+        self._dirty: set[ControlConnection] = set()
+        self._ready: dict[ControlConnection, None] = {}  # have frames, or are lost and nobody has been told
+        self._more: set[ControlConnection] = set()
+        self._found: deque[tuple[ControlConnection, list[Any] | str]] = deque()  # names that have been looked up
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
     def listen(self, host: str, port: int, owner: Any) -> int:
@@ -99,7 +101,7 @@ class ControlSockets:
         self._epoll.register(sock, select.EPOLLIN)
         return int(sock.getsockname()[1])
 
-    def dial(self, where: str, owner: Any, limit: int) -> Connection:
+    def dial(self, where: str, owner: Any, limit: int) -> ControlConnection:
         """Begin a connection, over which messages may be sent at once; if it cannot be had, it is ``lost``.
 
         Args:
@@ -117,14 +119,14 @@ class ControlSockets:
             self._security.check_target(target)
         except (IdentityError, PeerError) as e:
             raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
-        conn = Connection(target.host, owner, limit, self._dirty, self._security.dialled, guest=False)
+        conn = ControlConnection(target.host, owner, limit, self._dirty, self._security.dialled, guest=False)
         if is_ip(target.host):
             self._begin(conn, _addresses(target.host, target.port))
         elif not self._names.submit(0, partial(self._look_up, conn, target.host, target.port)):
             raise PeerError(f"cannot dial {where!r}: too many names are being looked up", kind=FailureKind.OVERLOADED)
         return conn
 
-    def keep(self, conn: Connection, limit: int) -> None:
+    def keep(self, conn: ControlConnection, limit: int) -> None:
         """Count a connection as a guest no more.
 
         Args:
@@ -135,7 +137,7 @@ class ControlSockets:
             self._guest_bytes -= conn.counted
         conn.guest, conn.limit = False, limit
 
-    def drop(self, conn: Connection) -> None:
+    def drop(self, conn: ControlConnection) -> None:
         """Close a connection once what the peer takes at once has left; nobody is told. Idempotent."""
         conn.told = True
         conn.flush()
@@ -144,7 +146,7 @@ class ControlSockets:
         self._forget(conn)
         self._ready.pop(conn, None)
 
-    def finish(self, conn: Connection) -> None:
+    def finish(self, conn: ControlConnection) -> None:
         """Close a connection once what has been said has left."""
         if conn.lost is None:
             conn.finish()
@@ -154,7 +156,7 @@ class ControlSockets:
                 conn.counted = 0
                 self._guests[conn] = None
 
-    def poll(self, seconds: float) -> set[Connection]:
+    def poll(self, seconds: float) -> set[ControlConnection]:
         """Wait for something to do, at most so many seconds; read and write what can be.
 
         Returns:
@@ -182,7 +184,7 @@ class ControlSockets:
             self._settle(conn)
         return more
 
-    def ready(self) -> Iterator[Connection]:
+    def ready(self) -> Iterator[ControlConnection]:
         """Yield the connections that have frames, or are lost, each once.
 
         Those that are not reached now come first the next time.
@@ -254,7 +256,7 @@ class ControlSockets:
             if not self._security.admits(host):
                 sock.close()
                 continue
-            conn = Connection(host, self._owner, GUEST_FRAME, self._dirty, self._security.accepted, guest=True)
+            conn = ControlConnection(host, self._owner, GUEST_FRAME, self._dirty, self._security.accepted, guest=True)
             self._guests[conn] = None
             conn.accepted(sock)
             if len(self._guests) > GUESTS:
@@ -266,11 +268,11 @@ class ControlSockets:
             self._epoll.modify(self._listener, select.EPOLLIN if whether else 0)
             self._hearing = whether
 
-    def _lose(self, conn: Connection, why: str) -> None:
+    def _lose(self, conn: ControlConnection, why: str) -> None:
         conn.lose(why)
         self._settle(conn)
 
-    def _forget(self, conn: Connection) -> None:
+    def _forget(self, conn: ControlConnection) -> None:
         """Drop what is kept of a connection that is closed."""
         if conn.watched is not None and self._by_fd.get(conn.watched[0]) is conn:
             del self._by_fd[conn.watched[0]]
@@ -280,7 +282,7 @@ class ControlSockets:
             self._guest_bytes -= conn.counted
         self._hear_knocks(True)
 
-    def _settle(self, conn: Connection) -> None:
+    def _settle(self, conn: ControlConnection) -> None:
         """Have the poll, and the thread, look at what matters now."""
         if conn.lost is not None:
             self._forget(conn)
@@ -312,7 +314,7 @@ class ControlSockets:
             self._epoll.modify(*wanted)
         conn.watched = wanted
 
-    def _begin(self, conn: Connection, targets: list[Any] | str) -> None:
+    def _begin(self, conn: ControlConnection, targets: list[Any] | str) -> None:
         if conn.lost is not None:
             return
         if isinstance(targets, str):
@@ -321,7 +323,7 @@ class ControlSockets:
             conn.connect(targets)
         self._settle(conn)
 
-    def _look_up(self, conn: Connection, host: str, port: int) -> None:
+    def _look_up(self, conn: ControlConnection, host: str, port: int) -> None:
         """Look a name up, on the thread for names."""
         try:
             self._found.append((conn, _addresses(host, port)))

@@ -90,7 +90,7 @@ class OfferedBlocks:
         """Take in that some ranks are done with an offer, up to a generation; return a held request that may be freed."""
         done = self._done.setdefault(transfer, {})
         for rank, generation in ranks.items():
-            done[rank] = max(generation, done.get(rank, -1))
+            done[rank] = max(generation, done.get(rank, generation))
         if len(done) < self._ranks:
             return None
         reached = min(done.values())

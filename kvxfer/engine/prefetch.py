@@ -209,7 +209,7 @@ class Prefetches:
     @staticmethod
     def _failure(found: _Prefetch) -> Failure | str | None:
         failure = next((r.failure for r in found.results.values() if r.failure is not None), None)
-        generations = {r.generation for r in found.results.values() if r.generation >= 0}
+        generations = {r.generation for r in found.results.values() if r.generation is not None}
         return failure or ("our ranks hold different generations" if len(generations) > 1 else None)
 
     def _settle(self, request: str, found: _Prefetch) -> None:

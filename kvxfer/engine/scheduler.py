@@ -118,7 +118,7 @@ class SchedulerSide:
         self._step = 0
         self._fetched = 0  # the number of the next step's first fetch
         self._sent = 0  # how many of them went by the side channel
-        self._revoked_in = -1  # the last step with revocations
+        self._revoked_in: int | None = None  # the last step with revocations
         self._begun: dict[Rank, int] = {}  # what of those the ranks have begun
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -253,9 +253,9 @@ class SchedulerSide:
 
         Blocks that were offered, and taken from others who may still read them, must not be written to before.
         """
-        heard = len(self._begun) == self._ranks and min(self._begun.values()) >= self._revoked_in
-        revoking = self._schedule.producer.revokes or (self._revoked_in >= 0 and not heard)
-        return self._channel.open and self._news is None and not revoking
+        last = self._revoked_in
+        heard = last is None or (len(self._begun) == self._ranks and min(self._begun.values()) >= last)
+        return self._channel.open and self._news is None and heard and not self._schedule.producer.revokes
 
     def _hurry(self) -> None:
         """Give the workers at once what they are to fetch."""

@@ -61,7 +61,7 @@ class PrefetchResult(msgspec.Struct, frozen=True):
 
     Attributes:
         rank: that rank.
-        generation: of what was delivered; -1 if nothing had to come.
+        generation: of what was delivered; ``None`` if nothing had to come.
         failure: why it was not delivered; None if it was.
         quiet: nothing writes to its blocks any more.
         seconds: that moving it took, from the word of its producer to the end.
@@ -69,7 +69,7 @@ class PrefetchResult(msgspec.Struct, frozen=True):
 
     handle: str
     rank: Rank
-    generation: Generation = -1
+    generation: Generation | None = None
     failure: Failure | None = None
     quiet: bool = False
     seconds: float = 0.0

@@ -191,7 +191,7 @@ class WorkerSide:
         report = self._report
         for event in self.agent.events(timeout):
             if event.role == "producer":
-                if isinstance(event, Released):
+                if isinstance(event, Released) and event.generation is not None:
                     self._done(report, event.transfer, event.generation)
             elif event.handle in self._prefetches:
                 if not isinstance(event, Progress):
@@ -199,7 +199,8 @@ class WorkerSide:
             elif isinstance(event, Ended):
                 self._ends.append(event)
                 if event.outcome.failure is None:
-                    report.delivered.setdefault(event.handle, set()).add(event.generation)
+                    if event.generation is not None:
+                        report.delivered.setdefault(event.handle, set()).add(event.generation)
                     report.seconds[event.handle] = event.seconds - event.waited
                     if event.payload:
                         report.payloads[event.handle] = event.payload
@@ -236,7 +237,7 @@ class WorkerSide:
     def _done(self, report: Report, transfer: TransferId, generation: int) -> None:
         """Nothing reads what was offered any more."""
         ranks = report.released.setdefault(transfer, {})
-        ranks[self._rank] = max(generation, ranks.get(self._rank, -1))
+        ranks[self._rank] = max(generation, ranks.get(self._rank, generation))
 
     def _quiet(self, report: Report, request: str) -> None:
         """Nothing touches a load's blocks any more."""

@@ -144,8 +144,8 @@ class ConsumerMachine:
         out: list[Action] = []
         for f, rank in self._on_link(link):
             if rank.state is S.LINKING:
-                out += self._want(f, rank, now)
-            elif rank.state is S.CHECKING:
+                out += self._request(f, rank, now)
+            elif rank.state is S.COMMITTING:
                 out += self._ask(f, rank, now)
         return out
 
@@ -165,7 +165,7 @@ class ConsumerMachine:
                     often = why.about(f"the link broke {rank.resets} times: ", link_name(link))
                     out += self._fail(f, often, now)
                 out += [Abort(ref) for ref in in_order(rank.flight)]
-        if any(rank.state in (S.LINKING, S.PAUSED, S.CHECKING, S.HELD) for _, rank in ranks):
+        if any(rank.state in (S.LINKING, S.PAUSED, S.COMMITTING, S.HELD) for _, rank in ranks):
             self._links[link] = None
             out.append(Dial(link))
         else:
@@ -186,8 +186,8 @@ class ConsumerMachine:
         """Note that a link is closed, as ``Close`` or ``Dial`` asked: its producer can no longer write into our memory."""
         out: list[Action] = []
         for f, rank in list(self._on_link(link)):
-            if rank.remote_writes and rank.state in (S.PAUSED, S.FAILED, S.ARRIVED, S.CHECKING):
-                out += self._acquit(f, rank, now)
+            if rank.remote_writes and rank.state in (S.PAUSED, S.FAILED, S.ARRIVED, S.COMMITTING):
+                out += self._remote_writes_ended(f, rank, now)
         return out
 
     def message(self, link: LinkId, msg: m.ToConsumer, now: float) -> list[Action]:
@@ -197,14 +197,14 @@ class ConsumerMachine:
             return []
         match msg:
             case m.PartReady():
-                return self._have(f, rank, msg, now)
+                return self._part_ready(f, rank, msg, now)
             case m.Checksums():
                 rank.sum = msg.checksum
                 return []
             case m.CommitAck():
-                return self._verdict(f, rank, msg, now)
+                return self._commit_ack(f, rank, msg, now)
             case m.AttemptClosed():
-                return self._gone(f, rank, msg, now)
+                return self._attempt_closed(f, rank, msg, now)
             case _:
                 assert_never(msg)
 
@@ -296,19 +296,19 @@ class ConsumerMachine:
         """Begin an attempt of a rank fetch in LINKING if its link is up, else see that the link is being made."""
         link = rank.spec.link
         if self._links.get(link) is not None:
-            return self._want(f, rank, now)
+            return self._request(f, rank, now)
         if link in self._links:
             return []
         self._links[link] = None
         return [Dial(link)]
 
-    def _want(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+    def _request(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
         """Begin an attempt."""
         info = self._links[rank.spec.link]
         assert info is not None
         rank.on(E.LINK_UP)
         self._tries.pop(rank.attempt, None)
-        rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.generation)
+        rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.least)
         self._tries[rank.attempt] = f, rank
         return self._ask(f, rank, now)
 
@@ -320,10 +320,12 @@ class ConsumerMachine:
         self._questions.set(rank.attempt, now + self._retry * 2 ** min(rank.asked, 4))
         rank.asked += 1
         link = rank.spec.link
-        if rank.state is S.CHECKING:
-            return [Send(link, f.check(rank))] if self._links.get(link) is not None else []  # else once there is a link
-        if rank.state is S.WANTING:
-            return [Send(link, f.want(rank, now))]
+        if rank.state is S.COMMITTING:
+            return (
+                [Send(link, f.commit_request(rank))] if self._links.get(link) is not None else []
+            )  # else once there is a link
+        if rank.state is S.REQUESTED:
+            return [Send(link, f.fetch_request(rank, now))]
         if rank.state is S.MOVING and rank.error is not None:
             # Nobody explains it. A back end has no word for a link that is of no more use, so none outlives an error.
             self._questions.cancel(rank.attempt)
@@ -331,20 +333,20 @@ class ConsumerMachine:
             return out + self.link_reset(link, rank.error, now)
         if self._links.get(link) is None or rank.asked > REMINDERS:
             self._questions.cancel(rank.attempt)
-            return self.link_reset(link, Failure(K.PEER_LOST, "it does not answer to a Drop", link_name(link)), now)
-        return [Send(link, f.drop(rank))]
+            return self.link_reset(link, Failure(K.PEER_LOST, "it does not close the attempt", link_name(link)), now)
+        return [Send(link, f.close_attempt(rank))]
 
-    def _have(self, f: FetchRecord, rank: RankFetch, msg: m.PartReady, now: float) -> list[Action]:
+    def _part_ready(self, f: FetchRecord, rank: RankFetch, msg: m.PartReady, now: float) -> list[Action]:
         info = self._links.get(rank.spec.link)
         if info is None or msg.part in rank.spans or rank.error is not None:
             return []
-        if rank.state in (S.WANTING, S.MOVING) and rank.generation not in (-1, msg.generation):
+        if rank.state in (S.REQUESTED, S.MOVING) and rank.generation not in (None, msg.generation):
             return self._misused(f, rank, "it mixed generations in one attempt", now)
-        if not rank.on(E.HAVE):
+        if not rank.on(E.PART_READY):
             return []
         if msg.generation < rank.least:
             return self._misused(f, rank, "it has an older generation than it was asked for", now)
-        if msg.generation < f.generation:
+        if msg.generation < f.least:
             return self._outdate(f, rank, now)
         if msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
             return self._misused(f, rank, "it sends pieces of another size than was agreed on", now)
@@ -388,10 +390,10 @@ class ConsumerMachine:
 
         What other ranks hold of an older one is of no use: wherever they lag, their engine has given it up.
         """
-        f.generation = max(f.generation, generation)
+        f.generation = max(f.least, generation)
         out: list[Action] = []
         for rank in f.rank_fetches:
-            if 0 <= rank.generation < f.generation:
+            if rank.generation is not None and rank.generation < f.generation:
                 out += self._outdate(f, rank, now)
         return out
 
@@ -445,8 +447,8 @@ class ConsumerMachine:
         f.progress = tokens
         return [Emit(Progress("consumer", f.spec.transfer, f.spec.handle, tokens))]
 
-    def _verdict(self, f: FetchRecord, rank: RankFetch, msg: m.CommitAck, now: float) -> list[Action]:
-        if msg.round != f.round or not rank.on(E.VERDICT):
+    def _commit_ack(self, f: FetchRecord, rank: RankFetch, msg: m.CommitAck, now: float) -> list[Action]:
+        if msg.round != f.round or not rank.on(E.COMMIT_ACK):
             return []
         self._questions.cancel(rank.attempt)
         rank.remote_writes = False
@@ -464,23 +466,23 @@ class ConsumerMachine:
             rank.on(E.ALL_HELD)
         out = self._end(f, DELIVERED, now)
         return out + [
-            Send(x.spec.link, f.done(x)) for x in f.rank_fetches if not x.counted and self._links.get(x.spec.link)
+            Send(x.spec.link, f.committed(x)) for x in f.rank_fetches if not x.counted and self._links.get(x.spec.link)
         ]
 
-    def _gone(self, f: FetchRecord, rank: RankFetch, msg: m.AttemptClosed, now: float) -> list[Action]:
+    def _attempt_closed(self, f: FetchRecord, rank: RankFetch, msg: m.AttemptClosed, now: float) -> list[Action]:
         out: list[Action] = []
-        if not msg.again and rank.on(E.GONE):
+        if not msg.again and rank.on(E.CLOSED):
             self.corrupt += msg.kind is K.CORRUPT
             out += self._fail(f, m.failure(msg, link_name(rank.spec.link)), now)
-        elif msg.again and rank.on(E.GONE_AGAIN):
+        elif msg.again and rank.on(E.CLOSED_AGAIN):
             rank.revoked |= msg.kind is K.REVOKED
             self._reopen(f)
             out += [Abort(ref) for ref in in_order(rank.flight)]
         if rank.remote_writes:
             out += [RemoteWritesEnded(ref) for ref in in_order(rank.flight)]
-        return out + self._acquit(f, rank, now)
+        return out + self._remote_writes_ended(f, rank, now)
 
-    def _acquit(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+    def _remote_writes_ended(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
         """Note that the producer has ended what it did for a void attempt."""
         rank.remote_writes = False
         if rank.state in (S.PAUSED, S.FAILED):

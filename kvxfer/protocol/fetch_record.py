@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
+from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import covered, reached
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
@@ -27,9 +28,9 @@ class RankFetch:
     spec: RankRoute
     state: RankFetchState = RankFetchState.LINKING
     attempt: int = 0  # the last one begun; void when the state is PAUSED or FAILED
-    least: int = -1  # the generation that was asked for, or a newer one
-    generation: int = -1
-    revocations: int = -1  # the producer's, when it announced the first part
+    least: Generation = 0  # older ones are of no use
+    generation: Generation | None = None
+    revocations: int | None = None  # the producer's, when it announced the first part
     final: bool = False
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> tokens, of the parts announced
     flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
@@ -53,10 +54,10 @@ class RankFetch:
         self.state = after
         return True
 
-    def begin(self, attempt: int, remote_writes: bool, least: int) -> None:
+    def begin(self, attempt: int, remote_writes: bool, least: Generation) -> None:
         """Begin the next attempt; nothing is left of the one before."""
         self.least, self.counted = least, False
-        self.attempt, self.generation, self.revocations, self.final, self.error = attempt, -1, -1, False, None
+        self.attempt, self.generation, self.revocations, self.final, self.error = attempt, None, None, False, None
         self.remote_writes, self.asked, self.checksum, self.sum, self.payload = remote_writes, 0, 0, b"", b""
         self.spans.clear()
         self.to_hash.clear()
@@ -97,9 +98,14 @@ class FetchRecord:
     ranks: dict[LinkId, RankFetch] | None = None  # None: the route is not known yet
     outcome: Outcome | None = None
     nbytes: int = 0
-    generation: int = -1  # the newest that any rank has heard of; older ones are of no use
+    generation: Generation | None = None  # the newest that any rank has heard of
     round: int = 0  # how often all ranks had arrived
     progress: int = 0  # tokens of which the engine has been told
+
+    @property
+    def least(self) -> Generation:
+        """The oldest generation that is of use: whoever lags behind the newest will give its own up."""
+        return 0 if self.generation is None else self.generation
 
     @property
     def rank_fetches(self) -> Collection[RankFetch]:
@@ -115,7 +121,7 @@ class FetchRecord:
         """What came with the offer, from the first of the ranks."""
         return min(self.rank_fetches, key=lambda rank: rank.spec.rank).payload if self.rank_fetches else b""
 
-    def want(self, rank: RankFetch, now: float) -> m.FetchRequest:
+    def fetch_request(self, rank: RankFetch, now: float) -> m.FetchRequest:
         """Make the message by which a rank fetch asks for its share."""
         s = self.spec
         left = max(self.deadline - now, 0.0)
@@ -123,16 +129,17 @@ class FetchRecord:
             s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks, rank.spec.readers, left, rank.least
         )
 
-    def check(self, rank: RankFetch) -> m.CommitRequest:
+    def commit_request(self, rank: RankFetch) -> m.CommitRequest:
         """Make the message by which a rank fetch asks, when all is here, whether it can be trusted."""
+        assert rank.generation is not None  # all has come, and named it
         checksum, alone = m.pack_checksum(rank.checksum), len(self.rank_fetches) == 1
         return m.CommitRequest(self.spec.transfer, rank.attempt, rank.generation, checksum, self.round, alone)
 
-    def done(self, rank: RankFetch) -> m.Committed:
+    def committed(self, rank: RankFetch) -> m.Committed:
         """Make the message that tells a producer rank that all ranks have held."""
         return m.Committed(self.spec.transfer, rank.attempt, self.spec.digest, rank.spec.readers)
 
-    def drop(self, rank: RankFetch) -> m.CloseAttempt:
+    def close_attempt(self, rank: RankFetch) -> m.CloseAttempt:
         """Make the message that tells a producer rank that an attempt is void."""
         s = self.spec
         why = NEWER if self.outcome is None or self.outcome.failure is None else self.outcome.failure
@@ -148,7 +155,7 @@ class FetchRecord:
             if rank.state in (RankFetchState.LINKING, RankFetchState.PAUSED) and not rank.revoked:
                 return FailureKind.PEER_LOST if rank.broke is not None else FailureKind.PEER_UNREACHABLE
         for rank in self.rank_fetches:
-            if rank.state in (RankFetchState.WANTING, RankFetchState.LINKING, RankFetchState.PAUSED):
+            if rank.state in (RankFetchState.REQUESTED, RankFetchState.LINKING, RankFetchState.PAUSED):
                 return FailureKind.REVOKED if rank.revoked else FailureKind.NEVER_OFFERED
         return FailureKind.TIMED_OUT
 

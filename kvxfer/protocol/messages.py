@@ -53,7 +53,7 @@ __all__ = [
     "pack_checksum",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
@@ -63,7 +63,7 @@ NO_CHECKSUM = bytes(8)
 
 # What a peer says is checked against these bounds as it is decoded; nothing behind the decoder meets other numbers.
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
-Number = Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
 Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
@@ -140,13 +140,13 @@ class Refused(_Base, frozen=True, tag="refused"):
 # --- a transfer's life ---------------------------------------------------------------------------------------------
 
 
-class FetchRequest(_Base, frozen=True, tag="want"):
+class FetchRequest(_Base, frozen=True, tag="fetch"):
     """Consumer: bring the tokens ``[start, tokens)`` into these blocks.
 
     Attributes:
         readers: how many consumer ranks read from the producer rank.
         seconds: how long the consumer will wait; after that nothing has to be served any more.
-        least: the generation that another rank of the producer has already, so that an older one is of no use; -1 for none.
+        least: older generations are of no use, because another rank of the producer has this one already.
     """
 
     transfer: TransferId
@@ -157,10 +157,10 @@ class FetchRequest(_Base, frozen=True, tag="want"):
     blocks: BlockTable
     readers: Count
     seconds: Seconds
-    least: Number = -1
+    least: Number = 0
 
 
-class PartReady(_Base, frozen=True, tag="have"):
+class PartReady(_Base, frozen=True, tag="part"):
     """Producer: part ``part`` holds the tokens ``[lo, hi)``.
 
     What it means for the bytes depends on the link's verb. Read: the consumer may read them. Send: they come from ``stream``
@@ -169,7 +169,7 @@ class PartReady(_Base, frozen=True, tag="have"):
     Attributes:
         final: the part is the last one, and holds the window and state groups, too.
         piece_bytes: size of the pieces in which the part comes packed; 0 for direct runs.
-        revocations: the revocation counter when the attempt's first part was announced; -1 means that the consumer has to ask.
+        revocations: the revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
         payload: what came with the offer, with the final part.
     """
 
@@ -183,11 +183,11 @@ class PartReady(_Base, frozen=True, tag="have"):
     blocks: BlockTable
     stream: Count
     piece_bytes: Count
-    revocations: Number = -1
+    revocations: Number | None = None
     payload: Annotated[bytes, Meta(max_length=MOST_PAYLOAD)] = b""
 
 
-class SlotReady(_Base, frozen=True, tag="slot"):
+class SlotReady(_Base, frozen=True, tag="slot_ready"):
     """Either side: there is a slot for piece ``piece`` of a staged part.
 
     From the producer: the piece lies packed at ``offset`` of the producer's staging memory, to be read; or, where it is sent,
@@ -206,7 +206,7 @@ class SlotReady(_Base, frozen=True, tag="slot"):
     nbytes: Count
 
 
-class SlotFree(_Base, frozen=True, tag="taken"):
+class SlotFree(_Base, frozen=True, tag="slot_free"):
     """Consumer, staged read: the slot of this piece is free again."""
 
     transfer: TransferId
@@ -215,7 +215,7 @@ class SlotFree(_Base, frozen=True, tag="taken"):
     piece: Count
 
 
-class Checksums(_Base, frozen=True, tag="sum"):
+class Checksums(_Base, frozen=True, tag="checksums"):
     """Producer: the checksum of all parts of this attempt as they lie here.
 
     It is for a consumer that sees the revocation counter, and then need not ask.
@@ -226,7 +226,7 @@ class Checksums(_Base, frozen=True, tag="sum"):
     checksum: Checksum
 
 
-class CommitRequest(_Base, frozen=True, tag="check"):
+class CommitRequest(_Base, frozen=True, tag="commit"):
     """Consumer: all bytes have arrived, from you and from all others. Are they yours, and did this generation hold until now?
 
     Attributes:
@@ -243,21 +243,21 @@ class CommitRequest(_Base, frozen=True, tag="check"):
     alone: bool = True
 
 
-class CommitAck(_Base, frozen=True, tag="verdict"):
+class CommitAck(_Base, frozen=True, tag="ack"):
     """Producer: yes to both questions of ``CommitRequest``, so that the consumer may trust these bytes.
 
     The answer no is ``AttemptClosed``.
 
     Attributes:
-        round: that of the request that is answered.
+        round: that of the request that is answered; ``None`` answers a ``FetchRequest`` that has come after its ``Committed``.
     """
 
     transfer: TransferId
     attempt: Number
-    round: Number = 0
+    round: Number | None = 0
 
 
-class Committed(_Base, frozen=True, tag="done"):
+class Committed(_Base, frozen=True, tag="committed"):
     """Consumer: all is here and trusted, from you and from all others: I need nothing more of this transfer.
 
     Attributes:
@@ -270,7 +270,7 @@ class Committed(_Base, frozen=True, tag="done"):
     readers: Count = 1
 
 
-class CloseAttempt(_Base, frozen=True, tag="drop"):
+class CloseAttempt(_Base, frozen=True, tag="close"):
     """Consumer: this attempt is over for me; stop moving bytes for it and answer ``AttemptClosed``.
 
     Attributes:
@@ -290,7 +290,7 @@ class CloseAttempt(_Base, frozen=True, tag="drop"):
         _shorten(self)
 
 
-class AttemptClosed(_Base, frozen=True, tag="gone"):
+class AttemptClosed(_Base, frozen=True, tag="closed"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
     Attributes:
@@ -344,7 +344,7 @@ class RankDescriptor(_Base, frozen=True):
     backends: tuple[str, ...]
 
 
-class EngineDescriptor(_Base, frozen=True, tag="card"):
+class EngineDescriptor(_Base, frozen=True, tag="engine"):
     """A directory's answer: the engine's epoch, all its ranks, and what all its KV depends on."""
 
     protocol: int

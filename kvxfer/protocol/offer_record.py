@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fractions import Fraction
+from math import lcm
 
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan, PlanError
-from kvxfer.identity import TransferId
+from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep
 from kvxfer.protocol.parts import piece_bytes, plan_part, to_hash
@@ -55,7 +55,7 @@ class RankServe:
 
     record: OfferRecord
     link: LinkId
-    want: m.FetchRequest
+    request: m.FetchRequest
     reader: int  # the consumer's agent, by its epoch
     expires: float
     lent: bool  # it wanted more time than it got, and may ask anew
@@ -64,15 +64,15 @@ class RankServe:
     part: int = 0
     bytes: int = 0  # of the parts announced, where they were planned
     final: bool = False
-    generation: int = -1
-    revocations: int = -1  # when its first part was announced; -1: not vouched for
+    generation: Generation | None = None
+    revocations: int | None = None  # when its first part was announced, if that was vouched for
     again: bool = False  # what AttemptClosed will say of a later generation
     why: Failure | None = None  # what AttemptClosed will say
     unsent: dict[PartRef, m.PartReady] = field(default_factory=dict)  # write: told when the bytes are there
     flight: set[PartRef] = field(default_factory=set)  # own parts that may still touch memory
     hashing: set[PartRef] = field(default_factory=set)  # parts that are still being hashed
     checksum: int = 0  # of those that have been; checksums add up
-    check: m.CommitRequest | None = None  # waits for the last of them
+    commit: m.CommitRequest | None = None  # waits for the last of them
 
     def on(self, stimulus: ServeEvent) -> bool:
         """Take a transition, and return false when the stimulus means nothing in this state."""
@@ -85,11 +85,11 @@ class RankServe:
     @property
     def nbytes(self) -> int:
         """Size of its block table on the wire, in bytes."""
-        return self.want.blocks.nbytes
+        return self.request.blocks.nbytes
 
     @property
     def key(self) -> Key:
-        return self.link, self.want.attempt
+        return self.link, self.request.attempt
 
     @property
     def quiet(self) -> bool:
@@ -113,8 +113,8 @@ class OfferRecord:
     began: float
     leased: float  # until when the offer is kept though nobody asks
     offer: Offer | None = None
-    generation: int = -1  # the last one that was offered or revoked
-    revoked: int = -1  # this one and older ones are given up
+    generation: Generation | None = None  # the last one that was offered or revoked
+    least: Generation = 0  # older ones are given up
     serves: dict[Key, RankServe] = field(default_factory=dict)
     # Readers, by their agents' epochs. They count once their digest is that of the offer: whoever names another is at the
     # wrong door, and changes nothing for those who are not.
@@ -139,6 +139,16 @@ class OfferRecord:
             self.digest = offer.digest
             for readers in (self.fit, self.settled, self.dropped, self.misfits):
                 readers.clear()
+
+    def give_up(self, generation: Generation) -> None:
+        """Give up what is of this generation or older."""
+        self.least = max(self.least, generation + 1)
+        self.generation = max(generation, self.next_generation - 1)
+
+    @property
+    def next_generation(self) -> Generation:
+        """The generation after the last one that the engine has spoken of."""
+        return 0 if self.generation is None else self.generation + 1
 
     def admit(self, reader: int, readers: int) -> None:
         """Count a consumer that wants what is offered.
@@ -171,19 +181,19 @@ class OfferRecord:
     @property
     def whole(self) -> bool:
         """Whether as many engines have it all as it is for."""
-        return self._engines(self.settled) >= self.consumers
+        return self._enough(self.settled)
 
     @property
     def done(self) -> bool:
         """Whether as many engines as it is for have it all or have dropped it, and no other reader is being served."""
         over = self.settled | self.dropped
-        return self._engines(over) >= self.consumers and all(
-            s.reader in over or not s.live for s in self.serves.values()
-        )
+        return self._enough(over) and all(s.reader in over or not s.live for s in self.serves.values())
 
-    def _engines(self, readers: Iterable[int]) -> Fraction:
-        """Return how many engines these readers are: each is as large a part of its own as that has readers."""
-        return sum((Fraction(1, self.fit.get(r, 1)) for r in readers), Fraction())
+    def _enough(self, readers: Iterable[int]) -> bool:
+        """Return whether these readers make up as many engines as it is for; each is a share of an engine of so many."""
+        sizes = [self.fit.get(r, 1) for r in readers]
+        unit = lcm(*sizes)  # shares in whole numbers, for they must add up exactly
+        return sum(unit // size for size in sizes) >= self.consumers * unit
 
 
 @dataclass(frozen=True)
@@ -191,7 +201,7 @@ class Over:
     """What is remembered of an offer record that has ended."""
 
     outcome: Outcome
-    generation: int  # whose end the engine has been told
+    least: Generation  # the engine has been told the end of older ones
 
 
 class Early(Keep[int, TransferId, tuple[bytes, int]]):
@@ -235,16 +245,16 @@ def follows(new: Offer, old: Offer) -> bool:
     return not old.final and (new.final or new.tokens > old.tokens)
 
 
-def unfit(offer: Offer, want: m.FetchRequest, info: LinkInfo) -> Failure | None:
+def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | None:
     """Return why this offer can never be what the consumer wants, or ``None`` if it can be."""
-    if offer.digest != want.digest:
+    if offer.digest != request.digest:
         why = "the digests differ: it is not the KV of the consumer's prompt"
         return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
-    if offer.final and offer.tokens < want.tokens:
-        why = f"the producer holds {offer.tokens} tokens, the consumer wants {want.tokens}"
+    if offer.final and offer.tokens < request.tokens:
+        why = f"the producer holds {offer.tokens} tokens, the consumer wants {request.tokens}"
         return Failure(FailureKind.NEVER_OFFERED, why, info.name)
-    if offer.final and offer.tokens != want.tokens and any(g.kind == "state" for g in info.planner.src.groups):
-        why = f"its state is that after token {offer.tokens}, the consumer wants {want.tokens}"
+    if offer.final and offer.tokens != request.tokens and any(g.kind == "state" for g in info.planner.src.groups):
+        why = f"its state is that after token {offer.tokens}, the consumer wants {request.tokens}"
         return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     return None
 
@@ -255,8 +265,8 @@ def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, lo: int, hi: int, f
     Raises:
         PlanError: the block tables do not join.
     """
-    want = serve.want
-    return plan_part(info.planner, offer.blocks, want.blocks, want.start, want.tokens, lo, hi, final)
+    request = serve.request
+    return plan_part(info.planner, offer.blocks, request.blocks, request.start, request.tokens, lo, hi, final)
 
 
 def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
@@ -268,7 +278,7 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
     if not info.unattended:
         return serve.bytes
     try:
-        return plan_for(serve, info, offer, serve.want.start, serve.sent, serve.final).nbytes
+        return plan_for(serve, info, offer, serve.request.start, serve.sent, serve.final).nbytes
     except PlanError:
         return 0
 
@@ -286,12 +296,12 @@ def announce(
         hi: the token up to which the part goes.
         final: whether it is the last part.
     """
-    want, info, number = serve.want, link.info, serve.part
+    request, info, number = serve.request, link.info, serve.part
     serve.on(ServeEvent.ANNOUNCE)
-    ref = PartRef("producer", serve.link, want.transfer, want.attempt, number)
-    have = m.PartReady(
-        want.transfer,
-        want.attempt,
+    ref = PartRef("producer", serve.link, request.transfer, request.attempt, number)
+    ready = m.PartReady(
+        request.transfer,
+        request.attempt,
         offer.generation,
         number,
         serve.sent,
@@ -306,22 +316,22 @@ def announce(
     serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
     link.stream += 1
     if plan is None:
-        return [Send(serve.link, have)]
+        return [Send(serve.link, ready)]
     serve.bytes += plan.nbytes
     out: list[Action] = []
     hashed = to_hash(plan, info, ref)
     if hashed is not None:
         serve.hashing.add(ref)
         out.append(Hash(ref, hashed, "source"))
-    if info.mode == "write" and not have.piece_bytes:
+    if info.mode == "write" and not ready.piece_bytes:
         serve.flight.add(ref)
-        serve.unsent[ref] = have
-        return [Move(ref, Verb.WRITE, plan, have.stream, have.piece_bytes), *out]
-    if info.mode == "read" and not have.piece_bytes:
-        return [Send(serve.link, have), *out]
+        serve.unsent[ref] = ready
+        return [Move(ref, Verb.WRITE, plan, ready.stream, ready.piece_bytes), *out]
+    if info.mode == "read" and not ready.piece_bytes:
+        return [Send(serve.link, ready), *out]
     serve.flight.add(ref)  # what is read or written staged needs us to pack
     verb = Verb.SEND if info.mode == "sendrecv" else Verb(info.mode)
-    return [Send(serve.link, have), Move(ref, verb, plan, have.stream, have.piece_bytes), *out]
+    return [Send(serve.link, ready), Move(ref, verb, plan, ready.stream, ready.piece_bytes), *out]
 
 
 def told(outcome: Outcome) -> Failure:

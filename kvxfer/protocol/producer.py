@@ -41,7 +41,7 @@ __all__ = ["ProducerMachine"]
 S, E, K = ServeState, ServeEvent, FailureKind
 
 # A flood fills no memory, and keeps nobody else's requests out (see ``budgets.py``):
-MOST_WANTS, MOST_BYTES = 40_000, 64 << 20
+MOST_REQUESTS, MOST_BYTES = 40_000, 64 << 20
 """Fetch requests that may be alive, and the size of their block tables on the wire; a consumer rank may have half of that."""
 MOST_WORDS = 100_000
 """Answers that are remembered, ends, and readers that gave something up before it was offered."""
@@ -77,7 +77,7 @@ class ProducerMachine:
         self._last_words: Keep[int, int, m.CommitAck | m.AttemptClosed] = Keep(lease, MOST_WORDS)
         self._early = Early(lease, MOST_WORDS)
         self._over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
-        self._wants: PeerBudgets[LinkId] = PeerBudgets(MOST_WANTS)
+        self._requests: PeerBudgets[LinkId] = PeerBudgets(MOST_REQUESTS)
         self._tables: PeerBudgets[LinkId] = PeerBudgets(MOST_BYTES)
 
     # --- from the engine -------------------------------------------------------------------------------------------
@@ -94,11 +94,11 @@ class ProducerMachine:
             called: when the engine offered it; ``None`` means now.
         """
         over = self._over.get(offer.transfer)
-        if over is not None and offer.generation <= over.generation:
+        if over is not None and offer.generation < over.least:
             return []
         h = self._record(offer.transfer, now if called is None else called)
         old = h.offer
-        if offer.generation <= h.revoked or (old is not None and not follows(offer, old)):
+        if offer.generation < h.least or (old is not None and not follows(offer, old)):
             return []
         if self._closed is not None:
             h.known, h.generation = True, offer.generation
@@ -131,12 +131,12 @@ class ProducerMachine:
             now: the time in seconds.
         """
         over = self._over.get(transfer)
-        if over is not None and generation <= over.generation:
+        if over is not None and generation < over.least:
             return []
         if transfer not in self._records and not gone:
             return []
         h = self._record(transfer, now)
-        h.generation, h.revoked = max(h.generation, generation), max(h.revoked, generation)
+        h.give_up(generation)
         out: list[Action] = []
         if h.offer is None or h.offer.generation <= generation:
             out += self._void(h, why, again=not gone, now=now)
@@ -181,23 +181,23 @@ class ProducerMachine:
     def message(self, link: LinkId, msg: m.ToProducer, now: float) -> list[Action]:
         """Handle a message from a consumer rank. Anything late, repeated or unknown changes nothing."""
         known, serve = self._links.get(link), self._serves.get((link, msg.attempt))
-        if known is None or (serve is not None and serve.want.transfer != msg.transfer):
+        if known is None or (serve is not None and serve.request.transfer != msg.transfer):
             return []
         said = self._last_words.get(known.info.peer, msg.attempt)
         match msg:
             case m.CloseAttempt():
-                return self._drop(link, serve, msg, now)
+                return self._close_attempt(link, serve, msg, now)
             case m.Committed():
-                return self._done(link, serve, msg, now)
+                return self._committed(link, serve, msg, now)
             case m.FetchRequest() | m.CommitRequest() if said is not None:
                 return [Send(link, said)]
             case m.FetchRequest():
-                return self._want(link, msg, now) if serve is None else []
+                return self._fetch_request(link, msg, now) if serve is None else []
             case m.CommitRequest() if serve is not None:
-                return self._check(serve, msg, now)
+                return self._commit_request(serve, msg, now)
             case m.CommitRequest():  # of a link before this one, perhaps; then the consumer may want it again
-                gone = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", True)
-                return [Send(link, gone)]
+                closed = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", True)
+                return [Send(link, closed)]
             case _:
                 assert_never(msg)
 
@@ -209,10 +209,10 @@ class ProducerMachine:
         out: list[Action] = []
         if done.quiet:
             serve.flight.discard(done.ref)
-        have = serve.unsent.pop(done.ref, None)
+        ready = serve.unsent.pop(done.ref, None)
         if done.failure is None:
-            if have is not None and serve.state is S.SERVING:
-                out.append(Send(serve.link, have))
+            if ready is not None and serve.state is S.SERVING:
+                out.append(Send(serve.link, ready))
         elif done.collateral:
             out += self._stop(serve, done.failure.about("the link broke: "), True, now)
         else:
@@ -220,7 +220,7 @@ class ProducerMachine:
             broken = serve.live and done.ref.link in self._links and self._links[done.ref.link].info.mode == "write"
             out += self._stop(serve, done.failure.about("sending failed: "), False, now)
             out += [Close(done.ref.link, done.failure)] if broken else []
-        return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
+        return out + self._say_closed(serve, now) + self._drop_if_over(serve, now)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
         """Handle the checksum of what we announced with a part."""
@@ -232,12 +232,14 @@ class ProducerMachine:
         out: list[Action] = []
         if done.failure is not None:
             out += self._stop(serve, done.failure.about("the bytes cannot be checked: "), False, now)
-        elif serve.check is not None and not serve.hashing:
-            out += self._check(serve, serve.check, now)
+        elif serve.commit is not None and not serve.hashing:
+            out += self._commit_request(serve, serve.commit, now)
         elif serve.live and serve.final and not serve.hashing:
-            want = serve.want
-            out.append(Send(serve.link, m.Checksums(want.transfer, want.attempt, m.pack_checksum(serve.checksum))))
-        return out + self._say_gone(serve, now) + self._drop_if_over(serve, now)
+            request = serve.request
+            out.append(
+                Send(serve.link, m.Checksums(request.transfer, request.attempt, m.pack_checksum(serve.checksum)))
+            )
+        return out + self._say_closed(serve, now) + self._drop_if_over(serve, now)
 
     def tick(self, now: float) -> list[Action]:
         """Handle leases and deadlines. Call it when ``next_tick`` is due."""
@@ -295,27 +297,32 @@ class ProducerMachine:
         why = Failure(K.TIMED_OUT, f"it was not fetched within the lease of {self._lease:g} s{whose}")
         return self._end(h, Outcome(why), now)
 
-    def _want(self, link: LinkId, want: m.FetchRequest, now: float) -> list[Action]:
-        over = self._over.get(want.transfer)
-        if over is not None and want.transfer not in self._records and over.generation >= want.least:
-            return [self._refuse(link, want, self._told(over.outcome), now)]
+    def _fetch_request(self, link: LinkId, request: m.FetchRequest, now: float) -> list[Action]:
+        over = self._over.get(request.transfer)
+        if over is not None and request.transfer not in self._records and (request.least < over.least or self._closed):
+            return [self._refuse(link, request, self._told(over.outcome), now)]
         reader = self._links[link].info.peer
-        h = self._records.get(want.transfer) or OfferRecord(want.transfer, now, now)
+        h = self._records.get(request.transfer) or OfferRecord(request.transfer, now, now)
         older = [s for s in h.serves.values() if s.reader == reader]
-        if any(s.want.attempt > want.attempt for s in older):
-            return [self._refuse(link, want, Failure(K.CANCELLED, "a newer want has come"), now)]
-        seconds = min(want.seconds, self._longest)
-        serve = RankServe(h, link, want, reader, now + seconds, seconds < want.seconds, sent=want.start)
+        if any(s.request.attempt > request.attempt for s in older):
+            return [self._refuse(link, request, Failure(K.CANCELLED, "a newer fetch request has come"), now)]
+        seconds = min(request.seconds, self._longest)
+        serve = RankServe(h, link, request, reader, now + seconds, seconds < request.seconds, sent=request.start)
         if not self._admit(serve):
             return [
-                Send(link, m.AttemptClosed(want.transfer, want.attempt, K.OVERLOADED, "too many wants at once", False))
+                Send(
+                    link,
+                    m.AttemptClosed(
+                        request.transfer, request.attempt, K.OVERLOADED, "too many fetch requests at once", False
+                    ),
+                )
             ]
-        self._records[want.transfer] = h
+        self._records[request.transfer] = h
         h.serves[serve.key] = self._serves[serve.key] = serve
         self._budgets.set(serve.key, serve.expires)
         h.dropped.discard(reader)
         h.misfits.discard(reader)
-        self._early.pop(reader, want.transfer)
+        self._early.pop(reader, request.transfer)
         out: list[Action] = []
         for old in older:
             out += self._stop(old, Failure(K.CANCELLED, "its consumer wants it anew"), False, now)
@@ -323,28 +330,28 @@ class ProducerMachine:
 
     def _admit(self, serve: RankServe) -> bool:
         """Return whether the consumer has room for one more fetch request, which counts from now until ``_drop_if_over``."""
-        if not self._wants.take(serve.link):
+        if not self._requests.take(serve.link):
             return False
         if not self._tables.take(serve.link, serve.nbytes):
-            self._wants.give(serve.link)
+            self._requests.give(serve.link)
             return False
         return True
 
     def _advance(self, serve: RankServe, now: float) -> list[Action]:
         """Announce to one consumer what has become ready for it."""
-        offer, link, want = serve.record.offer, self._links.get(serve.link), serve.want
+        offer, link, request = serve.record.offer, self._links.get(serve.link), serve.request
         if offer is None or link is None or not serve.live or serve.final:
             return []
         info = link.info
-        why = unfit(offer, want, info)
+        why = unfit(offer, request, info)
         if why is not None:
-            serve.record.reject(serve.reader, want.digest)
+            serve.record.reject(serve.reader, request.digest)
             return self._stop(serve, why, False, now)
-        serve.record.admit(serve.reader, want.readers)
-        if offer.generation < want.least:
+        serve.record.admit(serve.reader, request.readers)
+        if offer.generation < request.least:
             return []  # another rank of ours has given it up already; we hear of that next
         tokens = offer.tokens if offer.final else aligned(info.planner.src, offer.tokens)
-        hi = max(min(want.tokens, tokens), serve.sent)
+        hi = max(min(request.tokens, tokens), serve.sent)
         if hi == serve.sent and not offer.final:
             return []
         plan, ends = None, [hi]
@@ -355,8 +362,8 @@ class ProducerMachine:
                 return self._stop(serve, Failure(K.MISUSE, f"the block tables do not join: {e}"), False, now)
             ends = cuts(serve.sent, hi, plan, info)
         out: list[Action] = []
-        if serve.revocations < 0:
-            serve.revocations = self._revocations.vouch(want.transfer)
+        if serve.revocations is None:
+            serve.revocations = self._revocations.vouch(request.transfer)
         for end in ends:
             if serve.part >= m.MAX_PARTS:
                 many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
@@ -367,11 +374,11 @@ class ProducerMachine:
             out += announce(serve, link, offer, plan, end, final)
         return out
 
-    def _check(self, serve: RankServe, msg: m.CommitRequest, now: float) -> list[Action]:
+    def _commit_request(self, serve: RankServe, msg: m.CommitRequest, now: float) -> list[Action]:
         offer = serve.record.offer
         held = offer is not None and offer.generation == msg.generation == serve.generation and serve.final
         if held and serve.live and serve.hashing:
-            serve.check = msg  # answered once we know our own checksum
+            serve.commit = msg  # answered once we know our own checksum
             return []
         if held and serve.live and msg.checksum != m.pack_checksum(serve.checksum):
             self.corrupt += 1
@@ -381,16 +388,16 @@ class ProducerMachine:
         if not held or serve.state is not S.SERVING:
             given_up = Failure(K.REVOKED, "the producer's blocks are not those that were announced")
             return self._stop(serve, given_up, False, now)
-        verdict = m.CommitAck(msg.transfer, msg.attempt, msg.round)
+        ack = m.CommitAck(msg.transfer, msg.attempt, msg.round)
         if not msg.alone:
-            return [Send(serve.link, verdict)]
-        return [self._last_word(serve.link, verdict, now), *self._settle(serve, now)]
+            return [Send(serve.link, ack)]
+        return [self._last_word(serve.link, ack, now), *self._settle(serve, now)]
 
-    def _done(self, link: LinkId, serve: RankServe | None, msg: m.Committed, now: float) -> list[Action]:
+    def _committed(self, link: LinkId, serve: RankServe | None, msg: m.Committed, now: float) -> list[Action]:
         """Note that a reader has all that it wanted; what we have done with the blocks since does not matter to it."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
         self._last_words.put(
-            reader, msg.attempt, m.CommitAck(msg.transfer, msg.attempt, -1), now
+            reader, msg.attempt, m.CommitAck(msg.transfer, msg.attempt, None), now
         )  # should its FetchRequest come late
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._settle(serve, now)
@@ -411,7 +418,7 @@ class ProducerMachine:
         self._lend(h, now)  # for the others that it is for
         return self._drop_if_over(serve, now) + self._count(h, DELIVERED, now)
 
-    def _drop(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
+    def _close_attempt(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
         """End an attempt that a reader gives up, and count the reader out unless another attempt follows.
 
         There may be nothing left of the attempt to end.
@@ -464,23 +471,27 @@ class ProducerMachine:
         serve.why, serve.again = why, again
         serve.unsent.clear()
         self._budgets.set(serve.key, now + self._lease)
-        return serve.aborts + self._say_gone(serve, now)
+        return serve.aborts + self._say_closed(serve, now)
 
     def _forsake(self, serve: RankServe) -> None:
         """Count that what was announced to this consumer can be trusted no more."""
-        if serve.revocations >= 0:
+        if serve.revocations is not None:
             self._revocations.count()
 
-    def _say_gone(self, serve: RankServe, now: float) -> list[Action]:
+    def _say_closed(self, serve: RankServe, now: float) -> list[Action]:
         if serve.state is not S.ENDING or not serve.quiet or serve.why is None:
             return []
         serve.on(E.QUIET)
-        gone = m.AttemptClosed(serve.want.transfer, serve.want.attempt, serve.why.kind, serve.why.detail, serve.again)
-        return [self._last_word(serve.link, gone, now), *self._drop_if_over(serve, now)]
+        closed = m.AttemptClosed(
+            serve.request.transfer, serve.request.attempt, serve.why.kind, serve.why.detail, serve.again
+        )
+        return [self._last_word(serve.link, closed, now), *self._drop_if_over(serve, now)]
 
-    def _refuse(self, link: LinkId, want: m.FetchRequest, why: Failure, now: float) -> Send:
+    def _refuse(self, link: LinkId, request: m.FetchRequest, why: Failure, now: float) -> Send:
         """Answer that this is not to be had."""
-        return self._last_word(link, m.AttemptClosed(want.transfer, want.attempt, why.kind, why.detail, False), now)
+        return self._last_word(
+            link, m.AttemptClosed(request.transfer, request.attempt, why.kind, why.detail, False), now
+        )
 
     def _told(self, outcome: Outcome) -> Failure:
         """Return what those who still want a transfer that has ended so are told."""
@@ -500,7 +511,7 @@ class ProducerMachine:
             return []
         h = serve.record
         del self._serves[serve.key], h.serves[serve.key]
-        self._wants.give(serve.link)
+        self._requests.give(serve.link)
         self._tables.give(serve.link, serve.nbytes)
         self._budgets.cancel(serve.key)
         if not h.known and not h.serves and h.outcome is None:
@@ -516,7 +527,7 @@ class ProducerMachine:
         h.offer = None
         del self._records[h.transfer]
         self._leases.cancel(h.transfer)
-        self._over.put(h.transfer, Over(outcome, h.generation), now)
+        self._over.put(h.transfer, Over(outcome, h.next_generation), now)
         out: list[Action] = []
         if h.known:
             ended = Ended("producer", h.transfer, str(h.transfer), outcome, h.nbytes, now - h.began, h.generation)

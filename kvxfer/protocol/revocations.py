@@ -63,13 +63,13 @@ class RevocationCounter:
             self._word[0] += 1
             return True
 
-    def vouch(self, transfer: TransferId) -> int:
+    def vouch(self, transfer: TransferId) -> int | None:
         """Return the count that has to hold for an announcement. Control thread.
 
-        It is -1, which no count equals, when a declaration would not be counted any more.
+        There is none when a declaration would not be counted any more.
         """
         with self._lock:
-            return self.taken_in if transfer in self._offered else -1
+            return self.taken_in if transfer in self._offered else None
 
     def take_in(self) -> None:
         """Note that a declaration has been acted upon, so that later announcements allow for it. Control thread."""

@@ -66,10 +66,10 @@ class RankFetchState(enum.StrEnum):
     """The states of a rank fetch, the consumer's side of a transfer from one producer rank."""
 
     LINKING = "linking"  # the link is being made
-    WANTING = "wanting"  # the producer knows what we want; nothing has come
+    REQUESTED = "requested"  # the producer knows what we want; nothing has come
     MOVING = "moving"  # parts are moving
     ARRIVED = "arrived"  # all bytes of this rank are here; those of others may not be
-    CHECKING = "checking"  # all bytes of all ranks are here; the producer is asked whether they can be trusted
+    COMMITTING = "committing"  # all bytes of all ranks are here; the producer is asked whether they can be trusted
     HELD = "held"  # they can, for this producer rank; others are being asked
     PAUSED = "paused"  # the attempt is void; the next begins when nothing of it moves any more
     DELIVERED = "delivered"
@@ -82,70 +82,72 @@ class RankFetchEvent(enum.StrEnum):
     LINK_UP = "link up"
     LINK_RESET = "link lost, dialled anew"
     LINK_DOWN = "link lost for good"
-    HAVE = "have"
+    PART_READY = "part ready"
     COMPLETE = "all parts complete"
     ASK = "all ranks arrived"
     SEEN = "all ranks arrived, seen to have held"
-    VERDICT = "verdict"
+    COMMIT_ACK = "commit ack"
     ALL_HELD = "all ranks held"
     ANOTHER = "another rank begins anew"
     OUTDATED = "a newer generation seen"
-    GONE = "gone"
-    GONE_AGAIN = "gone, may come again"
+    CLOSED = "attempt closed"
+    CLOSED_AGAIN = "attempt closed, may come again"
     QUIET = "attempt quiet"
     FAIL = "error, deadline or cancel"
 
 
 _L, _e = RankFetchState, RankFetchEvent
-_OPEN = (_L.LINKING, _L.WANTING, _L.MOVING, _L.ARRIVED, _L.CHECKING, _L.HELD, _L.PAUSED)
-_DOUBTED = (_L.WANTING, _L.MOVING, _L.ARRIVED, _L.CHECKING)
+_OPEN = (_L.LINKING, _L.REQUESTED, _L.MOVING, _L.ARRIVED, _L.COMMITTING, _L.HELD, _L.PAUSED)
+_DOUBTED = (_L.REQUESTED, _L.MOVING, _L.ARRIVED, _L.COMMITTING)
 _OVER = (_L.DELIVERED, _L.FAILED)
 _INSIDE = (_e.LINK_UP, _e.COMPLETE, _e.ASK, _e.SEEN, _e.ALL_HELD, _e.ANOTHER, _e.QUIET)
 
 RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
     moves={
-        (_L.LINKING, _e.LINK_UP): _L.WANTING,
-        (_L.WANTING, _e.HAVE): _L.MOVING,
-        (_L.MOVING, _e.HAVE): _L.MOVING,
+        (_L.LINKING, _e.LINK_UP): _L.REQUESTED,
+        (_L.REQUESTED, _e.PART_READY): _L.MOVING,
+        (_L.MOVING, _e.PART_READY): _L.MOVING,
         (_L.MOVING, _e.COMPLETE): _L.ARRIVED,
-        (_L.ARRIVED, _e.ASK): _L.CHECKING,
+        (_L.ARRIVED, _e.ASK): _L.COMMITTING,
         (_L.ARRIVED, _e.SEEN): _L.HELD,
-        (_L.CHECKING, _e.VERDICT): _L.HELD,
+        (_L.COMMITTING, _e.COMMIT_ACK): _L.HELD,
         (_L.HELD, _e.ALL_HELD): _L.DELIVERED,
-        **{(s, _e.ANOTHER): _L.ARRIVED for s in (_L.CHECKING, _L.HELD)},
-        **{(s, _e.LINK_RESET): _L.PAUSED for s in (_L.WANTING, _L.MOVING, _L.ARRIVED)},
-        **{(s, _e.GONE_AGAIN): _L.PAUSED for s in _DOUBTED},
+        **{(s, _e.ANOTHER): _L.ARRIVED for s in (_L.COMMITTING, _L.HELD)},
+        **{(s, _e.LINK_RESET): _L.PAUSED for s in (_L.REQUESTED, _L.MOVING, _L.ARRIVED)},
+        **{(s, _e.CLOSED_AGAIN): _L.PAUSED for s in _DOUBTED},
         **{(s, _e.OUTDATED): _L.PAUSED for s in (_L.MOVING, _L.ARRIVED)},
         (_L.PAUSED, _e.QUIET): _L.LINKING,
         **{(s, e): _L.FAILED for s in _OPEN for e in (_e.LINK_DOWN, _e.FAIL)},
-        **{(s, _e.GONE): _L.FAILED for s in _DOUBTED},
+        **{(s, _e.CLOSED): _L.FAILED for s in _DOUBTED},
     },
     ignored={
         "the attempt that it speaks of is over": _pairs(
-            (_L.LINKING, _L.PAUSED), (_e.HAVE, _e.VERDICT, _e.GONE, _e.GONE_AGAIN)
+            (_L.LINKING, _L.PAUSED), (_e.PART_READY, _e.COMMIT_ACK, _e.CLOSED, _e.CLOSED_AGAIN)
         ),
         "the outcome stands": _pairs(_OVER, set(_e) - set(_INSIDE)),
-        "the verdict is asked for once all ranks have arrived": _pairs(
-            (_L.WANTING, _L.MOVING, _L.ARRIVED), (_e.VERDICT,)
+        "the commit is asked for once all ranks have arrived": _pairs(
+            (_L.REQUESTED, _L.MOVING, _L.ARRIVED), (_e.COMMIT_ACK,)
         ),
-        "it has been said": frozenset({(_L.HELD, _e.VERDICT)}),
+        "it has been said": frozenset({(_L.HELD, _e.COMMIT_ACK)}),
         "it held when it had to; should it have to once more, the producer is asked again": _pairs(
-            (_L.HELD,), (_e.GONE, _e.GONE_AGAIN)
+            (_L.HELD,), (_e.CLOSED, _e.CLOSED_AGAIN)
         ),
-        "the parts cover all that is wanted": _pairs((_L.ARRIVED, _L.CHECKING, _L.HELD), (_e.HAVE,)),
+        "the parts cover all that is wanted": _pairs((_L.ARRIVED, _L.COMMITTING, _L.HELD), (_e.PART_READY,)),
         "the bytes are here: the question is put again over the next link": _pairs(
-            (_L.CHECKING, _L.HELD), (_e.LINK_RESET,)
+            (_L.COMMITTING, _L.HELD), (_e.LINK_RESET,)
         ),
         "there is no attempt that could be void": _pairs((_L.LINKING, _L.PAUSED), (_e.LINK_RESET, _e.OUTDATED)),
-        "nothing has been asked yet": _pairs((_L.LINKING, _L.WANTING, _L.MOVING, _L.ARRIVED, _L.PAUSED), (_e.ANOTHER,)),
+        "nothing has been asked yet": _pairs(
+            (_L.LINKING, _L.REQUESTED, _L.MOVING, _L.ARRIVED, _L.PAUSED), (_e.ANOTHER,)
+        ),
     },
     never={
         "links come up under rank fetches that wait for one": _pairs(set(_L) - {_L.LINKING}, (_e.LINK_UP,)),
         "only moving parts complete": _pairs(set(_L) - {_L.MOVING}, (_e.COMPLETE,)),
         "it is asked, or looked, once all ranks have arrived": _pairs(set(_L) - {_L.ARRIVED}, (_e.ASK, _e.SEEN)),
         "all ranks hold, or none is delivered": _pairs(set(_L) - {_L.HELD}, (_e.ALL_HELD,)),
-        "nothing was announced here yet": frozenset({(_L.WANTING, _e.OUTDATED)}),
-        "what others announce, they do after they have begun anew": _pairs((_L.CHECKING, _L.HELD), (_e.OUTDATED,)),
+        "nothing was announced here yet": frozenset({(_L.REQUESTED, _e.OUTDATED)}),
+        "what others announce, they do after they have begun anew": _pairs((_L.COMMITTING, _L.HELD), (_e.OUTDATED,)),
         "no rank begins anew after the outcome": _pairs(_OVER, (_e.ANOTHER,)),
         "only a paused rank waits for quiet": _pairs(set(_L) - {_L.PAUSED}, (_e.QUIET,)),
     },
@@ -167,7 +169,7 @@ class ServeEvent(enum.StrEnum):
 
     ANNOUNCE = "part announced"
     SETTLE = "it held for all ranks"
-    STOP = "drop, revoke, expiry or error"
+    STOP = "given up, revoked, expired or failed"
     QUIET = "own parts ended"
     LINK_DOWN = "link lost"
 
@@ -185,7 +187,7 @@ RANK_SERVE: Transitions[ServeState, ServeEvent] = Transitions(
         **{(s, _v.LINK_DOWN): _V.ENDED for s in (_V.WAITING, _V.SERVING, _V.ENDING)},
     },
     ignored={
-        "gone is on its way": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
+        "that the attempt is closed will be said": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
         "the last word has been said": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
     },
     never={

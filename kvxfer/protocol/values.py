@@ -11,7 +11,7 @@ import msgspec
 from kvxfer.config import Integrity
 from kvxfer.failures import DELIVERED, Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.memory import Side
 from kvxfer.protocol.messages import Message
 from kvxfer.transport import Verb
@@ -65,7 +65,7 @@ class Ended(msgspec.Struct, frozen=True):
         nbytes: the bytes that have come; on a producer, those that its consumers have confirmed.
         seconds: from the call that began the transfer.
         generation: on a producer, the last one that was offered or revoked. On a consumer, the newest that it has heard of,
-            which is that of all that was delivered; -1 if it has heard of none, or nothing had to come.
+            which is that of all that was delivered; ``None`` if it has heard of none, or nothing had to come.
         waited: on a consumer, how many of the ``seconds`` had passed when it last heard of a part, so that the rest was spent
             on moving and checking; 0 if it heard of none.
         payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank, where this rank
@@ -78,7 +78,7 @@ class Ended(msgspec.Struct, frozen=True):
     outcome: Outcome
     nbytes: int
     seconds: float
-    generation: int = -1
+    generation: Generation | None = None
     waited: float = 0.0
     payload: bytes = b""
 
@@ -89,7 +89,7 @@ class Released(msgspec.Struct, frozen=True):
     role: Role
     transfer: TransferId
     handle: str
-    generation: int = -1  # producer: as in ``Ended``
+    generation: Generation | None = None  # producer: as in ``Ended``
 
 
 class Progress(msgspec.Struct, frozen=True):

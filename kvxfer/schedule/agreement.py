@@ -18,8 +18,8 @@ class RankAgreement:
         self._generations: dict[str, set[Generation]] = {}
 
     def delivered(self, request: str, generations: Iterable[Generation]) -> None:
-        """Note the generations that some ranks were delivered; -1 stands for a rank that had nothing to fetch."""
-        self._generations.setdefault(request, set()).update(g for g in generations if g >= 0)
+        """Note the generations that some ranks were delivered."""
+        self._generations.setdefault(request, set()).update(generations)
 
     def over(self, request: str) -> tuple[Generation, ...]:
         """Forget a load that all ranks have reported.

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvxfer.errors import TransportError
 from kvxfer.transport.contract import Fence
-from kvxfer_nccl.binding import ID_BYTES, Binding, Pipe, Way
+from kvxfer_nccl.binding import ID_BYTES, Binding, Pipe, PipeSpec
 from kvxfer_nccl.transport import NcclTransport
 
 __all__ = ["FakeBinding", "FakePipe", "FakeNcclTransport"]
@@ -48,8 +48,8 @@ class FakeMark:
 class FakePipe:
     """Fulfils ``Pipe``. The stream is a thread, the link a Unix socket."""
 
-    def __init__(self, way: Way) -> None:
-        self._way = way
+    def __init__(self, spec: PipeSpec) -> None:
+        self._spec = spec
         self._sock: socket.socket | None = None
         self._aborted = threading.Event()
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class FakePipe:
 
     def open(self) -> None:
         try:
-            sock = self._accept() if self._way.sends else self._dial()
+            sock = self._accept() if self._spec.sends else self._dial()
         except OSError as e:
             raise TransportError(f"unhandled system error: {e}") from e
         with self._lock:
@@ -69,8 +69,8 @@ class FakePipe:
             self._sock = sock
             self._stream.start()
         # As the real one does: only when a byte has passed are the two connected, and not with unlike channels.
-        channels = self._way.options.channels
-        byte = np.full(1, channels if self._way.sends else 0, np.uint8)
+        channels = self._spec.options.channels
+        byte = np.full(1, channels if self._spec.sends else 0, np.uint8)
         self.move([(byte.ctypes.data, 1)])
         mark = self.mark()
         while not mark.passed():
@@ -82,7 +82,7 @@ class FakePipe:
             raise TransportError("internal error")
 
     def move(self, runs: Sequence[tuple[int, int]]) -> None:
-        act = self._send if self._way.sends else self._recv
+        act = self._send if self._spec.sends else self._recv
         for address, nbytes in runs:
             self._work.put((act, memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")))
 
@@ -108,7 +108,7 @@ class FakePipe:
             self._sock.close()
 
     def _accept(self) -> socket.socket:
-        listener = _listeners.pop(self._way.unique_id)
+        listener = _listeners.pop(self._spec.unique_id)
         try:
             while not _ready(listener, select.POLLIN):
                 if self._aborted.is_set():
@@ -120,7 +120,7 @@ class FakePipe:
     def _dial(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
         try:
-            sock.connect(_place(self._way.unique_id))
+            sock.connect(_place(self._spec.unique_id))
         except OSError:
             sock.close()
             raise
@@ -188,8 +188,8 @@ class FakeBinding:
         _listeners[name] = listener
         return name
 
-    def pipe(self, way: Way) -> Pipe:
-        return FakePipe(way)
+    def pipe(self, spec: PipeSpec) -> Pipe:
+        return FakePipe(spec)
 
 
 class FakeNcclTransport(NcclTransport):

@@ -19,7 +19,7 @@ from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_nccl.channel import Channel
 from kvxfer_nccl.endpoint import Endpoint, new_token
-from kvxfer_nccl.wire import Bye, Done, Hello, Id, Message, Ready, Retire, Sent
+from kvxfer_nccl.wire import Bye, Greeting, Id, Message, Ready, Received, Retire, Sent
 
 SMALL = Runs.of([0], [0], [1000])
 LARGE = Runs.of([0], [0], [3_000_000])
@@ -51,8 +51,8 @@ class Impostor:
             self.channel = Channel(self._taken[0])
         else:
             self.channel = Channel(socket.create_connection((theirs.host, theirs.port), 5))
-        self.channel.say(Hello(theirs.token, mine.token))
-        self.expect(Hello)
+        self.channel.say(Greeting(theirs.token, mine.token))
+        self.expect(Greeting)
         self.verb = Verb.RECV if sends else Verb.SEND  # of the victim
 
     def _knocked(self) -> bool:
@@ -205,7 +205,7 @@ class Faults(Suite):
         move = self.pipe.move
 
         def refuse(pipe: Any, *runs: Any) -> None:
-            if pipe._way.sends:
+            if pipe._spec.sends:
                 raise TransportError("invalid usage")
             move(pipe, *runs)
 
@@ -289,7 +289,7 @@ class Faults(Suite):
 
     @pytest.mark.parametrize(
         "word",
-        [Id(0, b"x" * 128), Done(0), Retire(0), Hello(b"\0" * 16, b"\1" * 16), Ready(5), Bye("enough")],
+        [Id(0, b"x" * 128), Received(0), Retire(0), Greeting(b"\0" * 16, b"\1" * 16), Ready(5), Bye("enough")],
         ids=lambda word: type(word).__name__,
     )
     def test_a_peer_that_says_what_it_must_not_costs_its_link_only(
@@ -354,4 +354,8 @@ class Faults(Suite):
 def open_pipes(participant: LocalParticipant) -> int:
     """How many communicators a participant has."""
     links = participant.transport.links.values()  # type: ignore[attr-defined]
-    return sum(lane.pipe is not None for link in links for lane in (link.lane(Verb.SEND), link.lane(Verb.RECV)))
+    return sum(
+        direction.pipe is not None
+        for link in links
+        for direction in (link.direction(Verb.SEND), link.direction(Verb.RECV))
+    )

@@ -193,7 +193,7 @@ class Gate:
         move, open_ = FakePipe.move, FakePipe.open
 
         def held(pipe: FakePipe, runs: list[tuple[int, int]]) -> None:
-            if pipe._way.sends and sum(n for _, n in runs) > 1:  # not the byte by which a pair connects
+            if pipe._spec.sends and sum(n for _, n in runs) > 1:  # not the byte by which a pair connects
                 pipe.wait(self)  # type: ignore[arg-type]  # it has an event
                 self.held.set()
             move(pipe, runs)

@@ -19,7 +19,7 @@ import numpy as np
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.control.sockets import Connection, ControlSockets
+from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.errors import PeerError
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
@@ -75,7 +75,7 @@ class Rig:
         self.rogue_port, self.directory_port = (
             h.listen("127.0.0.1", 0, None) for h in (self.rogue, self.rogue_directory)
         )
-        self.consumer_of_rogue: Connection | None = None
+        self.consumer_of_rogue: ControlConnection | None = None
         self.attempt = 0
         self.addresses = [self.agent.member.address] * 2 + [f"tcp://127.0.0.1:{self.directory.source.port}"]
         self.begin()
@@ -84,7 +84,7 @@ class Rig:
         self.speakers = [self._dial(who) for who in range(3)]
         self.work()
 
-    def _dial(self, who: int) -> Connection:
+    def _dial(self, who: int) -> ControlConnection:
         """A peer (0) says hello, strangers at the agent (1) and at the directory (2) do not."""
         connection = self.ours.dial(self.addresses[who], None, m.MAX_BYTES)
         if who == 0:
@@ -161,7 +161,7 @@ class Rig:
             sockets.flush()
 
     @staticmethod
-    def _heard(sockets: ControlSockets) -> Iterator[tuple[Connection, bytes]]:
+    def _heard(sockets: ControlSockets) -> Iterator[tuple[ControlConnection, bytes]]:
         sockets.flush()
         sockets.poll(0)
         for connection in sockets.ready():

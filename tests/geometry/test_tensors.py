@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer import memory
+from kvxfer import Agent, Config, memory
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry import Cache, Group, Planner, Region, route
 from kvxfer.values import BlockTable, Rank

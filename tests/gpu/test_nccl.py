@@ -19,7 +19,7 @@ from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer_nccl import NcclTransport
-from kvxfer_nccl.binding import Way as Pair
+from kvxfer_nccl.binding import PipeSpec as Pair
 from kvxfer_nccl.library import NcclPipe
 from kvxfer_nccl.options import Options
 from tests.backends.nccl_faults import SMALL, Faults, open_pipes

@@ -168,7 +168,7 @@ def test_a_want_is_kept_no_longer_than_the_producer_keeps_any() -> None:
 
 
 def test_one_link_has_no_more_than_half_of_the_wants_and_another_finds_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer, "MOST_WANTS", 100)
+    monkeypatch.setattr(producer, "MOST_REQUESTS", 100)
     door = Door()
     refused = 0
     for i in range(200):

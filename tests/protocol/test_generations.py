@@ -277,7 +277,7 @@ def test_an_answer_is_one_to_the_last_question(monkeypatch: pytest.MonkeyPatch) 
     assert not ranks.ended
     ranks.end()
     assert ranks.ended[0].generation == 4
-    monkeypatch.setattr(ConsumerMachine, "_verdict", _any_round)
+    monkeypatch.setattr(ConsumerMachine, "_commit_ack", _any_round)
     with pytest.raises(AssertionError, match="before the last byte"):
         late_answer()
 
@@ -299,12 +299,12 @@ def _each_alone(self: Any, f: Any, rank: Any, now: float) -> list[Action]:
 
 
 def _any_round(self: Any, f: Any, rank: Any, msg: m.CommitAck, now: float) -> list[Action]:
-    return [] if not rank.on(RankFetchEvent.VERDICT) else self._deliver(f, now)
+    return [] if not rank.on(RankFetchEvent.COMMIT_ACK) else self._deliver(f, now)
 
 
 def _held_is_held(self: Any, f: Any) -> None:
     for rank in f.rank_fetches:
-        if rank.state is RankFetchState.CHECKING:
+        if rank.state is RankFetchState.COMMITTING:
             rank.on(RankFetchEvent.ANOTHER)
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from kvxfer.transport.contract import Fence
 from kvxfer_nccl.options import Options
 
-__all__ = ["ID_BYTES", "Binding", "Mark", "Pipe", "Way"]
+__all__ = ["ID_BYTES", "Binding", "Mark", "Pipe", "PipeSpec"]
 
 ID_BYTES = 128
 """Size of a unique id."""
@@ -26,7 +26,7 @@ class Mark(Protocol):
 
 
 @dataclass(frozen=True)
-class Way:
+class PipeSpec:
     """What makes a pipe: who takes part (``sends``: this side), and where."""
 
     unique_id: bytes
@@ -103,5 +103,5 @@ class Binding(Protocol):
         Blocks, and costs a thread and a socket until both have opened: call it only when both are about to.
         """
 
-    def pipe(self, way: Way) -> Pipe:
+    def pipe(self, spec: PipeSpec) -> Pipe:
         """Make a pipe, which does nothing yet."""

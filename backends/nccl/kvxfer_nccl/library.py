@@ -12,7 +12,7 @@ from typing import Any
 from kvxfer.errors import TransportError
 from kvxfer.memory.fence import Events
 from kvxfer.transport.contract import Fence
-from kvxfer_nccl.binding import Binding, Mark, Pipe, Way
+from kvxfer_nccl.binding import Binding, Mark, Pipe, PipeSpec
 
 __all__ = ["NcclBinding", "NcclPipe", "load"]
 
@@ -35,11 +35,11 @@ class NcclPipe:
     not; what can block for long, init and the first operation, is done in ``open``.
     """
 
-    def __init__(self, nccl: Any, bindings: Any, torch: Any, way: Way) -> None:
-        self._nccl, self._bindings, self._torch, self._way = nccl, bindings, torch, way
+    def __init__(self, nccl: Any, bindings: Any, torch: Any, spec: PipeSpec) -> None:
+        self._nccl, self._bindings, self._torch, self._spec = nccl, bindings, torch, spec
         self._byte = int(nccl.UINT8)
-        self._device = torch.device(way.device)
-        self._peer = 1 if way.sends else 0
+        self._device = torch.device(spec.device)
+        self._peer = 1 if spec.sends else 0
         self._comm: Any = None
         self._handle: Any = None  # the communicator, for the functions below
         self._aborted = False
@@ -53,8 +53,8 @@ class NcclPipe:
         nccl, torch = self._nccl, self._torch
         torch.cuda.set_device(self._device)  # of this thread
         self._make_stream()
-        unique_id = nccl.UniqueId.from_bytes(self._way.unique_id)
-        config = nccl.NCCLConfig(blocking=True, max_ctas=self._way.options.channels)
+        unique_id = nccl.UniqueId.from_bytes(self._spec.unique_id)
+        config = nccl.NCCLConfig(blocking=True, max_ctas=self._spec.options.channels)
         try:
             comm = nccl.Communicator.init(2, 1 - self._peer, unique_id, config)
         except Exception as e:
@@ -100,7 +100,7 @@ class NcclPipe:
 
         That wants a tensor for each piece, and to look at it takes longer than to start the operation.
         """
-        act = self._bindings.send if self._way.sends else self._bindings.recv
+        act = self._bindings.send if self._spec.sends else self._bindings.recv
         act(address, nbytes, self._byte, self._peer, self._handle, self._stream.cuda_stream)
 
     def wait(self, fence: Fence) -> None:
@@ -143,7 +143,7 @@ class NcclPipe:
 
         device = Device(self._device.index)
         device.set_current()
-        priority = -1 if self._way.options.priority == "high" else 0
+        priority = -1 if self._spec.options.priority == "high" else 0
         self._owned = device.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
         self._stream = self._torch.cuda.ExternalStream(int(self._owned.handle), device=self._device)
 
@@ -175,8 +175,8 @@ class NcclBinding:
     def unique_id(self) -> bytes:
         return bytes(self._nccl.get_unique_id())
 
-    def pipe(self, way: Way) -> Pipe:
-        return NcclPipe(self._nccl, self._bindings, self._torch, way)
+    def pipe(self, spec: PipeSpec) -> Pipe:
+        return NcclPipe(self._nccl, self._bindings, self._torch, spec)
 
 
 @cache

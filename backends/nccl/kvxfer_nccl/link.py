@@ -1,4 +1,4 @@
-"""One link: a connection on which both sides talk, and a lane for each direction."""
+"""One link: a connection on which both sides talk, and what moves in each direction."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.failures import FailureKind
 from kvxfer.transport.contract import Completion, Verb
-from kvxfer_nccl.binding import Binding, Pipe, Way
+from kvxfer_nccl.binding import Binding, Pipe, PipeSpec
 from kvxfer_nccl.channel import Channel, dial
+from kvxfer_nccl.direction import Broken, Direction, Post, Receiver, Sender, Tools
 from kvxfer_nccl.endpoint import Endpoint
-from kvxfer_nccl.lane import Broken, Lane, Post, Receiver, Sender, Tools
 from kvxfer_nccl.options import Options
 from kvxfer_nccl.tasks import Task
-from kvxfer_nccl.wire import Bye, Done, Hello, Id, Keep, Message, Ready, Retire, Retired, Sent
+from kvxfer_nccl.wire import Bye, Greeting, Id, KeepOpen, Message, Ready, Received, Retire, Retired, Sent
 
 __all__ = ["Link"]
 
@@ -55,7 +55,7 @@ class Link:
         self.number, self._options = number, options
         self._wakeup, self._wake, self._complete, self._quieted = wakeup, wake, complete, quieted
         self._channel: Channel | None = None
-        self._heard = False  # the peer's Hello, so that it has connected too
+        self._heard = False  # the peer's Greeting, so that it has connected too
         self._reach_by = time.monotonic() + options.connect_timeout_s
         self._dialling: Task[socket.socket] | None = None
         self._burials: list[Task[None]] = []
@@ -64,10 +64,10 @@ class Link:
 
         agreed = msgspec.structs.replace(options, channels=min(mine.channels, theirs.channels))
 
-        def way(unique_id: bytes, sends: bool) -> Way:
-            return Way(unique_id, sends, device, agreed)
+        def spec(unique_id: bytes, sends: bool) -> PipeSpec:
+            return PipeSpec(unique_id, sends, device, agreed)
 
-        tools: Tools = Tools(binding, options, device, way, self._say, complete, self._start, self._bury)
+        tools: Tools = Tools(binding, options, device, spec, self._say, complete, self._start, self._bury)
         self._sender, self._receiver = Sender(tools), Receiver(tools)
         if self.dials:
             self._dialling = self._start(lambda: dial(theirs.host, theirs.port, options.connect_timeout_s))
@@ -84,17 +84,17 @@ class Link:
             return False
         return not (self._touched or self._burials or self._stuck)
 
-    def lane(self, verb: Verb) -> Lane:
+    def direction(self, verb: Verb) -> Direction:
         return self._sender if verb is Verb.SEND else self._receiver
 
     def post(self, post: Post) -> None:
         if self.broken is not None:
             self._complete(Completion(post.number, self._error(post)))
         else:
-            self.lane(post.verb).post(post, time.monotonic())
+            self.direction(post.verb).post(post, time.monotonic())
 
     def accept(self, channel: Channel) -> None:
-        """Take a connection whose Hello named this link."""
+        """Take a connection whose Greeting named this link."""
         if self._channel is not None or self.dials or self.broken is not None:
             channel.close()
             return
@@ -153,7 +153,7 @@ class Link:
                 self._fail(PeerError(f"it cannot be reached ({dialling.error})"))
                 return
             self._use(Channel(dialling.value))
-            self._say(Hello(self.theirs.token, self.mine.token))
+            self._say(Greeting(self.theirs.token, self.mine.token))
         if self._channel is None:
             return
         self._channel.flush()
@@ -168,7 +168,7 @@ class Link:
         self._channel = channel
         self._wakeup.add(channel.fileno(), self.number)
         if not self.dials:
-            self._say(Hello(self.theirs.token, self.mine.token))
+            self._say(Greeting(self.theirs.token, self.mine.token))
 
     def _say(self, message: Message) -> None:
         if self._channel is not None:
@@ -176,9 +176,9 @@ class Link:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Hello(yours, mine):
+            case Greeting(yours, mine):
                 if self._heard or (yours, mine) != (self.mine.token, self.theirs.token):
-                    raise ValueError("a Hello that does not belong here")
+                    raise ValueError("a Greeting that does not belong here")
                 self._heard = True
             case Ready(n):
                 self._sender.take_ready(n)
@@ -186,13 +186,13 @@ class Link:
                 self._receiver.take_id(n, unique_id)
             case Sent():
                 self._receiver.take_sent(message)
-            case Done(stream):
+            case Received(stream):
                 self._sender.take_done(stream)
             case Retire(n):
                 self._sender.take_retire(n)
             case Retired(n):
                 self._receiver.take_answer(n, keep=False)
-            case Keep(n):
+            case KeepOpen(n):
                 self._receiver.take_answer(n, keep=True)
             case Bye(reason, kind):
                 self._fail(PeerError(_printable(reason), kind=kind))
@@ -224,8 +224,8 @@ class Link:
             self._dialling.abandon(lambda sock: sock.close())
             self._dialling = None
         self._sender.finish(time.monotonic())
-        for lane in (self._sender, self._receiver):
-            untouched, touched, burial = lane.give_up()
+        for direction in (self._sender, self._receiver):
+            untouched, touched, burial = direction.give_up()
             for post in untouched:
                 self._complete(Completion(post.number, self._error(post)))
             self._touched += [(post, burial) for post in touched]

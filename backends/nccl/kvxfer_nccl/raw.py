@@ -7,7 +7,7 @@ from typing import Any
 
 from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
-from kvxfer_nccl.binding import Way
+from kvxfer_nccl.binding import PipeSpec
 from kvxfer_nccl.library import load
 from kvxfer_nccl.options import Options
 
@@ -28,8 +28,8 @@ class NcclRaw:
         return self._id
 
     def connect(self, theirs: bytes) -> None:
-        way = Way(self._id or theirs, self._sends, self._region.device, self._options)
-        self._pipe = self._binding.pipe(way)
+        spec = PipeSpec(self._id or theirs, self._sends, self._region.device, self._options)
+        self._pipe = self._binding.pipe(spec)
         self._pipe.open()
 
     def move(self, here: Ints, there: Ints, lengths: Ints) -> None:

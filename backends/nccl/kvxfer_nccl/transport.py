@@ -16,11 +16,11 @@ from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_nccl.binding import Binding
 from kvxfer_nccl.channel import Channel, listen
+from kvxfer_nccl.direction import Post
 from kvxfer_nccl.endpoint import Endpoint, new_token
-from kvxfer_nccl.lane import Post
 from kvxfer_nccl.link import Link
 from kvxfer_nccl.options import Options
-from kvxfer_nccl.wire import Bye, Hello
+from kvxfer_nccl.wire import Bye, Greeting
 
 __all__ = ["NcclTransport"]
 
@@ -68,7 +68,7 @@ class NcclTransport(Base[Endpoint, Link]):
         self._ending: dict[int, Link] = {}  # disconnected, not yet over
         self._due: dict[int, float] = {}
         self._strangers: dict[int, tuple[Channel, float]] = {}
-        self._early: dict[bytes, tuple[Channel, Hello]] = {}
+        self._early: dict[bytes, tuple[Channel, Greeting]] = {}
         self._woken: deque[int] = deque()
         self._waking = threading.Lock()
         self.wakeup.add(self._listener.fileno(), "listener")
@@ -276,7 +276,7 @@ class NcclTransport(Base[Endpoint, Link]):
             return
         self._dismiss(number)
         hello = words[0]
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, Greeting):
             channel.close()
         elif hello.yours in self._offered and hello.yours not in self._early:
             self._early[hello.yours] = channel, hello  # until connect is called here too
@@ -288,7 +288,7 @@ class NcclTransport(Base[Endpoint, Link]):
             else:
                 self._introduce(link, channel, hello)
 
-    def _introduce(self, link: Link, channel: Channel, hello: Hello) -> None:
+    def _introduce(self, link: Link, channel: Channel, hello: Greeting) -> None:
         if link.theirs.token != hello.mine:
             channel.close()
             return

@@ -14,13 +14,26 @@ from msgspec import Meta, Struct
 from kvxfer.failures import FailureKind
 from kvxfer_nccl.endpoint import MOST_BYTES, Token
 
-__all__ = ["Bye", "Done", "Hello", "Id", "Keep", "Message", "Ready", "Retire", "Retired", "Sent", "decode", "encode"]
+__all__ = [
+    "Bye",
+    "Received",
+    "Greeting",
+    "Id",
+    "KeepOpen",
+    "Message",
+    "Ready",
+    "Retire",
+    "Retired",
+    "Sent",
+    "decode",
+    "encode",
+]
 
 Stream = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=0)]
 
 
-class Hello(Struct, frozen=True, tag=0, array_like=True):
+class Greeting(Struct, frozen=True, tag=0, array_like=True):
     """First on a connection, from both sides: the link meant, by the receiver's token and the sender's."""
 
     yours: Token
@@ -47,7 +60,7 @@ class Sent(Struct, frozen=True, tag=3, array_like=True):
     nbytes: Size
 
 
-class Done(Struct, frozen=True, tag=4, array_like=True):
+class Received(Struct, frozen=True, tag=4, array_like=True):
     """Receiver: all streams up to this one lie in my memory."""
 
     stream: Stream
@@ -65,7 +78,7 @@ class Retired(Struct, frozen=True, tag=6, array_like=True):
     n: int
 
 
-class Keep(Struct, frozen=True, tag=7, array_like=True):
+class KeepOpen(Struct, frozen=True, tag=7, array_like=True):
     """Sender: no, I have just begun to send."""
 
     n: int
@@ -78,7 +91,7 @@ class Bye(Struct, frozen=True, tag=8, array_like=True):
     kind: FailureKind = FailureKind.PEER_LOST
 
 
-Message = Hello | Ready | Id | Sent | Done | Retire | Retired | Keep | Bye
+Message = Greeting | Ready | Id | Sent | Received | Retire | Retired | KeepOpen | Bye
 
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

@@ -29,8 +29,8 @@ from kvxfer_vllm.pages import (
     fits_other_sizes,
     form_of,
     group_pages,
-    pieces,
     replicated,
+    state_pieces,
     total_heads,
     writer_of,
 )
@@ -227,7 +227,7 @@ class _Pages:
             raise ConfigError(
                 f"layer {self._name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known"
             )
-        found = pieces(self._layer, self._spec, self._rank, self._size, t.device.type)
+        found = state_pieces(self._layer, self._spec, self._rank, self._size, t.device.type)
         of = "" if fits_other_sizes(self._layer) else f"/of {self._size} ranks"
         return [self._described(p.plane, p.unit, p.encoding + of, p.heads, None, p.offset) for p in found]
 

@@ -18,10 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvxfer.cli.demo import Demo, demo_settings
-from kvxfer.config import Config
-from kvxfer.errors import ConfigError, KvxferError
-from kvxfer.transport import registry
-from kvxfer.transport.auto import AUTO
+from kvxfer.errors import KvxferError
 
 __all__ = ["DEMO", "demo"]
 

@@ -18,10 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kvxfer.cli.demo import Demo, demo_settings
-from kvxfer.config import Config
-from kvxfer.errors import ConfigError
-from kvxfer.transport import registry
-from kvxfer.transport.auto import AUTO
 
 
 def demo(

@@ -5,7 +5,7 @@ from kvxfer_vllm.pages.encoding import encoding_of
 from kvxfer_vllm.pages.forms import WRITERS, Form, form_of, replicated, writer_of
 from kvxfer_vllm.pages.groups import GroupPages, group_pages, layer_specs
 from kvxfer_vllm.pages.heads import total_heads
-from kvxfer_vllm.pages.states import fits_other_sizes, pieces
+from kvxfer_vllm.pages.states import fits_other_sizes, state_pieces
 
 __all__ = [
     "CATALOGUE",
@@ -19,7 +19,7 @@ __all__ = [
     "form_of",
     "group_pages",
     "layer_specs",
-    "pieces",
+    "state_pieces",
     "replicated",
     "total_heads",
     "writer_of",

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvxfer.geometry import Heads, Rank
 
-__all__ = ["Piece", "fits_other_sizes", "pieces"]
+__all__ = ["Piece", "fits_other_sizes", "state_pieces"]
 
 _TRIED = frozenset({"ShortConv", "MambaMixer2"})
 """Layers whose states real servers of different tensor parallel sizes have gone on with (``tests/e2e/test_states.py``)."""
@@ -38,7 +38,7 @@ class Piece:
     offset: int = 0
 
 
-def pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> list[Piece]:
+def state_pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> list[Piece]:
     """Return the planes of a layer's states.
 
     Args:

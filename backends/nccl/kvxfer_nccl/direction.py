@@ -10,12 +10,12 @@ A communicator is made when both sides have something to move, so that neither w
     enqueues RECVs                             enqueues SENDs
                 <------- Sent(stream, nbytes) -   for each; must be what the receiver expects
     a RECV is over when the stream has passed it and it was announced
-                -- Done(stream) -------------->   a SEND is over when the stream has passed it and this came
+                -- Received(stream) -------------->   a SEND is over when the stream has passed it and this came
 
 and closed, which gives its memory back, when the receiver has had nothing to do for a while: ``Retire(n)``, answered by
-``Retired(n)`` (both have closed it) or ``Keep(n)`` (the sender has begun again). The next is number ``n + 1``.
+``Retired(n)`` (both have closed it) or ``KeepOpen(n)`` (the sender has begun again). The next is number ``n + 1``.
 
-A lane never waits, and knows no way to go on after an error: it raises ``Broken`` and the link ends.
+A direction never waits, and knows no way to go on after an error: it raises ``Broken`` and the link ends.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import TypeVar
 
 from kvxfer.failures import FailureKind
 from kvxfer.transport.contract import Completion, Fence, Verb
-from kvxfer_nccl.binding import Binding, Mark, Pipe, Way
+from kvxfer_nccl.binding import Binding, Mark, Pipe, PipeSpec
 from kvxfer_nccl.options import Options
 from kvxfer_nccl.tasks import Task
-from kvxfer_nccl.wire import Done, Id, Keep, Message, Ready, Retire, Retired, Sent
+from kvxfer_nccl.wire import Id, KeepOpen, Message, Ready, Received, Retire, Retired, Sent
 
-__all__ = ["Broken", "Lane", "Post", "Receiver", "Sender", "Tools"]
+__all__ = ["Broken", "Direction", "Post", "Receiver", "Sender", "Tools"]
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ OURS = FailureKind.BACKEND_FAILED
 
 
 class Broken(Exception):
-    """The lane cannot go on. ``says``: what the other side should be told; ``kind``: whose fault it is."""
+    """The direction cannot go on. ``says``: what the other side should be told; ``kind``: whose fault it is."""
 
     def __init__(self, why: str, says: str, kind: FailureKind = FailureKind.PEER_LOST) -> None:
         super().__init__(why)
@@ -80,19 +80,19 @@ class Post:
 
 @dataclass(frozen=True)
 class Tools:
-    """What a lane needs of its link. ``start`` runs a call on a thread; ``bury`` does so for one that ends a pipe."""
+    """What a direction needs of its link. ``start`` runs a call on a thread; ``bury`` does so for one that ends a pipe."""
 
     binding: Binding
     options: Options
     device: str
-    way: Callable[[bytes, bool], Way]
+    spec: Callable[[bytes, bool], PipeSpec]
     say: Callable[[Message], None]
     complete: Callable[[Completion], None]
     start: Callable[[Callable[[], T]], Task[T]]
     bury: Callable[[Pipe], Task[None]]
 
 
-class Lane:
+class Direction:
     """What both directions share. All on the data thread."""
 
     verb: Verb
@@ -141,7 +141,7 @@ class Lane:
         return untouched, touched, burial
 
     def _open(self, unique_id: bytes) -> None:
-        pipe = self.tools.binding.pipe(self.tools.way(unique_id, self.verb is Verb.SEND))
+        pipe = self.tools.binding.pipe(self.tools.spec(unique_id, self.verb is Verb.SEND))
         self.pipe, self.opening = pipe, self.tools.start(pipe.open)
 
     def _opened(self) -> None:
@@ -219,7 +219,7 @@ class Lane:
         raise NotImplementedError
 
 
-class Sender(Lane):
+class Sender(Direction):
     """The direction in which this side sends."""
 
     verb = Verb.SEND
@@ -244,7 +244,7 @@ class Sender(Lane):
         if self.pipe is None or n != self.n:
             raise ValueError(f"it wants to close communicator {n}; open is {self.n if self.pipe else 'none'}")
         if self.busy or not self.open:
-            self.tools.say(Keep(n))
+            self.tools.say(KeepOpen(n))
             return
         self._drop()
         self.n += 1
@@ -283,7 +283,7 @@ class Sender(Lane):
         return self.enqueued[0].stream > self._acked
 
 
-class Receiver(Lane):
+class Receiver(Direction):
     """The direction in which this side receives."""
 
     verb = Verb.RECV
@@ -350,7 +350,7 @@ class Receiver(Lane):
             self.moved, last = now, post.stream
             self.tools.complete(Completion(post.number))
         if last >= 0:
-            self.tools.say(Done(last))
+            self.tools.say(Received(last))
 
     @staticmethod
     def _compare(post: Post, sent: Sent) -> None:
