@@ -281,3 +281,31 @@ def test_a_stage_of_several_has_to_say_of_which_engine() -> None:
         failure = outcome(d, "r").outcome.failure
         assert failure is not None and "no layer '1', plane 'kv'" in failure.detail and "'own'" in failure.detail
         assert p.events() == []
+
+
+def test_blocks_that_were_offered_stay_until_the_next_generation(
+    pair: tuple[Agent, Agent, Directory, list[np.ndarray]],
+) -> None:
+    """A consumer may have read the first chunk already, and would get the second from other blocks than its own."""
+    p, d, directory, _ = pair
+    again = TransferId("own/1/again", 0)
+    first = offer(transfer=again, tokens=4, final=False, blocks=BlockTable.of([[1]]))
+    p.offer(first)
+    with pytest.raises(
+        ArgumentError, match=r"blocks\[0\] must keep block 1 at position 0, not have 3 there, within gen"
+    ):
+        p.offer(offer(transfer=again, blocks=BlockTable.of([[3, 2]])))
+    with pytest.raises(ArgumentError, match="digest must stay the same within generation 1"):
+        p.offer(offer(transfer=again, digest=b"other"))
+    p.offer(first)  # twice is no change
+    p.offer(offer(transfer=again, generation=2, blocks=BlockTable.of([[3, 2]])))
+    with pytest.raises(ArgumentError, match="must keep block 2 at position 1"):
+        p.offer(offer(transfer=again, generation=2, blocks=BlockTable.of([[3, 4]])))
+    d.fetch(fetch(handle="again", transfer=again, source=directory.source, blocks=BlockTable.of([[5, 6]])))
+    assert outcome(d, "again").outcome.delivered
+    assert outcome(p, str(again)).outcome.delivered
+    p.offer(offer(transfer=again, generation=2, blocks=TABLE))  # too late to mean anything
+    until = time.monotonic() + 10
+    while p._calls._offers:  # nothing is kept of it
+        assert time.monotonic() < until
+        time.sleep(0.005)

@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.backend.memories import Memories
@@ -14,7 +14,7 @@ from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.cache import Region
-from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Transport, Verb
+from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Quieted, Transport, Verb
 
 __all__ = ["ONE_SIDED", "Base"]
 
@@ -47,7 +47,6 @@ class Base(Transport, Generic[E, L]):
 
     Attributes:
         endpoint_type: the class ``E``.
-        late_memory: whether memory may be registered after the first endpoint was made, beyond the contract.
         memories: what is registered.
         links: by number, those that were made and not closed.
         unused: endpoints by their bytes, those that were neither connected nor withdrawn.
@@ -57,7 +56,6 @@ class Base(Transport, Generic[E, L]):
     """
 
     endpoint_type: type[E]
-    late_memory: ClassVar[bool] = False
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         """Make the tables. Call it after whatever may fail, since the wake-up has descriptors."""
@@ -65,11 +63,10 @@ class Base(Transport, Generic[E, L]):
         self.memories = Memories()
         self.links: dict[int, L] = {}
         self.unused: dict[bytes, E] = {}
-        self.completions: list[Completion] = []
+        self.completions: list[Completion | Quieted] = []
         self.closed = False
         self.wakeup = Wakeup()
         self._thread, self._ident = threading.current_thread(), threading.get_ident()
-        self._sealed = False
         self._numbers = 0
         self._streams: dict[tuple[int, Verb], int] = {}
         self._in_flight: dict[int, tuple[L, int]] = {}
@@ -139,7 +136,8 @@ class Base(Transport, Generic[E, L]):
 
     def quieted(self, number: int) -> None:
         """Note that a batch which had ended otherwise touches no memory of this side any more."""
-        self._unquiet.pop(number, None)
+        if self._unquiet.pop(number, None) is not None:
+            self.completions.append(Quieted(number))
 
     def number(self) -> int:
         """Return a number that nothing else of this transport has."""
@@ -172,8 +170,6 @@ class Base(Transport, Generic[E, L]):
 
     def register(self, regions: Sequence[Region]) -> int:
         self.check()
-        if self._sealed and not self.late_memory:
-            raise TransportError("memory must be registered before the first endpoint is made")
         kinds = self.capabilities.memory
         Memories.check(regions, kinds)
         if not all(map(self.capabilities.moves, regions)):
@@ -199,7 +195,6 @@ class Base(Transport, Generic[E, L]):
 
     def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
         self.check()
-        self._sealed = True
         mine = self.make_endpoint(memories, writable)
         data = mine.encode()
         self.unused[data] = mine
@@ -265,7 +260,7 @@ class Base(Transport, Generic[E, L]):
         self.wakeup.set()
         return number
 
-    def poll(self) -> list[Completion]:
+    def poll(self) -> list[Completion | Quieted]:
         self.check()
         self.advance(self.wakeup.clear())
         done, self.completions = self.completions, []

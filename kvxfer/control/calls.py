@@ -12,6 +12,7 @@ import numpy as np
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry import Cache
+from kvxfer.identity import Generation, TransferId
 from kvxfer.values import NULL, BlockTable, Fetch, Offer, Rank
 
 __all__ = ["Calls"]
@@ -40,12 +41,13 @@ class Calls:
             self._part = f"what is of rank pp{cache.rank.pp}/tp{cache.rank.tp}"
         self._lock = threading.Lock()
         self._handles: set[str] = set()
+        self._offers: dict[TransferId, Offer] = {}  # the last of each transfer that is not over
 
     def offer(self, offer: Offer) -> None:
-        """Refuse an offer whose blocks cannot hold what it says.
+        """Refuse an offer whose blocks cannot hold what it says, or are others than its generation has had.
 
         Raises:
-            ArgumentError: Its argument ``blocks`` or ``tokens`` is wrong; the message says how.
+            ArgumentError: Its argument ``blocks``, ``tokens`` or ``digest`` is wrong; the message says how.
         """
         arguments.instance("offer", offer, Offer)
         self._table(offer.blocks)
@@ -54,6 +56,19 @@ class Calls:
                 continue
             first, past = group.moved(offer.tokens)
             self._lists(offer.blocks, g, first if group.kind == "full" else past, past, offer.tokens)
+        with self._lock:
+            last = self._offers.get(offer.transfer)
+            if last is not None and last.generation == offer.generation:
+                self._continues(last, offer)
+            if last is None or last.generation <= offer.generation:
+                self._offers[offer.transfer] = offer
+
+    def over(self, transfer: TransferId, generation: Generation) -> None:
+        """Take in that nothing of this generation of a transfer, or of an older one, is offered any more."""
+        with self._lock:
+            last = self._offers.get(transfer)
+            if last is not None and last.generation <= generation:
+                del self._offers[transfer]
 
     def fetch(self, fetch: Fetch) -> None:
         """Refuse a fetch whose blocks cannot take what it wants.
@@ -93,6 +108,23 @@ class Calls:
             most = int(np.frombuffer(table.rows[g], "<i4").max(initial=NULL))
             if most >= limit:
                 raise ArgumentError(f"blocks[{g}] must be ids below {limit}, the cache's blocks, not {most}")
+
+    def _continues(self, last: Offer, offer: Offer) -> None:
+        """Refuse what is not a continuation: a reader may have had the tokens of both, and would mix them."""
+        anew = f"within generation {offer.generation}; what is computed anew is of a new generation"
+        if offer.digest != last.digest:
+            raise ArgumentError(f"digest must stay the same {anew}")
+        tokens = min(last.tokens, offer.tokens)
+        for g, group in enumerate(self._groups):
+            if group.kind != "full":
+                continue
+            first, past = group.moved(tokens)
+            was, now = (np.frombuffer(one.blocks.rows[g], "<i4")[first:past] for one in (last, offer))
+            if was.tobytes() != now.tobytes():
+                at = int(np.flatnonzero(was != now)[0])
+                raise ArgumentError(
+                    f"blocks[{g}] must keep block {was[at]} at position {first + at}, not have {now[at]} there, {anew}"
+                )
 
     def _lists(self, table: BlockTable, g: int, first: int, past: int, tokens: int) -> None:
         """Refuse a row of fewer than ``past`` blocks, or with none at a position from ``first`` on."""

@@ -16,7 +16,7 @@ from kvxfer.control.calls import Calls
 from kvxfer.control.events import EventQueue
 from kvxfer.control.fences import Fences
 from kvxfer.control.inbound import Inbound
-from kvxfer.control.link import Lost
+from kvxfer.control.link import LinkStatus, Lost
 from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.outbound import Outbound
 from kvxfer.control.resolver import Path, Resolver
@@ -41,7 +41,7 @@ from kvxfer.data.policy import admit
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
@@ -126,6 +126,10 @@ class Shell:
         self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)
         self.direct = self.staged = 0
 
+    def links(self) -> list[LinkStatus]:
+        """Return the links of both roles, as they are now. Any thread."""
+        return [*self._out.statuses(), *self._in.statuses()]
+
     # --- what the engine says --------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, after: Fence | None, called: float, now: float) -> list[Action]:
@@ -157,7 +161,11 @@ class Shell:
         Offers that come too late, or are taken back before they were announced, have no end of their own.
         """
         if not self.producer.holds(transfer):
-            self._revocations.over(transfer, generation)
+            self._over(transfer, generation)
+
+    def _over(self, transfer: TransferId, generation: Generation) -> None:
+        self._revocations.over(transfer, generation)
+        self._calls.over(transfer, generation)
 
     def renew(self, transfer: TransferId, now: float) -> list[Action]:
         self.producer.renew(transfer, now)
@@ -390,7 +398,7 @@ class Shell:
         match event:
             case Ended():
                 if event.role == "producer" and event.generation is not None:
-                    self._revocations.over(event.transfer, event.generation)
+                    self._over(event.transfer, event.generation)
                 why = event.outcome.failure
                 if why is not None:
                     log.warning("%s: request %s, transfer %s: %s", event.role, event.handle, event.transfer, why)

@@ -2,8 +2,8 @@
 
 Each part is a *job* (``jobs/``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of
 transfers; the one clock is for aborts, which must end in bounded time: a batch that does not end within ``grace`` seconds
-of its abort costs its link, memory that does not get quiet costs the back end, when nothing else is moving or too much is
-quarantined.
+of its abort costs its link, memory that does not get quiet (by itself, as long again) costs the back end, when nothing else is
+moving or too much is quarantined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvxfer.data.staging import Staging
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
-from kvxfer.transport import Completion, Transport, Verb
+from kvxfer.transport import Completion, Quieted, Transport, Verb
 
 __all__ = ["Limits", "Traffic", "backend_failed", "shut", "unmoved"]
 
@@ -100,6 +100,8 @@ class Traffic:
         self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
         self._batches: dict[int, Job] = {}
         self._aborted: dict[PartRef, float] = {}
+        self._unquiet: dict[int, Job] = {}  # batches that have failed without being quiet
+        self._patient_until = 0.0  # how long to wait for those to get quiet by themselves
 
     # --- links -----------------------------------------------------------------------------------------------------
 
@@ -242,11 +244,24 @@ class Traffic:
             return
         if done.error is not None:
             self._doubtful.add(job.ref.link)
+        if not done.quiet:
+            self._unquiet[done.batch] = job
+            self._patient_until = time.monotonic() + self._limits.grace
         try:
             job.completed(done)
         except BaseException as e:
             job.stop(Failure.of(e))
         self._advance(job)
+
+    def _quieted(self, batch: int) -> None:
+        """Take in that a batch which had failed touches no memory any more."""
+        job = self._unquiet.pop(batch, None)
+        if job is None or any(other is job for other in self._unquiet.values()):
+            return
+        if job.ref in self._quarantine:
+            self._calm(job.ref)
+        else:
+            job.calm()
 
     def _advance(self, job: Job) -> None:
         """Let a job go on, and then those that wait behind it for their turn."""
@@ -289,7 +304,10 @@ class Traffic:
 
     def _calm(self, ref: PartRef) -> None:
         """Tell that the memory of a part that has ended is quiet now."""
-        self._quarantine.pop(ref).calm()
+        job = self._quarantine.pop(ref)
+        job.calm()
+        for batch in [b for b, other in self._unquiet.items() if other is job]:
+            del self._unquiet[batch]
         self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
 
     # --- the turn of the data thread ---------------------------------------------------------------------------------
@@ -311,9 +329,12 @@ class Traffic:
         return min(wait, 0.05) if soon else wait
 
     def poll(self) -> None:
-        """Take in which batches have ended."""
-        for done in self._transport.poll():
-            self._completed(done)
+        """Take in which batches have ended, and which have become quiet."""
+        for word in self._transport.poll():
+            if isinstance(word, Quieted):
+                self._quieted(word.batch)
+            else:
+                self._completed(word)
 
     def go_on(self) -> Failure | None:
         """Let everything go on.
@@ -362,9 +383,10 @@ class Traffic:
                 self._aborted[ref] = now + grace
                 self._break(ref.link, backend_failed("a batch did not end when it was aborted"))
                 self._hang_up(ref.link)
-        if self._quarantine and self._can.quiet == "backend_reset":
+        if self._quarantine and self._can.quiet in ("later", "backend_reset"):
             held = sum(job.nbytes for job in self._quarantine.values())
-            if not self._jobs or held > self._limits.quarantine:
+            waits = self._jobs or (self._can.quiet == "later" and now < self._patient_until)
+            if not waits or held > self._limits.quarantine:
                 return backend_failed("memory of failed transfers has to be made quiet")
         return None
 

@@ -427,7 +427,7 @@ class SchedulerSide:
                     self._schedule.producer.decline(named.transfer, notice.reason)
         return tuple(renewals)
 
-    def lacks_blocks(self, whether: bool) -> None:
+    def stands_still(self, whether: bool) -> None:
         """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
 
         If that goes on, finished requests that are held for others are given up, the oldest first, one at a time: those for

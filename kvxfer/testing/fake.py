@@ -8,7 +8,7 @@ All fakes that share a ``Network`` can reach each other, from any threads. The n
     net.kill("a")            # agent a is gone, as a killed process is
 
 Without the option ``network``, all fakes of the process share one. The fake is stricter than most back ends: it refuses
-the wrong thread, a stream number that does not rise, and memory registered too late.
+the wrong thread, and a stream number that does not rise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.plan import Ints
 from kvxfer.settings import advice
 from kvxfer.testing.network import Fault, LinkEnd, Network, PendingBatch
-from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Verb
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Verb
 
 __all__ = ["FakeTransport", "Network"]
 
@@ -47,6 +47,7 @@ _DEFAULTS: dict[str, Any] = {
     "run_bytes": 4096,
     "abort": "batch",
     "quiet": "batch",
+    "quiet_s": 0.05,
     "delay_s": 0.0,
     "lose": 0.0,
     "corrupt": 0.0,
@@ -76,12 +77,13 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
 
     All options may be left out. ``verbs`` are names (default: all) and ``memory`` kinds of memory. ``elastic``,
     ``gathers``, ``factored``, ``run_bytes``, ``abort`` and ``quiet`` are as in ``Capabilities``. ``network`` is a ``Network``.
-    ``delay_s`` is added to every batch. ``lose``, ``corrupt`` and ``fail`` are the probabilities that a batch of this
-    agent meets that fault, drawn from ``seed``. ``wakeup: false`` takes ``fileno`` away.
+    ``quiet_s`` is how long a failed batch takes to get quiet where that is ``later``. ``delay_s`` is added to every batch. ``lose``,
+    ``corrupt`` and ``fail`` are the probabilities that a batch of this agent meets that fault, drawn from ``seed``.
+    ``wakeup: false`` takes ``fileno`` away.
     """
 
     name = "fake"
-    contract = 1
+    contract = 2
     guarded = "always"
     endpoint_type = Endpoint
 
@@ -184,6 +186,8 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         for side in list(self.links.values()):
             self._net.advance(side)
+        for number in self._net.settled(self):
+            self.quieted(number)
         self.wakeup.at(self._next_look())
 
     def shut_down(self) -> None:
@@ -205,7 +209,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         with self._net.lock:
             super().disconnect(peer)
 
-    def poll(self) -> list[Completion]:
+    def poll(self) -> list[Completion | Quieted]:
         with self._net.lock:
             if not (self.dead or self.stopped):
                 return super().poll()
@@ -221,6 +225,11 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         return super().fileno() if self._options["wakeup"] else None
 
     # For the network
+
+    @property
+    def quiet_s(self) -> float:
+        """How long a failed batch takes to get quiet."""
+        return float(self._options["quiet_s"])
 
     def finish(self, completion: Completion) -> None:
         """Report a completion at the next ``poll``. Called by the network, which holds the lock."""
@@ -244,7 +253,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         """Return when the next delay ends or a fence has to be asked again, on the monotonic clock."""
         now = time.monotonic()
         posts = [p for side in self.links.values() for p in side.posts if not p.withdrawn]
-        times = [p.due for p in posts if p.due > now]
+        times = [p.due for p in posts if p.due > now] + self._net.settling(self)
         if any(p.fenced for p in posts):
             times.append(now + FENCE_INTERVAL_S)
         return min(times, default=None)

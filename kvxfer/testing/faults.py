@@ -24,7 +24,7 @@ from kvxfer.failures import Failure
 from kvxfer.geometry.cache import Region
 from kvxfer.settings import read
 from kvxfer.transport import registry
-from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Transport, Verb
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Transport, Verb
 
 __all__ = ["Faulty", "Options", "Zeroing"]
 
@@ -85,7 +85,7 @@ class Faulty(Transport):
     """A back end that misbehaves as ``Options`` says, and is its inner back end in all else."""
 
     name = "faulty"
-    contract = 1
+    contract = 2
     guarded = "always"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -151,20 +151,22 @@ class Faulty(Transport):
             self._inner.abort(number)
         return number
 
-    def poll(self) -> list[Completion]:
+    def poll(self) -> list[Completion | Quieted]:
         if self._dead:
             return []
-        done = [self._reword(completion) for completion in self._inner.poll()]
-        for completion in done:
-            batch = self._running.pop(completion.batch)
-            if completion.error is None:
+        words = [self._reword(word) if isinstance(word, Completion) else word for word in self._inner.poll()]
+        for done in words:
+            if isinstance(done, Quieted):
+                continue
+            batch = self._running.pop(done.batch)
+            if done.error is None:
                 self._succeeded += 1
                 if batch.verb in ARRIVING:
                     self._spoil(batch)
         if self._options.die_after is not None and self._succeeded >= self._options.die_after:
             self._dead = True
             self._inner.close()
-        return done
+        return words
 
     def lost(self, peer: int) -> Failure | None:
         return self._inner.lost(peer)

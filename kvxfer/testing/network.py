@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import numpy as np
 
 from kvxfer.backend.base import ONE_SIDED
 from kvxfer.backend.memories import Memories
@@ -32,7 +35,10 @@ class NetworkMember(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
     def finish(self, completion: Completion) -> None: ...
+    def quieted(self, number: int) -> None: ...
     def wake(self) -> None: ...
+    @property
+    def quiet_s(self) -> float: ...
 
 
 @dataclass(eq=False)
@@ -103,9 +109,11 @@ class LinkEnd:
 
 @dataclass
 class LateBytes:
-    """Bytes that may still move for a batch that has failed already."""
+    """Bytes that may still move for a batch that has failed already, until ``quiet_at`` on the monotonic clock."""
 
     side: LinkEnd
+    number: int
+    quiet_at: float
     move: Callable[[], None]
 
 
@@ -163,6 +171,9 @@ class Network:
             late, self._late = self._late, []
             for each in late:
                 each.move()
+                if each.quiet_at < math.inf:
+                    each.side.owner.quieted(each.number)
+                    each.side.owner.wake()
             return len(late)
 
     # For the fakes, which hold the lock
@@ -215,6 +226,17 @@ class Network:
             self._late = [late for late in self._late if late.side is not side]
         if side.other is not None:
             self.cut(side.other, f"{side.owner.agent!r} closed the link")
+
+    def settled(self, member: NetworkMember) -> list[int]:
+        """Return the failed batches of a member that have become quiet by now; their bytes move no more."""
+        now = time.monotonic()
+        over = [late for late in self._late if late.side.owner is member and late.quiet_at <= now]
+        self._late = [late for late in self._late if late not in over]
+        return [late.number for late in over]
+
+    def settling(self, member: NetworkMember) -> list[float]:
+        """Return when failed batches of a member will be quiet, on the monotonic clock."""
+        return [late.quiet_at for late in self._late if late.side.owner is member and late.quiet_at < math.inf]
 
     def drop_late(self, member: NetworkMember) -> None:
         """Forget the late bytes of everything that this member has submitted."""
@@ -312,13 +334,16 @@ class Network:
     def _keep_late(self, post: PendingBatch) -> None:
         """Remember what ``post`` would have moved, for ``release_late``."""
         side, other = post.side, post.side.other
-        if other is None:
-            return
+        later = side.owner.capabilities.quiet == "later"
+        quiet_at = time.monotonic() + side.owner.quiet_s if later else math.inf
+        nothing = np.zeros(0, np.int64)
+        ends = nothing, nothing, nothing
         try:
-            src, dst = _ends(post, other)
+            if other is not None:
+                ends = *_ends(post, other), post.lengths
         except TransportError:
-            return  # it never could have moved
-        self._late.append(LateBytes(side, lambda: _copy(src, dst, post.lengths)))
+            pass  # it never could have moved
+        self._late.append(LateBytes(side, post.number, quiet_at, lambda: _copy(*ends)))
 
     def _set_stopped(self, agent: str, stopped: bool) -> None:
         with self.lock:

@@ -9,7 +9,7 @@ import mmap
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvxfer.geometry import Region, Runs
 from kvxfer.geometry.cache import flat_starts
-from kvxfer.transport.contract import Batch, Fence, Transport, Verb
+from kvxfer.transport.contract import Batch, Fence, Quieted, Transport, Verb
 
 __all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
 
@@ -111,10 +111,12 @@ class Participant(Protocol):
     def fill(self, memory: int, seed: int) -> None: ...
     def deregister(self, memory: int) -> None: ...
     def endpoint(self) -> bytes: ...
+    def withdraw(self, endpoint: bytes) -> None: ...
     def connect(self, mine: bytes, theirs: bytes) -> int: ...
     def disconnect(self, peer: int) -> None: ...
     def submit(self, batch: Batch, after: Fence | None = None) -> int: ...
     def result(self, batch: int) -> Result | None: ...
+    def quiet(self) -> bool: ...
     def abort(self, batch: int) -> None: ...
     def close(self) -> None: ...
     def kill(self) -> None: ...
@@ -180,13 +182,21 @@ class LocalParticipant:
 
     def deregister(self, memory: int) -> None:
         """Deregister a memory and free it."""
-        self._touched = True
-        self.transport.deregister(memory)
+        self.give_back(memory)
         for b in self._memories.pop(memory):
             b.free()
 
+    def give_back(self, memory: int) -> None:
+        """Deregister a memory whose bytes stay, so that a clause can look at them."""
+        self._touched = True
+        self.transport.deregister(memory)
+
     def endpoint(self) -> bytes:
         return self.transport.endpoint()
+
+    def withdraw(self, endpoint: bytes) -> None:
+        self._touched = True
+        self.transport.withdraw(endpoint)
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self._touched = True
@@ -205,6 +215,10 @@ class LocalParticipant:
 
     def result(self, batch: int) -> Result | None:
         return self._results.get(batch)
+
+    def quiet(self) -> bool:
+        """Return whether all batches that have ended are quiet."""
+        return all(r.quiet for r in self._results.values())
 
     def forget(self) -> None:
         """Forget how batches ended, so that their record takes no memory."""
@@ -246,6 +260,12 @@ class LocalParticipant:
             return
         self._touched, self._polled = False, time.monotonic()
         for done in self.transport.poll():
+            if isinstance(done, Quieted):
+                known = self._results.get(done.batch)
+                assert known is not None, f"batch {done.batch} became quiet before it ended"
+                assert not known.quiet, f"batch {done.batch} became quiet, and was quiet already"
+                self._results[done.batch] = replace(known, quiet=True)
+                continue
             assert done.batch not in self._results, f"batch {done.batch} completed twice"
             assert done.batch in self._pending, f"batch {done.batch} completed, but was never submitted"
             assert done.error is None or isinstance(done.error, Exception), f"an error is an exception: {done.error!r}"

@@ -87,6 +87,9 @@ class RemoteParticipant:
     def connect(self, mine: bytes, theirs: bytes) -> int:
         return int(self._ask("connect", base64.b64encode(mine).decode(), base64.b64encode(theirs).decode()))
 
+    def withdraw(self, endpoint: bytes) -> None:
+        self._ask("withdraw", base64.b64encode(endpoint).decode())
+
     def disconnect(self, peer: int) -> None:
         self._ask("disconnect", peer)
 
@@ -98,6 +101,9 @@ class RemoteParticipant:
     def result(self, batch: int) -> Result | None:
         found = self._ask("result", batch)
         return None if found is None else Result(*found)
+
+    def quiet(self) -> bool:
+        return bool(self._ask("quiet"))
 
     def abort(self, batch: int) -> None:
         self._ask("abort", batch)
@@ -203,6 +209,8 @@ def _obey(participant: LocalParticipant, command: str, arguments: list[Any]) -> 
             return base64.b64encode(participant.endpoint()).decode()
         case "connect":
             return participant.connect(*(base64.b64decode(a) for a in arguments))
+        case "withdraw":
+            return participant.withdraw(base64.b64decode(arguments[0]))
         case "content" | "read":
             return base64.b64encode(getattr(participant, command)(*arguments).tobytes()).decode()
         case "write":
@@ -213,7 +221,7 @@ def _obey(participant: LocalParticipant, command: str, arguments: list[Any]) -> 
         case "result":
             result = participant.result(*arguments)
             return None if result is None else [result.error, result.quiet]
-        case "allocate" | "allocate_untouched" | "fill" | "deregister" | "disconnect" | "abort" | "close":
+        case "quiet" | "allocate" | "allocate_untouched" | "fill" | "deregister" | "disconnect" | "abort" | "close":
             return getattr(participant, command)(*arguments)
     raise ValueError(f"unknown command {command!r}")
 

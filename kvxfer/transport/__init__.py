@@ -2,18 +2,21 @@
 
 from kvxfer.transport.contract import (
     CONTRACT_VERSION,
+    CONTRACTS,
     Batch,
     Capabilities,
     Completion,
     Fence,
     PlanBatch,
     Probe,
+    Quieted,
     Transport,
     Verb,
 )
 from kvxfer.transport.registry import available, load
 
 __all__ = [
+    "CONTRACTS",
     "CONTRACT_VERSION",
     "Batch",
     "Capabilities",
@@ -21,6 +24,7 @@ __all__ = [
     "Fence",
     "PlanBatch",
     "Probe",
+    "Quieted",
     "Transport",
     "Verb",
     "available",

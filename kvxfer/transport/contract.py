@@ -9,7 +9,9 @@ may_block_s`` says.
 
 **Memory.** ``register`` takes a list of regions and gives them one flat offset space (``flat_starts``); batches speak
 of ``(memory, flat offset, length)``. Memories are numbered 0, 1, 2 ... in the order of registration; the peer names
-them by these numbers. All memory is registered before the first ``endpoint``.
+them by these numbers. Memory may be registered and given back at any time; a link knows what was registered when its endpoint
+was made, and later memory is reached by links made later. Batches of peers do not count for ``deregister``: what they begin
+afterwards fails, at the latest once the links that lent the memory are closed.
 
 **Peers.** Either side calls ``endpoint`` once for every new link and sends the bytes to the other side by a channel of
 its own; then both call ``connect(mine, theirs)``, or ``withdraw`` if nothing comes of it. ``connect`` returns at once;
@@ -22,7 +24,8 @@ sides agreed to go.
 
 **Completion.** Every accepted batch ends in exactly one ``Completion`` from ``poll``. Success means that all bytes are
 *visible* at the target to anyone told over any other channel. ``quiet`` says that this batch can no longer
-read or write memory on this side; a failed batch that is not quiet gets quiet by ``Capabilities.quiet``.
+read or write memory on this side; a failed batch that is not quiet gets quiet by ``Capabilities.quiet``, and may be followed by
+a second word, ``Quieted``, when it is.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import CopyPlan, Ints
 
 __all__ = [
+    "CONTRACTS",
     "CONTRACT_VERSION",
     "Batch",
     "Capabilities",
@@ -48,12 +52,17 @@ __all__ = [
     "Fence",
     "PlanBatch",
     "Probe",
+    "Quieted",
     "Transport",
     "Verb",
 ]
 
-CONTRACT_VERSION = 1
-"""Compared with ``Transport.contract`` at load. Raised when a back end written for the old one could misbehave."""
+CONTRACT_VERSION = 2
+"""The newest contract. Raised when a back end that uses all of it could misbehave on an older kvxfer."""
+
+CONTRACTS = frozenset({1, 2})
+"""Contracts that are taken, compared with ``Transport.contract`` at load. 1 is 2 without ``Quieted``, and refuses memory that is registered
+after the first ``endpoint``."""
 
 
 class Verb(enum.StrEnum):
@@ -128,6 +137,13 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Quieted:
+    """The second word on a batch that ended without being quiet: it reads and writes no memory of this side any more."""
+
+    batch: int
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """What a back end can do, fixed when it is made.
 
@@ -142,7 +158,8 @@ class Capabilities:
     ``may_block_s``: longest time, in seconds, that one call is expected to block the data thread.
     ``abort``: what ``abort`` ends: one ``batch``, or everything with that ``peer``.
     ``quiet``: what makes this side's memory quiet after a failure: the failed ``batch``'s completion, closing the peer
-    (``peer_close``), closing the whole back end (``backend_reset``), or ``never``.
+    (``peer_close``), time (``later``: a ``Quieted`` follows when the library is done; if that takes too long, closing the whole back
+    end), closing the whole back end (``backend_reset``), or ``never``.
     """
 
     verbs: frozenset[Verb]
@@ -154,7 +171,7 @@ class Capabilities:
     factored: bool = False
     may_block_s: float = 0.05
     abort: Literal["batch", "peer"] = "batch"
-    quiet: Literal["batch", "peer_close", "backend_reset", "never"] = "batch"
+    quiet: Literal["batch", "peer_close", "later", "backend_reset", "never"] = "batch"
 
     def moves(self, region: Region) -> bool:
         """Tell whether the back end takes this region, by its kind of memory and by how its pages are mapped."""
@@ -269,8 +286,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def poll(self) -> list[Completion]:
-        """Completions since the last call; drives progress. Never blocks longer than ``may_block_s``."""
+    def poll(self) -> Sequence[Completion | Quieted]:
+        """Return what has ended, and what has become quiet, since the last call; drives progress.
+
+        Never blocks longer than ``may_block_s``.
+        """
 
     @abstractmethod
     def abort(self, batch: int) -> None:

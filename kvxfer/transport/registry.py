@@ -6,7 +6,7 @@ import importlib
 
 from kvxfer.errors import ConfigError
 from kvxfer.settings import near
-from kvxfer.transport.contract import CONTRACT_VERSION, Transport
+from kvxfer.transport.contract import CONTRACTS, Transport
 
 __all__ = ["GROUP", "available", "called", "known", "load"]
 
@@ -48,11 +48,11 @@ def load(name: str) -> type[Transport]:
     if contract is None:
         raise ConfigError(
             f"back end {name!r} ({target}) does not say for which transport contract it was written: its class needs "
-            f"`contract = N`, and this kvxfer speaks {CONTRACT_VERSION}"
+            f"`contract = N`, and this kvxfer speaks {_contracts()}"
         )
-    if contract != CONTRACT_VERSION:
+    if contract not in CONTRACTS:
         raise ConfigError(
-            f"back end {name!r} was written for transport contract {contract}, this kvxfer speaks {CONTRACT_VERSION}; "
+            f"back end {name!r} was written for transport contract {contract}, this kvxfer speaks {_contracts()}; "
             "install a release of it that matches"
         )
     return cls
@@ -82,6 +82,10 @@ def _declares(installed: str, name: str) -> bool:
         return load(installed).name == name
     except ConfigError:
         return False
+
+
+def _contracts() -> str:
+    return " and ".join(map(str, sorted(CONTRACTS)))
 
 
 def _extras() -> list[str]:

@@ -39,6 +39,7 @@ Bytes = NDArray[np.uint8]
 class TestOnHost(ConformanceSuite):
     backend = OnHost
     gigabytes = False
+    revokes = False
 
 
 class Ours(Suite):

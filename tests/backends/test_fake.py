@@ -54,3 +54,9 @@ class TestFakeThatMustBePolled(OnFake):
     """No descriptor to wake by, an abort that takes the whole peer along, memory that is quiet only after closing."""
 
     options: ClassVar[dict[str, Any]] = {"network": Network(), "wakeup": False, "abort": "peer", "quiet": "peer_close"}
+
+
+class TestFakeThatGetsQuietLater(OnFake):
+    """A failed batch goes on for a while, and then it is said that it has become quiet."""
+
+    options: ClassVar[dict[str, Any]] = {"network": Network(), "quiet": "later"}

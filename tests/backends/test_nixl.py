@@ -33,6 +33,7 @@ class TestCma(ConformanceSuite):
     """What UCX picks by itself on one host."""
 
     backend = NixlTransport
+    revokes = False
 
 
 @pytest.mark.slow
@@ -41,6 +42,7 @@ class TestTcp(ConformanceSuite):
 
     backend = NixlTransport
     gigabytes = False
+    revokes = False
     options: ClassVar[dict[str, Any]] = TCP
 
 
@@ -48,6 +50,7 @@ class TestTcp(ConformanceSuite):
 class TestCuda(ConformanceSuite):
     backend = NixlTransport
     memory = "cuda"
+    revokes = False
 
 
 class TestThreads(Transfers):

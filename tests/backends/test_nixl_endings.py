@@ -50,7 +50,7 @@ def test_what_a_stopped_peer_still_owes_comes_before_close_and_not_after(tcp: Wo
     a.abort(started.halves[0][1])
     [result] = tcp.finish(started)
     assert result.error is not None and not result.quiet
-    assert a.transport.capabilities.quiet == "backend_reset"
+    assert a.transport.capabilities.quiet == "later"
     with pytest.raises(TransportError, match="used by a batch"):
         a.transport.deregister(0)
     assert_equal(a.content(0), before, "the memory while the peer is stopped")

@@ -75,6 +75,7 @@ WAYS = {
     "staged write": {"verbs": ["write"], "gathers": False},
     "closing the peer": {"verbs": ["write"], "quiet": "peer_close"},
     "closing the back end": {"verbs": ["read"], "quiet": "backend_reset"},
+    "getting quiet later": {"verbs": ["read"], "quiet": "later"},
     "zmq": {"backend": "zmq"},
 }
 

@@ -246,7 +246,7 @@ def test_what_goes_well_or_was_never_announced_does_not() -> None:
 def test_a_producer_that_can_be_seen_need_not_answer(engine, monkeypatch: pytest.MonkeyPatch, verbs: list[str]) -> None:
     """Nor be running by then. One that cannot be seen is asked."""
     p, d = pair(engine, {"verbs": verbs})
-    monkeypatch.setattr(ProducerMachine, "_check", lambda *_: [])
+    monkeypatch.setattr(ProducerMachine, "_commit_request", lambda *_: [])
     assert deliver(p, d, T).outcome.delivered
     assert (d.block(5) == p.block(3)).all()
     monkeypatch.setattr(RevocationView, "of", lambda place: None)
@@ -257,7 +257,7 @@ def test_a_producer_that_can_be_seen_need_not_answer(engine, monkeypatch: pytest
 def test_a_producer_that_writes_is_asked(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its word ends what it may do in our memory."""
     p, d = pair(engine, {"verbs": ["write"]}, transfer_timeout=0.5)
-    monkeypatch.setattr(ProducerMachine, "_check", lambda *_: [])
+    monkeypatch.setattr(ProducerMachine, "_commit_request", lambda *_: [])
     assert deliver(p, d, T).outcome.kind is FailureKind.TIMED_OUT
 
 
@@ -286,7 +286,7 @@ def test_a_checked_transfer_needs_no_answer_if_the_sums_agree(
     p, d = pair(
         engine, {"verbs": ["read"], "corrupt": corrupt}, integrity="full", transfer_timeout=1.0 if corrupt else 10.0
     )
-    monkeypatch.setattr(ProducerMachine, "_check", lambda *_: [])
+    monkeypatch.setattr(ProducerMachine, "_commit_request", lambda *_: [])
     monkeypatch.setattr(p.net, "delay_s", 0.2)  # so that the producer's sum is there first
     assert deliver(p, d, T).outcome.delivered is not bool(corrupt)
 
@@ -326,7 +326,7 @@ def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monk
         time.sleep(0.001)
     assert p.agents[0]._shell.producer._serves, "announced, and being read"
     monkeypatch.setattr(ProducerMachine, "revoke", lambda *_: [])  # as if it had not come to it
-    monkeypatch.setattr(ProducerMachine, "_check", lambda *_: [])
+    monkeypatch.setattr(ProducerMachine, "_commit_request", lambda *_: [])
     p.agents[0].revoke(T, 1, "preempted", False)
     p.memories[0][:] = 0
     (ended,) = d.wait(Ended)

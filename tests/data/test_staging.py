@@ -42,7 +42,7 @@ def test_staged_and_direct_parts_keep_their_order_on_one_link(engine, verbs):
         assert np.array_equal(d.block(first)[:, :, :3], p.block(first + 31)[:, :, :3])
 
 
-@pytest.mark.parametrize(("quiet", "failures"), [("batch", 9), ("peer_close", 9), ("backend_reset", 2)])
+@pytest.mark.parametrize(("quiet", "failures"), [("batch", 9), ("peer_close", 9), ("later", 9), ("backend_reset", 2)])
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
 def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
     net = Network()
@@ -89,7 +89,7 @@ def test_slots_come_back_after_a_cancel(engine, verbs):
     assert np.array_equal(d.block(31), p.block(31))
 
 
-@pytest.mark.parametrize(("quiet", "staged"), [("batch", 0), ("peer_close", 0), ("backend_reset", 1)])
+@pytest.mark.parametrize(("quiet", "staged"), [("batch", 0), ("peer_close", 0), ("later", 1), ("backend_reset", 1)])
 def test_a_write_that_no_close_would_end_lands_in_staging(engine, quiet, staged):
     options = {"verbs": ["write"], "quiet": quiet, "run_bytes": 1}
     p, d = engine(dict(options), seed=1), engine(dict(options))

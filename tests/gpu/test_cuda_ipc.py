@@ -36,6 +36,7 @@ class TestKernel(ConformanceSuite):
 
     backend = CudaIpcTransport
     memory = "cuda"
+    revokes = False
 
 
 class TestCopyEngines(Transfers):

@@ -6,323 +6,64 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
-from kvxfer.errors import PeerError
-from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite, FakeTransport
 from kvxfer.testing.conformance import Part, TransferMode, World
-from kvxfer.testing.fake import Endpoint
-from kvxfer.transport import Batch, Completion, Fence, Verb
+from tests.testing.broken.ending import (
+    AbortsAllOfALink,
+    AbortsTheOldest,
+    ClosesQuietly,
+    IgnoresAborts,
+    LeavesItsWritesBehind,
+    NamesNobody,
+    NeverGetsQuiet,
+    NeverTells,
+    SaysItInWords,
+    SaysQuietedTooSoon,
+    SaysQuietedTwice,
+    SaysQuietTooSoon,
+    SwapsResults,
+    TellsTwice,
+)
+from tests.testing.broken.keeping import (
+    ClaimsAGpu,
+    HasEightLinks,
+    KeepsEndpoints,
+    LeaksDescriptors,
+    LeaksMemory,
+    LeaksWithEachBatch,
+    LeavesAChild,
+    LeavesAFile,
+    RepeatsItsEndpoint,
+    ServesWhatWasGivenBack,
+    SleepsInConnect,
+    SleepsInPoll,
+    Spins,
+    SpinsAtFences,
+    TakesAnyMemory,
+    TakesAnyOption,
+    TakesUsedMemoryBack,
+    TakesWhoComesFirst,
+    clean_up,
+)
+from tests.testing.broken.moving import (
+    BelievesAnyOffset,
+    CountsIn32Bits,
+    FailsAtRoundSizes,
+    ForgetsTheLastRun,
+    ForgetsToAskTheFence,
+    IgnoresFences,
+    MixesUpEqualBatches,
+    MovesTooMuch,
+    TakesTheFirst65536Runs,
+    TellsEarly,
+)
 
 __all__ = ["MUTANTS", "LeaksMemory", "clean_up", "complaint"]
-
-
-class TellsEarly(FakeTransport):
-    """Completes a batch before its bytes have moved."""
-
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        number = super().submit(batch, after)
-        for side in self.links.values():
-            side.posts[-1].due += 0.2
-        self.completions.append(Completion(number))
-        return number
-
-    def finish(self, completion: Completion) -> None:
-        pass
-
-
-class TellsTwice(FakeTransport):
-    def finish(self, completion: Completion) -> None:
-        super().finish(completion)
-        self.completions.append(completion)
-
-
-class NeverTells(FakeTransport):
-    def finish(self, completion: Completion) -> None:
-        pass
-
-
-class MovesTooMuch(FakeTransport):
-    """Rounds lengths up to eight bytes."""
-
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        return super().submit(dataclasses.replace(batch, lengths=-(-batch.lengths // 8) * 8), after)
-
-
-class ForgetsTheLastRun(FakeTransport):
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        lengths = batch.lengths.copy()
-        if len(lengths) > 1:
-            lengths[-1] = 0
-        return super().submit(dataclasses.replace(batch, lengths=lengths), after)
-
-
-class BelievesAnyOffset(FakeTransport):
-    """Takes offsets on trust, as most libraries do."""
-
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        inside = np.clip(batch.local_offsets, 0, 100), np.clip(batch.lengths, 0, 100)
-        return super().submit(dataclasses.replace(batch, local_offsets=inside[0], lengths=inside[1]), after)
-
-
-class IgnoresFences(FakeTransport):
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        return super().submit(batch, None)
-
-
-class ForgetsToAskTheFence(FakeTransport):
-    """Waits for the fence, but does not wake its thread to look."""
-
-    def _next_look(self) -> float | None:
-        return None
-
-
-class IgnoresAborts(FakeTransport):
-    def abort(self, batch: int) -> None:
-        pass
-
-
-class SaysQuietTooSoon(FakeTransport):
-    """Bytes of an aborted batch come late, although it was said to be quiet."""
-
-    def abort(self, batch: int) -> None:
-        for side in self.links.values():
-            for post in side.posts:
-                if post.number == batch:
-                    post.due += 0.1
-                    self.completions.append(Completion(batch, PeerError(f"aborted, with {side.peer_agent}")))
-                    self.wake()
-
-    def finish(self, completion: Completion) -> None:
-        pass
-
-
-class NamesNobody(FakeTransport):
-    def finish(self, completion: Completion) -> None:
-        error = completion.error and PeerError("the transfer failed")
-        super().finish(dataclasses.replace(completion, error=error))
-
-
-class Spins(FakeTransport):
-    """Its descriptor is always readable."""
-
-    def poll(self) -> list[Completion]:
-        done = super().poll()
-        self.wake()
-        return done
-
-
-class LeaksMemory(FakeTransport):
-    kept: ClassVar[list[bytes]] = []
-
-    def connect(self, mine: bytes, theirs: bytes) -> int:
-        self.kept.append(b"x" * (1 << 20))
-        return super().connect(mine, theirs)
-
-
-class LeaksDescriptors(FakeTransport):
-    def close(self) -> None:
-        if not self.closed:
-            os.dup(0)
-        super().close()
-
-
-class RepeatsItsEndpoint(FakeTransport):
-    def endpoint(self) -> bytes:
-        self._once = getattr(self, "_once", None) or super().endpoint()
-        return self._once
-
-
-class KeepsEndpoints(FakeTransport):
-    def withdraw(self, endpoint: bytes) -> None:
-        self.__dict__.setdefault("kept", []).append(Endpoint.decode(endpoint))
-        super().withdraw(endpoint)
-
-
-class TakesAnyOption(FakeTransport):
-    def __init__(self, agent: str, options: Any) -> None:
-        super().__init__(agent, {k: v for k, v in options.items() if k != "no_such_option"})
-
-
-class TakesUsedMemoryBack(FakeTransport):
-    def deregister(self, memory: int) -> None:
-        self.memories.remove(memory)
-
-
-class ClosesQuietly(FakeTransport):
-    """Tells its peers nothing when it closes."""
-
-    def close(self) -> None:
-        for side in self.links.values():
-            side.other = None
-            side.tokens = frozenset()
-        for token in [t for t, owner in self._net._owners.items() if owner is self]:
-            del self._net._owners[token]
-        super().close()
-
-
-class FailsAtRoundSizes(FakeTransport):
-    """A slot that is filled to its last byte counts as too large."""
-
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        number = super().submit(batch, after)
-        if batch.nbytes and batch.nbytes % (1 << 20) == 0:
-            for side in self.links.values():
-                for post in [p for p in side.posts if p.number == number]:
-                    self._net.fail(post, "larger than a slot")
-        return number
-
-
-class TakesTheFirst65536Runs(FakeTransport):
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        lengths = batch.lengths.copy()
-        lengths[1 << 16 :] = 0
-        return super().submit(dataclasses.replace(batch, lengths=lengths), after)
-
-
-class CountsIn32Bits(FakeTransport):
-    """Offsets and lengths pass through a field that is too short."""
-
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        return super().submit(
-            dataclasses.replace(
-                batch, lengths=batch.lengths % (1 << 31), local_offsets=batch.local_offsets % (1 << 32)
-            ),
-            after,
-        )
-
-
-class MixesUpEqualBatches(FakeTransport):
-    """Above sixteen in flight, two receives of one length get each other's memory."""
-
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        number = super().submit(batch, after)
-        posts = [p for s in self.links.values() for p in s.posts if p.batch.verb is Verb.RECV]
-        if batch.verb is Verb.RECV and len(posts) > 16 and posts[-1].lengths.tolist() == posts[-2].lengths.tolist():
-            posts[-1].addresses, posts[-2].addresses = posts[-2].addresses, posts[-1].addresses
-        return number
-
-
-class HasEightLinks(FakeTransport):
-    def connect(self, mine: bytes, theirs: bytes) -> int:
-        peer = super().connect(mine, theirs)
-        if len(self.links) > 8:
-            self._net.cut(self.links[peer], f"{self.links[peer].peer_agent!r}: too many links")
-        return peer
-
-
-class AbortsTheOldest(FakeTransport):
-    def abort(self, batch: int) -> None:
-        posts = [p.number for side in self.links.values() for p in side.posts if not p.withdrawn]
-        super().abort(min(posts) if batch in posts else batch)
-
-
-class AbortsAllOfALink(FakeTransport):
-    """What it declares is that an abort ends one batch."""
-
-    def abort(self, batch: int) -> None:
-        for side in self.links.values():
-            if any(p.number == batch for p in side.posts):
-                for post in [p for p in side.posts if not p.withdrawn]:
-                    super().abort(post.number)
-
-
-class SwapsResults(FakeTransport):
-    """Of two batches that end in one poll, each gets the other's result."""
-
-    def poll(self) -> list[Completion]:
-        done = super().poll()
-        if len(done) > 1:
-            done[0], done[-1] = (
-                dataclasses.replace(done[0], error=done[-1].error),
-                dataclasses.replace(done[-1], error=done[0].error),
-            )
-        return done
-
-
-class SaysItInWords(FakeTransport):
-    """Its errors are strings."""
-
-    def finish(self, completion: Completion) -> None:
-        error: Any = completion.error and str(completion.error)
-        super().finish(dataclasses.replace(completion, error=error))
-
-
-class TakesAnyMemory(FakeTransport):
-    """Registers memory of kinds that it cannot move."""
-
-    def register(self, regions: Sequence[Region]) -> int:
-        return super().register([msgspec.structs.replace(r, device="cpu") for r in regions])
-
-
-class SleepsInPoll(FakeTransport):
-    def poll(self) -> list[Completion]:
-        time.sleep(0.1)
-        return super().poll()
-
-
-class SleepsInConnect(FakeTransport):
-    def connect(self, mine: bytes, theirs: bytes) -> int:
-        time.sleep(0.2)
-        return super().connect(mine, theirs)
-
-
-class LeaksWithEachBatch(FakeTransport):
-    kept: ClassVar[list[bytes]] = []
-
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        self.kept.append(bytes(512))
-        return super().submit(batch, after)
-
-
-class LeavesAFile(FakeTransport):
-    def __init__(self, agent: str, options: Any) -> None:
-        super().__init__(agent, options)
-        descriptor, path = tempfile.mkstemp(prefix="kvxfer-mutant-", dir="/dev/shm")
-        os.close(descriptor)
-        LEFT.append(path)
-
-
-class LeavesAChild(FakeTransport):
-    def __init__(self, agent: str, options: Any) -> None:
-        super().__init__(agent, options)
-        CHILDREN.append(subprocess.Popen(["sleep", "60"]))
-
-
-class SpinsAtFences(FakeTransport):
-    def _next_look(self) -> float | None:
-        fenced = any(p.fenced for side in self.links.values() for p in side.posts)
-        return time.monotonic() if fenced else super()._next_look()
-
-
-LEFT: list[str] = []
-"""Files that mutants have left behind."""
-CHILDREN: list[subprocess.Popen[bytes]] = []
-"""Processes that mutants have left behind."""
-
-
-def clean_up() -> None:
-    """Take away what mutants keep and leave."""
-    LeaksMemory.kept.clear()
-    LeaksWithEachBatch.kept.clear()
-    while LEFT:
-        os.unlink(LEFT.pop())
-    while CHILDREN:
-        child = CHILDREN.pop()
-        child.kill()
-        child.wait()
 
 
 WAYS = {"way": TransferMode.READ}
@@ -366,6 +107,15 @@ MUTANTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (LeavesAFile, "test_nothing_is_left_in_the_system", {}),
     (LeavesAChild, "test_nothing_is_left_in_the_system", {}),
     (SpinsAtFences, "test_waiting_for_a_fence_does_not_spin", {}),
+    (ServesWhatWasGivenBack, "test_memory_given_back_is_out_of_reach", {"one_sided": TransferMode.READ}),
+    (ServesWhatWasGivenBack, "test_memory_given_back_is_out_of_reach", {"one_sided": TransferMode.WRITE}),
+    (ClaimsAGpu, "test_kinds_that_are_declared_are_moved", WAYS),
+    (TakesWhoComesFirst, "test_an_endpoint_opens_its_own_link_only", {"part": Part(TransferMode.WRITE, "source")}),
+    (TakesWhoComesFirst, "test_an_endpoint_opens_its_own_link_only", {"part": Part(TransferMode.SEND, "source")}),
+    (NeverGetsQuiet, "test_what_ends_before_it_is_quiet_gets_quiet", WAYS),
+    (SaysQuietedTwice, "test_what_ends_before_it_is_quiet_gets_quiet", WAYS),
+    (SaysQuietedTooSoon, "test_aborted_batches_end_and_stay_ended", WAYS),
+    (LeavesItsWritesBehind, "test_an_aborted_write_does_not_land_later", {}),
 ]
 
 

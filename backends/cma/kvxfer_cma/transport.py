@@ -56,11 +56,10 @@ class CmaTransport(Base[Endpoint, Link]):
     """Reads and writes CPU memory of another process of this host. ``Options`` says what can be set."""
 
     name = "cma"
-    contract = 1
+    contract = 2
     guarded = "always"
     costs = {"cpu": 10}
     endpoint_type = Endpoint
-    late_memory = True
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)

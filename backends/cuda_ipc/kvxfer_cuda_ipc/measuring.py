@@ -23,7 +23,7 @@ import torch
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Rank, Region, View, route
 from kvxfer.geometry.cache import flat_starts
-from kvxfer.transport import PlanBatch, Verb
+from kvxfer.transport import PlanBatch, Quieted, Verb
 from kvxfer_cuda_ipc import CudaIpcTransport
 
 LAYERS, TOKENS, HEADS, HEAD_BYTES = 32, 16, 8, 256
@@ -151,8 +151,8 @@ class Consumer:
             if wait:
                 select.select([self.transport.wakeup], [], [], 10)
             for done in self.transport.poll():
-                if done.error is not None or done.batch != number:
-                    raise RuntimeError(f"batch {done.batch}: {done.error}")
+                if isinstance(done, Quieted) or done.error is not None or done.batch != number:
+                    raise RuntimeError(str(done))
                 return submitted - begun, time.perf_counter() - begun
             if time.perf_counter() > begun + 20:
                 raise RuntimeError("a batch has not ended within 20 s")
@@ -164,8 +164,8 @@ class Consumer:
             self.transport.submit(batch)
         while left:
             for done in self.transport.poll():
-                if done.error is not None:
-                    raise RuntimeError(str(done.error))
+                if isinstance(done, Quieted) or done.error is not None:
+                    raise RuntimeError(str(done))
                 left -= 1
         return time.perf_counter() - begun
 

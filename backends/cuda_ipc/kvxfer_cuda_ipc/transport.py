@@ -51,12 +51,11 @@ class CudaIpcTransport(Base[Endpoint, Link]):
     """Reads and writes GPU memory of another process of this host. ``Options`` says what can be set."""
 
     name = "cuda_ipc"
-    contract = 1
+    contract = 2
     guarded = "always"
     costs = {"cuda": 10}
     libraries = {"cuda-bindings": ("cuda-bindings",)}
     endpoint_type = Endpoint
-    late_memory = True
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)

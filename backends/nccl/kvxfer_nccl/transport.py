@@ -40,7 +40,7 @@ class NcclTransport(Base[Endpoint, Link]):
     """
 
     name = "nccl"
-    contract = 1
+    contract = 2
     inherits = frozenset({"listen", "advertise"})
     costs = {"cuda": 40}
     libraries = {"nccl": ("nccl4py", "nvidia-nccl-cu13", "nvidia-nccl-cu12")}
@@ -55,7 +55,7 @@ class NcclTransport(Base[Endpoint, Link]):
             gathers=False,
             run_bytes=1 << 20,
             abort="peer",
-            quiet="backend_reset",
+            quiet="later",
         )
         try:
             self._listener = listen(self._options.listen, self._options.port)

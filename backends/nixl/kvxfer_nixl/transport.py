@@ -44,14 +44,13 @@ class NixlTransport(Base[Endpoint, Link]):
     """One-sided reads and writes by NIXL. See ``docs/backends/nixl.md`` for what its plugins need and promise."""
 
     name = "nixl"
-    contract = 1
+    contract = 2
     inherits = frozenset({"listen"})
     guarded = "loopback"
     costs = {"cpu": 20, "cuda": 20}
     exclusive = frozenset({"ucx"})  # it brings one, and with two at work progress has crashed
     libraries = {"nixl": ("nixl",)}
     endpoint_type = Endpoint
-    late_memory = True
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
@@ -69,7 +68,7 @@ class NixlTransport(Base[Endpoint, Link]):
             run_bytes=4 << 20 if "cuda" in memory else 2048,
             may_block_s=0.05,
             abort="batch",
-            quiet="backend_reset",
+            quiet="later",
         )
         self._within = network_namespace()
         super().__init__(agent, options)

@@ -33,7 +33,7 @@ class TcpTransport(Base[Endpoint, Link]):
     """READ of CPU memory. Options: see ``kvxfer_tcp.options.Options``. Only the thread that made it may use it."""
 
     name = "tcp"
-    contract = 1
+    contract = 2
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
     costs = {"cpu": 80}

@@ -61,7 +61,7 @@ class UcxTransport(Base[Endpoint, Link]):
     """
 
     name = "ucx"
-    contract = 1
+    contract = 2
     inherits = frozenset({"listen"})
     guarded = "loopback"
     costs = {"cpu": 30, "cuda": 30}
@@ -115,11 +115,13 @@ class UcxTransport(Base[Endpoint, Link]):
             memory=self._kinds,
             run_bytes=HOST_RUN_BYTES if self._plain() else DEVICE_RUN_BYTES,
             abort="peer",
-            quiet="backend_reset",
+            quiet="later",
         )
 
     def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
         devices = {r.device for r in regions if r.device != "cpu"}
+        if devices and self._plain() and (self.links or self.unused):
+            raise TransportError("the first memory of a GPU has to be registered before the first endpoint is made")
         for device in devices:
             cuda.use(int(device.partition(":")[2] or 0))
         self._on_host = self._plain() and not devices

@@ -34,7 +34,7 @@ class ZmqTransport(Base[Endpoint, Link]):
     """SEND and RECV of CPU memory. ``Options`` says what can be set."""
 
     name = "zmq"
-    contract = 1
+    contract = 2
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
     costs = {"cpu": 90}

@@ -193,7 +193,7 @@ class SchedulerHooks:
         if output.preempted_req_ids or not output.total_num_scheduled_tokens:
             self.side.short_of_blocks()
         self._follow(output)
-        self.side.lacks_blocks(bool(self._unplaced) and not output.total_num_scheduled_tokens)
+        self.side.stands_still(bool(self._unplaced) and not output.total_num_scheduled_tokens)
         self._unplaced.clear()
         step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed))
         self._doomed, self._freed = {}, []

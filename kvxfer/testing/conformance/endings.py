@@ -50,6 +50,59 @@ class Endings(Suite):
             world.run(0.3)
             assert_equal(target.content(0), after, "the target's memory after the end")
 
+    def test_what_ends_before_it_is_quiet_gets_quiet(self, world: World, way: TransferMode) -> None:
+        """Where ``capabilities.quiet`` is ``later``, a ``Quieted`` follows each batch that ended without being quiet.
+
+        Once it came, and not before, the memory can be given back, while the back end and its other links go on.
+        """
+        if self.capabilities().quiet != "later":
+            pytest.skip("capabilities.quiet is not 'later'")
+        a, b, link = world.pair()
+        c = world.other()
+        c.allocate(SIZES, 9)
+        other = world.link(a, c)
+        for _ in range(5):
+            started = [link.start(way, a, b, LARGE) for _ in range(4)]
+            for s in started:
+                for participant, number in s.halves:
+                    participant.abort(number)
+            results = world.finish(*started)
+            if not all(r.quiet for r in results):
+                for participant in (a, b):
+                    world.wait_for(participant.quiet, "the quiet of aborted batches")
+            world.move(other, way, a, c, Runs.of([5], [7], [100_000]))
+            if self.capabilities().abort == "peer" or a.transport.lost(link.peers[a.name]) is not None:
+                for participant in (a, b):
+                    participant.disconnect(link.peers[participant.name])
+                link = world.link(a, b)
+        a.disconnect(other.peers[a.name])
+        a.deregister(0)
+
+    def test_an_aborted_write_does_not_land_later(self, world: World) -> None:
+        """The target of an aborted write hears of the abort before this side calls the batch quiet.
+
+        Its thread may be busy meanwhile. A target that carries out writes itself must not carry out this one when it gets
+        to it.
+        """
+        if TransferMode.WRITE not in self.ways() or not self.in_process:
+            pytest.skip("a write into the memory of this process, while its thread is busy, is what this looks at")
+        for turns in (0, 3):
+            a, b, link = world.pair()
+            world.move(link, TransferMode.WRITE, a, b, Runs.of([0], [0], [1000]))
+            started = [link.start(TransferMode.WRITE, a, b, LARGE) for _ in range(3)]
+            for _ in range(turns):
+                world.turn(busy=b)
+            for s in started:
+                a.abort(s.halves[0][1])
+            for s in started:
+                world.wait_for(s.over, "the end of an aborted write", busy=b)
+            if not world.make_quiet(a, link, world.finish(*started)):
+                return
+            after = b.content(0)
+            a.fill(0, seed=4242)
+            world.run(0.3)
+            assert_equal(b.content(0), after, "the target's memory after the abort")
+
     def test_a_half_without_its_other_half_can_be_aborted(self, world: World, part: Part) -> None:
         """When the peer never takes part, ``abort`` ends the batch all the same.
 

@@ -23,6 +23,10 @@ SIZES = (3 << 20 | 1, 70_003)
 """Regions of a participant's memory unless a clause says otherwise: odd, and more than one."""
 
 
+QUIET_S = 2.0
+"""How long a clause waits for memory to get quiet by itself where it does so ``later``, before it closes the back end."""
+
+
 class TransferMode(enum.Enum):
     """How bytes get from a source to a target: the target reads, the source writes, or both take part."""
 
@@ -160,9 +164,10 @@ class World:
         self._remote: list[RemoteParticipant] = []
         self._names = 0
 
-    def local(self) -> LocalParticipant:
-        """Make a participant in this process and thread."""
-        participant = LocalParticipant(self._suite.backend, self._suite.options, self._name("local"), self._device())
+    def local(self, device: str | None = None) -> LocalParticipant:
+        """Make a participant in this process and thread, with its memory on ``device`` if that is given."""
+        name, device = self._name("local"), device or self._device()
+        participant = LocalParticipant(self._suite.backend, self._suite.options, name, device)
         self._local.append(participant)
         return participant
 
@@ -200,28 +205,33 @@ class World:
         """Connect ``a`` to ``b``, but not ``b`` to ``a``."""
         return ParticipantLink({a.name: a.connect(a.endpoint(), b.endpoint()), b.name: -1})
 
-    def turn(self, wait: float = 0.01) -> None:
-        """Wait for something to do, ``wait`` seconds at most, then let each local participant poll if it should."""
-        participants = [p for p in self._local if not p.closed]
+    def turn(self, wait: float = 0.01, busy: Participant | None = None) -> None:
+        """Wait for something to do, ``wait`` seconds at most, then let each local participant poll if it should.
+
+        The thread of ``busy`` does something else meanwhile.
+        """
+        participants = [p for p in self._local if not (p.closed or p is busy)]
         waits = [(p, *p.wait()) for p in participants]
         timeout = min([wait, *(t for _, _, t in waits)])
         readable = ready([fd for _, fd, _ in waits if fd is not None], timeout)
         for participant, fd, _ in waits:
             participant.turn(fd in readable)
 
-    def run(self, seconds: float) -> None:
-        """Let everything go on for some seconds."""
+    def run(self, seconds: float, busy: Participant | None = None) -> None:
+        """Let everything go on for some seconds, but for what the thread of ``busy`` would do."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            self.turn()
+            self.turn(busy=busy)
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float | None = None) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], what: str, seconds: float | None = None, busy: Participant | None = None
+    ) -> None:
         """Let everything go on until the condition holds; fail the test when it takes too long."""
         seconds = self._suite.patience_s if seconds is None else seconds
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, f"{what} took longer than {seconds:g} s"
-            self.turn()
+            self.turn(busy=busy)
 
     def submit(self, participant: Participant, batch: Batch) -> Started:
         """Submit to a peer that is gone. That may be refused at once: then nothing has started."""
@@ -266,8 +276,12 @@ class World:
         if scope == "peer_close":
             participant.disconnect(link.peers[participant.name])
             self.run(0.05)
-        elif scope == "backend_reset":
-            participant.close()
+        elif scope in ("later", "backend_reset"):
+            until = time.monotonic() + (QUIET_S if scope == "later" else 0)
+            while not participant.quiet() and time.monotonic() < until:
+                self.turn()
+            if not participant.quiet():
+                participant.close()
         return scope != "never"
 
     def close(self) -> None:
@@ -301,6 +315,8 @@ class Suite:
         patience_s: Seconds that anything may take.
         notice_s: Seconds that the death of a peer may go unnoticed.
         rounds: Rounds of connecting, moving and closing, after which nothing may have leaked.
+        revokes: Whether memory that was given back is out of the reach of peers though their links live on. False where a card or
+            the kernel moves the bytes and asks nobody: then these links have to be closed first.
         closing_s: Seconds for which the library goes on closing a link after ``disconnect`` has returned. What is being
             closed is no leak.
         gigabytes: Whether batches of gigabytes are tried, which take seconds and as much memory. Once for a back end is enough.
@@ -315,6 +331,7 @@ class Suite:
     patience_s: ClassVar[float] = 20.0
     notice_s: ClassVar[float] = 15.0
     rounds: ClassVar[int] = 200
+    revokes: ClassVar[bool] = True
     closing_s: ClassVar[float] = 0.0
     gigabytes: ClassVar[bool] = True
 
@@ -381,6 +398,19 @@ class Suite:
         world = World(self)
         yield world
         world.close()
+
+
+def present(kind: str) -> str | None:
+    """Return a device of this host that has memory of a kind, ``None`` if there is none that this suite can allocate on."""
+    if kind == "cpu":
+        return kind
+    if kind != "cuda":
+        return None
+    try:
+        import torch
+    except ImportError:
+        return None
+    return "cuda:0" if torch.cuda.is_available() else None
 
 
 def overlay(target: Bytes, source: Bytes, runs: Runs) -> Bytes:

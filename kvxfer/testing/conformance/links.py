@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -52,7 +53,7 @@ class Links(Suite):
             for _ in range(count):
                 unused = a.endpoint()
                 for endpoint in (unused, unused, mine):
-                    a.transport.withdraw(endpoint)
+                    a.withdraw(endpoint)
             gc.collect()  # garbage that waits for its turn is not kept
             return sys.getallocatedblocks()
 
@@ -84,6 +85,37 @@ class Links(Suite):
             world.turn()
             a.disconnect(peer)
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
+
+    def test_an_endpoint_opens_its_own_link_only(self, world: World, part: Part) -> None:
+        """Who has another endpoint of this side gets nothing by it, and does not take the place of the expected peer.
+
+        Look at how you tell whose connection it is that comes in: by the secret of the one endpoint that was given to
+        ``connect``, not by its being the first, nor by the peer's name or address.
+        """
+        a, b, stranger = world.local(), world.other(), world.other()
+        world.allocate(a, b, stranger)
+        mine, spare, theirs = a.endpoint(), a.endpoint(), b.endpoint()
+        link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: -1})
+        wrong = ParticipantLink({stranger.name: stranger.connect(stranger.endpoint(), spare), a.name: -1})
+        runs = Runs.of([0], [9], [200_000])
+        halves = link.halves(part.way, *part.sides(b, a), runs)
+        started = Started([(a, a.submit(batch)) for participant, batch in halves if participant is a])
+        source, target = part.sides(b, a)
+        expected = overlay(target.content(0), source.content(0), runs)
+        before = a.content(0)
+        intruding = Started([(stranger, stranger.submit(wrong.half(part, stranger, a, runs)))])
+        world.run(0.3)
+        assert not started.begun_to_end(), "a batch has ended before its peer was there"
+        assert_equal(a.content(0), before, "the memory that nobody may reach yet")
+        peer = b.connect(theirs, mine)
+        started.halves += [(b, b.submit(replace(batch, peer=peer))) for who, batch in halves if who is b]
+        world.succeed(started)
+        assert_equal(target.content(0), expected, "the target's memory")
+        a.withdraw(spare)
+        world.run(0.05)
+        for _, number in intruding.halves:
+            stranger.abort(number)
+        assert all(r.error is not None for r in world.finish(intruding)), "a stranger's batch succeeded"
 
     def test_connect_does_not_wait_for_the_peer(self, world: World, part: Part) -> None:
         """``connect`` returns at once; batches wait until the peer has connected too, then move."""

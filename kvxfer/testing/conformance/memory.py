@@ -6,7 +6,7 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
-from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, TransferMode, World, assert_equal
+from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, TransferMode, World, assert_equal, present
 from kvxfer.testing.participant import Buffer, Runs
 
 
@@ -41,6 +41,20 @@ class Memory(Suite):
             with pytest.raises(TransportError):
                 transport.register([Region(buffer.region.address, 4096, kind)])
         buffer.free()
+
+    def test_kinds_that_are_declared_are_moved(self, world: World, way: TransferMode) -> None:
+        """Memory of each kind in ``capabilities.memory`` that this host has is moved, not only of the kind under test.
+
+        ``probe`` tells which of them it could move here, and names none that the host lacks.
+        """
+        for kind in sorted(self.capabilities().memory):
+            device = present(kind)
+            if device is None:
+                assert kind not in self.backend.probe().memory, f"probe says that it moves {kind} memory; there is none"
+            elif self.in_process or kind == self.memory:
+                a, b = (world.local(device), world.local(device)) if self.in_process else (world.local(), world.other())
+                world.allocate(a, b)
+                world.move(world.link(a, b), way, a, b, Runs.of([9, 70_000], [0, 90_001], [60_000, 100]))
 
     def test_a_memory_may_be_empty(self, world: World) -> None:
         """A memory without regions is a memory: it has a number, and nothing can be moved from it."""
@@ -138,6 +152,31 @@ class Memory(Suite):
         with pytest.raises(TransportError):
             a.transport.deregister(5)
         world.move(link, way, a, b, Runs.of([5], [7], [100_000]), 1, 1)
+
+    def test_memory_given_back_is_out_of_reach(self, world: World, one_sided: TransferMode) -> None:
+        """Batches that a peer begins after ``deregister`` fail, and touch nothing: the memory is somebody else's by now.
+
+        They do not keep ``deregister`` from working: this side need not know of them. Where a card or the kernel moves the
+        bytes and asks nobody, the links have to be closed first (``revokes = False``).
+        """
+        owner, peer = world.local(), world.other()
+        for participant in (owner, peer):
+            for seed in (1, 2):
+                participant.allocate([1 << 20], seed)
+        link = world.link(owner, peer)
+        source, target = (owner, peer) if one_sided is TransferMode.READ else (peer, owner)
+        world.move(link, one_sided, source, target, Runs.of([5], [7], [100_000]))
+        if not self.revokes:
+            owner.disconnect(link.peers[owner.name])
+        owner.give_back(0)
+        world.run(0.3)
+        before = owner.content(0)
+        [(participant, batch)] = link.halves(one_sided, source, target, Runs.of([0], [9], [100_000]))
+        ended = world.finish(world.submit(participant, batch))
+        assert all(r.error is not None for r in ended), "a batch on memory that its owner has given back succeeded"
+        assert_equal(owner.content(0), before, "memory that was given back")
+        if self.revokes:
+            world.move(link, one_sided, source, target, Runs.of([5], [7], [100_000]), 1, 1)
 
     def test_memory_in_use_cannot_be_deregistered(self, world: World, part: Part) -> None:
         """``deregister`` refuses while a batch that uses the memory has not ended, and works after it has."""

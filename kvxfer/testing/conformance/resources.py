@@ -296,7 +296,7 @@ class Resources(Suite):
             mine, theirs = a.endpoint(), b.endpoint()
             early = b.connect(theirs, mine)
             world.run(0.01)
-            a.transport.withdraw(mine)
+            a.withdraw(mine)
             b.disconnect(early)
         world.wait_for(lambda: _descriptors() <= descriptors, "the release of descriptors")
 

@@ -1,0 +1,154 @@
+"""Back ends whose batches end in the wrong way."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import time
+from typing import Any, ClassVar
+
+from kvxfer.errors import PeerError
+from kvxfer.testing import FakeTransport
+from kvxfer.testing.network import PendingBatch
+from kvxfer.transport import Completion, Quieted, Verb
+
+
+class TellsTwice(FakeTransport):
+    def finish(self, completion: Completion) -> None:
+        super().finish(completion)
+        self.completions.append(completion)
+
+
+class NeverTells(FakeTransport):
+    def finish(self, completion: Completion) -> None:
+        pass
+
+
+class IgnoresAborts(FakeTransport):
+    def abort(self, batch: int) -> None:
+        pass
+
+
+class SaysQuietTooSoon(FakeTransport):
+    """Bytes of an aborted batch come late, although it was said to be quiet."""
+
+    def abort(self, batch: int) -> None:
+        for side in self.links.values():
+            for post in side.posts:
+                if post.number == batch:
+                    post.due += 0.1
+                    self.completions.append(Completion(batch, PeerError(f"aborted, with {side.peer_agent}")))
+                    self.wake()
+
+    def finish(self, completion: Completion) -> None:
+        pass
+
+
+class NamesNobody(FakeTransport):
+    def finish(self, completion: Completion) -> None:
+        error = completion.error and PeerError("the transfer failed")
+        super().finish(dataclasses.replace(completion, error=error))
+
+
+class ClosesQuietly(FakeTransport):
+    """Tells its peers nothing when it closes."""
+
+    def close(self) -> None:
+        for side in self.links.values():
+            side.other = None
+            side.tokens = frozenset()
+        for token in [t for t, owner in self._net._owners.items() if owner is self]:
+            del self._net._owners[token]
+        super().close()
+
+
+class AbortsTheOldest(FakeTransport):
+    def abort(self, batch: int) -> None:
+        posts = [p.number for side in self.links.values() for p in side.posts if not p.withdrawn]
+        super().abort(min(posts) if batch in posts else batch)
+
+
+class AbortsAllOfALink(FakeTransport):
+    """What it declares is that an abort ends one batch."""
+
+    def abort(self, batch: int) -> None:
+        for side in self.links.values():
+            if any(p.number == batch for p in side.posts):
+                for post in [p for p in side.posts if not p.withdrawn]:
+                    super().abort(post.number)
+
+
+class SwapsResults(FakeTransport):
+    """Of two batches that end in one poll, each gets the other's result."""
+
+    def poll(self) -> list[Completion]:
+        done = super().poll()
+        if len(done) > 1:
+            done[0], done[-1] = (
+                dataclasses.replace(done[0], error=done[-1].error),
+                dataclasses.replace(done[-1], error=done[0].error),
+            )
+        return done
+
+
+class SaysItInWords(FakeTransport):
+    """Its errors are strings."""
+
+    def finish(self, completion: Completion) -> None:
+        error: Any = completion.error and str(completion.error)
+        super().finish(dataclasses.replace(completion, error=error))
+
+
+class LeavesItsWritesBehind(FakeTransport):
+    """Of an abort the target of a write is not told, and carries it out when it gets to it."""
+
+    behind: ClassVar[list[PendingBatch]] = []
+
+    def abort(self, batch: int) -> None:
+        posts = [p for side in self.links.values() for p in side.posts if p.number == batch]
+        self.behind.extend(p for p in posts if p.batch.verb is Verb.WRITE)
+        super().abort(batch)
+
+    def poll(self) -> list[Completion]:
+        for post in [p for p in self.behind if p.side.other is not None and p.side.other.owner is self]:
+            self.behind.remove(post)
+            assert post.remote is not None
+            there = self.memories.addresses(post.batch.remote, post.remote, post.lengths)
+            for src, dst, n in zip(post.addresses.tolist(), there.tolist(), post.lengths.tolist(), strict=True):
+                ctypes.memmove(dst, src, n)
+        return super().poll()
+
+
+class GetsQuietLater(FakeTransport):
+    """No mutant: its batches get quiet some time after they have failed."""
+
+    def __init__(self, agent: str, options: Any) -> None:
+        super().__init__(agent, {**options, "quiet": "later"})
+
+
+class NeverGetsQuiet(GetsQuietLater):
+    """The second word never comes."""
+
+    def quieted(self, number: int) -> None:
+        pass
+
+
+class SaysQuietedTooSoon(GetsQuietLater):
+    """The second word comes before the last byte has."""
+
+    def complete(self, completion: Completion) -> None:
+        super().complete(completion)
+        if not completion.quiet:
+            super().quieted(completion.batch)
+
+    def poll(self) -> list[Completion | Quieted]:
+        for late in self._net._late:
+            if late.side.owner is self and late.quiet_at < time.monotonic() + 0.02:
+                late.move()
+        return super().poll()
+
+
+class SaysQuietedTwice(GetsQuietLater):
+    def quieted(self, number: int) -> None:
+        super().quieted(number)
+        self.completions.append(Quieted(number))

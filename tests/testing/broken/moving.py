@@ -1,0 +1,101 @@
+"""Back ends that move too much, too little, too early or to the wrong place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kvxfer.testing import FakeTransport
+from kvxfer.transport import Batch, Completion, Fence, Verb
+
+
+class TellsEarly(FakeTransport):
+    """Completes a batch before its bytes have moved."""
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        number = super().submit(batch, after)
+        for side in self.links.values():
+            side.posts[-1].due += 0.2
+        self.completions.append(Completion(number))
+        return number
+
+    def finish(self, completion: Completion) -> None:
+        pass
+
+
+class MovesTooMuch(FakeTransport):
+    """Rounds lengths up to eight bytes."""
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        return super().submit(dataclasses.replace(batch, lengths=-(-batch.lengths // 8) * 8), after)
+
+
+class ForgetsTheLastRun(FakeTransport):
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        lengths = batch.lengths.copy()
+        if len(lengths) > 1:
+            lengths[-1] = 0
+        return super().submit(dataclasses.replace(batch, lengths=lengths), after)
+
+
+class BelievesAnyOffset(FakeTransport):
+    """Takes offsets on trust, as most libraries do."""
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        inside = np.clip(batch.local_offsets, 0, 100), np.clip(batch.lengths, 0, 100)
+        return super().submit(dataclasses.replace(batch, local_offsets=inside[0], lengths=inside[1]), after)
+
+
+class IgnoresFences(FakeTransport):
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        return super().submit(batch, None)
+
+
+class ForgetsToAskTheFence(FakeTransport):
+    """Waits for the fence, but does not wake its thread to look."""
+
+    def _next_look(self) -> float | None:
+        return None
+
+
+class FailsAtRoundSizes(FakeTransport):
+    """A slot that is filled to its last byte counts as too large."""
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        number = super().submit(batch, after)
+        if batch.nbytes and batch.nbytes % (1 << 20) == 0:
+            for side in self.links.values():
+                for post in [p for p in side.posts if p.number == number]:
+                    self._net.fail(post, "larger than a slot")
+        return number
+
+
+class TakesTheFirst65536Runs(FakeTransport):
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        lengths = batch.lengths.copy()
+        lengths[1 << 16 :] = 0
+        return super().submit(dataclasses.replace(batch, lengths=lengths), after)
+
+
+class CountsIn32Bits(FakeTransport):
+    """Offsets and lengths pass through a field that is too short."""
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        return super().submit(
+            dataclasses.replace(
+                batch, lengths=batch.lengths % (1 << 31), local_offsets=batch.local_offsets % (1 << 32)
+            ),
+            after,
+        )
+
+
+class MixesUpEqualBatches(FakeTransport):
+    """Above sixteen in flight, two receives of one length get each other's memory."""
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        number = super().submit(batch, after)
+        posts = [p for s in self.links.values() for p in s.posts if p.batch.verb is Verb.RECV]
+        if batch.verb is Verb.RECV and len(posts) > 16 and posts[-1].lengths.tolist() == posts[-2].lengths.tolist():
+            posts[-1].addresses, posts[-2].addresses = posts[-2].addresses, posts[-1].addresses
+        return number
