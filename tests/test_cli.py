@@ -268,13 +268,23 @@ def test_doctor_on_loopback(backend: str) -> None:
 
 
 def test_settings_that_are_none_are_told() -> None:
-    for config, words in [
-        ("{", "neither JSON"),
-        ("no-such-file", "neither JSON"),
-        ('{"lissten": 1}', "did you mean 'listen'"),
+    for config, words, status in [
+        ("{", "neither JSON", 2),
+        ("no-such-file", "neither JSON", 2),
+        ('{"lissten": 1}', "did you mean 'listen'", 1),
     ]:
         result = run("doctor", "--config", config)
-        assert result.exit_code == 1 and words in result.stderr
+        assert result.exit_code == status and words in result.stderr
+
+
+@pytest.mark.usefixtures("installed")
+def test_doctor_fails_where_what_is_configured_will_not_work() -> None:
+    result = run("doctor", "--json", "--config", '{"backend": "idle"}')
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["problems"] == ["back end idle does not work here: no such card"]
+    bad = run("doctor", "--json", "--config", '{"backend": "zmq", "backend_options": {"no_such": 1}}')
+    assert bad.exit_code == 1 and "no_such" in json.loads(bad.stdout)["problems"][0]
+    assert run("doctor", "--json", "--config", '{"backend": "auto"}').exit_code == 0
 
 
 def test_doctor_lists_what_ships_with_kvxfer_and_where_it_runs() -> None:

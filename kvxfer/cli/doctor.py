@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +15,14 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvxfer
+from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
+from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.identity import IdentityError, parse_address
 from kvxfer.transport import Probe, Transport, registry
-from kvxfer.transport.auto import choose
+from kvxfer.transport.auto import AUTO, choose
 from kvxfer.transport.guard import who
 
 # What bug reports need beside what back ends say of themselves, under the names that distributions may have.
@@ -37,26 +38,74 @@ _VERSIONS: Mapping[str, Sequence[str]] = {
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     config: Annotated[str, typer.Option(help="Settings of an engine, as JSON or the path of such a file.")] = "{}",
+    peer: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Directory of a running engine, to be visited with these settings.")
+    ] = "",
 ) -> None:
-    """Show which back ends work on this machine, why the others do not, and which ports an engine opens with these settings."""
+    """Show which back ends work on this machine, why the others do not, and which ports an engine opens with these settings.
+
+    With --peer it says hello to a running engine, as one that wants its KV does: which back end the link is made with, by which
+    transport, how soon it answers, and why nothing better is used. Exit 1 if what these settings ask for will not work,
+    2 if the command was given wrongly.
+    """
     settings = _settings(config)
+    _check_peer(peer)
     found = probe_all(registry.available(), settings)
     probes = {name: f.probe for name, f in found.items()}
     classes = _classes(found)
     wanted = {**_VERSIONS, **{library: names for cls in classes.values() for library, names in cls.libraries.items()}}
     by_class = {cls: probes[name] for name, cls in classes.items()}
-    report = {
+    report: dict[str, Any] = {
         "kvxfer": kvxfer.__version__,
-        "host": _host(),
+        "host": host_facts(),
         "versions": {name: _version(names) for name, names in wanted.items()},
         "backends": {name: _facts(probe) for name, probe in probes.items()},
         "auto": {memory: _auto(memory, by_class, settings) for memory in _kinds(classes.values())},
         "ports": _ports(found, classes, settings),
     }
+    report["problems"] = _problems(report, settings)
+    if peer:
+        report["peer"] = visit(peer, settings)
+        report["problems"] += _peer_problems(report["peer"])
     if as_json:
         typer.echo(json.dumps(report))
     else:
         _show(report)
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+def _check_peer(peer: str) -> None:
+    try:
+        if peer:
+            parse_address(peer)
+    except IdentityError as e:
+        raise typer.BadParameter(f"{e}; it is the HOST:PORT of an engine's directory", param_hint="--peer") from None
+
+
+def _problems(report: Mapping[str, Any], config: Config) -> list[str]:
+    """Return why an engine with these settings would not start, or would move nothing."""
+    if config.backend == AUTO:
+        none = "found none that works"
+        return list(dict.fromkeys(why for why in report["auto"].values() if none in why)) if _all_fail(report) else []
+    out = []
+    for name, found in report["backends"].items():
+        if registry.called(registry.load(name), config.backend) if found["usable"] else name == config.backend:
+            if not found["usable"]:
+                out.append(f"back end {name} does not work here: {found['reason']}")
+            out += [
+                row["who"] for row in report["ports"] if row["port"] == "?" and row["opened_by"] == f"back end {name}"
+            ]
+    return out
+
+
+def _all_fail(report: Mapping[str, Any]) -> bool:
+    return all("found none that works" in why for why in report["auto"].values())
+
+
+def _peer_problems(found: Mapping[str, Any]) -> list[str]:
+    failure = found.get("failure")
+    return [] if failure is None else [f"{found['peer']}: {failure['kind']}: {failure['detail']}; {failure['advice']}"]
 
 
 def _facts(probe: Probe) -> dict[str, Any]:
@@ -68,9 +117,11 @@ def _settings(config: str) -> Config:
         text = config if config.lstrip().startswith("{") else Path(config).read_text()
         values = json.loads(text)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"--config {config!r} is neither JSON nor the path of a file of it: {e}") from None
+        raise typer.BadParameter(
+            f"{config!r} is neither JSON nor the path of a file of it: {e}", param_hint="--config"
+        ) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {config!r} is no JSON object")
+        raise typer.BadParameter(f"{config!r} is no JSON object", param_hint="--config")
     # A connector may have settings of its own beside kvxfer's.
     kinds = [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
     kind: type[Config] = next((k for k in kinds if values.keys() <= set(k.__struct_fields__)), Config)
@@ -133,23 +184,6 @@ def _version(names: Sequence[str]) -> str | None:
     return None
 
 
-def _host() -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.release()}",
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "nvidia_gpus": _listed("/proc/driver/nvidia/gpus"),
-        "infiniband": _listed("/sys/class/infiniband"),
-    }
-    return facts
-
-
-def _listed(folder: str) -> list[str]:
-    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-
-
 def _show(report: dict[str, Any]) -> None:
     console = Console()
     host = report["host"]
@@ -160,6 +194,19 @@ def _show(report: dict[str, Any]) -> None:
         f"InfiniBand: {', '.join(host['infiniband']) or 'none'}",
         highlight=False,
     )
+    memlock = "unlimited" if host["memlock_bytes"] is None else f"{host['memlock_bytes']} bytes"
+    scope = "absent" if host["ptrace_scope"] is None else host["ptrace_scope"]
+    free = "none" if host["shm_free_bytes"] is None else f"{host['shm_free_bytes'] >> 20} MiB free"
+    console.print(
+        f"ptrace_scope {scope}, CAP_SYS_PTRACE {'yes' if host['cap_sys_ptrace'] else 'no'}, locked memory {memlock}, /dev/shm {free}",
+        highlight=False,
+    )
+    for nic in host["nics"]:
+        speed = "unknown speed" if nic["gbit_per_s"] is None else f"{nic['gbit_per_s']:g} Gbit/s"
+        node = "" if nic["numa_node"] is None else f", NUMA node {nic['numa_node']}"
+        console.print(f"network card {nic['name']}: {nic['state']}, {speed}{node}", highlight=False)
+    for gpu in host["gpus"]:
+        console.print(f"GPU {gpu['pci']}: NUMA node {gpu['numa_node']}", highlight=False)
     console.print(", ".join(version or f"no {name}" for name, version in report["versions"].items()), highlight=False)
     table = Table("back end", "usable", "memory", "", title="Back ends", title_justify="left")
     for name, found in report["backends"].items():
@@ -173,3 +220,9 @@ def _show(report: dict[str, Any]) -> None:
     console.print(ports)
     chosen = ", ".join(f"{name} ({where})" for where, name in report["auto"].items())
     console.print(f"backend auto: {chosen}", highlight=False)
+    if "peer" in report:
+        show_visit(console, report["peer"])
+    for advice in host["advice"]:
+        console.print(f"advice: {escape(advice)}", highlight=False)
+    for problem in report["problems"]:
+        console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)

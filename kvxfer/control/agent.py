@@ -21,6 +21,7 @@ from kvxfer.control import sockets
 from kvxfer.control.calls import Calls
 from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.control.events import EventQueue
+from kvxfer.control.link import LinkStatus
 from kvxfer.control.loop import CLOSE_S, CLOSED, ControlLoop
 from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.control.shell import Shell
@@ -272,6 +273,11 @@ class Agent:
             direct=shell.direct,
             staged=shell.staged,
         )
+
+    def links(self) -> list[LinkStatus]:
+        """Return the links that there are now, or are being made: those that we have dialled, then those dialled to us."""
+        self._owner.check()
+        return self._shell.links()
 
     def close(self, timeout: float = CLOSE_S) -> bool:
         """Give up all transfers, stop the threads, close sockets and back ends.

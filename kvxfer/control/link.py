@@ -7,7 +7,7 @@ it has a number, so that a data thread's late word about an earlier one is not t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar, Generic, TypeVar
@@ -20,7 +20,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, Role
 
-__all__ = ["PEER_FRAME", "LinkRecord", "LinkTable", "Lost"]
+__all__ = ["PEER_FRAME", "LinkRecord", "LinkStatus", "LinkTable", "Lost"]
 
 PEER_FRAME = 4 << 20
 """Longest frame over a link: a block table of a million blocks."""
@@ -40,6 +40,7 @@ class LinkRecord:
         mine: Our endpoint, once the back end has made it.
         info: What was agreed on, once it was.
         up: Whether both back ends are connected.
+        round_trip: Seconds that the answer to a ping last took, if we ping.
     """
 
     id: LinkId
@@ -50,6 +51,28 @@ class LinkRecord:
     mine: bytes | None = field(default=None, kw_only=True)
     info: LinkInfo | None = field(default=None, kw_only=True)
     up: bool = field(default=False, kw_only=True)
+    round_trip: float | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class LinkStatus:
+    """A link as an operator sees it.
+
+    Attributes:
+        peer: What operators know the peer by.
+        role: Our role on it.
+        backend: The back end that it is made with, or is being made with.
+        up: Whether KV can move over it.
+        passed: Back ends that were tried for it and could not make it, and why.
+        round_trip: Seconds from our last ping to its answer; ``None`` until one has come, and where the peer is the one who pings.
+    """
+
+    peer: str
+    role: Role
+    backend: str
+    up: bool
+    passed: Mapping[str, str]
+    round_trip: float | None
 
 
 @dataclass(frozen=True)
@@ -93,6 +116,13 @@ class LinkTable(ABC, Generic[L]):
     def of(self, backend: str) -> list[LinkId]:
         """Return the links of a back end."""
         return [link.id for link in self._links.values() if link.backend == backend]
+
+    def statuses(self) -> list[LinkStatus]:
+        """Return how the links are now. Any thread: a copy of the table's values is one step of the interpreter."""
+        return [
+            LinkStatus(link.name, self.role, link.backend, link.up, self._passed(link), link.round_trip)
+            for link in list(self._links.values())
+        ]
 
     def send(self, link: LinkId, msg: m.Message) -> None:
         """Send if the link is still there; one that takes no messages is lost at the next ``tick``."""
@@ -145,6 +175,9 @@ class LinkTable(ABC, Generic[L]):
         """Add seconds in which nobody could be heard to the times at which peers were heard last."""
         for link in self._links.values():
             link.connection.heard += seconds
+
+    def _passed(self, link: L) -> Mapping[str, str]:
+        return {}
 
     # --- for either side -------------------------------------------------------------------------------------------
 

@@ -173,9 +173,14 @@ class Outbound(LinkTable[_Dial]):
                 return self._without(known, m.failure(msg, known.name, "it refused: "), now)
             case m.Refused():
                 return Lost(link, m.failure(msg, known.name, "it refused: "), again=msg.again and known.up)
+            case m.Pong() if msg.number == known.pings:
+                known.round_trip = now - known.pinged
             case _:
-                pass  # a Pong, which has been heard, or nonsense
+                pass  # a late Pong, which has been heard, or nonsense
         return None
+
+    def _passed(self, link: _Dial) -> Mapping[str, str]:
+        return {backend: why.detail for backend, why in dict(self._unfit.get(link.id, {})).items()}
 
     def _welcome(self, link: _Dial, welcome: m.Welcome) -> Lost | None:
         terms, t = self._data.terms(link.backend), link.target

@@ -16,7 +16,7 @@ from kvxfer.control.calls import Calls
 from kvxfer.control.events import EventQueue
 from kvxfer.control.fences import Fences
 from kvxfer.control.inbound import Inbound
-from kvxfer.control.link import Lost
+from kvxfer.control.link import LinkStatus, Lost
 from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.outbound import Outbound
 from kvxfer.control.resolver import Path, Resolver
@@ -125,6 +125,10 @@ class Shell:
         patience = min(config.peer_timeout, config.transfer_timeout)
         self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)
         self.direct = self.staged = 0
+
+    def links(self) -> list[LinkStatus]:
+        """Return the links of both roles, as they are now. Any thread."""
+        return [*self._out.statuses(), *self._in.statuses()]
 
     # --- what the engine says --------------------------------------------------------------------------------------
 

@@ -90,6 +90,11 @@ class Engine:
         """Threads and file descriptors."""
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
+    def holds(self) -> tuple[int, int]:
+        """Fetches and offers in hand."""
+        stats = self.agent.stats()
+        return stats.fetches, stats.offers
+
     def close(self) -> None:
         self.agent.close()
         self.directory.close()

@@ -131,9 +131,10 @@ def test_statistics(make: Make, wire: Wire) -> None:
         agent.said = Stats(fetches=0, offers=0, quarantined_bytes=quarantined, corrupt=1, direct=3, staged=2)
     d.run(p, until=name)
     assert [load[0] for load in loads(d)] == ["delivered", "delivered", "peer_lost", "peer_lost"]
-    rebuilt = MultiConnector.build_kv_connector_stats(crossed(d)[0])
-    assert rebuilt is not None
-    assert rebuilt.reduce()["KVXferConnector"]["loads"] == 2
+    rebuilt, *more = [MultiConnector.build_kv_connector_stats(stats) for stats in crossed(d)]
+    for stats in more:
+        rebuilt = rebuilt.aggregate(stats)
+    assert rebuilt.reduce()["KVXferConnector"]["loads"] == 4
     registry = prometheus_client.CollectorRegistry()
     config: Any = d.scheduler.vllm_config
     metrics = MultiConnector.build_prom_metrics(config, _types(registry), ["engine"], {0: ["0"]})

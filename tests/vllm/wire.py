@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvxfer.control.link import LinkStatus
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Rank, Region
 from kvxfer.identity import TransferId, new_epoch
@@ -46,6 +47,9 @@ class Agent:
     out: list[Event] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     said: Stats = Stats(fetches=0, offers=0, quarantined_bytes=0, corrupt=0, direct=0, staged=0)
+
+    def links(self) -> list[LinkStatus]:
+        return []
 
     def stats(self) -> Stats:
         return self.said

@@ -57,7 +57,7 @@ class SingleProcess:
         return self.scheduler.report(self.worker.collect())
 
     def _count(self, ended: Ended) -> None:
-        if ended.outcome.delivered:
+        if ended.role == "consumer" and ended.outcome.delivered:
             self.received += ended.nbytes
 
     def close(self) -> bool:

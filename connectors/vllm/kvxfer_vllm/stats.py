@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvxfer.control.link import LinkStatus
 from kvxfer.failures import FailureKind
 from kvxfer.protocol.values import Ended, Stats
+from kvxfer_vllm.nixl_metrics import NixlNamedMetrics
 
 __all__ = ["KVXferPromMetrics", "KVXferStats"]
 
@@ -17,13 +21,17 @@ DELIVERED = "delivered"
 
 COUNTS = ("corrupt", "direct", "staged")
 """What of an agent's stats only ever grows."""
+GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
+"""What of an agent's stats goes up and down, and what it is called here."""
 
 
 class KVXferStats(KVConnectorStats):
-    """``data["loads"]``: one ``[outcome, bytes, seconds]`` for each load that has ended on a rank.
+    """What vLLM is told of the ranks.
 
-    Its outcome is ``delivered`` or the kind of its failure. ``data["counts"]``: by how much the agents' counts have
-    grown. ``data["quarantined"]``: bytes, of the ranks where they have changed.
+    ``data["loads"]``: one ``[outcome, bytes, seconds, seconds of them waited]`` for each load that has ended on a rank.
+    Its outcome is ``delivered`` or the kind of its failure. ``data["offers"]``: how many offers have ended with each outcome.
+    ``data["counts"]``: by how much the agents' counts have grown. ``data["gauges"]``: by rank, of those where it has changed, what
+    there is now: ``quarantined`` bytes, ``loads``, ``leases``, and ``links`` by ``"role/back end"``.
     """
 
     data: dict[str, Any]
@@ -34,28 +42,33 @@ class KVXferStats(KVConnectorStats):
             self.reset()
 
     def record(self, event: Ended) -> None:
-        """Return a load has ended."""
-        self.data["loads"].append([str(event.outcome.kind or DELIVERED), event.nbytes, event.seconds])
+        """Return a load or an offer has ended."""
+        outcome = str(event.outcome.kind or DELIVERED)
+        if event.role == "producer":
+            self._count("offers", outcome, 1)
+        else:
+            self.data["loads"].append([outcome, event.nbytes, event.seconds, event.waited])
 
-    def note(self, rank: str, before: Stats | None, now: Stats) -> None:
+    def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
         """Return a rank's agent says this now, and said that before."""
         for name in COUNTS:
-            self._count(name, getattr(now, name) - (getattr(before, name) if before else 0))
-        if now.quarantined_bytes != (before.quarantined_bytes if before else 0):
-            self.data["quarantined"][rank] = now.quarantined_bytes
+            self._count("counts", name, getattr(now.stats, name) - (getattr(before.stats, name) if before else 0))
+        if before.values != now.values if before else any(now.values.values()):
+            self.data["gauges"][rank] = now.values
 
-    def _count(self, name: str, n: int) -> None:
+    def _count(self, of: str, name: str, n: int) -> None:
         if n:
-            self.data["counts"][name] = self.data["counts"].get(name, 0) + n
+            self.data[of][name] = self.data[of].get(name, 0) + n
 
     def reset(self) -> None:
-        self.data = {"loads": [], "counts": {}, "quarantined": {}}
+        self.data = {"loads": [], "offers": {}, "counts": {}, "gauges": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         self.data["loads"] += other.data["loads"]
-        for name, n in other.data["counts"].items():
-            self._count(name, n)
-        self.data["quarantined"] |= other.data["quarantined"]
+        for of in ("offers", "counts"):
+            for name, n in other.data[of].items():
+                self._count(of, name, n)
+        self.data["gauges"] |= other.data["gauges"]
         return self
 
     def is_empty(self) -> bool:
@@ -65,9 +78,11 @@ class KVXferStats(KVConnectorStats):
         loads, counts = self.data["loads"], self.data["counts"]
         good = [x for x in loads if x[0] == DELIVERED]
         seconds = sum(x[2] for x in good)
+        bad = Counter(f"failed, {x[0]}" for x in loads if x[0] != DELIVERED)
         return {
             "loads": len(loads),
             "not delivered": len(loads) - len(good),
+            **bad,
             "MB": round(sum(x[1] for x in good) / 1e6, 3),
             "mean ms": round(1e3 * seconds / max(len(good), 1), 3),
             "parts direct": counts.get("direct", 0),
@@ -76,64 +91,96 @@ class KVXferStats(KVConnectorStats):
         }
 
 
+class Gauges:
+    """What a rank's agent says at one moment.
+
+    Attributes:
+        stats: Its stats.
+        values: What goes up and down, as in ``KVXferStats.data["gauges"]``.
+    """
+
+    def __init__(self, stats: Stats, links: Iterable[LinkStatus]) -> None:
+        self.stats = stats
+        self.values: dict[str, Any] = {name: getattr(stats, field) for field, name in GAUGES.items()}
+        self.values["links"] = dict(Counter(f"{link.role}/{link.backend}" for link in links if link.up))
+
+
 class KVXferPromMetrics(KVConnectorPromMetrics):
-    """Counters and a histogram in vLLM's own registry, with vLLM's labels."""
+    """Counters, gauges and histograms in vLLM's own registry, with vLLM's labels."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[Any]]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._bytes = self._counter_cls(
-            name="kvxfer_kv_bytes", documentation="Bytes of KV cache that arrived.", labelnames=labelnames
-        )
-        self._seconds = self._histogram_cls(
-            name="kvxfer_transfer_seconds",
-            documentation="From want to outcome, of loads that were delivered.",
+
+        kinds = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
+
+        def make(kind: str, name: str, documentation: str, *labels: str, **more: Any) -> Any:
+            return kinds[kind](name=name, documentation=documentation, labelnames=[*labelnames, *labels], **more)
+
+        self._bytes = make("counter", "kvxfer_kv_bytes", "Bytes of KV cache that arrived.")
+        self._seconds = make(
+            "histogram",
+            "kvxfer_transfer_seconds",
+            "From want to outcome, of loads that were delivered.",
             buckets=BUCKETS,
-            labelnames=labelnames,
         )
-        self._loads = self._counter_cls(
-            name="kvxfer_transfers",
-            documentation="Loads that have ended: delivered, or by the kind of their failure.",
-            labelnames=[*labelnames, "outcome"],
+        self._loads = make(
+            "counter",
+            "kvxfer_transfers",
+            "Loads that have ended: delivered, or by the kind of their failure.",
+            "outcome",
         )
-        self._parts = self._counter_cls(
-            name="kvxfer_parts",
-            documentation="Parts of transfers moved by this side, direct or staged.",
-            labelnames=[*labelnames, "way"],
+        self._offers = make(
+            "counter", "kvxfer_offers", "Offers that have ended: delivered, or by the kind of their failure.", "outcome"
         )
-        self._corrupt = self._counter_cls(
-            name="kvxfer_corrupt",
-            documentation="Transfers whose checksum was not that of what was sent.",
-            labelnames=labelnames,
-        )
-        self._quarantined = self._gauge_cls(
-            name="kvxfer_quarantined_bytes",
-            documentation="Of ended transfers, which the back end may still touch.",
-            labelnames=labelnames,
-        )
-        self._by_rank: dict[int, dict[str, int]] = {}
+        self._parts = make("counter", "kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
+        self._corrupt = make("counter", "kvxfer_corrupt", "Transfers whose checksum was not that of what was sent.")
+        self._gauges = {
+            "quarantined": make(
+                "gauge", "kvxfer_quarantined_bytes", "Of ended transfers, which the back end may still touch."
+            ),
+            "loads": make("gauge", "kvxfer_loads_in_hand", "Loads that are under way, over all ranks."),
+            "leases": make("gauge", "kvxfer_offers_in_hand", "Offers that are leased or being read, over all ranks."),
+        }
+        self._links = make("gauge", "kvxfer_links", "Links that are up, over all ranks.", "role", "backend")
+        self._by_rank: dict[int, dict[str, dict[str, Any]]] = {}
+        self._nixl = NixlNamedMetrics.of(vllm_config, make)
         for values in per_engine_labelvalues.values():
-            self._corrupt.labels(*values)
-            self._quarantined.labels(*values)
+            for metric in (self._corrupt, self._bytes, self._seconds, *self._gauges.values()):
+                metric.labels(*values)
             for way in ("direct", "staged"):
                 self._parts.labels(*values, way)
-            self._bytes.labels(*values)
-            self._seconds.labels(*values)
             for outcome in (DELIVERED, *FailureKind):
                 self._loads.labels(*values, str(outcome))
+                self._offers.labels(*values, str(outcome))
+            if self._nixl is not None:
+                self._nixl.begin(values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        values = self.per_engine_labelvalues[engine_idx]
-        for outcome, nbytes, seconds in transfer_stats_data["loads"]:
+        data, values = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
+        for outcome, nbytes, seconds, _ in data["loads"]:
             self._loads.labels(*values, outcome).inc()
             if outcome == DELIVERED:
                 self._bytes.labels(*values).inc(nbytes)
                 self._seconds.labels(*values).observe(seconds)
-        counts = transfer_stats_data["counts"]
+        for outcome, n in data["offers"].items():
+            self._offers.labels(*values, outcome).inc(n)
+        counts = data["counts"]
         self._corrupt.labels(*values).inc(counts.get("corrupt", 0))
         for way in ("direct", "staged"):
             self._parts.labels(*values, way).inc(counts.get(way, 0))
-        by_rank = self._by_rank.setdefault(engine_idx, {})
-        by_rank |= transfer_stats_data["quarantined"]
-        self._quarantined.labels(*values).set(sum(by_rank.values()))
+        self._gauge(engine_idx, values, data["gauges"])
+        if self._nixl is not None:
+            self._nixl.observe(values, data)
+
+    def _gauge(self, engine: int, values: list[Any], news: dict[str, dict[str, Any]]) -> None:
+        ranks = self._by_rank.setdefault(engine, {})
+        seen = {kind for rank in ranks.values() for kind in rank["links"]}
+        ranks |= news
+        for name, metric in self._gauges.items():
+            metric.labels(*values).set(sum(rank[name] for rank in ranks.values()))
+        for kind in seen | {kind for rank in ranks.values() for kind in rank["links"]}:
+            self._links.labels(*values, *kind.split("/", 1)).set(
+                sum(rank["links"].get(kind, 0) for rank in ranks.values())
+            )

@@ -10,7 +10,6 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.engine import Report, WorkerChannel, WorkerSide
 from kvxfer.geometry import Cache
-from kvxfer.protocol.values import Stats
 from kvxfer.values import BlockTable, Rank
 from kvxfer_vllm import compat
 from kvxfer_vllm.clearing import Clearing
@@ -18,7 +17,7 @@ from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.layout_check import check_layout
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
-from kvxfer_vllm.stats import KVXferStats
+from kvxfer_vllm.stats import Gauges, KVXferStats
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +42,7 @@ class WorkerHooks:
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._stats = KVXferStats()
-        self._noted: Stats | None = None
+        self._noted: Gauges | None = None
         self._asleep = False
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -166,7 +165,7 @@ class WorkerHooks:
     def _count(self) -> None:
         if self._side is not None:
             agent = self._side.agent
-            before, self._noted = self._noted, agent.stats()
+            before, self._noted = self._noted, Gauges(agent.stats(), agent.links())
             self._stats.note(f"{agent.cache.rank.pp}.{agent.cache.rank.tp}", before, self._noted)
 
     def close(self) -> None:

@@ -1,0 +1,78 @@
+"""The metrics that dashboards of vLLM's NixlConnector read, by the same names and in the same units.
+
+Not all of them: kvxfer does not count the descriptors of a transfer, nor the time for posting them, and has no value to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvxfer.failures import FailureKind
+
+__all__ = ["NixlNamedMetrics"]
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+BYTES = tuple(2 ** (10 + i) for i in range(1, 25, 2))
+"""Buckets as NixlConnector has them, so that quantiles are computed alike."""
+
+NO_FAILURES = ("delivered", FailureKind.CANCELLED)
+
+
+class NixlNamedMetrics:
+    """Histograms and counters under the names of NixlConnector's.
+
+    Args:
+        make: ``make(kind, name, documentation, buckets=)`` registers one; ``kind`` is ``"counter"`` or ``"histogram"``.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._seconds = make(
+            "histogram",
+            "vllm:nixl_xfer_time_seconds",
+            "By kvxfer: from the producer's first word that KV is ready to the outcome, of loads that were delivered.",
+            buckets=SECONDS,
+        )
+        self._bytes = make(
+            "histogram",
+            "vllm:nixl_bytes_transferred",
+            "By kvxfer: bytes of each load that was delivered.",
+            buckets=BYTES,
+        )
+        self._failed = make(
+            "counter", "vllm:nixl_num_failed_transfers", "By kvxfer: loads that failed, whatever the reason."
+        )
+        self._expired = make(
+            "counter",
+            "vllm:nixl_num_kv_expired_reqs",
+            "By kvxfer: offers whose lease has ended; counted at the producer.",
+        )
+        self._all = self._seconds, self._bytes, self._failed, self._expired
+
+    @classmethod
+    def of(cls, vllm_config: Any, make: Callable[..., Any]) -> NixlNamedMetrics | None:
+        """Return them where they cannot be mistaken; ``None`` inside MultiConnector, which may have NIXL's own beside us.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            make: Registers a metric.
+        """
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector == "MultiConnector":
+            return None
+        return cls(make)
+
+    def begin(self, values: list[Any]) -> None:
+        """Let an engine's series begin at 0."""
+        for metric in self._all:
+            metric.labels(*values)
+
+    def observe(self, values: list[Any], data: dict[str, Any]) -> None:
+        """Take in what ranks have counted (see ``KVXferStats``)."""
+        for outcome, nbytes, seconds, waited in data["loads"]:
+            if outcome == "delivered":
+                self._seconds.labels(*values).observe(seconds - waited)
+                self._bytes.labels(*values).observe(nbytes)
+            elif outcome not in NO_FAILURES:
+                self._failed.labels(*values).inc()
+        self._expired.labels(*values).inc(data["offers"].get(FailureKind.TIMED_OUT, 0))

@@ -1,0 +1,141 @@
+"""What of this host decides which back ends work and how fast: limits, permissions, shared memory, GPUs, network cards."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["host_facts"]
+
+CAP_SYS_PTRACE = 19
+SMALL_SHM = 64 << 20
+"""Bytes that containers give /dev/shm by default, which back ends and engines soon fill."""
+
+
+def host_facts(root: Path = Path("/")) -> dict[str, Any]:
+    """Return what is found, with what to set about it under ``advice``.
+
+    Args:
+        root: Where ``proc``, ``sys`` and ``dev`` are.
+    """
+    facts: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "nvidia_gpus": _listed(root / "proc/driver/nvidia/gpus"),
+        "infiniband": _listed(root / "sys/class/infiniband"),
+        "ptrace_scope": _number(root / "proc/sys/kernel/yama/ptrace_scope"),
+        "cap_sys_ptrace": _capable(root / "proc/self/status"),
+        "memlock_bytes": _memlock(),
+        "shm_free_bytes": _free(root / "dev/shm"),
+        "gpus": [_device(root, pci) for pci in _listed(root / "proc/driver/nvidia/gpus")],
+        "nics": _nics(root),
+    }
+    facts["advice"] = _advice(facts)
+    return facts
+
+
+def _advice(facts: dict[str, Any]) -> list[str]:
+    out = []
+    if (facts["ptrace_scope"] or 0) >= 2 and not facts["cap_sys_ptrace"]:
+        out.append(
+            f"kernel.yama.ptrace_scope is {facts['ptrace_scope']}, which forbids cma, and UCX's copies between processes: set it "
+            "to 1 or less, or give engines CAP_SYS_PTRACE"
+        )
+    if facts["infiniband"] and facts["memlock_bytes"] is not None:
+        out.append(
+            f"locked memory is limited to {facts['memlock_bytes']} bytes, and network cards lock all that they reach: "
+            "ulimit -l unlimited, or LimitMEMLOCK=infinity"
+        )
+    free = facts["shm_free_bytes"]
+    if free is not None and free < SMALL_SHM:
+        out.append(
+            f"/dev/shm has {free >> 20} MiB free: give containers more (--shm-size, or an emptyDir of medium Memory)"
+        )
+    nodes = {nic["numa_node"] for nic in facts["nics"] if nic["infiniband"] and nic["numa_node"] is not None}
+    far = [
+        gpu["pci"] for gpu in facts["gpus"] if nodes and gpu["numa_node"] is not None and gpu["numa_node"] not in nodes
+    ]
+    if far:
+        out.append(f"GPUs {', '.join(far)} have no InfiniBand card on their NUMA node: what they send crosses sockets")
+    for nic in facts["nics"]:
+        if nic["infiniband"] and nic["state"] != "ACTIVE":
+            out.append(f"the port of {nic['name']} is {nic['state']}, not ACTIVE: nothing goes over it")
+    return out
+
+
+def _nics(root: Path) -> list[dict[str, Any]]:
+    """Return the network cards: those of RDMA first, then those of the kernel that are no mere software."""
+    out: list[dict[str, Any]] = []
+    for name in _listed(root / "sys/class/infiniband"):
+        card = root / "sys/class/infiniband" / name
+        state = (_text(card / "ports/1/state") or "?").split(":")[-1].strip()
+        rate = (_text(card / "ports/1/rate") or "").split(" ")[0]
+        speed = float(rate) if rate.replace(".", "", 1).isdigit() else None
+        out.append(_nic(name, True, state, speed, card))
+    for name in _listed(root / "sys/class/net"):
+        card = root / "sys/class/net" / name
+        if (card / "device").exists():
+            mbit = _number(card / "speed")
+            speed = mbit / 1000 if mbit is not None and mbit > 0 else None
+            out.append(_nic(name, False, _text(card / "operstate") or "?", speed, card))
+    return out
+
+
+def _nic(name: str, infiniband: bool, state: str, speed: float | None, card: Path) -> dict[str, Any]:
+    node = _node(card / "device/numa_node")
+    return {"name": name, "infiniband": infiniband, "state": state, "gbit_per_s": speed, "numa_node": node}
+
+
+def _device(root: Path, pci: str) -> dict[str, Any]:
+    return {"pci": pci, "numa_node": _node(root / "sys/bus/pci/devices" / pci / "numa_node")}
+
+
+def _node(path: Path) -> int | None:
+    """Return a NUMA node; ``None`` where the host has but one, or does not say."""
+    number = _number(path)
+    return None if number is None or number < 0 else number
+
+
+def _listed(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    with suppress(ValueError):
+        return int(_text(path) or "")
+    return None
+
+
+def _capable(status: Path) -> bool:
+    for line in (_text(status) or "").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> CAP_SYS_PTRACE & 1)
+    return False
+
+
+def _memlock() -> int | None:
+    """Return how many bytes may be locked; ``None`` for any."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _free(folder: Path) -> int | None:
+    try:
+        held = os.statvfs(folder)
+    except OSError:
+        return None
+    return held.f_bavail * held.f_frsize

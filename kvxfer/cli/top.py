@@ -1,0 +1,169 @@
+"""`kvxfer top`: links, loads, leases, quarantine and failures of running engines, from the metrics that they export anyway."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from kvxfer.identity import IdentityError, parse_address
+
+__all__ = ["top"]
+
+ANSWER_S = 5.0
+MOST_BYTES = 64 << 20
+_SAMPLE = re.compile(r"(?P<name>kvxfer_\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_NO_FAILURES = ("delivered", "cancelled")
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def top(
+    engines: Annotated[
+        list[str], typer.Argument(metavar="HOST:PORT...", help="Of engines' HTTP servers, which serve /metrics.")
+    ],
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once, and exit with 1 if an engine tells nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a look.")] = False,
+) -> None:
+    """Show links, loads, leases, quarantined memory, rates and failures of running engines, by their Prometheus metrics.
+
+    It opens no door: it reads /metrics as Prometheus does. Exit 2 if the command was given wrongly.
+    """
+    for engine in engines:
+        try:
+            parse_address(engine)
+        except IdentityError as e:
+            raise typer.BadParameter(str(e)) from None
+    console = Console()
+    before: dict[str, Seen] = {}
+    live = None if once or as_json else Live(console=console)
+    if live is not None:
+        live.start()
+    try:
+        while True:
+            seen = {engine: look(engine) for engine in engines}
+            rows = [row(seen[engine], before.get(engine)) for engine in engines]
+            before = seen
+            if as_json:
+                typer.echo(json.dumps({"time": time.time(), "engines": rows}))
+            elif live is None:
+                console.print(_table(rows))
+            else:
+                live.update(_table(rows), refresh=True)
+            if once:
+                raise typer.Exit(int(any("error" in r for r in rows)))
+            time.sleep(every)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+    finally:
+        if live is not None:
+            live.stop()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look at an engine.
+
+    Attributes:
+        engine: Where it is.
+        at: When, by ``time.monotonic``.
+        samples: What it exports of kvxfer, by metric.
+        error: Why nothing is known; empty if something is.
+    """
+
+    engine: str
+    at: float
+    samples: Samples
+    error: str = ""
+
+    def total(self, metric: str, **labels: str) -> float:
+        """Return the sum of a metric over all series that have these labels."""
+        return sum(value for has, value in self.samples.get(metric, ()) if labels.items() <= has.items())
+
+    def by(self, metric: str, *labels: str) -> dict[str, float]:
+        """Return the sums of a metric by the values of these labels, those that are not 0."""
+        out: dict[str, float] = defaultdict(float)
+        for has, value in self.samples.get(metric, ()):
+            out["/".join(has.get(label, "?") for label in labels)] += value
+        return {key: value for key, value in sorted(out.items()) if value}
+
+
+def look(engine: str) -> Seen:
+    """Read an engine's metrics now; raises nothing."""
+    try:
+        with urllib.request.urlopen(f"http://{engine}/metrics", timeout=ANSWER_S) as answer:
+            page = answer.read(MOST_BYTES).decode(errors="replace")
+    except (OSError, ValueError) as e:
+        return Seen(engine, time.monotonic(), {}, f"it does not answer: {e}")
+    samples = read_samples(page)
+    missing = "" if samples else "it exports no metric of kvxfer: is kvxfer its connector?"
+    return Seen(engine, time.monotonic(), samples, missing)
+
+
+def read_samples(page: str) -> Samples:
+    """Return kvxfer's samples of a page of metrics in Prometheus's text format."""
+    out: Samples = defaultdict(list)
+    for line in page.splitlines():
+        if found := _SAMPLE.match(line):
+            out[found["name"]].append((dict(_LABEL.findall(found["labels"] or "")), float(found["value"])))
+    return dict(out)
+
+
+def row(now: Seen, before: Seen | None) -> dict[str, Any]:
+    """Return what is shown of an engine; rates need an earlier look."""
+    if now.error:
+        return {"engine": now.engine, "error": now.error}
+    loads, offers = (now.by(f"kvxfer_{what}_total", "outcome") for what in ("transfers", "offers"))
+    out: dict[str, Any] = {
+        "engine": now.engine,
+        "links": {kind: int(n) for kind, n in now.by("kvxfer_links", "role", "backend").items()},
+        "loads_in_hand": int(now.total("kvxfer_loads_in_hand")),
+        "offers_in_hand": int(now.total("kvxfer_offers_in_hand")),
+        "quarantined_bytes": int(now.total("kvxfer_quarantined_bytes")),
+        "loads": {kind: int(n) for kind, n in loads.items()},
+        "offers": {kind: int(n) for kind, n in offers.items()},
+        "corrupt": int(now.total("kvxfer_corrupt_total")),
+        "failed": sum(int(n) for ends in (loads, offers) for kind, n in ends.items() if kind not in _NO_FAILURES),
+    }
+    if before is not None and not before.error and now.at > before.at:
+        took = now.at - before.at
+        ended = now.total("kvxfer_transfers_total") - before.total("kvxfer_transfers_total")
+        moved = now.total("kvxfer_kv_bytes_total") - before.total("kvxfer_kv_bytes_total")
+        out |= {"loads_per_s": round(max(ended, 0) / took, 2), "mb_per_s": round(max(moved, 0) / took / 1e6, 3)}
+    return out
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        "engine", "links", "loads", "offers", "quarantine", "loads/s", "MB/s", "ended otherwise than delivered"
+    )
+    for r in rows:
+        if "error" in r:
+            table.add_row(r["engine"], r["error"])
+            continue
+        ends = [f"load {k} {n}" for k, n in r["loads"].items() if k != "delivered"]
+        ends += [f"offer {k} {n}" for k, n in r["offers"].items() if k != "delivered"]
+        table.add_row(
+            r["engine"],
+            ", ".join(f"{n} {kind}" for kind, n in r["links"].items()) or "none",
+            str(r["loads_in_hand"]),
+            str(r["offers_in_hand"]),
+            f"{r['quarantined_bytes'] / 1e6:g} MB",
+            str(r.get("loads_per_s", "")),
+            str(r.get("mb_per_s", "")),
+            ", ".join(ends) or "none",
+        )
+    return table

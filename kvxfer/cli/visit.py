@@ -1,0 +1,270 @@
+"""Say hello to a running engine, as an engine of its kind would, and see what comes of it.
+
+An agent for each of its ranks, with a cache of the same layout and one block, wants a transfer that nobody has offered. So the links
+are made as they would be for a request, the engine's cache is not touched, and the want is taken back.
+
+It runs in a process of its own, in which libraries tell by their logs what they do: `python -m kvxfer.cli.visit`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
+from kvxfer.control.inquiry import Inquiry, inquire
+from kvxfer.errors import KvxferError, PeerError
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Cache, Region, View
+from kvxfer.geometry.cache import flat_starts
+from kvxfer.identity import Source, TransferId, parse_address
+from kvxfer.memory import Space, allocate
+from kvxfer.protocol.values import Ended
+from kvxfer.security import Security
+from kvxfer.transport import registry
+from kvxfer.transport.auto import AUTO, choose
+from kvxfer.values import BlockTable, Fetch
+
+__all__ = ["show_visit", "visit"]
+
+ASKED = 50
+"""Questions to the directory, for the median of the round trip."""
+LINK_S = 15.0
+"""What making all links may take."""
+PING_S = 0.5
+LONGEST_S = 120.0
+
+TELLING = {"UCX_LOG_LEVEL": "info", "NCCL_DEBUG": "INFO"}
+"""What makes libraries tell in their logs which transports they use."""
+_UCX = re.compile(r"(intra-node|inter-node) cfg#\d+ (.*)")
+_NCCL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")
+
+
+def visit(peer: str, config: Config) -> dict[str, Any]:
+    """Visit the engine whose directory is at `HOST:PORT`, and return what was found, for JSON.
+
+    Args:
+        peer: Where its directory is.
+        config: The settings of the engine that would fetch from it.
+
+    Raises:
+        KvxferError: The visitor came to no end.
+    """
+    asked = json.dumps({"peer": peer, "config": msgspec.to_builtins(config)})
+    with tempfile.TemporaryFile("w+", errors="replace") as words:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "kvxfer.cli.visit"],
+                input=asked,
+                stdout=subprocess.PIPE,
+                stderr=words,
+                text=True,
+                env={**TELLING, **os.environ},
+                timeout=LONGEST_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise KvxferError(f"the visit of {peer} did not come to an end within {LONGEST_S:g} s") from None
+        words.seek(0)
+        said = words.read()
+    if done.returncode or not done.stdout:
+        raise KvxferError(f"the visit of {peer} ended with status {done.returncode}: {said.strip()[-500:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    for link in found.get("links", ()):
+        link["transport"] = carried_by(link["backend"], said)
+    return found
+
+
+def carried_by(backend: str, said: str) -> str | None:
+    """Return what carries the bytes of a back end's links by its library's log, in the library's words; ``None`` if it is silent."""
+    libraries = registry.load(backend).exclusive
+    if "ucx" in libraries:
+        found = dict.fromkeys(f"{where}: {how.strip()}" for where, how in _UCX.findall(said))
+        return "; ".join(found) or None
+    found = dict.fromkeys(_NCCL.findall(said))
+    return ", ".join(found) or None
+
+
+def show_visit(console: Console, found: Mapping[str, Any]) -> None:
+    """Print what was found, for people."""
+
+    def say(text: str) -> None:
+        console.print(escape(text), highlight=False)
+
+    if "engine" in found:
+        say(
+            f"\nengine {found['engine']!r} at {found['peer']}: {found['ranks']} ranks, first answer {found['first_answer_ms']} ms, "
+            f"then {found['round_trip_ms']} ms for question and answer"
+        )
+    for link in found.get("links", ()):
+        trip = "no answer" if link["round_trip"] is None else f"ping {link['round_trip'] * 1e3:.3f} ms"
+        by = f" by {link['transport']}" if link["transport"] else ""
+        say(f"link to {link['peer']}: {link['backend']}{by}, {'up' if link['up'] else 'not made'}, {trip}")
+    if found.get("memory", "") != found.get("peer_memory", ""):
+        say(
+            f"its cache is in {found['peer_memory']} memory, which this process cannot have: asked with {found['memory']} memory"
+        )
+    for row in found.get("candidates", ()):
+        say(f"  {row['backend']}: {row['against'] or 'used'}")
+    for link in found.get("links", ())[:1]:
+        say(
+            "GB/s: not measured, since the engine has no memory that may be written; between two processes of this host: "
+            f"kvxfer bench transfer --backend {link['backend']}"
+        )
+
+
+def _visit(peer: str, config: Config) -> dict[str, Any]:
+    target = parse_address(peer)
+    report: dict[str, Any] = {"peer": peer}
+    try:
+        found = inquire(target.host, target.port, Security.of(config), config.peer_timeout, ASKED)
+    except PeerError as e:
+        return report | {"failure": _told(Failure.of(e, FailureKind.PEER_UNREACHABLE, f"directory {peer}"))}
+    report |= {
+        "engine": found.engine.engine,
+        "ranks": len(found.engine.members),
+        "first_answer_ms": round(found.first_s * 1e3, 3),
+        "round_trip_ms": round(statistics.median(found.round_trips) * 1e3, 3),
+    }
+    try:
+        return report | _greet(Source(target.host, target.port, found.engine.epoch), found, config)
+    except (KvxferError, OSError) as e:
+        return report | {"failure": _told(Failure.of(e, peer=peer))}
+
+
+def _told(failure: Failure) -> dict[str, str]:
+    return {"kind": str(failure.kind), "detail": failure.detail, "peer": failure.peer, "advice": failure.advice}
+
+
+def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
+    """Make the links, and return what has become of them."""
+    engine = found.engine
+    ours = msgspec.structs.replace(
+        config, port=0, transfer_timeout=LINK_S, peer_timeout=4 * PING_S, staging_bytes=config.staging_bytes or 1 << 20
+    )
+    kept: list[Space] = []
+    with ExitStack() as opened:
+        caches = [_like(member.cache, kept) for member in engine.members]
+        agents = [opened.enter_context(Agent(cache, ours, "doctor", dict(engine.facts))) for cache in caches]
+        directory = opened.enter_context(Directory(ours, "doctor", engine.facts))
+        directory.publish(tuple(agent.member for agent in agents))
+        own = directory.source if len(agents) > 1 else None
+        name = TransferId.routed(f"doctor-{directory.epoch:x}")
+        began = time.monotonic()
+        for agent in agents:
+            rows = BlockTable.of([[0] for _ in agent.cache.groups])
+            agent.fetch(Fetch("hello", name, b"nothing", source, rows, 0, 1, own))
+        failure = _wait(agents, began + LINK_S)
+        links = [link for agent in agents for link in agent.links() if link.role == "consumer"]
+        report: dict[str, Any] = {"links": [asdict(link) for link in links]}
+        if failure is not None:
+            report["failure"] = _told(failure)
+        for agent in agents:
+            agent.cancel("hello", "it was a visit")
+    device = next(region.device for cache in caches for region in cache.regions)
+    theirs = {name for member in engine.members for name in member.backends}
+    report["candidates"] = _candidates(device.partition(":")[0], config, theirs, report["links"])
+    report["memory"] = device.partition(":")[0]
+    report["peer_memory"] = engine.members[0].cache.regions[0].device.partition(":")[0]
+    return report
+
+
+def _wait(agents: list[Agent], until: float) -> Failure | None:
+    """Wait until all links are up and have answered a ping; return why one of them is not made."""
+    while time.monotonic() < until:
+        for agent in agents:
+            for event in agent.events():
+                if isinstance(event, Ended) and event.outcome.failure is not None:
+                    return event.outcome.failure
+        links = [[link for link in agent.links() if link.role == "consumer"] for agent in agents]
+        if all(there and all(link.up and link.round_trip is not None for link in there) for there in links):
+            return None
+        time.sleep(0.01)
+    return Failure(FailureKind.TIMED_OUT, f"the links were not made within {LINK_S:g} s")
+
+
+def _candidates(memory: str, config: Config, theirs: set[str], links: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return the back ends from the best on, each with what speaks against it; empty where nothing does."""
+    used = {link["backend"] for link in links if link["up"]}
+    tried = {name: why for link in links for name, why in link["passed"].items()}
+    try:
+        choice = choose(memory, msgspec.structs.replace(config, backend=AUTO, backend_options=_by_name(config)))
+    except KvxferError as e:
+        return [{"backend": AUTO, "against": str(e)}]
+    rows = []
+    for name in dict.fromkeys([*choice.passed, *choice.backends, *used]):
+        if name in used:
+            against = ""
+        elif name in choice.passed:
+            against = choice.passed[name]
+        elif name in tried:
+            against = tried[name]
+        elif config.backend not in (AUTO, name):
+            against = f"the setting 'backend' names {config.backend!r}; with 'auto' on both engines it is tried"
+        elif name not in theirs:
+            against = (
+                f"the engine there does not have it: pip install 'kvxfer[{name}]' there, and set 'backend' to 'auto'"
+            )
+        else:
+            against = "it comes after the one that is used"
+        rows.append({"backend": name, "against": against})
+    return rows
+
+
+def _by_name(config: Config) -> Mapping[str, Any]:
+    return config.backend_options if config.backend == AUTO else {}
+
+
+def _like(cache: Cache, kept: list[Space]) -> Cache:
+    """Return a cache of the same layout with one block, in memory of the same kind if this process can have it."""
+    regions: list[Region] = []
+    views: list[View] = []
+    starts = cache.starts
+    for view in cache.views:
+        one = msgspec.structs.replace(view, blocks=1)
+        span = -(-one.extent(cache.groups[view.group].block_tokens) // 4096) * 4096
+        device = cache.regions[bisect_right(starts, view.offsets[0]) - 1].device
+        space = _have(span * len(view.layers), device)
+        kept.append(space)
+        begin = flat_starts((*regions, space.region))[-1]
+        regions.append(space.region)
+        views.append(msgspec.structs.replace(one, offsets=tuple(begin + i * span for i in range(len(view.layers)))))
+    return Cache(tuple(regions), cache.groups, tuple(views), cache.rank)
+
+
+def _have(nbytes: int, device: str) -> Space:
+    for there in dict.fromkeys((device, f"{device.partition(':')[0]}:0" if ":" in device else device)):
+        try:
+            return allocate(nbytes, there)
+        except (KvxferError, ValueError):
+            continue
+    return allocate(nbytes)
+
+
+def _main() -> None:
+    """Read what is asked from the standard input, and print what was found."""
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no part of the answer
+    asked = json.load(sys.stdin)
+    found = _visit(asked["peer"], msgspec.convert(asked["config"], Config))
+    os.write(answer, json.dumps(found).encode())
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,96 @@
+"""Ask a directory who is there, from a program that is no engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kvxfer.control.connection import ControlConnection
+from kvxfer.control.sockets import ControlSockets, address
+from kvxfer.errors import PeerError
+from kvxfer.failures import FailureKind
+from kvxfer.protocol import messages as m
+from kvxfer.security import Security
+
+__all__ = ["Inquiry", "inquire"]
+
+REPEAT_S = 0.5
+"""A directory does not answer until its engine's ranks are known; so the question is repeated."""
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What a directory has answered, and how soon.
+
+    Attributes:
+        engine: The engine's descriptor.
+        first_s: Seconds to the first answer, the connection and its handshake included.
+        round_trips: Seconds of each further question and its answer.
+    """
+
+    engine: m.EngineDescriptor
+    first_s: float
+    round_trips: tuple[float, ...]
+
+
+def inquire(host: str, port: int, security: Security, seconds: float, again: int = 0) -> Inquiry:
+    """Ask the directory at this address for its engine's descriptor. Blocks.
+
+    Args:
+        host: Where it is.
+        port: Where it is.
+        security: The key, and who may be dialled.
+        seconds: How long to wait for an answer.
+        again: How often to ask once more, to see how long that takes.
+
+    Raises:
+        PeerError: It cannot be reached, does not answer, refuses, or is none of ours.
+    """
+    sockets = ControlSockets(security)
+    try:
+        connection = sockets.dial(address(host, port), None, m.MAX_BYTES)
+        first, engine = _ask(sockets, connection, seconds)
+        trips = [_ask(sockets, connection, seconds)[0] for _ in range(again)]
+    finally:
+        sockets.close()
+    return Inquiry(engine, first, tuple(trips))
+
+
+def _ask(sockets: ControlSockets, connection: ControlConnection, seconds: float) -> tuple[float, m.EngineDescriptor]:
+    began = now = time.monotonic()
+    repeat = 0.0
+    while now < began + seconds:
+        if now >= repeat:
+            connection.send(m.Lookup(m.PROTOCOL))
+            repeat = now + REPEAT_S
+        sockets.flush()
+        sockets.poll(max(min(repeat, began + seconds) - now, 0.0))
+        for ready in sockets.ready():
+            frame = ready.receive()
+            if frame is not None:
+                return time.monotonic() - began, _engine(frame)
+        if connection.lost is not None:
+            raise PeerError(f"it cannot be reached: {connection.lost}", kind=FailureKind.PEER_UNREACHABLE)
+        now = time.monotonic()
+    raise PeerError(f"it did not answer within {seconds:g} s", kind=FailureKind.PEER_UNREACHABLE)
+
+
+def _engine(frame: bytes) -> m.EngineDescriptor:
+    engine = m.decode(frame)
+    if isinstance(engine, m.Refused):
+        raise PeerError(f"it refused: {engine.reason}", kind=engine.kind)
+    if not isinstance(engine, m.EngineDescriptor):
+        raise PeerError(
+            f"it answered with a {type(engine).__name__}; is it the port of an engine's directory?",
+            kind=FailureKind.MISUSE,
+        )
+    if engine.protocol != m.PROTOCOL:
+        raise PeerError(
+            f"its protocol {engine.protocol} is not ours ({m.PROTOCOL}); update one side", kind=FailureKind.INCOMPATIBLE
+        )
+    try:
+        for member in engine.members:
+            member.cache.check()
+    except ValueError as e:
+        raise PeerError(f"it describes a cache that is none: {e}", kind=FailureKind.MISUSE) from None
+    return engine

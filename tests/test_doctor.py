@@ -1,0 +1,149 @@
+"""`kvxfer doctor` looks at this host, and visits engines that run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvxfer.cli.host import host_facts
+from kvxfer.cli.main import build
+from kvxfer.cli.visit import carried_by, visit
+from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
+from kvxfer.identity import Source
+from kvxfer.security import make_key
+from tests.conftest import require
+from tests.control.conftest import make_cache
+from tests.control.node import Node
+from tests.control.test_processes import deliver
+
+
+@pytest.fixture
+def node() -> Iterator[Any]:
+    made: list[Node] = []
+
+    def make(backend: str, **settings: Any) -> Node:
+        made.append(Node(backend, **settings))
+        return made[-1]
+
+    yield make
+    for n in made:
+        n.end()
+
+
+def call(source: Source, **config: Any) -> dict[str, Any]:
+    """What a visit has found."""
+    return visit(f"{source.host}:{source.port}", Config.from_mapping(config))
+
+
+@pytest.mark.parametrize("backend", ["zmq", "tcp", "nixl", "ucx"])
+def test_a_visit_tells_which_back_end_and_which_transport(node: Any, backend: str) -> None:
+    if backend in ("nixl", "ucx"):
+        require(backend)
+    p, d = node(backend, seed=1), node(backend)
+    found = call(p.source, backend=backend)
+    assert "failure" not in found
+    (link,) = found["links"]
+    assert (link["backend"], link["up"], link["role"]) == (backend, True, "consumer")
+    assert 0 < link["round_trip"] < 1 and 0 < found["round_trip_ms"] < 1000
+    if backend in ("nixl", "ucx"):
+        assert "intra-node: " in link["transport"] and "memory" in link["transport"]
+    assert {row["backend"]: row["against"] for row in found["candidates"]}[backend] == ""
+    assert p.holds() == (0, 0), "the visitor has taken its want back"
+    deliver(p, d, "after")
+
+
+def test_it_says_why_a_better_one_is_not_used(node: Any) -> None:
+    require("cma")
+    p = node("zmq", seed=1)
+    found = call(p.source, backend="auto")
+    against = {row["backend"]: row["against"] for row in found["candidates"]}
+    assert "failure" not in found and against["zmq"] == "" and "pip install 'kvxfer[cma]' there" in against["cma"]
+
+
+def test_a_back_end_that_the_peer_has_not(node: Any) -> None:
+    failure = call(node("zmq", seed=1).source, backend="tcp")["failure"]
+    assert failure["kind"] == "incompatible" and "configure the same on both" in failure["detail"]
+
+
+def test_a_key(node: Any, tmp_path: Path) -> None:
+    for file in ("key", "other"):
+        make_key(tmp_path / file)
+    p = node("zmq", seed=1, key_file=str(tmp_path / "key"))
+    assert "failure" not in call(p.source, key_file=str(tmp_path / "key"))
+    for settings in ({"key_file": str(tmp_path / "other")}, {}):
+        assert call(p.source, peer_timeout=2.0, **settings)["failure"]["kind"] == "peer_unreachable"
+
+
+def test_nobody_there(node: Any) -> None:
+    p = node("zmq")
+    p.end()
+    words = ["doctor", "--json", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"peer_timeout": 2}']
+    result = CliRunner().invoke(build(), words)
+    report = json.loads(result.stdout)
+    assert result.exit_code == 1 and report["peer"]["failure"]["kind"] == "peer_unreachable"
+    assert report["peer"]["failure"]["advice"] in report["problems"][0]
+
+
+def test_an_engine_of_two_ranks() -> None:
+    config = Config(peer_timeout=4.0)
+    memories = [np.zeros(3 * 16 * 2 * 4 * 16, np.uint8) for _ in range(2)]
+    agents = [Agent(make_cache(memory, 2, rank, 16), config, "two") for rank, memory in enumerate(memories)]
+    with agents[0], agents[1], Directory(config, "two") as directory:
+        directory.publish(tuple(agent.member for agent in agents))
+        found = call(directory.source)
+        assert "failure" not in found and found["ranks"] == 2
+        peers = {link["peer"] for link in found["links"]}
+        assert len(peers) == 2 and all(any(a.member.address in peer for peer in peers) for a in agents)
+
+
+def test_wrong_use() -> None:
+    for wrong in (["--peer", "nowhere"], ["--peer", "host:99999"], ["--config", "["], ["--what"]):
+        assert CliRunner().invoke(build(), ["doctor", *wrong]).exit_code == 2
+
+
+def test_people_are_told_the_same(node: Any) -> None:
+    p = node("zmq", seed=1)
+    shown = CliRunner().invoke(build(), ["doctor", "--peer", f"{p.source.host}:{p.source.port}"])
+    words = " ".join(shown.stdout.split())
+    assert (
+        shown.exit_code == 0 and "zmq, up, ping" in words and "GB/s: not measured" in words and "ptrace_scope" in words
+    )
+
+
+def test_what_libraries_say_of_their_transports() -> None:
+    require("ucx")
+    log = "x.c:1 UCX  INFO    ctx inter-node cfg#2 tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)\n" * 2
+    assert carried_by("ucx", log) == "inter-node: tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)"
+    assert carried_by("nccl", "n1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n") == "P2P/CUMEM"
+    assert carried_by("zmq", "") is None
+
+
+def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    put("proc/sys/kernel/yama/ptrace_scope", "2\n")
+    put("proc/self/status", "CapEff:\t0000000000000000\n")
+    put("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
+    put("sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)\n")
+    put("sys/class/infiniband/mlx5_0/device/numa_node", "1\n")
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    put("sys/bus/pci/devices/0000:01:00.0/numa_node", "0\n")
+    monkeypatch.setattr("kvxfer.cli.host._memlock", lambda: 65536)
+    facts = host_facts(tmp_path)
+    assert facts["nics"] == [
+        {"name": "mlx5_0", "infiniband": True, "state": "DOWN", "gbit_per_s": 400.0, "numa_node": 1}
+    ]
+    for i, words in enumerate(["ptrace_scope is 2", "limited to 65536 bytes", "no InfiniBand card", "is DOWN"]):
+        assert words in facts["advice"][i]
+    put("proc/self/status", "CapEff:\t0000000000080000\n")
+    assert "ptrace" not in host_facts(tmp_path)["advice"][0]

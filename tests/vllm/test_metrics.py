@@ -1,0 +1,222 @@
+"""What vLLM's `/metrics` shows: our names, those of NixlConnector, the dashboard that reads them, and `kvxfer top`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from kvxfer.cli.main import build
+from kvxfer.control.link import LinkStatus
+from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.identity import TransferId
+from kvxfer.protocol.values import Ended, Stats
+from kvxfer_vllm.stats import Gauges, KVXferPromMetrics, KVXferStats
+
+ROOT = Path(__file__).parents[2]
+LABELS, VALUES = ["model_name", "engine"], ["tiny", "0"]
+T = TransferId("own/1/x", 0)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def metrics(registry: CollectorRegistry, connector: str = "KVXferConnector") -> KVXferPromMetrics:
+    def of(kind: Any) -> Any:
+        return lambda **arguments: kind(registry=registry, **arguments)
+
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=connector))
+    kinds = {Counter: of(Counter), Gauge: of(Gauge), Histogram: of(Histogram)}
+    return KVXferPromMetrics(config, kinds, LABELS, {0: VALUES})
+
+
+def counted() -> KVXferStats:
+    """A delivered load, one that timed out, a cancelled one; offers likewise; and a rank's gauges."""
+    stats = KVXferStats()
+
+    def ended(role: Any, kind: FailureKind | None, waited: float = 0.0) -> None:
+        outcome = Outcome(None if kind is None else Failure(kind, "why"))
+        stats.record(Ended(role, T, "r", outcome, 4096, 0.5, 1, waited))
+
+    ended("consumer", None, 0.25)
+    ended("consumer", FailureKind.TIMED_OUT)
+    ended("consumer", FailureKind.CANCELLED)
+    ended("producer", None)
+    ended("producer", FailureKind.TIMED_OUT)
+    links = [LinkStatus("p", "consumer", "zmq", up, {}, None) for up in (True, True, False)]
+    stats.note("0.0", None, Gauges(Stats(2, 3, 7, 0, 5, 1), links))
+    return stats
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, {**dict(zip(LABELS, VALUES, strict=True)), **labels})
+
+
+def test_all_that_ranks_count_is_exported(registry: CollectorRegistry) -> None:
+    exported = metrics(registry)
+    stats = KVXferStats(json.loads(json.dumps(counted().data)))  # as it comes from another process
+    assert stats.aggregate(KVXferStats()).reduce()["failed, timed_out"] == 1
+    exported.observe(stats.data)
+    assert value(registry, "kvxfer_transfers_total", outcome="timed_out") == 1
+    assert value(registry, "kvxfer_offers_total", outcome="timed_out") == 1
+    assert value(registry, "kvxfer_offers_total", outcome="delivered") == 1
+    assert value(registry, "kvxfer_offers_total", outcome="corrupt") == 0
+    assert value(registry, "kvxfer_loads_in_hand") == 2
+    assert value(registry, "kvxfer_offers_in_hand") == 3
+    assert value(registry, "kvxfer_quarantined_bytes") == 7
+    assert value(registry, "kvxfer_links", role="consumer", backend="zmq") == 2
+
+
+def test_gauges_are_sums_over_ranks_and_fall_again(registry: CollectorRegistry) -> None:
+    exported = metrics(registry)
+    said: dict[str, Gauges] = {}
+
+    def say(rank: str, n: int) -> None:
+        links = [LinkStatus("p", "producer", "cma", True, {}, None)] * n
+        stats, now = KVXferStats(), Gauges(Stats(n, n, n, 0, 0, 0), links)
+        stats.note(rank, said.get(rank), now)
+        said[rank] = now
+        exported.observe(stats.data)
+
+    for rank, n in (("0.0", 2), ("0.1", 3), ("0.0", 0)):
+        say(rank, n)
+    assert value(registry, "kvxfer_links", role="producer", backend="cma") == 3
+    assert value(registry, "kvxfer_loads_in_hand") == 3
+    say("0.1", 0)
+    assert value(registry, "kvxfer_links", role="producer", backend="cma") == 0
+
+
+def test_what_has_not_changed_is_not_sent() -> None:
+    now = Gauges(Stats(1, 1, 0, 2, 3, 4), [])
+    stats = KVXferStats()
+    stats.note("0.0", now, now)
+    assert stats.is_empty()
+
+
+def test_names_and_units_of_nixl(registry: CollectorRegistry) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import stats as theirs
+
+    exported = metrics(registry)
+    exported.observe(counted().data)
+    assert value(registry, "vllm:nixl_xfer_time_seconds_sum") == 0.25, "without the wait for the producer"
+    assert value(registry, "vllm:nixl_xfer_time_seconds_count") == 1
+    assert value(registry, "vllm:nixl_bytes_transferred_sum") == 4096
+    assert value(registry, "vllm:nixl_num_failed_transfers_total") == 1, "a cancelled load has not failed"
+    assert value(registry, "vllm:nixl_num_kv_expired_reqs_total") == 1
+
+    nixl = CollectorRegistry()
+
+    def of(kind: Any) -> Any:
+        return lambda **arguments: kind(registry=nixl, **arguments)
+
+    config = SimpleNamespace(kv_transfer_config=None)
+    kinds = {Counter: of(Counter), Gauge: of(Gauge), Histogram: of(Histogram)}
+    theirs.NixlPromMetrics(config, kinds, LABELS, {0: VALUES})
+    known = {family.name: family for family in nixl.collect()}
+    ours = {family.name: family for family in registry.collect() if family.name.startswith("vllm:")}
+    assert len(ours) == 4
+    for name, family in ours.items():
+        assert family.type == known[name].type
+        edges = [{s.labels["le"] for s in f.samples if "le" in s.labels} for f in (family, known[name])]
+        assert edges[0] == edges[1], name
+
+
+def test_beside_nixl_its_names_are_left_to_it(registry: CollectorRegistry) -> None:
+    metrics(registry, "MultiConnector").observe(counted().data)
+    assert not [family.name for family in registry.collect() if "nixl" in family.name]
+
+
+def test_every_query_of_the_dashboard_names_what_is_exported(registry: CollectorRegistry) -> None:
+    metrics(registry).observe(counted().data)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    labels = {s.name: set(s.labels) for family in families for s in family.samples}
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    assert len(queries) > 12 and len({p["id"] for p in board["panels"]}) == len(board["panels"])
+    used = set()
+    for query in queries:
+        names = set(re.findall(r"\b(?:kvxfer_\w+|vllm:\w+)", query))
+        assert names and names <= labels.keys(), query
+        asked = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
+        asked |= set(re.findall(r"(\w+)(?:=~|!~|=)\"", query))
+        assert asked <= set().union(*(labels[name] for name in names)), query
+        used |= {name.removesuffix("_bucket") for name in names}
+    ours = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
+    assert {name for name in ours if name.startswith("kvxfer_")} <= used, "each metric of ours has its panel"
+
+
+def test_the_page_of_metrics_lists_what_is_exported(registry: CollectorRegistry) -> None:
+    metrics(registry)
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    listed = set(re.findall(r"^\| `((?:kvxfer_|vllm:)\w+)", page, re.MULTILINE))
+    ours = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
+    assert listed == ours
+
+
+@pytest.fixture
+def server(registry: CollectorRegistry) -> Iterator[str]:
+    """An engine's HTTP server, as far as `/metrics` goes."""
+    exported = metrics(registry)
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            exported.observe(counted().data)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(generate_latest(REGISTRY) + generate_latest(registry))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    Thread(target=http.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{http.server_address[1]}"
+    http.shutdown()
+    http.server_close()
+
+
+def test_top_shows_an_engine(server: str) -> None:
+    result = CliRunner().invoke(build(), ["top", server, "--once", "--json"])
+    (row,) = json.loads(result.stdout)["engines"]
+    assert result.exit_code == 0
+    assert row == {
+        "engine": server,
+        "links": {"consumer/zmq": 2},
+        "loads_in_hand": 2,
+        "offers_in_hand": 3,
+        "quarantined_bytes": 7,
+        "loads": {"cancelled": 1, "delivered": 1, "timed_out": 1},
+        "offers": {"delivered": 1, "timed_out": 1},
+        "corrupt": 0,
+        "failed": 2,
+    }
+    shown = CliRunner().invoke(build(), ["top", server, "--once"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0 and "2 consumer/zmq" in shown.stdout and "load timed_out" in shown.stdout
+
+
+def test_top_takes_rates_between_two_looks(server: str) -> None:
+    from kvxfer.cli.top import look, row
+
+    first = look(server)
+    second = row(look(server), first)
+    assert second["loads_per_s"] > 0 and second["mb_per_s"] > 0
+
+
+def test_top_where_there_is_nothing() -> None:
+    result = CliRunner().invoke(build(), ["top", "127.0.0.1:9", "--once", "--json"])
+    assert result.exit_code == 1 and "does not answer" in json.loads(result.stdout)["engines"][0]["error"]
+    for wrong in (["nowhere", "--once"], [], ["127.0.0.1:9", "--every", "0"]):
+        assert CliRunner().invoke(build(), ["top", *wrong]).exit_code == 2
