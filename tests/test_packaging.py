@@ -16,7 +16,7 @@ import kvxfer
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = sorted([*ROOT.glob("backends/*/pyproject.toml"), *ROOT.glob("connectors/*/pyproject.toml")])
-HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "transformers"}
+HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "transformers", "sglang"}
 
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [

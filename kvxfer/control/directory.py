@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 
 import msgspec
@@ -23,6 +23,7 @@ from kvxfer.errors import ArgumentError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, new_epoch
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.budgets import PeerBudgets
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import Complaints, Security
 from kvxfer.threads import NamedThread
@@ -41,7 +42,7 @@ SLICE_S = 0.005
 SHARE = 16
 """Messages of one connection before others have their turn."""
 MOST_NOTICES = 4 << 20
-"""Bytes of notices, as they came, that wait for our scheduler side; of one connection, a quarter of it."""
+"""Bytes of notices, as they came, that wait for our scheduler side. However many connections fill it, another finds room."""
 MOST_TOLD = 100_000
 """Notices of ours that wait to be sent."""
 TOGETHER = 1000
@@ -90,9 +91,7 @@ class Directory:
             raise
         self.source = Source(config.advertise or config.listen, bound, self.epoch)
         self._notices: deque[m.Renew | m.Decline] = deque()
-        self._waiting: Counter[sockets.ControlConnection | None] = (
-            Counter()
-        )  # bytes of notices, by connection; None: of all
+        self._room: PeerBudgets[sockets.ControlConnection] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], sockets.ControlConnection] = {}
         self._idle: Timers[tuple[str, int]] = Timers()
@@ -151,7 +150,7 @@ class Directory:
         with self._lock:
             out = list(self._notices)
             self._notices.clear()
-            self._waiting.clear()
+            self._room = PeerBudgets(MOST_NOTICES)
         return out
 
     def tell(self, source: Source, message: m.Renew | m.Decline) -> None:
@@ -241,12 +240,9 @@ class Directory:
                 pass  # news for an engine that was here before, or nothing for a directory
 
     def _notice(self, notice: m.Renew | m.Decline, connection: sockets.ControlConnection, nbytes: int) -> None:
-        kept = self._waiting
-        if kept[None] + nbytes > MOST_NOTICES or kept[connection] + nbytes > MOST_NOTICES // 4:
+        if not self._room.take(connection, nbytes):
             self._complain("directory: %s tells more than the engine takes in; a notice is dropped", connection.host)
             return
-        for key in (None, connection):
-            kept[key] += nbytes
         self._notices.append(notice)
 
     def _deliver(self, source: Source, message: m.Message) -> None:

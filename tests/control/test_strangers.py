@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Collection, Mapping
@@ -219,6 +220,26 @@ def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) ->
         s.say(m.Lookup(m.PROTOCOL))
         assert isinstance(s.answer(), m.EngineDescriptor)  # in order: what came before has been taken in
     assert len(p.directory.notices()) == 4
+
+
+def test_whoever_fills_a_directory_leaves_room_for_others(pair: tuple[Engine, Engine]) -> None:
+    p, _ = pair
+    flood = Decline(p.source.epoch, tuple(Named(TransferId(f"own/{i}", i), b"d" * 32) for i in range(1000)), "x")
+    address = f"tcp://127.0.0.1:{p.source.port}"
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stranger = stack.enter_context(Stranger(address))
+            for _ in range(100):
+                stranger.say(flood)
+            stranger.say(m.Lookup(m.PROTOCOL))
+            assert isinstance(stranger.answer(), m.EngineDescriptor)  # all of it has been taken in, or dropped
+        honest = stack.enter_context(Stranger(address))
+        honest.say(Renew(p.source.epoch, (Named(T, b"d"),)))
+        honest.say(m.Lookup(m.PROTOCOL))
+        assert isinstance(honest.answer(), m.EngineDescriptor)
+        heard = p.directory.notices()
+    assert sum(isinstance(notice, Decline) for notice in heard) < 100, "they were bounded"
+    assert [notice for notice in heard if isinstance(notice, Renew)] == [Renew(p.source.epoch, (Named(T, b"d"),))]
 
 
 def test_directory_outlives_addresses_that_are_none() -> None:

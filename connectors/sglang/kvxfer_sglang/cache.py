@@ -1,0 +1,66 @@
+"""SGLang's KV pool as kvxfer sees it: pages of tokens, of keys and values or of latents.
+
+SGLang describes a pool by the first byte, the length and the bytes of a page of each buffer: the keys of all layers, then
+the values; or the latents. A page lies in one piece, token by token, and in it head by head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvxfer import Cache, Group, Rank
+from kvxfer.geometry import Heads, Region, View
+from kvxfer.geometry.cache import flat_starts
+from kvxfer_sglang.support import UnsupportedSetupError
+
+__all__ = ["pool_cache"]
+
+
+def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: int, device: str) -> Cache:
+    """Return what others must know of a pool.
+
+    Args:
+        args: SGLang's ``KVArgs``.
+        heads: The first KV head that is here, how many are here, and how many the model has; ``None`` for latents.
+        rank: The attention's tensor-parallel rank.
+        device: Where the pool lies, as kvxfer names devices.
+
+    Raises:
+        UnsupportedSetupError: The buffers are not laid out so.
+    """
+    planes = ("k", "v") if heads else ("latent",)
+    if not args.kv_data_ptrs or len(args.kv_data_ptrs) % len(planes):
+        raise UnsupportedSetupError(
+            f"a KV pool of {len(args.kv_data_ptrs)} buffers has no {' and '.join(planes)} of each layer"
+        )
+    regions = tuple(Region(p, n, device) for p, n in zip(args.kv_data_ptrs, args.kv_data_lens, strict=True))
+    starts = flat_starts(regions)
+    layers = len(regions) // len(planes)
+    views = []
+    for side, plane in enumerate(planes):
+        own = slice(side * layers, (side + 1) * layers)
+        pages = set(args.kv_item_lens[own])
+        cut = args.page_size * (heads[1] if heads else 1)
+        page = min(pages)
+        if len(pages) > 1 or page % cut:
+            raise UnsupportedSetupError(
+                f"pages of {sorted(pages)} bytes are not {cut} alike pieces of one size in each layer"
+            )
+        unit = page // cut
+        views.append(
+            View(
+                plane=plane,
+                group=0,
+                layers=tuple(map(str, args.kv_layer_ids[own] or range(layers))),
+                offsets=starts[own],
+                blocks=min(region.nbytes for region in regions[own]) // page,
+                block_stride=page,
+                unit=unit,
+                encoding=args.kv_cache_dtype_str,
+                heads=Heads(*heads, stride=unit) if heads else None,
+                token_stride=page // args.page_size,
+            )
+        )
+    cache = Cache(regions, (Group(args.page_size),), tuple(views), Rank(tp=rank))
+    cache.check()
+    return cache

@@ -1,0 +1,158 @@
+"""The decode rank's part: which pages are fetched into, until nothing writes into them any more."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer import BlockTable, Ended, Event, Fetch, KvxferError, Released, Ticket
+from kvxfer_sglang.identity import request_digest
+from kvxfer_sglang.metadata import set_row
+from kvxfer_sglang.notes import AttemptFailed, PagesOffered
+from kvxfer_sglang.rank import EngineRank
+
+__all__ = ["DecodeRank"]
+
+log = logging.getLogger("kvxfer.sglang")
+
+
+@dataclass
+class _Receiving:
+    """One attempt to get a request's pages."""
+
+    room: int
+    attempt: int
+    pages: list[int]
+    aux_index: int
+    prefix: int
+    fetched: bool = False
+    ended: Ended | None = None
+
+    @property
+    def handle(self) -> str:
+        """The name of its fetch."""
+        return f"sglang-{self.room}-{self.attempt}"
+
+
+class DecodeRank:
+    """Fetches pages once they are offered. Called by SGLang's scheduler, and by the two threads of the manager.
+
+    Args:
+        manager: The ``TransferManager``, which has SGLang's state of each request.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._rank: EngineRank
+        self._lock = threading.Lock()
+        self._receivings: dict[int, _Receiving] = {}  # by room
+        self._fetches: dict[str, _Receiving] = {}  # by handle, until released
+
+    def start(self, rank: EngineRank) -> None:
+        """Begin with this rank."""
+        self._rank = rank
+
+    def expect(self, room: int, pages: list[int], aux_index: int, prefix: int) -> None:
+        """Note where a request's pages and its metadata go, before a prefill rank is told of it.
+
+        Args:
+            room: The request.
+            pages: What is to be fetched into, behind the pages that are cached.
+            aux_index: The request's row of metadata.
+            prefix: Tokens that are cached.
+        """
+        attempt = int.from_bytes(os.urandom(6))
+        with self._lock:
+            self._receivings[room] = _Receiving(room, attempt, pages, aux_index, prefix)
+
+    def attempt(self, room: int) -> int:
+        """Return the number of the attempt that is under way."""
+        return self._receivings[room].attempt
+
+    def offered(self, note: PagesOffered) -> None:
+        """Fetch what a prefill rank says is there. The others of its engine say so too."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        with self._lock:
+            receiving = self._current(note.room, note.attempt)
+            if receiving is None or receiving.fetched:
+                return
+            receiving.fetched = True
+            try:
+                if note.ticket:
+                    self._fetch(receiving, Ticket.read(note.ticket))
+                    self._manager.update_status(note.room, KVPoll.Transferring)
+                else:
+                    set_row(self._manager.kv_args, receiving.aux_index, note.aux)
+                    self._manager.update_status(note.room, KVPoll.Success)
+            except KvxferError as error:
+                self._fetches.pop(receiving.handle, None)
+                self._manager.fail(note.room, str(error))
+
+    def failed(self, note: AttemptFailed) -> None:
+        """Take in that a prefill rank has given a request up."""
+        with self._lock:
+            receiving = self._current(note.room, note.attempt)
+            if receiving is not None:
+                self._manager.fail(note.room, f"the prefill server gave it up: {note.reason}")
+                self._cancel(receiving, note.reason)
+
+    def drop(self, room: int, reason: str) -> None:
+        """Let go of a request. What still writes into its pages is asked to stop; ``quiet`` says when it has."""
+        with self._lock:
+            receiving = self._receivings.pop(room, None)
+            if receiving is not None:
+                self._cancel(receiving, reason)
+
+    def quiet(self, room: int) -> bool:
+        """Whether nothing writes into the pages of this room's requests any more."""
+        with self._lock:
+            return all(receiving.room != room for receiving in self._fetches.values())
+
+    def heard(self, event: Event) -> None:
+        """Take in what became of a fetch."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        with self._lock:
+            receiving = self._fetches.get(event.handle)
+            if receiving is None:
+                return
+            wanted = self._receivings.get(receiving.room) is receiving
+            if isinstance(event, Ended):
+                receiving.ended = event
+                if wanted and not event.outcome.delivered:
+                    self._manager.fail(receiving.room, str(event.outcome.failure))
+            if not isinstance(event, Released):
+                return
+            del self._fetches[event.handle]
+            ended = receiving.ended
+            if wanted and ended is not None and ended.outcome.delivered:
+                try:
+                    set_row(self._manager.kv_args, receiving.aux_index, ended.payload)
+                    self._manager.update_status(receiving.room, KVPoll.Success)
+                except KvxferError as error:
+                    self._manager.fail(receiving.room, str(error))
+
+    def _current(self, room: int, attempt: int) -> _Receiving | None:
+        receiving = self._receivings.get(room)
+        if receiving is None or receiving.attempt != attempt:
+            log.debug("room %s: a word about attempt %s comes too late", room, attempt)
+            return None
+        return receiving
+
+    def _fetch(self, receiving: _Receiving, ticket: Ticket) -> None:
+        """Fetch under our own digest, so that a mix-up of requests is told by the producer."""
+        tokens = len(receiving.pages) * self._manager.kv_args.page_size
+        digest = request_digest(receiving.room, receiving.prefix, len(receiving.pages))
+        table = BlockTable.of([receiving.pages])
+        own = self._rank.source
+        fetch = Fetch(receiving.handle, ticket.transfer, digest, ticket.source, table, 0, tokens, own)
+        self._fetches[receiving.handle] = receiving
+        self._rank.agent.fetch(fetch)
+
+    def _cancel(self, receiving: _Receiving, reason: str) -> None:
+        if receiving.handle in self._fetches and receiving.ended is None:
+            self._rank.agent.cancel(receiving.handle, reason)

@@ -1,0 +1,59 @@
+"""What all KV of an SGLang server depends on, as facts that others compare with theirs; and what one request's depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from kvxfer import Config
+from kvxfer.facts import TEXT
+from kvxfer.identity import key
+
+__all__ = ["request_digest", "server_facts"]
+
+_UNESSENTIAL = frozenset(
+    "_name_or_path architectures transformers_version torch_dtype dtype use_cache return_dict output_attentions "
+    "output_hidden_states attn_implementation bos_token_id eos_token_id pad_token_id".split()
+)
+"""Settings of a model that its KV does not depend on, and those that are stated by themselves."""
+
+
+def server_facts(model: Any, encoding: str, config: Config) -> dict[str, str]:
+    """Return the facts of a server.
+
+    Its weights are known by the model's name and revision as the server was told them, or by the setting ``model``.
+
+    Args:
+        model: SGLang's ``ModelConfig``.
+        encoding: The KV cache's dtype.
+        config: The settings.
+    """
+    text = json.dumps(_essential(model.hf_config.to_dict()), sort_keys=True, default=str)
+    return {
+        "model": config.model or str(model.model_path)[-TEXT:],
+        "revision": str(model.revision or "none")[-TEXT:],
+        "config": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantisation": str(model.quantization or "none"),
+        "kv dtype": encoding,
+    }
+
+
+def request_digest(room: int, prefix: int, pages: int) -> bytes:
+    """Return what both servers must mean when they speak of a request.
+
+    SGLang gives its transfers no tokens to compare. A room is the router's name for one request, and both servers know it.
+
+    Args:
+        room: The request's ``bootstrap_room``.
+        prefix: Tokens that the decode server has cached.
+        pages: Pages behind those, which are moved.
+    """
+    return hashlib.blake2b(key("sglang", room, prefix, pages), digest_size=16).digest()
+
+
+def _essential(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _essential(inner) for name, inner in value.items() if name not in _UNESSENTIAL}

@@ -1,0 +1,174 @@
+"""SGLang's manager of a rank's transfers, over kvxfer.
+
+SGLang's own bootstrap server and sockets stay: they tell a decode rank where the prefill ranks are, and carry notes. The KV
+and the metadata of a request move by a kvxfer transfer, which a ticket names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import zmq
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification, CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_device, get_parallel, process_model_config
+from sglang.srt.utils.network import NetworkAddress
+
+from kvxfer import PeerError
+from kvxfer.memory.fence import CudaEvent
+from kvxfer.threads import NamedThread
+from kvxfer_sglang.cache import pool_cache
+from kvxfer_sglang.decode import DecodeRank
+from kvxfer_sglang.identity import server_facts
+from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted, packed, unpacked
+from kvxfer_sglang.prefill import PrefillRank
+from kvxfer_sglang.rank import EngineRank
+from kvxfer_sglang.settings import settings
+from kvxfer_sglang.support import check_setup
+
+__all__ = ["TransferManager"]
+
+log = logging.getLogger("kvxfer.sglang")
+
+TURN_MS = 500
+"""How long the thread waits for a message before it looks whether it shall end."""
+
+
+class TransferManager(CommonKVManager):
+    """What SGLang's scheduler of one rank has of kvxfer; for the arguments see ``CommonKVManager``.
+
+    Raises:
+        UnsupportedSetupError: The server is set up in a way whose KV is not moved.
+        KvxferError: A setting is wrong, or the back end does not work here.
+    """
+
+    supports_deferred_decode_kv_release = True
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
+        decodes = disaggregation_mode == DisaggregationMode.DECODE
+        check_setup(args, decodes)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        config = settings(self.local_ip, self.waiting_timeout if decodes else self.bootstrap_timeout)
+        model = process_model_config()
+        cache = pool_cache(args, None if is_mla_backend else self._heads(model), self.attn_tp_rank, self._device())
+        self.prefill, self.decode = PrefillRank(self), DecodeRank(self)
+        side = self.decode if decodes else self.prefill
+        facts = server_facts(model, args.kv_cache_dtype_str, config)
+        name = f"sglang-{disaggregation_mode.value}-dp{self.system_dp_rank or self.attn_dp_rank}"
+        self._rank = EngineRank(cache, config, name, facts, self._gather(), side.heard)
+        side.start(self._rank)
+        self._stopped = False
+        hear = self._hear_decode if decodes else self._hear_prefill
+        self._thread = NamedThread(target=self._listen, args=(hear,), name="kvxfer-notes", daemon=True)
+        self._thread.start()
+        if decodes:
+            self._start_heartbeat_checker_thread()
+
+    def _heads(self, model: Any) -> tuple[int, int, int]:
+        """Return the first KV head of this rank, how many it has, and how many the model has."""
+        total, ranks = model.get_total_num_kv_heads(), self.attn_tp_size
+        here = model.get_num_kv_heads(ranks)
+        return (
+            (self.attn_tp_rank * total // ranks if total >= ranks else self.attn_tp_rank // (ranks // total)),
+            here,
+            total,
+        )
+
+    def _device(self) -> str:
+        return "cpu" if get_device().device == "cpu" else f"{get_device().device}:{self.kv_args.gpu_id}"
+
+    def _gather(self) -> Callable[[Any], list[Any]]:
+        if self.attn_tp_size == 1:
+            return lambda own: [own]
+        gather: Callable[[Any], list[Any]] = get_parallel().attn_tp_group.all_gather_object
+        return gather
+
+    # --- what SGLang calls -----------------------------------------------------------------------------------------
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: Any,
+        index_slice: slice,
+        is_last_chunk: bool,
+        aux_index: int | None = None,
+        wait_event: Any = None,
+        **_: Any,
+    ) -> None:
+        """Offer further pages of a request; ``CommonKVSender.send`` calls it."""
+        after = None if wait_event is None else CudaEvent(wait_event)
+        self.prefill.add(bootstrap_room, np.asarray(kv_indices).tolist(), is_last_chunk, aux_index, after)
+
+    def build_receiver_metadata_message(
+        self, *, bootstrap_room: int, required_dst_info_num: int, decode_prefix_len: int | None, **_: Any
+    ) -> list[bytes]:
+        """Return what a prefill rank is told; ``CommonKVReceiver.send_metadata`` sends it to each."""
+        attempt = self.decode.attempt(bootstrap_room)
+        prefix = decode_prefix_len or 0
+        return packed(
+            PagesWanted(bootstrap_room, attempt, self.local_ip, self.rank_port, prefix, required_dst_info_num)
+        )
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nothing writes into the pages of a failed request any more; no prefill rank has to be asked."""
+        return self.decode.quiet(bootstrap_room)
+
+    def teardown(self) -> None:
+        """Stop all threads and close all sockets; the pool is SGLang's."""
+        self._stopped = True
+        self._thread.join(4 * TURN_MS / 1000)
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            self._heartbeat_shutdown.set()
+        if not self._rank.close():
+            log.error("the KV pool may still be written to: it must not be freed")
+        self._zmq_ctx.destroy(linger=0)
+
+    # --- what the two parts call ---------------------------------------------------------------------------------------
+
+    def fail(self, room: int, reason: str) -> None:
+        """Have SGLang's scheduler take a request for failed; of several reasons it is told the first."""
+        with self.failure_lock:
+            self.failure_records.setdefault(room, reason)
+        self.update_status(room, KVPoll.Failed)
+
+    # --- notes -----------------------------------------------------------------------------------------------------
+
+    def tell(self, host: str, port: int, note: PagesOffered | AttemptFailed) -> None:
+        """Send a note to a decode rank; one that cannot be reached hears nothing."""
+        address = NetworkAddress(host, port)
+        try:
+            self._send_multipart_locked(address.to_tcp(), packed(note), is_ipv6=address.is_ipv6)
+        except zmq.ZMQError as error:
+            log.warning("room %s: the decode server at %s:%s cannot be told: %s", note.room, host, port, error)
+
+    def _listen(self, hear: Callable[[list[bytes]], None]) -> None:
+        while not self._stopped:
+            if not self.server_socket.poll(TURN_MS):
+                continue
+            try:
+                hear(self.server_socket.recv_multipart())
+            except PeerError as error:
+                log.warning("a message is dropped: %s", error)
+            except Exception:
+                log.exception("a message could not be handled; it is dropped")
+
+    def _hear_prefill(self, frames: list[bytes]) -> None:
+        if frames[0] == ABORT_TAG:
+            notice = AbortNotification.from_zmq(frames)
+            if notice is not None:
+                self.prefill.aborted(notice.room)
+            return
+        note = unpacked(frames)
+        if isinstance(note, PagesWanted):
+            self.prefill.wanted(note)
+
+    def _hear_decode(self, frames: list[bytes]) -> None:
+        note = unpacked(frames)
+        if isinstance(note, PagesOffered):
+            self.decode.offered(note)
+        elif isinstance(note, AttemptFailed):
+            self.decode.failed(note)

@@ -1,0 +1,85 @@
+"""What prefill and decode ranks tell each other over SGLang's own sockets, besides SGLang's word that a request is aborted.
+
+A room may be used again once its request is over. So a decode rank draws a number for each attempt, and every answer
+repeats it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxfer import PeerError
+
+__all__ = ["AttemptFailed", "PagesOffered", "PagesWanted", "packed", "unpacked"]
+
+TAG = b"KVXFER"
+"""The first frame; in the second lies the note."""
+
+
+class PagesWanted(msgspec.Struct, frozen=True, tag=True):
+    """Decode to prefill: pages are there for a request's KV.
+
+    Attributes:
+        room: The request's ``bootstrap_room``.
+        attempt: The decode rank's number for it.
+        endpoint: The decode rank's host.
+        dst_port: The port at which it hears.
+        prefix: Tokens that it has cached, in whole pages.
+        required_dst_info_num: How many decode ranks tell this prefill rank of the request.
+    """
+
+    room: int
+    attempt: int
+    endpoint: str
+    dst_port: int
+    prefix: int
+    required_dst_info_num: int
+
+
+class PagesOffered(msgspec.Struct, frozen=True, tag=True):
+    """Prefill to decode: the first pages are computed.
+
+    Attributes:
+        room: The request's ``bootstrap_room``.
+        attempt: That of the ``PagesWanted``.
+        ticket: What is to be fetched; empty where there is no page to move.
+        aux: Without pages, SGLang's metadata of the request; else it comes with the pages.
+    """
+
+    room: int
+    attempt: int
+    ticket: str
+    aux: bytes = b""
+
+
+class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
+    """Prefill to decode: nothing will come, or what has come is void."""
+
+    room: int
+    attempt: int
+    reason: str
+
+
+_DECODER = msgspec.msgpack.Decoder(PagesWanted | PagesOffered | AttemptFailed)
+
+
+def packed(note: PagesWanted | PagesOffered | AttemptFailed) -> list[bytes]:
+    """Return a note as the frames of a message."""
+    return [TAG, msgspec.msgpack.encode(note)]
+
+
+def unpacked(frames: list[bytes]) -> PagesWanted | PagesOffered | AttemptFailed:
+    """Return the note of a message.
+
+    Raises:
+        PeerError: It is none.
+    """
+    if len(frames) != 2 or frames[0] != TAG:
+        raise PeerError(
+            f"a message of {len(frames)} frames that begins with {frames[0][:20] if frames else b''!r} is no note"
+        )
+    try:
+        note: PagesWanted | PagesOffered | AttemptFailed = _DECODER.decode(frames[1])
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"a note that is not understood: {error}") from None
+    return note

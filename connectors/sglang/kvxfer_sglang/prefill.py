@@ -1,0 +1,177 @@
+"""The prefill rank's part: which pages of which request are offered, until they are fetched or given up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvxfer import BlockTable, Ended, Event, KvxferError, Offer, Released, Ticket, TransferId
+from kvxfer.fence import Fence
+from kvxfer_sglang.identity import request_digest
+from kvxfer_sglang.metadata import row_of
+from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted
+from kvxfer_sglang.rank import EngineRank
+
+__all__ = ["PrefillRank"]
+
+log = logging.getLogger("kvxfer.sglang")
+
+GENERATION = 1
+"""SGLang gives a transfer's pages up for good, and never to compute them anew under the same name."""
+
+
+@dataclass
+class _Sending:
+    """A request whose pages are offered, or will be."""
+
+    room: int
+    transfer: TransferId
+    digest: bytes
+    wanted: tuple[PagesWanted, ...]
+    pages: list[int] = field(default_factory=list)
+    offered: bool = False
+    ended: Ended | None = None
+
+
+class PrefillRank:
+    """Offers pages as SGLang computes them. Called by SGLang's scheduler, and by the two threads of the manager.
+
+    Args:
+        manager: The ``TransferManager``, which has SGLang's state of each request.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._rank: EngineRank
+        self._lock = threading.Lock()
+        self._sendings: dict[int, _Sending] = {}  # by room
+        self._offered: dict[TransferId, _Sending] = {}  # until released
+        self._count = 0
+
+    def start(self, rank: EngineRank) -> None:
+        """Begin with this rank."""
+        self._rank = rank
+
+    def wanted(self, note: PagesWanted) -> None:
+        """Take in where a decode rank hears of a request; the last of them lets the scheduler go on with it."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager = self._manager
+        with self._lock:
+            if manager.request_status.get(note.room) not in (None, KVPoll.Bootstrapping):
+                log.debug("room %s: pages are wanted too late", note.room)
+                return
+            known = manager.transfer_infos.setdefault(note.room, {})
+            known[note.endpoint, note.dst_port] = note
+            if len(known) < note.required_dst_info_num:
+                return
+            manager.resolve_kv_replica_factor(known)
+            manager.req_to_decode_prefix_len[note.room] = note.prefix
+            manager.update_status(note.room, KVPoll.WaitingForInput)
+
+    def begin(self, room: int, pages: int) -> None:
+        """Name the transfer of a request, of which so many pages are to be sent.
+
+        All ranks of an engine begin the same requests in the same order, as SGLang itself needs it; so they agree on names.
+        """
+        with self._lock:
+            self._count += 1
+            known = tuple(self._manager.transfer_infos.get(room, {}).values())
+            prefix = known[0].prefix if known else 0
+            transfer = TransferId.mint(self._rank.source.epoch, f"sglang-{room}-{self._count}")
+            self._sendings[room] = _Sending(room, transfer, request_digest(room, prefix, pages), known)
+
+    def add(self, room: int, pages: Sequence[int], last: bool, aux_index: int | None, after: Fence | None) -> None:
+        """Offer further pages of a request, and with the last ones SGLang's metadata of it.
+
+        Args:
+            room: The request.
+            pages: The pages behind those that were added before.
+            last: Whether no more follow.
+            aux_index: The request's row of metadata, with the last pages.
+            after: The fence behind which the pages are complete; ``None`` when they are.
+        """
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager = self._manager
+        with self._lock:
+            sending = self._sendings.get(room)
+            if sending is None or manager.request_status.get(room) in (None, KVPoll.Failed):
+                return
+            sending.pages += pages
+            aux = row_of(manager.kv_args, aux_index) if last and aux_index is not None else b""
+            if not sending.pages:  # the decode server has them all
+                self._tell(sending, "", aux)
+                manager.update_status(room, KVPoll.Success)
+                return
+            self._offered[sending.transfer] = sending
+            try:
+                tokens = len(sending.pages) * manager.kv_args.page_size
+                table = BlockTable.of([sending.pages])
+                offer = Offer(sending.transfer, sending.digest, GENERATION, tokens, table, last, payload=aux)
+                self._rank.agent.offer(offer, after)
+            except KvxferError as error:
+                del self._offered[sending.transfer]
+                failure = str(error)
+            else:
+                first, sending.offered, failure = not sending.offered, True, ""
+                manager.update_status(room, KVPoll.Transferring)
+                if first:
+                    self._tell(sending, Ticket(sending.transfer, sending.digest, self._rank.source).text, b"")
+        if failure:
+            self._manager.fail(room, failure)
+            self.withdraw(room, failure)
+
+    def withdraw(self, room: int, reason: str) -> None:
+        """Give a request's pages up, before SGLang uses them for something else, and tell the decode ranks.
+
+        One whose pages are over, or that never had any, is no matter.
+        """
+        with self._lock:
+            sending = self._sendings.pop(room, None)
+            known = sending.wanted if sending else tuple(self._manager.transfer_infos.get(room, {}).values())
+            if sending is not None and sending.offered and sending.ended is None:
+                self._rank.agent.revoke(sending.transfer, GENERATION, reason, gone=True)
+        for note in known:
+            self._manager.tell(note.endpoint, note.dst_port, AttemptFailed(room, note.attempt, reason))
+
+    def aborted(self, room: int) -> None:
+        """Take in that a decode rank has aborted a request."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if self._manager.request_status.get(room) not in (None, KVPoll.Success):
+            self._manager.fail(room, "the decode server aborted it")
+            self.withdraw(room, "the decode server aborted it")
+
+    def forget(self, room: int) -> None:
+        """Take in that SGLang is done with a request that went well."""
+        with self._lock:
+            self._sendings.pop(room, None)
+
+    def heard(self, event: Event) -> None:
+        """Take in what became of a transfer: SGLang hears of it once nothing reads its pages any more."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        with self._lock:
+            sending = self._offered.get(event.transfer)
+            if sending is None:
+                return
+            if isinstance(event, Ended):
+                sending.ended = event
+            if not isinstance(event, Released) or sending.ended is None:
+                return
+            del self._offered[event.transfer]
+            if self._sendings.get(sending.room) is not sending:
+                return  # given up before
+            outcome = sending.ended.outcome
+            if outcome.delivered:
+                self._manager.update_status(sending.room, KVPoll.Success)
+        if not outcome.delivered:
+            self._manager.fail(sending.room, str(outcome.failure))
+
+    def _tell(self, sending: _Sending, ticket: str, aux: bytes) -> None:
+        for note in sending.wanted:
+            self._manager.tell(note.endpoint, note.dst_port, PagesOffered(sending.room, note.attempt, ticket, aux))

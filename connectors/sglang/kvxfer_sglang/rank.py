@@ -1,0 +1,71 @@
+"""What a rank has of kvxfer: its agent, and on the first rank of an engine the directory that leads to all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvxfer import Agent, Cache, Config, Directory, Event, Source
+from kvxfer.threads import NamedThread
+
+__all__ = ["EngineRank"]
+
+log = logging.getLogger("kvxfer.sglang")
+
+TURN_S = 1.0
+"""How long the thread waits for an event before it looks whether it shall end."""
+
+
+class EngineRank:
+    """A rank of an engine, where an engine is all ranks that share the attention of their requests.
+
+    Args:
+        cache: The rank's pool.
+        config: The settings.
+        name: The engine's name, for logs of others.
+        facts: What all KV of the engine depends on.
+        gather: Returns what every rank of the engine passes to it, in their order; all call it.
+        heard: Is called with each event, on a thread of this rank's own.
+
+    Attributes:
+        agent: The rank's agent.
+        source: Where the engine is found.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        config: Config,
+        name: str,
+        facts: dict[str, str],
+        gather: Callable[[Any], list[Any]],
+        heard: Callable[[Event], None],
+    ) -> None:
+        self.agent = Agent(cache, config, name, facts)
+        self._directory = Directory(config, name, facts) if not cache.rank.tp else None
+        told = gather((self.agent.member, self._directory.source if self._directory else None))
+        self.source: Source = next(source for _, source in told if source is not None)
+        if self._directory is not None:
+            self._directory.publish(tuple(member for member, _ in told))
+        self._heard = heard
+        self._closed = False
+        self._thread = NamedThread(target=self._run, name="kvxfer-sglang", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed:
+            for event in self.agent.events(timeout=TURN_S):
+                try:
+                    self._heard(event)
+                except Exception:
+                    log.exception("an event could not be handled; it is dropped: %s", event)
+
+    def close(self) -> bool:
+        """Stop; whether the pool's memory is quiet, as ``kvxfer.Agent.close`` has it."""
+        quiet = self.agent.close()
+        self._closed = True
+        self._thread.join(2 * TURN_S)
+        if self._directory is not None:
+            self._directory.close()
+        return quiet

@@ -1,0 +1,46 @@
+"""Settings of kvxfer for an SGLang server, which has no option of its own to carry them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvxfer import Config, ConfigError
+
+__all__ = ["VARIABLE", "settings"]
+
+VARIABLE = "KVXFER_SGLANG"
+"""The environment variable with the settings: a JSON object, or the path of a file with one."""
+
+
+def settings(here: str, patience: float, environ: Mapping[str, str] = os.environ) -> Config:
+    """Return the settings, with SGLang's own address and patience where nothing else is said.
+
+    Args:
+        here: The address by which SGLang's prefill and decode servers know this host.
+        patience: Seconds for which SGLang waits for a transfer.
+        environ: Where the variable is looked up.
+
+    Raises:
+        ConfigError: The variable or a setting is wrong.
+    """
+    stated = _stated(environ.get(VARIABLE, ""))
+    own: dict[str, Any] = {"transfer_timeout": patience}
+    if not {"listen", "advertise"} & stated.keys():
+        own["listen"] = here
+    return Config.from_mapping({**own, **stated})
+
+
+def _stated(text: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{VARIABLE} must be a JSON object or the path of a file with one: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{VARIABLE} must be a JSON object, not a {type(found).__name__}")
+    return found

@@ -1,0 +1,74 @@
+"""What is not moved, told at start by the name that SGLang has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvxfer import KvxferError
+from kvxfer.values import MOST_PAYLOAD
+
+__all__ = ["UnsupportedSetupError", "check_setup"]
+
+
+class UnsupportedSetupError(KvxferError):
+    """The server is set up in a way whose KV is not moved."""
+
+
+def check_setup(args: Any, decodes: bool) -> None:
+    """Refuse a server whose KV would not be moved, or not whole.
+
+    Args:
+        args: SGLang's ``KVArgs`` of this rank.
+        decodes: Whether this server decodes.
+
+    Raises:
+        UnsupportedSetupError: It names all that is in the way.
+    """
+    found = list(_obstacles(args, decodes))
+    if found:
+        raise UnsupportedSetupError("--disaggregation-transfer-backend kvxfer does not support " + "; ".join(found))
+
+
+def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel
+
+    parallel, disagg = get_parallel(), get_disagg()
+    if args.state_types:
+        kinds = ", ".join(str(getattr(kind, "value", kind)) for kind in args.state_types)
+        yield f"pools with states ({kinds}): models with recurrent layers, sliding-window pools or sparse indices"
+    if args.is_hybrid_mla_backend or args.mla_compression_ratios or args.kv_layout:
+        yield "hybrid or compressed latent pools"
+    if args.num_draft_entries:
+        yield "the draft model's cache (--speculative-algorithm)"
+    if parallel.pp_size > 1:
+        yield f"--pp-size {parallel.pp_size}: pipeline stages"
+    if parallel.attn_cp_size > 1:
+        yield f"--attn-cp-size {parallel.attn_cp_size}: context parallelism"
+    if parallel.attn_dcp_size > 1:
+        yield f"--dcp-size {parallel.attn_dcp_size}: decode context parallelism"
+    if parallel.enable_kv_cache_sharding:
+        yield "--enable-kv-cache-sharding"
+    if parallel.enable_dsa_cache_layer_split:
+        yield "--enable-dsa-cache-layer-split"
+    if get_memory().enable_hisparse:
+        yield "--enable-hisparse"
+    if disagg.disaggregation_decode_allocation_policy != "early":
+        yield f"--disaggregation-decode-allocation-policy {disagg.disaggregation_decode_allocation_policy}"
+    if disagg.enable_pd_role_switch:
+        yield "--enable-pd-role-switch"
+    if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
+        yield "SGLANG_DISAGG_STAGING_BUFFER, which ranks that differ do not need here"
+    if envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() == "INTRA_NODE_NVLINK":
+        yield "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK, which keeps metadata on the GPU"
+    if decodes and not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get():
+        yield (
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, by which pages would be reused while a failed transfer "
+            "may still write to them"
+        )
+    if get_device().device not in ("cpu", "cuda"):
+        yield f"--device {get_device().device}"
+    told = sum(args.aux_item_lens)
+    if told > MOST_PAYLOAD:
+        yield f"{told} bytes of metadata for each request, which are more than {MOST_PAYLOAD}"

@@ -1,0 +1,313 @@
+"""A rank of an SGLang engine whose forward passes are played: SGLang's pool, manager, senders and receivers, and ours behind them.
+
+A process of its own (`python -m tests.sglang.played`), since SGLang keeps its configuration in globals. It hears calls as lines
+of JSON, `[method, arguments]`, and answers each with `{"value": ...}` or `{"error": text}`.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.sglang import overlay
+
+LAYERS, HEADS, DIM, PAGE, PAGES, ROWS = 3, 4, 8, 16, 64, 8
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HEADS * DIM,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+START_S = 60.0
+
+
+class Rank:
+    """What the two kinds of ranks share.
+
+    Args:
+        setup: `role`, `port` of the bootstrap server, `tp` and `rank`, `store` (a file by which ranks meet), `model` (a
+            folder), and `args`, further arguments of the server by name.
+    """
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        import torch
+        from sglang.srt import runtime_context
+        from sglang.srt.disaggregation import utils
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import ServerArgs
+
+        load_plugins()
+        self.role, self.tp, self.rank, self.port = setup["role"], setup["tp"], setup["rank"], setup["port"]
+        self.server_args = ServerArgs(
+            model_path=setup["model"],
+            device="cpu",
+            page_size=PAGE,
+            tp_size=self.tp,
+            skip_tokenizer_init=True,
+            host="127.0.0.1",
+            port=1,
+            disaggregation_mode=self.role,
+            disaggregation_transfer_backend="kvxfer",
+            disaggregation_bootstrap_port=self.port,
+            **setup.get("args", {}),
+        )
+        ranks = runtime_context.SpawnRanks(world_rank=self.rank, dp_rank=None, gpu_id=0)
+        runtime_context.publish(self.server_args, role="scheduler", ranks=ranks)
+        group = _Group(self.tp, self.rank, setup["store"])
+        runtime_context.get_parallel().override_permanently(pp_group=_Alone(group), attn_tp_group=group)
+        backend = utils.TransferBackend("kvxfer")
+        kinds = utils.KVClassType
+        self.classes = {kind: utils.get_kv_class(backend, kind) for kind in kinds}
+        if self.role == "prefill" and self.rank == 0:
+            self.bootstrap = self.classes[kinds.BOOTSTRAP_SERVER](host="127.0.0.1", port=self.port)
+            _wait_for(self.port)
+        group.barrier()
+        torch.set_num_threads(1)
+        self.latent = bool(setup.get("latent"))
+        self.pool = self._pool()
+        self.metadata = utils.MetadataBuffers(ROWS, 16, torch.float32, 128)
+        mode = utils.DisaggregationMode(self.role)
+        self.manager = self.classes[kinds.MANAGER](self._kv_args(), mode, self.server_args, self.latent)
+        group.barrier()
+
+    def _pool(self) -> Any:
+        import torch
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+        size = {"size": PAGES * PAGE, "page_size": PAGE}
+        common = {**size, "dtype": torch.bfloat16, "layer_num": LAYERS, "device": "cpu"}
+        if self.latent:
+            return MLATokenToKVPool(kv_lora_rank=24, qk_rope_head_dim=8, enable_memory_saver=False, **common)
+        return MHATokenToKVPool(head_num=HEADS // self.tp, head_dim=DIM, enable_memory_saver=False, **common)
+
+    def _kv_args(self) -> Any:
+        from sglang.srt.disaggregation import utils
+
+        args = self.classes[utils.KVClassType.KVARGS]()
+        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = self.rank, 0, None, 0
+        args.kv_cache_dtype_str, args.kv_layout, args.kv_layer_ids, args.page_size = "bfloat16", None, [], PAGE
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
+        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
+        utils.setup_state_kv_args(args, self.pool, None, LAYERS)
+        return args
+
+    def pages(self, ids: list[int]) -> list[Any]:
+        """Return the pages of each buffer, as [page, token, head, dim] with this rank's heads, or [page, token, dim]."""
+        buffers = self.pool.kv_buffer if self.latent else self.pool.k_buffer + self.pool.v_buffer
+        return [b.view(-1, PAGE, *b.shape[1:])[ids] for b in buffers]
+
+    def content(self, seed: int, first: int, count: int) -> list[Any]:
+        """Return what a request's pages [first, first + count) hold in this rank's buffers, made up from a seed."""
+        import torch
+
+        made = []
+        for buffer in range(LAYERS if self.latent else 2 * LAYERS):
+            draw = torch.Generator().manual_seed(1000 * seed + buffer)
+            shape = (PAGES, PAGE, 1, 32) if self.latent else (PAGES, PAGE, HEADS, DIM)
+            whole = torch.randn(shape, generator=draw).to(torch.bfloat16)[first : first + count]
+            here = HEADS // self.tp
+            made.append(whole if self.latent else whole[:, :, self.rank * here : (self.rank + 1) * here])
+        return made
+
+    def matches(self, seed: int, ids: list[int], first: int = 0) -> bool:
+        """Whether pages hold what a request's pages from `first` on should."""
+        import torch
+
+        return all(map(torch.equal, self.pages(ids), self.content(seed, first, len(ids))))
+
+    def row(self, index: int) -> list[int]:
+        """Return the first token and the room in a row of the metadata."""
+        return [int(self.metadata.output_ids[index, 0]), int(self.metadata.bootstrap_room[index, 0])]
+
+    def why(self, room: int) -> str:
+        """Return what SGLang's scheduler is told of a failed request; it lets go of it by that."""
+        from sglang.srt.disaggregation.common.conn import KVTransferError
+
+        try:
+            self.requests.pop(room).failure_exception()
+        except KVTransferError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        """Stop."""
+        self.manager.teardown()
+
+
+class Prefill(Rank):
+    """A prefill rank."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
+        self.requests: dict[int, Any] = {}
+
+    def request(self, room: int) -> None:
+        """Take a request in."""
+        from sglang.srt.disaggregation.utils import KVClassType
+
+        sender = self.classes[KVClassType.SENDER]
+        self.requests[room] = sender(mgr=self.manager, bootstrap_addr=f"127.0.0.1:{self.port}", bootstrap_room=room)
+
+    def poll(self, room: int) -> int:
+        """Return SGLang's state of a request."""
+        return int(self.requests[room].poll())
+
+    def begin(self, room: int, pages: int, row: int) -> int:
+        """Say how many pages there will be and where the metadata lie; return how many tokens decode has."""
+        prefix = self.requests[room].pop_decode_prefix_len()
+        self.requests[room].init(pages, row)
+        return int(prefix)
+
+    def run(self, seed: int, ids: list[int], first: int = 0) -> None:
+        """Play a forward pass: write a request's pages from `first` on."""
+        for pages, made in zip(self.pages(ids), self.content(seed, first, len(ids)), strict=True):
+            assert pages.shape == made.shape
+        buffers = self.pool.kv_buffer if self.latent else self.pool.k_buffer + self.pool.v_buffer
+        for buffer, made in zip(buffers, self.content(seed, first, len(ids)), strict=True):
+            buffer.view(-1, PAGE, *buffer.shape[1:])[ids] = made
+
+    def note(self, row: int, token: int, room: int) -> None:
+        """Write a request's metadata."""
+        self.metadata.output_ids[row, 0] = token
+        self.metadata.bootstrap_room[row, 0] = room
+
+    def send(self, room: int, ids: list[int]) -> None:
+        """Send the next pages."""
+        import numpy as np
+
+        self.requests[room].send(np.array(ids, np.int32))
+
+    def abort(self, room: int) -> None:
+        """Abort a request."""
+        self.requests[room].abort()
+
+    def clear(self, room: int) -> None:
+        """Let go of a request that went well."""
+        self.requests.pop(room).clear()
+
+
+class Decode(Rank):
+    """A decode rank."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
+        self.requests: dict[int, Any] = {}
+
+    def request(self, room: int) -> None:
+        """Take a request in, and find the prefill ranks."""
+        from sglang.srt.disaggregation.utils import KVClassType
+
+        address = f"127.0.0.1:{self.port}"
+        until = time.monotonic() + START_S
+        while not self.manager.try_ensure_parallel_info(address):
+            assert time.monotonic() < until, "the prefill ranks have not registered"
+            time.sleep(0.1)
+        receiver = self.classes[KVClassType.RECEIVER](mgr=self.manager, bootstrap_addr=address, bootstrap_room=room)
+        self.requests[room] = receiver
+        receiver.init(0)
+
+    def poll(self, room: int) -> int:
+        """Return SGLang's state of a request."""
+        return int(self.requests[room].poll())
+
+    def want(self, room: int, ids: list[int], row: int, prefix: int = 0) -> None:
+        """Say where a request's pages go."""
+        import numpy as np
+
+        self.requests[room].send_metadata(np.array(ids, np.int32), row, [], decode_prefix_len=prefix)
+
+    def abort(self, room: int) -> None:
+        """Abort a request."""
+        self.requests[room].abort()
+
+    def quiet(self, room: int) -> bool:
+        """Whether SGLang may reuse the pages of a failed request."""
+        return bool(self.manager.is_abort_release_safe(room, 1))
+
+    def clear(self, room: int) -> None:
+        """Let go of a request that went well."""
+        self.requests.pop(room).clear()
+
+
+class _Group:
+    """SGLang's coordinator of the ranks that share a request's attention, over torch's own."""
+
+    def __init__(self, ranks: int, rank: int, store: str) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        self.world_size, self.rank_in_group, self.cpu_group = ranks, rank, dist.group.WORLD
+
+    def all_gather_object(self, own: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        told: list[Any] = [None] * self.world_size
+        dist.all_gather_object(told, own)
+        return told
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+class _Alone:
+    """The coordinator of a pipeline of one stage."""
+
+    def __init__(self, group: _Group) -> None:
+        self.world_size, self.rank_in_group, self.cpu_group = 1, 0, group.cpu_group
+
+
+def _wait_for(port: int) -> None:
+    import requests
+
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        try:
+            requests.get(f"http://127.0.0.1:{port}/health", timeout=1)
+            return
+        except requests.ConnectionError:
+            time.sleep(0.05)
+    raise TimeoutError("SGLang's bootstrap server does not answer")
+
+
+def main() -> None:
+    """Answer calls until there are no more."""
+    setup = json.loads(sys.argv[1])
+    answers, sys.stdout = sys.stdout, sys.stderr
+    overlay.install()
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    try:
+        rank: Any = {"prefill": Prefill, "decode": Decode}[setup["role"]](setup)
+    except Exception as error:
+        say({"error": f"{type(error).__name__}: {error}"})
+        raise
+    say({"value": "ready"})
+    for line in sys.stdin:
+        method, arguments = json.loads(line)
+        try:
+            say({"value": getattr(rank, method)(**arguments)})
+        except Exception as error:
+            say({"error": f"{type(error).__name__}: {error}"})
+            if method == "close":
+                break
+
+
+def model_folder(folder: Path) -> Path:
+    """Write the configuration of the played model."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+if __name__ == "__main__":
+    main()

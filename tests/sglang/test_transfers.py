@@ -1,0 +1,142 @@
+"""KV from one of SGLang's managers to another: its senders, receivers, bootstrap server and pools, in a process for each rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.sglang.conftest import FAILED, SUCCESS, WAITING, Engine
+from tests.sglang.played import PAGE
+
+
+def begun(prefill: Engine, decode: Engine, room: int, there: list[int], count: int, prefix: int = 0) -> None:
+    """Bring a request to where its prefill has room for it to be sent: row 1 on the one side, row 2 on the other."""
+    prefill.request(room=room)
+    decode.request(room=room)
+    decode.want(room=room, ids=there, row=2, prefix=prefix)
+    prefill.until(room, WAITING)
+    assert set(prefill.begin(room=room, pages=count, row=1)) == {prefix}
+
+
+def sent(prefill: Engine, room: int, seed: int, chunks: list[list[int]], first: int = 0) -> None:
+    """Play the forward passes of a request and send their pages."""
+    for i, ids in enumerate(chunks):
+        prefill.run(seed=seed, ids=ids, first=first)
+        if i == len(chunks) - 1:
+            prefill.note(row=1, token=100 + seed, room=room)
+        prefill.send(room=room, ids=ids)
+        first += len(ids)
+
+
+def delivered(prefill: Engine, decode: Engine, room: int, seed: int, there: list[int], first: int = 0) -> None:
+    decode.until(room, SUCCESS)
+    prefill.until(room, SUCCESS)
+    assert all(decode.matches(seed=seed, ids=there, first=first))
+    assert all(row == [100 + seed, room] for row in decode.row(index=2))
+    prefill.clear(room=room), decode.clear(room=room)
+
+
+def moved(prefill: Engine, decode: Engine, room: int, seed: int, chunks: list[list[int]], there: list[int]) -> None:
+    begun(prefill, decode, room, there, sum(map(len, chunks)))
+    sent(prefill, room, seed, chunks)
+    delivered(prefill, decode, room, seed, there)
+
+
+def test_pages_and_metadata_arrive(pair: tuple[Engine, Engine], room: int) -> None:
+    moved(*pair, room, 1, [[3, 9, 4]], [7, 1, 30])
+
+
+def test_chunks_arrive_whole(pair: tuple[Engine, Engine], room: int) -> None:
+    moved(*pair, room, 2, [[3, 9], [4], [12, 11, 10]], [7, 1, 30, 2, 5, 6])
+
+
+def test_what_decode_has_cached_is_left_alone(pair: tuple[Engine, Engine], room: int) -> None:
+    prefill, decode = pair
+    begun(prefill, decode, room, [8, 6], 2, prefix=3 * PAGE)
+    sent(prefill, room, 3, [[20, 21]], first=3)
+    delivered(prefill, decode, room, 3, [8, 6], first=3)
+
+
+def test_without_pages_the_metadata_arrive(pair: tuple[Engine, Engine], room: int) -> None:
+    prefill, decode = pair
+    begun(prefill, decode, room, [], 0, prefix=3 * PAGE)
+    sent(prefill, room, 4, [[]])
+    delivered(prefill, decode, room, 4, [])
+
+
+def test_a_room_may_be_used_again(pair: tuple[Engine, Engine], room: int) -> None:
+    for seed in (5, 6):
+        moved(*pair, room, seed, [[3, 9, 4]], [7, 1, 30])
+
+
+def test_requests_do_not_hinder_each_other(pair: tuple[Engine, Engine], room: int) -> None:
+    prefill, decode = pair
+    rooms = range(room, room + 6)
+    for i, one in enumerate(rooms):
+        begun(prefill, decode, one, [2 * i + 30, 2 * i + 31], 2)
+    for i, one in enumerate(reversed(rooms)):
+        sent(prefill, one, i, [[2 * i + 1], [2 * i + 2]])
+        decode.until(one, SUCCESS)
+        prefill.until(one, SUCCESS)
+    for i, one in enumerate(reversed(rooms)):
+        j = len(rooms) - 1 - i
+        assert all(decode.matches(seed=i, ids=[2 * j + 30, 2 * j + 31]))
+        prefill.clear(room=one), decode.clear(room=one)
+
+
+def test_servers_that_disagree_on_a_request_fail_it(pair: tuple[Engine, Engine], room: int) -> None:
+    prefill, decode = pair
+    begun(prefill, decode, room, [7, 1], 3)  # three pages here, two there
+    sent(prefill, room, 1, [[3, 9, 4]])
+    decode.until(room, FAILED)
+    assert "digest_differs" in decode.why(room=room)[0]
+    prefill.abort(room=room)
+    prefill.why(room=room)
+
+
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_a_request_that_prefill_aborts_fails_at_decode(pair: tuple[Engine, Engine], room: int, chunks: int) -> None:
+    prefill, decode = pair
+    begun(prefill, decode, room, [7, 1], 2)
+    if chunks:
+        prefill.run(seed=1, ids=[3])
+        prefill.send(room=room, ids=[3])
+    prefill.abort(room=room)
+    prefill.why(room=room)
+    decode.until(room, FAILED, timeout=5)
+    assert "aborted" in decode.why(room=room)[0].lower()
+    quiet(decode, room)
+
+
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_a_request_that_decode_aborts_fails_at_prefill(pair: tuple[Engine, Engine], room: int, chunks: int) -> None:
+    prefill, decode = pair
+    begun(prefill, decode, room, [7, 1], 2)
+    if chunks:
+        prefill.run(seed=1, ids=[3])
+        prefill.send(room=room, ids=[3])
+    decode.abort(room=room)
+    decode.until(room, FAILED)
+    decode.why(room=room)
+    quiet(decode, room)
+    prefill.until(room, FAILED, timeout=5)
+    prefill.why(room=room)
+    prefill.run(seed=9, ids=[3])  # reused for something else
+    moved(prefill, decode, room, 7, [[3, 9, 4]], [7, 1, 30])
+
+
+def quiet(decode: Engine, room: int) -> None:
+    """Wait until the pages of a failed request may be used again."""
+    import time
+
+    end = time.monotonic() + 10
+    while not all(decode.quiet(room=room)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+def test_ranks_may_differ(start: Callable[..., Any], room: int, prefill: int, decode: int) -> None:
+    with start(prefill, decode) as pair:
+        moved(*pair, room, 1, [[3, 9], [4]], [7, 1, 30])
