@@ -68,15 +68,15 @@ def conformance(
         raise typer.BadParameter(str(e), param_hint="--options") from None
     except TransportError as e:
         _cannot(str(e))
-    if not found.verdicts:
+    if not found.results:
         raise typer.BadParameter(f"no clause is called {only!r}", param_hint="--only")
     for path in report or ():
         path.write_text(found.json() if _FORMS[path.suffix] == "json" else found.markdown())
         typer.echo(f"wrote {path}")
-    for verdict in found.verdicts:
-        if verdict.outcome == "broken":
-            case = f" [{verdict.case}]" if verdict.case else ""
-            typer.echo(f"broken: {verdict.clause}{case}: {verdict.said}", err=True)
+    for result in found.results:
+        if result.outcome == "broken":
+            case = f" [{result.case}]" if result.case else ""
+            typer.echo(f"broken: {result.clause}{case}: {result.said}", err=True)
     kept, broken, left = (found.count(outcome) for outcome in ("kept", "broken", "left out"))
     typer.echo(f"back end {cls.name}: {kept} cases kept, {broken} broken, {left} left out")
     if not found.conforms:

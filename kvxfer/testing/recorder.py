@@ -1,7 +1,7 @@
 """A plugin of pytest that writes down, line by line, what became of each clause: it is there to be read if the process dies.
 
 ``python -m pytest -p kvxfer.testing.recorder --record FILE``. Each line is a JSON object: ``{"begun": clause, "case": case}``,
-then a ``Verdict`` (a second one if the end of the test fails as well), and ``{"over": clause}``.
+then a ``CaseResult`` (a second one if the end of the test fails as well), and ``{"over": clause}``.
 """
 
 from __future__ import annotations

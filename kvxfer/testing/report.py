@@ -21,7 +21,7 @@ from kvxfer.testing.recorder import SUBJECT
 from kvxfer.transport import Transport, registry
 from kvxfer.transport.contract import CONTRACT_VERSION
 
-__all__ = ["ConformanceReport", "Verdict", "run_suite"]
+__all__ = ["ConformanceReport", "CaseResult", "run_suite"]
 
 _WELL = tuple(f"exit status {status}" for status in (0, 1, 5))
 """How pytest ends if it was able to run: all passed, some failed, none was chosen."""
@@ -31,7 +31,7 @@ _FILE = Path(__file__).with_name("under_test.py")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseResult:
     """What became of one case of a clause.
 
     Attributes:
@@ -57,15 +57,15 @@ class ConformanceReport:
 
     Attributes:
         about: what was tested, on what, by what, and when.
-        verdicts: in the order in which they came.
+        results: in the order in which they came.
     """
 
     about: Mapping[str, Any]
-    verdicts: tuple[Verdict, ...]
+    results: tuple[CaseResult, ...]
 
     def count(self, outcome: str) -> int:
         """Return how many cases ended so."""
-        return sum(v.outcome == outcome for v in self.verdicts)
+        return sum(v.outcome == outcome for v in self.results)
 
     @property
     def conforms(self) -> bool:
@@ -75,17 +75,17 @@ class ConformanceReport:
     def json(self) -> str:
         """Return the report for programs."""
         counts = {name.replace(" ", "_"): self.count(name) for name in ("kept", "broken", "left out")}
-        verdicts = [asdict(v) for v in self.verdicts]
+        results = [asdict(v) for v in self.results]
         return json.dumps(
-            {"format": 1, **self.about, "conforms": self.conforms, "counts": counts, "clauses": verdicts}, indent=1
+            {"format": 1, **self.about, "conforms": self.conforms, "counts": counts, "clauses": results}, indent=1
         )
 
     def markdown(self) -> str:
         """Return the report as a page."""
         about = self.about
-        verdict = "keeps the contract" if self.conforms else "does not keep the contract"
+        result = "keeps the contract" if self.conforms else "does not keep the contract"
         partly = f", of which only `{about['only']}` was tried" if about["only"] else ""
-        lines = [f"# Back end `{about['backend']}` {verdict}{partly}", ""]
+        lines = [f"# Back end `{about['backend']}` {result}{partly}", ""]
         lines += [
             f"{self.count('kept')} cases kept, {self.count('broken')} broken, {self.count('left out')} left out, "
             f"in {about['seconds']:.0f} s.",
@@ -95,15 +95,15 @@ class ConformanceReport:
         ]
         lines += [f"| {_cell(name)} | {_cell(value)} |" for name, value in about.items() if name != "only"]
         for title, outcome in (("Broken", "broken"), ("Left out", "left out")):
-            found = [v for v in self.verdicts if v.outcome == outcome]
+            found = [v for v in self.results if v.outcome == outcome]
             if found:
                 lines += ["", f"## {title}", "", "| clause | case | why |", "|---|---|---|"]
                 lines += [f"| `{v.clause}` | {_cell(v.case)} | {_cell(v.said)} |" for v in found]
         lines += ["", "## All clauses", "", "| clause | rule | cases kept | longest |", "|---|---|---|---|"]
-        for clause in dict.fromkeys(v.clause for v in self.verdicts):
-            cases = [v for v in self.verdicts if v.clause == clause and v.outcome != "left out"]
+        for clause in dict.fromkeys(v.clause for v in self.results):
+            cases = [v for v in self.results if v.clause == clause and v.outcome != "left out"]
             kept, longest = sum(v.outcome == "kept" for v in cases), max((v.seconds for v in cases), default=0.0)
-            rule = next(v.rule for v in self.verdicts if v.clause == clause)
+            rule = next(v.rule for v in self.results if v.clause == clause)
             lines.append(f"| `{clause}` | {_cell(rule)} | {kept} of {len(cases)} | {longest:.1f} s |")
         return "\n".join(lines) + "\n"
 
@@ -131,8 +131,8 @@ def run_suite(
         record = Path(folder, "record")
         record.touch()
         ended = _pytest(folder, record, {**settings, "backend": backend, "options": options}, only)
-        verdicts = _verdicts(record.read_text().splitlines(), ended)
-    return ConformanceReport({**about, "seconds": round(time.monotonic() - begun, 1)}, tuple(verdicts))
+        results = _results(record.read_text().splitlines(), ended)
+    return ConformanceReport({**about, "seconds": round(time.monotonic() - begun, 1)}, tuple(results))
 
 
 def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) -> str:
@@ -172,24 +172,24 @@ def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) ->
         child.wait()
 
 
-def _verdicts(lines: Iterable[str], ended: str) -> Iterable[Verdict]:
+def _results(lines: Iterable[str], ended: str) -> Iterable[CaseResult]:
     """Read the record. What has begun and is not over is what the process ended in."""
     begun: dict[str, Any] | None = None
-    found: dict[tuple[str, str], Verdict] = {}
+    found: dict[tuple[str, str], CaseResult] = {}
     for line in map(json.loads, lines):
         if "begun" in line:
             begun = line
         elif "over" in line:
             begun = None
         else:
-            verdict = Verdict(**line)
-            if found.setdefault((verdict.clause, verdict.case), verdict).outcome != "broken":
-                found[verdict.clause, verdict.case] = verdict
+            result = CaseResult(**line)
+            if found.setdefault((result.clause, result.case), result).outcome != "broken":
+                found[result.clause, result.case] = result
     if begun is not None:
         clause, case = begun["begun"], begun["case"]
-        found[clause, case] = Verdict(clause, case, begun["rule"], "broken", 0.0, ended)
+        found[clause, case] = CaseResult(clause, case, begun["rule"], "broken", 0.0, ended)
     elif ended not in _WELL:
-        found["the whole suite", ""] = Verdict("the whole suite", "", "It can be run.", "broken", 0.0, ended)
+        found["the whole suite", ""] = CaseResult("the whole suite", "", "It can be run.", "broken", 0.0, ended)
     return found.values()
 
 
