@@ -12,6 +12,7 @@ import multiprocessing as mp
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +33,8 @@ from kvxfer.security import Security, make_key
 from kvxfer.values import BlockTable, Fetch, Offer
 
 UNDER_WAY = 200
+TOGETHER = 25
+"""Transfers that are asked for in one go; several make up what is under way."""
 TABLE = BlockTable.of([range(256)])  # the blocks of a prompt of 4,096 tokens
 BLOCK = 4096
 
@@ -94,11 +97,11 @@ def engine(config: Config) -> tuple[Agent, Directory]:
 
 
 def produce(pipe: Connection, config: Config) -> None:
-    """Offer a batch of transfers whenever told to, until told to stop."""
+    """Offer some more transfers whenever told to, until told to stop."""
     agent, directory = engine(config)
     pipe.send(directory.source)
     while (first := pipe.recv()) is not None:
-        for i in range(first, first + UNDER_WAY):
+        for i in range(first, first + TOGETHER):
             table = BlockTable.of([[i % UNDER_WAY]])
             agent.offer(Offer(TransferId("own/1/x", i), b"d", 1, 16, table, True))
         agent.events()
@@ -107,31 +110,33 @@ def produce(pipe: Connection, config: Config) -> None:
 
 
 def transfers(config: Config, seconds: float) -> float:
-    """Return how many transfers of a single block are delivered in a second."""
+    """Return how many transfers of a single block are delivered in a second, with ``UNDER_WAY`` under way at any time."""
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=produce, args=(theirs, config), daemon=True)
     process.start()
     source: Source = pipe.recv()
     agent, directory = engine(config)
-    done, begin, first = 0, 0.0, 0
+    free = deque(range(UNDER_WAY))  # blocks that nothing is fetched into
+    used: dict[str, int] = {}  # by the fetch into it
+    begun = released = before = 0
+    begin = 0.0
     while not begin or time.perf_counter() - begin < seconds:
-        pipe.send(first)
-        for i in range(first, first + UNDER_WAY):
-            table = BlockTable.of([[i % UNDER_WAY]])
-            agent.fetch(Fetch(str(i), TransferId("own/1/x", i), b"d", source, table, 0, 16))
-        released = 0
-        while released < UNDER_WAY:
-            for event in agent.events():
-                if isinstance(event, Ended) and not event.outcome.delivered:
-                    raise SystemExit(f"a transfer was not delivered: {event}")
-                released += isinstance(event, Released)
-            time.sleep(0.001)
-        first += UNDER_WAY
-        if not begin:
-            begin = time.perf_counter()  # links are up
-        else:
-            done += UNDER_WAY
-    rate = done / (time.perf_counter() - begin)
+        while len(free) >= TOGETHER:
+            pipe.send(begun)
+            for i in range(begun, begun + TOGETHER):
+                used[str(i)] = free.popleft()
+                table = BlockTable.of([[used[str(i)]]])
+                agent.fetch(Fetch(str(i), TransferId("own/1/x", i), b"d", source, table, 0, 16))
+            begun += TOGETHER
+        for event in agent.events(1.0):
+            if isinstance(event, Ended) and not event.outcome.delivered:
+                raise SystemExit(f"a transfer was not delivered: {event}")
+            if isinstance(event, Released):
+                released += 1
+                free.append(used.pop(event.handle))
+        if not begin and released >= UNDER_WAY:  # links are up
+            begin, before = time.perf_counter(), released
+    rate = (released - before) / (time.perf_counter() - begin)
     pipe.send(None)
     process.join()
     agent.close()

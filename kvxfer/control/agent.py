@@ -8,6 +8,7 @@ sleep in a poll.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -32,7 +33,7 @@ from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.data.traffic import Limits
 from kvxfer.errors import KvxferError
-from kvxfer.failures import Failure
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache
 from kvxfer.identity import TransferId, new_epoch
 from kvxfer.memory import with_elastic
@@ -48,6 +49,7 @@ __all__ = ["Agent"]
 log = logging.getLogger("kvxfer.agent")
 
 START_S = 60.0
+DRAIN_LOOK_S = 0.02
 MOST_REASON = 1 << 20
 """Characters of a reason that an engine gives; peers are told the beginning."""
 
@@ -55,7 +57,7 @@ MOST_REASON = 1 << 20
 class Agent:
     """Move KV in and out of one worker's cache.
 
-    Make it once the cache is allocated. All methods may be called from any thread and return at once, save ``close``.
+    Make it once the cache is allocated. All methods may be called from any thread and return at once, save ``close`` and ``drain``.
     In a process that was forked from the one that made it they raise ``KvxferError``, save ``close``, which does
     nothing there. The agent is closed when a ``with`` block or the interpreter ends.
 
@@ -294,6 +296,35 @@ class Agent:
             follow).
         """
         return self._loop.close(timeout) if self._owner.here else False
+
+    def drain(self, timeout: float) -> bool:
+        """Let all transfers in hand come to their ends, so many seconds at the most, then close; for an engine that is to stop.
+
+        Until then others fetch what is offered, and the engine may complete what it has begun; it should begin nothing. What is
+        left then ends, and its peers are told at once. Call it once no more requests come; from any thread, also that of a
+        signal's handler.
+
+        Returns:
+            Whether all memory is quiet, as ``close`` has it.
+        """
+        self._owner.check()
+        until = time.monotonic() + timeout
+        heard = threading.Event()
+
+        def hear(now: float) -> list[Action]:
+            heard.set()  # what was called before this is known now
+            return []
+
+        self._loop.do(hear)
+        while self._loop.why is None and not (heard.is_set() and self._shell.idle):
+            left = until - time.monotonic()
+            if left <= 0:
+                self.begin_close(
+                    Failure(FailureKind.CANCELLED, f"the engine stops, and has waited {timeout:g} s for it")
+                )
+                break
+            time.sleep(min(left, DRAIN_LOOK_S))
+        return self.close()
 
     def begin_close(self, why: Failure = CLOSED) -> None:
         """Have the agent close and all transfers end for this reason, and return at once; the first reason counts."""

@@ -427,5 +427,10 @@ class Shell:
         self._events.end()
 
     @property
+    def idle(self) -> bool:
+        """Whether no offer or fetch of ours is in hand. Any thread."""
+        return not (self._fences or self.producer.offered or len(self.consumer))
+
+    @property
     def held(self) -> int:
         return len(self.consumer) + len(self.producer)

@@ -303,6 +303,11 @@ class WorkerSide:
         if self._channel is not None:
             agent.listen(self._channel.wake)
 
+    def drain(self, timeout: float) -> bool:
+        """Close once all transfers of this rank have come to their ends, after ``timeout`` seconds in any case; see ``Agent.drain``."""
+        quiet = self.agent.drain(timeout)
+        return self.close() and quiet
+
     def close(self) -> bool:
         """Close the agent; whether all memory is quiet, as ``Agent.close`` has it."""
         if self._channel is not None:

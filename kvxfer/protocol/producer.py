@@ -273,6 +273,12 @@ class ProducerMachine:
         """Return the number of offer records whose end or release is still to come."""
         return len(self._records) + len({id(s.record) for s in list(self._serves.values()) if s.record.outcome})
 
+    @property
+    def offered(self) -> int:
+        """How many offers are neither over nor released. Any thread."""
+        records = [*list(self._records.values()), *(s.record for s in list(self._serves.values()))]
+        return len({id(h) for h in records if h.known})
+
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _record(self, transfer: TransferId, now: float) -> OfferRecord:

@@ -102,7 +102,6 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
             verbs=verbs,
             memory=frozenset(o["memory"]),
             elastic=o["elastic"],
-            same_host=True,
             run_bytes=o["run_bytes"],
             gathers=o["gathers"],
             factored=o["factored"],

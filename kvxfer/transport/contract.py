@@ -151,7 +151,6 @@ class Capabilities:
     ``memory``: kinds of region it moves (``cpu``, ``cuda``).
     ``elastic``: takes regions whose pages are mapped anew while they are registered: each batch finds the pages of its moment. A
     registration that keeps pages (pinned for a card, exported to another process) must not say so; then what is elastic goes staged.
-    ``same_host``: works only between processes of one host.
     ``run_bytes``: below this average run length packing into one long run is cheaper than submitting the runs.
     ``gathers``: takes many runs a batch at small cost (false: the session gives it single long runs, staged).
     ``factored``: takes a ``PlanBatch`` as well as a ``Batch``.
@@ -165,7 +164,6 @@ class Capabilities:
     verbs: frozenset[Verb]
     memory: frozenset[str] = frozenset({"cpu"})
     elastic: bool = False
-    same_host: bool = False
     run_bytes: int = 16384
     gathers: bool = True
     factored: bool = False

@@ -24,9 +24,12 @@ from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.control.conftest import HEADS, LAYERS, TOKENS, UNIT, make_cache
 
-__all__ = ["Node", "name"]
+__all__ = ["DRAIN_S", "Node", "name"]
 
 _spawn = mp.get_context("spawn")
+
+DRAIN_S = 3.0
+"""How long a node that gets SIGTERM lets others fetch what it offers."""
 
 
 def name(i: int | str) -> TransferId:
@@ -99,10 +102,20 @@ class Engine:
         self.agent.close()
         self.directory.close()
 
+    def drain(self) -> None:
+        self.agent.drain(DRAIN_S)
+        self.directory.close()
+
 
 def _serve(pipe: Connection, args: tuple[Any, ...]) -> None:
     try:
         engine = Engine(*args)
+
+        def stop(number: int, frame: Any) -> None:
+            engine.drain()
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, stop)  # as an engine does that is to be replaced
         pipe.send((True, engine.source()))
         while True:
             method, arguments = pipe.recv()

@@ -29,7 +29,6 @@ __all__ = ["CmaTransport"]
 CAPABILITIES = Capabilities(
     verbs=frozenset({Verb.READ, Verb.WRITE}),
     elastic=True,
-    same_host=True,
     run_bytes=1024,  # a piece costs the kernel about as much as copying these
     may_block_s=0.05,
 )

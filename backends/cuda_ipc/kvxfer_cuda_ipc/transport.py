@@ -29,7 +29,6 @@ __all__ = ["CudaIpcTransport"]
 CAPABILITIES = Capabilities(
     verbs=frozenset({Verb.READ, Verb.WRITE}),
     memory=frozenset({"cuda"}),
-    same_host=True,
     run_bytes=32,  # even short runs go at a good part of the link's speed
     factored=True,
 )

@@ -45,11 +45,7 @@ class ZmqTransport(Base[Endpoint, Link]):
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
         self._capabilities = Capabilities(
-            verbs=frozenset({Verb.SEND, Verb.RECV}),
-            elastic=True,
-            same_host=self._options.protocol == "ipc",
-            run_bytes=512,
-            may_block_s=3 * TURN_S,
+            verbs=frozenset({Verb.SEND, Verb.RECV}), elastic=True, run_bytes=512, may_block_s=3 * TURN_S
         )
         super().__init__(agent, options)
         self._ends: dict[bytes, Link | None] = {}  # by our token, with the link if there is one by now

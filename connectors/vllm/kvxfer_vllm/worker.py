@@ -28,6 +28,10 @@ __all__ = ["WorkerHooks"]
 
 log = logging.getLogger("kvxfer.vllm")
 
+DRAIN_S = 2.0
+"""What consumers have at the most once vLLM ends its workers: it kills those that take longer than four seconds. With
+``--shutdown-timeout`` it goes on until offers are fetched before it ends them."""
+
 
 class WorkerHooks:
     """One rank. All methods run on the worker's main thread."""
@@ -169,9 +173,9 @@ class WorkerHooks:
             self._stats.note(f"{agent.cache.rank.pp}.{agent.cache.rank.tp}", before, self._noted)
 
     def close(self) -> None:
-        """Close the agent."""
+        """Close the agent, once consumers have what they are about to fetch, or soon."""
         if self._side is not None:
-            self._side.close()
+            self._side.drain(DRAIN_S)
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""

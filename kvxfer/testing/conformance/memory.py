@@ -153,6 +153,20 @@ class Memory(Suite):
             a.transport.deregister(5)
         world.move(link, way, a, b, Runs.of([5], [7], [100_000]), 1, 1)
 
+    def test_memory_may_come_late(self, world: World, way: TransferMode) -> None:
+        """Memory that is registered after the first endpoint was made is moved on links that are made later."""
+        if self.backend.contract < 2:
+            pytest.skip("contract 1 wants all memory registered before the first endpoint")
+        a, b, link = world.pair()
+        world.move(link, way, a, b, Runs.of([0], [0], [1000]))
+        for participant in (a, b):
+            try:
+                assert participant.allocate(SIZES, 8) == 1
+            except TransportError as e:
+                pytest.fail(f"memory that comes late is refused: {e}")
+        world.move(world.link(a, b), way, a, b, Runs.of([9, 70_000], [0, 90_001], [60_000, 100]), 1, 1)
+        world.move(link, way, a, b, Runs.of([0], [0], [1000]))
+
     def test_memory_given_back_is_out_of_reach(self, world: World, one_sided: TransferMode) -> None:
         """Batches that a peer begins after ``deregister`` fail, and touch nothing: the memory is somebody else's by now.
 

@@ -141,6 +141,23 @@ class Transfers(Suite):
         world.succeed(started)
         assert_equal(b.content(0), overlay(before, source, runs), "the target's memory")
 
+    def test_streams_may_have_gaps(self, world: World) -> None:
+        """Stream numbers rise, for each direction of a link by itself, and may begin anywhere and leave gaps of millions.
+
+        Both halves have the same. They are no count of batches: compare them, and expect no next one.
+        """
+        if TransferMode.SEND not in self.ways():
+            pytest.skip("only SEND and RECV have streams")
+        a, b, link = world.pair()
+        for streams in (
+            {a.name: 7, b.name: 0},
+            {a.name: 8, b.name: 1 << 40},
+            {a.name: 1 << 41, b.name: (1 << 40) + (1 << 20)},
+        ):
+            link.streams.update(streams)
+            world.move(link, TransferMode.SEND, a, b, Runs.of([0], [9], [1000]))
+            world.move(link, TransferMode.SEND, b, a, Runs.of([0], [5], [2000]))
+
     def test_complete_means_visible(self, world: World, way: TransferMode) -> None:
         """When any half completes, the bytes are in the target's memory.
 

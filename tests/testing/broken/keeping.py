@@ -151,6 +151,15 @@ class ClaimsAGpu(FakeTransport):
         return super().submit(batch, after)
 
 
+class SealsItsMemory(FakeTransport):
+    """Takes no memory any more once it has made an endpoint."""
+
+    def register(self, regions: Sequence[Region]) -> int:
+        if self.unused or self.links:
+            raise TransportError("too late")
+        return super().register(regions)
+
+
 class TakesWhoComesFirst(FakeTransport):
     """Whose connection comes in is told by its being the first."""
 

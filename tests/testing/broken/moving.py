@@ -99,3 +99,16 @@ class MixesUpEqualBatches(FakeTransport):
         if batch.verb is Verb.RECV and len(posts) > 16 and posts[-1].lengths.tolist() == posts[-2].lengths.tolist():
             posts[-1].addresses, posts[-2].addresses = posts[-2].addresses, posts[-1].addresses
         return number
+
+
+class CountsStreams(FakeTransport):
+    """Takes the number of a stream for a count of batches."""
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        counts = self.__dict__.setdefault("counts", {})
+        expected = counts.get((batch.peer, batch.verb), batch.stream)
+        number = super().submit(batch, after)
+        counts[batch.peer, batch.verb] = expected + 1
+        if batch.verb is Verb.RECV and batch.stream != expected:
+            self.stop(number, self.link(batch.peer))
+        return number
