@@ -7,6 +7,7 @@ of JSON, `[method, arguments]`, and answers each with `{"value": ...}` or `{"err
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class Rank:
 
     Args:
         setup: `role`, `port` of the bootstrap server, `tp` and `rank`, `store` (a file by which ranks meet), `model` (a
-            folder), and `args`, further arguments of the server by name.
+            folder), and `args`, further arguments of the server by name; `latent` for a
+            pool of latents; `chunk`, tokens of a forward pass, for a rank with a scheduler.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -72,10 +74,19 @@ class Rank:
         torch.set_num_threads(1)
         self.latent = bool(setup.get("latent"))
         self.pool = self._pool()
+        self._begin(setup)
+        group.barrier()
+
+    def _begin(self, setup: dict[str, Any]) -> None:
+        """Make SGLang's manager."""
+        import torch
+        from sglang.srt.disaggregation import utils
+
         self.metadata = utils.MetadataBuffers(ROWS, 16, torch.float32, 128)
         mode = utils.DisaggregationMode(self.role)
-        self.manager = self.classes[kinds.MANAGER](self._kv_args(), mode, self.server_args, self.latent)
-        group.barrier()
+        manager = self.classes[utils.KVClassType.MANAGER]
+        self.manager = manager(self._kv_args(), mode, self.server_args, self.latent)
+        self.requests: dict[int, Any] = {}
 
     def _pool(self) -> Any:
         import torch
@@ -144,10 +155,6 @@ class Rank:
 class Prefill(Rank):
     """A prefill rank."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
-        self.requests: dict[int, Any] = {}
-
     def request(self, room: int) -> None:
         """Take a request in."""
         from sglang.srt.disaggregation.utils import KVClassType
@@ -196,10 +203,6 @@ class Prefill(Rank):
 class Decode(Rank):
     """A decode rank."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
-        self.requests: dict[int, Any] = {}
-
     def request(self, room: int) -> None:
         """Take a request in, and find the prefill ranks."""
         from sglang.srt.disaggregation.utils import KVClassType
@@ -234,6 +237,24 @@ class Decode(Rank):
     def clear(self, room: int) -> None:
         """Let go of a request that went well."""
         self.requests.pop(room).clear()
+
+
+class Scheduled(Rank):
+    """A rank with SGLang's scheduler, whose methods are called by name."""
+
+    def _begin(self, setup: dict[str, Any]) -> None:
+        from tests.sglang.scheduling import DecodePlay, PrefillPlay
+
+        self.scheduler: Any
+        if self.role == "prefill":
+            self.scheduler = PrefillPlay(self.pool, self.server_args, setup["chunk"])
+            self.manager = self.scheduler.disagg_prefill_bootstrap_queue.kv_manager
+        else:
+            self.scheduler = DecodePlay(self.pool, self.server_args)
+            self.manager = self.scheduler.disagg_decode_prealloc_queue.kv_manager
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.scheduler, method)
 
 
 class _Group:
@@ -288,7 +309,8 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     try:
-        rank: Any = {"prefill": Prefill, "decode": Decode}[setup["role"]](setup)
+        kinds = {"prefill": Prefill, "decode": Decode}
+        rank: Any = (Scheduled if "chunk" in setup else kinds[setup["role"]])(setup)
     except Exception as error:
         say({"error": f"{type(error).__name__}: {error}"})
         raise
@@ -298,6 +320,7 @@ def main() -> None:
         try:
             say({"value": getattr(rank, method)(**arguments)})
         except Exception as error:
+            traceback.print_exc()
             say({"error": f"{type(error).__name__}: {error}"})
             if method == "close":
                 break

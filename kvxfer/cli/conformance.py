@@ -1,0 +1,105 @@
+"""`kvxfer conformance`: the suite against a back end, and a report of it that its author can publish."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer.testing.report import run_suite
+from kvxfer.transport import registry
+
+__all__ = ["conformance"]
+
+_FORMS = {".json": "json", ".md": "markdown"}
+_SETTINGS = {
+    "in_process": bool,
+    "revokes": bool,
+    "gigabytes": bool,
+    "patience_s": float,
+    "notice_s": float,
+    "closing_s": float,
+    "rounds": int,
+}
+
+
+def conformance(
+    backend: Annotated[str, typer.Argument(help="Its name, or module:Class.")],
+    options: Annotated[str, typer.Option(help="backend_options as a JSON object.")] = "{}",
+    memory: Annotated[str, typer.Option(help="The kind of memory to move: cpu or cuda.")] = "cpu",
+    suite: Annotated[
+        str, typer.Option(help='Attributes of the suite as a JSON object, such as {"rounds": 1000}.')
+    ] = "{}",
+    report: Annotated[
+        list[Path] | None, typer.Option(help="Write what became of each clause here: FILE.md or FILE.json.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Try only these clauses: words of their names, as for pytest -k.")] = "",
+) -> None:
+    """Put a back end through the suite that proves the contract of back ends, and write a report that can be published.
+
+    Exit 0 if every clause that was tried is kept, 1 if one is broken (or the process died or hung in it), 2 if the command was
+    given wrongly, 3 if the back end cannot be tried here. Needs pytest.
+    """
+    subject = {"memory": memory, **_object(suite, "--suite")}
+    for name, value in subject.items():
+        if name != "memory" and not _fits(name, value):
+            known = ", ".join(_SETTINGS)
+            raise typer.BadParameter(f"{name!r}: {value!r}; it can hold {known}", param_hint="--suite")
+    for path in report or ():
+        if path.suffix not in _FORMS or not path.parent.is_dir():
+            raise typer.BadParameter(f"{path} is no .md or .json file in a folder that exists", param_hint="--report")
+    chosen = _object(options, "--options")
+    try:
+        cls = registry.load(backend)
+    except ConfigError as e:
+        raise typer.BadParameter(str(e), param_hint="BACKEND") from None
+    probe = cls.probe()
+    if importlib.util.find_spec("pytest") is None:
+        _cannot("the suite needs pytest: pip install pytest")
+    if not probe.usable or memory not in probe.memory:
+        _cannot(f"back end {cls.name} does not work here on {memory} memory: {probe.reason}")
+    try:
+        found = run_suite(backend, chosen, subject, only)
+    except ConfigError as e:
+        raise typer.BadParameter(str(e), param_hint="--options") from None
+    except TransportError as e:
+        _cannot(str(e))
+    if not found.results:
+        raise typer.BadParameter(f"no clause is called {only!r}", param_hint="--only")
+    for path in report or ():
+        path.write_text(found.json() if _FORMS[path.suffix] == "json" else found.markdown())
+        typer.echo(f"wrote {path}")
+    for result in found.results:
+        if result.outcome == "broken":
+            case = f" [{result.case}]" if result.case else ""
+            typer.echo(f"broken: {result.clause}{case}: {result.said}", err=True)
+    kept, broken, left = (found.count(outcome) for outcome in ("kept", "broken", "left out"))
+    typer.echo(f"back end {cls.name}: {kept} cases kept, {broken} broken, {left} left out")
+    if not found.conforms:
+        raise typer.Exit(1)
+
+
+def _object(text: str, hint: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise typer.BadParameter(f"it is not JSON: {e}", param_hint=hint) from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text!r} is no JSON object", param_hint=hint)
+    return value
+
+
+def _fits(name: str, value: object) -> bool:
+    kind = _SETTINGS.get(name)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return kind is not None and type(value) is kind
+
+
+def _cannot(why: str) -> NoReturn:
+    typer.echo(f"kvxfer: {why}", err=True)
+    raise typer.Exit(3)

@@ -1,0 +1,242 @@
+"""Run the suite against a back end in a process of its own, and report what became of each clause: as JSON and as a page."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import kvxfer
+from kvxfer.testing.recorder import SUBJECT
+from kvxfer.transport import Transport, registry
+from kvxfer.transport.contract import CONTRACT_VERSION
+
+__all__ = ["ConformanceReport", "CaseResult", "run_suite"]
+
+_WELL = tuple(f"exit status {status}" for status in (0, 1, 5))
+"""How pytest ends if it was able to run: all passed, some failed, none was chosen."""
+STUCK_S = 300.0
+"""A clause that takes longer hangs: its own patience is shorter."""
+_FILE = Path(__file__).with_name("under_test.py")
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What became of one case of a clause.
+
+    Attributes:
+        clause: its name in the suite.
+        case: which of the choices that the back end offers, empty if there is but one.
+        rule: the clause in words.
+        outcome: ``kept``, ``broken`` or ``left out``.
+        seconds: how long it took.
+        said: why it is broken or left out.
+    """
+
+    clause: str
+    case: str
+    rule: str
+    outcome: str
+    seconds: float
+    said: str
+
+
+@dataclass(frozen=True)
+class ConformanceReport:
+    """What the suite has found.
+
+    Attributes:
+        about: what was tested, on what, by what, and when.
+        results: in the order in which they came.
+    """
+
+    about: Mapping[str, Any]
+    results: tuple[CaseResult, ...]
+
+    def count(self, outcome: str) -> int:
+        """Return how many cases ended so."""
+        return sum(v.outcome == outcome for v in self.results)
+
+    @property
+    def conforms(self) -> bool:
+        """Whether some clause was kept, and none broken."""
+        return self.count("kept") > 0 and not self.count("broken")
+
+    def json(self) -> str:
+        """Return the report for programs."""
+        counts = {name.replace(" ", "_"): self.count(name) for name in ("kept", "broken", "left out")}
+        results = [asdict(v) for v in self.results]
+        return json.dumps(
+            {"format": 1, **self.about, "conforms": self.conforms, "counts": counts, "clauses": results}, indent=1
+        )
+
+    def markdown(self) -> str:
+        """Return the report as a page."""
+        about = self.about
+        result = "keeps the contract" if self.conforms else "does not keep the contract"
+        partly = f", of which only `{about['only']}` was tried" if about["only"] else ""
+        lines = [f"# Back end `{about['backend']}` {result}{partly}", ""]
+        lines += [
+            f"{self.count('kept')} cases kept, {self.count('broken')} broken, {self.count('left out')} left out, "
+            f"in {about['seconds']:.0f} s.",
+            "",
+            "| | |",
+            "|---|---|",
+        ]
+        lines += [f"| {_cell(name)} | {_cell(value)} |" for name, value in about.items() if name != "only"]
+        for title, outcome in (("Broken", "broken"), ("Left out", "left out")):
+            found = [v for v in self.results if v.outcome == outcome]
+            if found:
+                lines += ["", f"## {title}", "", "| clause | case | why |", "|---|---|---|"]
+                lines += [f"| `{v.clause}` | {_cell(v.case)} | {_cell(v.said)} |" for v in found]
+        lines += ["", "## All clauses", "", "| clause | rule | cases kept | longest |", "|---|---|---|---|"]
+        for clause in dict.fromkeys(v.clause for v in self.results):
+            cases = [v for v in self.results if v.clause == clause and v.outcome != "left out"]
+            kept, longest = sum(v.outcome == "kept" for v in cases), max((v.seconds for v in cases), default=0.0)
+            rule = next(v.rule for v in self.results if v.clause == clause)
+            lines.append(f"| `{clause}` | {_cell(rule)} | {kept} of {len(cases)} | {longest:.1f} s |")
+        return "\n".join(lines) + "\n"
+
+
+def run_suite(
+    backend: str, options: Mapping[str, Any], settings: Mapping[str, Any], only: str = ""
+) -> ConformanceReport:
+    """Run the suite against a back end; pytest shows on standard output how it goes.
+
+    A clause in which the process dies or hangs is broken, and those after it are not tried.
+
+    Args:
+        backend: its name, or ``module:Class``.
+        options: for every instance of it.
+        settings: attributes of the suite.
+        only: an expression of pytest's ``-k`` that chooses clauses; all if it is empty.
+
+    Raises:
+        ConfigError: there is no such back end, or it refuses the options.
+        TransportError: it cannot start.
+    """
+    about = _about(registry.load(backend), options, settings, only)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvxfer-conformance-") as folder:
+        record = Path(folder, "record")
+        record.touch()
+        ended = _pytest(folder, record, {**settings, "backend": backend, "options": options}, only)
+        results = _results(record.read_text().splitlines(), ended)
+    return ConformanceReport({**about, "seconds": round(time.monotonic() - begun, 1)}, tuple(results))
+
+
+def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) -> str:
+    """Run pytest in a process of its own; returns in words how that ended."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(_FILE),
+        "-q",
+        "-rN",
+        "--tb=short",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        folder,
+    ]
+    command += ["-p", "no:cacheprovider", "-p", "kvxfer.testing.recorder", "--record", str(record)]
+    # Plugins and options of the environment are for other tests.
+    environment = {**os.environ, SUBJECT: json.dumps(subject), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    child = subprocess.Popen([*command, *(["-k", only] if only else [])], env=environment)
+    size, until = 0, time.monotonic() + STUCK_S
+    try:
+        while True:
+            try:
+                status = child.wait(0.2)
+            except subprocess.TimeoutExpired:
+                if (grown := record.stat().st_size) != size:
+                    size, until = grown, time.monotonic() + STUCK_S
+                if time.monotonic() < until:
+                    continue
+                return f"it hangs: nothing came of it in {STUCK_S:g} s"
+            return f"the process died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _results(lines: Iterable[str], ended: str) -> Iterable[CaseResult]:
+    """Read the record. What has begun and is not over is what the process ended in."""
+    begun: dict[str, Any] | None = None
+    found: dict[tuple[str, str], CaseResult] = {}
+    for line in map(json.loads, lines):
+        if "begun" in line:
+            begun = line
+        elif "over" in line:
+            begun = None
+        else:
+            result = CaseResult(**line)
+            if found.setdefault((result.clause, result.case), result).outcome != "broken":
+                found[result.clause, result.case] = result
+    if begun is not None:
+        clause, case = begun["begun"], begun["case"]
+        found[clause, case] = CaseResult(clause, case, begun["rule"], "broken", 0.0, ended)
+    elif ended not in _WELL:
+        found["the whole suite", ""] = CaseResult("the whole suite", "", "It can be run.", "broken", 0.0, ended)
+    return found.values()
+
+
+def _about(cls: type[Transport], options: Mapping[str, Any], settings: Mapping[str, Any], only: str) -> dict[str, Any]:
+    probe = cls.probe()
+    transport = cls("report", options)
+    try:
+        can = transport.capabilities
+    finally:
+        transport.close()
+    return {
+        "backend": cls.name,
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+        "release": _release(cls),
+        "contract": cls.contract,
+        "options": dict(options),
+        "capabilities": {
+            name: sorted(map(str, value)) if isinstance(value, frozenset) else value
+            for name, value in asdict(can).items()
+        },
+        "probe": probe.reason,
+        "facts": dict(probe.facts),
+        "suite": f"kvxfer {kvxfer.__version__}, contract {CONTRACT_VERSION}",
+        "settings": dict(settings),
+        "only": only,
+        "host": _host(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _release(cls: type[Transport]) -> str:
+    """Return the distribution that a back end came with."""
+    names = importlib.metadata.packages_distributions().get(cls.__module__.partition(".")[0], [])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in dict.fromkeys(names)) or "none"
+
+
+def _host() -> str:
+    import platform
+
+    cpus = len(os.sched_getaffinity(0))
+    return f"{platform.system()} {platform.release()} {platform.machine()}, {cpus} CPUs, Python {platform.python_version()}"
+
+
+def _cell(value: object) -> str:
+    """Return a value as it can stand in a table."""
+    if isinstance(value, Mapping):
+        value = ", ".join(f"{k}: {_cell(v)}" for k, v in value.items())
+    elif isinstance(value, list):
+        value = ", ".join(map(str, value))
+    return " ".join(str(value).split()).replace("|", "\\|")
