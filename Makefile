@@ -1,6 +1,7 @@
 # Everything runs in .venv/, which is built from nothing on first use: real engines, CPU builds, no CUDA needed.
 #   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server
 #   make test        lint, types and all tests          make test-fast   without the tests that start engines
+#   make fleet       vllm-router, two prefill and two decode servers, 200 requests, a server killed and one joined
 #   make bench       benchmarks                         make lint        ruff, mypy and the documentation's links
 #   make docs        the documentation as a site in build/site
 #   make test-matrix the connector's tests on vLLM 0.29 to 0.31, and all but the servers on Python 3.11 to 3.13
@@ -54,7 +55,7 @@ coverage: $(READY)
 	-$(BIN)/python -m pytest -n 4 --cov --cov-append --cov-report= --ignore=tests/backends/test_ucx.py -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fuzz mutants dist clean
+.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -78,6 +79,16 @@ lint: docs
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+
+# The router in an environment of its own, as it would be on a host of its own.
+ROUTER := .venv-router
+$(ROUTER)/.ready: constraints.txt
+	test -x $(ROUTER)/bin/python || $(PYTHON) -m venv $(ROUTER)
+	$(ROUTER)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt vllm-router
+	@touch $@
+
+fleet: $(READY) $(ROUTER)/.ready
+	$(BIN)/kvxfer bench fleet --router $(ROUTER)/bin/vllm-router $(ARGS)
 
 bench: $(READY)
 	$(BIN)/kvxfer bench transfer $(ARGS)

@@ -59,7 +59,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ConfigError: A value has the wrong type or range; the message names setting, value and what is expected.
     """
 
-    backend: NonEmpty = "zmq"
+    backend: NonEmpty = "tcp"
     backend_options: dict[str, Any] = {}
     listen: NonEmpty = "127.0.0.1"
     port: Port = 0

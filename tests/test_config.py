@@ -12,7 +12,7 @@ from kvxfer.errors import ConfigError, KvxferError
 def test_empty_mapping_gives_the_defaults() -> None:
     config = Config.from_mapping({})
     assert config == Config()
-    assert (config.backend, config.listen, config.port, config.advertise) == ("zmq", "127.0.0.1", 0, None)
+    assert (config.backend, config.listen, config.port, config.advertise) == ("tcp", "127.0.0.1", 0, None)
     assert config.integrity == "off"
     assert config.layout_check
 

@@ -165,11 +165,11 @@ def test_pip_install_brings_a_working_program_and_nothing_heavy(tmp_path: Path) 
     bare = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert bare.returncode == 1 and "pip install 'kvxfer[cli]'" in bare.stderr
 
-    subprocess.run([*pip, "install", "-q", f"{ROOT}[cli,zmq]"], check=True, timeout=240)
+    subprocess.run([*pip, "install", "-q", f"{ROOT}[cli,tcp]"], check=True, timeout=240)
     listed = subprocess.run([*pip, "list", "--format=json"], capture_output=True, check=True, timeout=60)
     names = {entry["name"].lower() for entry in json.loads(listed.stdout)}
-    assert {"kvxfer", "kvxfer-zmq"} <= names
+    assert {"kvxfer", "kvxfer-tcp"} <= names
     assert not {name for name in names if name.startswith(("torch", "vllm", "nixl", "nvidia", "ucx", "cuda"))}
 
     report = subprocess.run(program, capture_output=True, check=True, timeout=60, cwd=tmp_path)
-    assert json.loads(report.stdout)["backends"]["zmq"]["usable"]
+    assert json.loads(report.stdout)["backends"]["tcp"]["usable"]

@@ -183,7 +183,7 @@ def chaos(
     minutes: Annotated[float, typer.Option(help="How long to run.", min=0.1)] = 5.0,
     every: Annotated[float, typer.Option(help="Mean seconds between two kills or stops.", min=0.1)] = 2.0,
     seed: Annotated[int, typer.Option(help="Of everything that is chosen.")] = 0,
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "zmq",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
     integrity: Annotated[str, typer.Option(help="off, sample or full.")] = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -1,7 +1,7 @@
 """``kvxfer bench control``: what the control plane can do, and what authentication costs it.
 
 Messages: one process asks, another answers over a control socket, with enough questions under way that neither waits.
-Transfers: one agent fetches single blocks from another, many at a time, over the back end ``zmq``; nearly all of the
+Transfers: one agent fetches single blocks from another, many at a time, over the default back end; nearly all of the
 time goes to control. Both are measured with and without a key, in turns, and the medians of the rounds are compared.
 """
 

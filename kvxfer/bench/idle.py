@@ -93,7 +93,7 @@ def _threads() -> dict[int, tuple[str, int]]:
 
 
 def idle(
-    backend: Annotated[str, typer.Argument(help="Name of a back end.")] = "zmq",
+    backend: Annotated[str, typer.Argument(help="Name of a back end.")] = "tcp",
     seconds: Annotated[float, typer.Option(min=0.1, help="For how long nothing is done.")] = 60.0,
 ) -> None:
     """Measure what kvxfer costs an engine while nothing moves: import, memory, CPU time; one JSON object."""

@@ -242,7 +242,7 @@ class LoadDriver:
 
 
 def measure(
-    seconds: float, restart_s: float, backend: str = "zmq", options: dict[str, Any] | None = None
+    seconds: float, restart_s: float, backend: str = "tcp", options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Run the load, then let everything end.
 
@@ -334,7 +334,7 @@ def complaints(rows: list[dict[str, Any]]) -> list[str]:
 def soak(
     minutes: Annotated[float, typer.Option(help="How long to load.", min=0.1)] = 5.0,
     restart: Annotated[float, typer.Option(help="Seconds between two kills.", min=1)] = 10.0,
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "zmq",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
     options: Annotated[str, typer.Option(help="backend_options as a JSON object.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

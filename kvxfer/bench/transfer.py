@@ -154,7 +154,7 @@ def _raw_copy(where: tuple[str, str], nbytes: int) -> float:
 
 
 def transfer(
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "zmq",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
     device: Annotated[str, typer.Option(help="Memory of both caches: cpu or cuda.")] = "cpu",
     tokens: Annotated[int, typer.Option(help="Prompt length.", min=1)] = 1024,
     model: Annotated[str, typer.Option(help=f"Shape of the cache: {', '.join(MODELS)}.")] = "llama-3-8b",

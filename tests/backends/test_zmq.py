@@ -3,17 +3,21 @@
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.harness import assert_equal
@@ -34,6 +38,13 @@ class TestIpc(ConformanceSuite):
     gigabytes = False
     options: ClassVar[dict[str, Any]] = {"protocol": "ipc"}
     rounds = 1000
+
+
+class TestEncrypted(ConformanceSuite):
+    backend = ZmqTransport
+    gigabytes = False
+    options: ClassVar[dict[str, Any]] = {"encrypt": True}
+    rounds = 200
 
 
 class Ours(Suite):
@@ -293,3 +304,118 @@ def test_unix_sockets_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any
     assert list(tmp_path.iterdir())
     transport.close()
     assert not list(tmp_path.iterdir())
+
+
+class Wiretap:
+    """Stands between two agents and keeps what passes."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._target, self._door = (host, int(port)), socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
+        self.heard = bytearray()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, there = self._door.accept()[0], socket.create_connection(self._target)
+                for pair in ((here, there), (there, here)):
+                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while some := source.recv(1 << 16):
+                self.heard += some
+                target.sendall(some)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._door.close()
+
+
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_who_listens_on_the_way_learns_nothing_from_an_encrypted_link(encrypt: bool) -> None:
+    """Not the bytes, and not the tokens by which a link is known; in the clear both can be read, so the tap works."""
+    a, b = (ZmqTransport(name, {"encrypt": encrypt}) for name in "ab")
+    secret = np.frombuffer(b"the KV of somebody's prompt. " * 100, np.uint8).copy()
+    got = np.zeros_like(secret)
+    for transport, memory in ((a, secret), (b, got)):
+        transport.register([Region(memory.ctypes.data, memory.nbytes)])
+    mine, theirs = a.endpoint(), b.endpoint()
+    told = Endpoint.decode(theirs)
+    tap = Wiretap(told.address)
+    try:
+        runs = np.array([secret.nbytes]), np.array([0])
+        ends = {
+            a: Batch(Verb.SEND, a.connect(mine, msgspec.structs.replace(told, address=tap.address).encode()), 0, *runs),
+            b: Batch(Verb.RECV, b.connect(theirs, mine), 0, *runs),
+        }
+        waiting = {transport: transport.submit(batch) for transport, batch in ends.items()}
+        until = time.monotonic() + 20
+        while waiting:
+            assert time.monotonic() < until
+            for transport in list(waiting):
+                for done in transport.poll():
+                    assert done.error is None
+                    del waiting[transport]
+        assert_equal(got, secret, "what has come")
+        heard = bytes(tap.heard)
+        assert len(heard) > secret.nbytes
+        assert (secret.tobytes() in heard) is (told.token in heard or told.token.hex().encode() in heard) is not encrypt
+    finally:
+        for transport in (a, b):
+            transport.close()
+        tap.close()
+
+
+def test_nobody_gets_in_who_does_not_know_the_key() -> None:
+    """A stranger may know address and token, and speak either mechanism; it is not let past the handshake."""
+    victim = ZmqTransport("victim", {"encrypt": True})
+    mine = Endpoint.decode(victim.endpoint())
+    context = zmq.Context()
+    public, private = zmq.curve_keypair()
+    try:
+        for guess in (None, zmq.curve_keypair()[0]):
+            dealer = context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.ROUTING_ID, routing_id(mine.token, new_token()))
+            if guess is None:
+                dealer.setsockopt(zmq.PLAIN_USERNAME, b"peer")
+                dealer.setsockopt(zmq.PLAIN_PASSWORD, password(mine.token))
+            else:
+                for option, value in (
+                    (zmq.CURVE_SERVERKEY, guess),
+                    (zmq.CURVE_PUBLICKEY, public),
+                    (zmq.CURVE_SECRETKEY, private),
+                ):
+                    dealer.setsockopt(option, value)
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            monitor = dealer.get_monitor_socket(events | zmq.EVENT_CLOSED)
+            dealer.connect(mine.address)
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                victim.poll()
+                while monitor.poll(10):
+                    assert recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+            dealer.disable_monitor()
+            monitor.close(0)
+            dealer.close(0)
+    finally:
+        victim.close()
+        context.term()
+
+
+def test_both_sides_encrypt_or_neither() -> None:
+    a, b = ZmqTransport("a", {"encrypt": True}), ZmqTransport("b", {})
+    try:
+        mine, theirs = a.endpoint(), b.endpoint()
+        with pytest.raises(TransportError, match="this side encrypts and 'b' does not; set option 'encrypt'"):
+            a.connect(mine, theirs)
+        with pytest.raises(TransportError, match="'a' encrypts and this side does not"):
+            b.connect(theirs, mine)
+    finally:
+        a.close()
+        b.close()

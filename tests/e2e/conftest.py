@@ -10,7 +10,7 @@ from kvxfer_vllm.demo.servers import Cluster, running
 from tests.conftest import require
 
 PATIENT = {
-    "backend": "zmq",
+    "backend": "tcp",
     "backend_options": {"connect_timeout_s": 60.0, "heartbeat_s": 30.0},
     "transfer_timeout": 60.0,
     "peer_timeout": 60.0,
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Prefill and decode with kvxfer over zmq between them, and a plain server."""
+    """Prefill and decode with kvxfer over tcp between them, and a plain server."""
     require("vllm")
     with running(model, tmp_path_factory.mktemp("logs"), PATIENT) as servers:
         yield servers

@@ -4,9 +4,11 @@ A process of its own (`python -m tests.sglang.played`), since SGLang keeps its c
 of JSON, `[method, arguments]`, and answers each with `{"value": ...}` or `{"error": text}`.
 """
 
+import contextlib
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ class Rank:
 
     Args:
         setup: `role`, `port` of the bootstrap server, `tp` and `rank`, `store` (a file by which ranks meet), `model` (a
-            folder), and `args`, further arguments of the server by name.
+            folder), and `args`, further arguments of the server by name; `latent` for a
+            pool of latents; `chunk`, tokens of a forward pass, for a rank with a scheduler.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -72,10 +75,19 @@ class Rank:
         torch.set_num_threads(1)
         self.latent = bool(setup.get("latent"))
         self.pool = self._pool()
+        self._begin(setup)
+        group.barrier()
+
+    def _begin(self, setup: dict[str, Any]) -> None:
+        """Make SGLang's manager."""
+        import torch
+        from sglang.srt.disaggregation import utils
+
         self.metadata = utils.MetadataBuffers(ROWS, 16, torch.float32, 128)
         mode = utils.DisaggregationMode(self.role)
-        self.manager = self.classes[kinds.MANAGER](self._kv_args(), mode, self.server_args, self.latent)
-        group.barrier()
+        manager = self.classes[utils.KVClassType.MANAGER]
+        self.manager = manager(self._kv_args(), mode, self.server_args, self.latent)
+        self.requests: dict[int, Any] = {}
 
     def _pool(self) -> Any:
         import torch
@@ -126,6 +138,30 @@ class Rank:
         """Return the first token and the room in a row of the metadata."""
         return [int(self.metadata.output_ids[index, 0]), int(self.metadata.bootstrap_room[index, 0])]
 
+    def refusal(self, args: dict[str, Any], settings: dict[str, dict[str, Any]], environ: dict[str, str]) -> str:
+        """Return why a server would not start whose `KVArgs`, configuration (by SGLang's name of its part) and environment are so."""
+        import copy
+        from unittest.mock import patch
+
+        from sglang.srt import runtime_context
+
+        from kvxfer_sglang.support import UnsupportedSetupError, check_setup
+
+        changed = copy.copy(self.manager.kv_args)
+        vars(changed).update(args)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patch.dict("os.environ", environ))
+            for part, values in settings.items():
+                real = getattr(runtime_context, f"get_{part}")()
+                stack.enter_context(
+                    patch.object(runtime_context, f"get_{part}", lambda r=real, v=values: _Changed(r, v))
+                )
+            try:
+                check_setup(changed, self.role == "decode")
+            except UnsupportedSetupError as error:
+                return str(error)
+        return ""
+
     def why(self, room: int) -> str:
         """Return what SGLang's scheduler is told of a failed request; it lets go of it by that."""
         from sglang.srt.disaggregation.common.conn import KVTransferError
@@ -143,10 +179,6 @@ class Rank:
 
 class Prefill(Rank):
     """A prefill rank."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
-        self.requests: dict[int, Any] = {}
 
     def request(self, room: int) -> None:
         """Take a request in."""
@@ -178,11 +210,17 @@ class Prefill(Rank):
         self.metadata.output_ids[row, 0] = token
         self.metadata.bootstrap_room[row, 0] = room
 
-    def send(self, room: int, ids: list[int]) -> None:
-        """Send the next pages."""
+    def send(self, room: int, ids: list[int], held: bool = False) -> None:
+        """Send the next pages; held ones are complete once `finish` is called, as those of an event on a GPU."""
         import numpy as np
 
+        if held:
+            self.event = self.requests[room]._early_send_wait_event = _Event()
         self.requests[room].send(np.array(ids, np.int32))
+
+    def finish(self) -> None:
+        """Let what was held be complete."""
+        self.event.over = True
 
     def abort(self, room: int) -> None:
         """Abort a request."""
@@ -195,10 +233,6 @@ class Prefill(Rank):
 
 class Decode(Rank):
     """A decode rank."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
-        self.requests: dict[int, Any] = {}
 
     def request(self, room: int) -> None:
         """Take a request in, and find the prefill ranks."""
@@ -234,6 +268,44 @@ class Decode(Rank):
     def clear(self, room: int) -> None:
         """Let go of a request that went well."""
         self.requests.pop(room).clear()
+
+
+class Scheduled(Rank):
+    """A rank with SGLang's scheduler, whose methods are called by name."""
+
+    def _begin(self, setup: dict[str, Any]) -> None:
+        from tests.sglang.scheduling import DecodePlay, PrefillPlay
+
+        self.scheduler: Any
+        if self.role == "prefill":
+            self.scheduler = PrefillPlay(self.pool, self.server_args, setup["chunk"])
+            self.manager = self.scheduler.disagg_prefill_bootstrap_queue.kv_manager
+        else:
+            self.scheduler = DecodePlay(self.pool, self.server_args)
+            self.manager = self.scheduler.disagg_decode_prealloc_queue.kv_manager
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.scheduler, method)
+
+
+class _Changed:
+    """A part of SGLang's configuration with other values."""
+
+    def __init__(self, real: Any, values: dict[str, Any]) -> None:
+        self._real, self._values = real, values
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._values.get(name, getattr(self._real, name))
+        return _Changed(getattr(self._real, name), value) if isinstance(value, dict) else value
+
+
+class _Event:
+    """An event as torch has them."""
+
+    over = False
+
+    def query(self) -> bool:
+        return self.over
 
 
 class _Group:
@@ -288,7 +360,8 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     try:
-        rank: Any = {"prefill": Prefill, "decode": Decode}[setup["role"]](setup)
+        kinds = {"prefill": Prefill, "decode": Decode}
+        rank: Any = (Scheduled if "chunk" in setup else kinds[setup["role"]])(setup)
     except Exception as error:
         say({"error": f"{type(error).__name__}: {error}"})
         raise
@@ -298,6 +371,7 @@ def main() -> None:
         try:
             say({"value": getattr(rank, method)(**arguments)})
         except Exception as error:
+            traceback.print_exc()
             say({"error": f"{type(error).__name__}: {error}"})
             if method == "close":
                 break

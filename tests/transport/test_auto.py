@@ -65,7 +65,7 @@ def order(memory: str) -> list[str]:
 
 
 def test_what_copies_least_comes_first_and_what_works_everywhere_last() -> None:
-    stated = {"cpu": ["cma", "nixl", "ucx", "tcp", "zmq"], "cuda": ["cuda_ipc", "nixl", "ucx", "nccl", "zmq"]}
+    stated = {"cpu": ["cma", "nixl", "ucx", "tcp", "zmq"], "cuda": ["cuda_ipc", "nixl", "ucx", "nccl", "tcp", "zmq"]}
     for memory, names in stated.items():
         assert order(memory) == [name for name in names if name in available()]
 

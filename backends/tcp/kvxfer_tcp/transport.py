@@ -37,6 +37,7 @@ class TcpTransport(Base[Endpoint, Link]):
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
     costs = {"cpu": 80}
+    last_resort = True
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:

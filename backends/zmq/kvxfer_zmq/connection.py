@@ -9,6 +9,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvxfer.backend.wakeup import Wakeup
+from kvxfer_zmq.curve import Keys
 from kvxfer_zmq.endpoint import Endpoint
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import Header, password, routing_id
@@ -61,6 +62,7 @@ class Connection:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         options: Options,
+        keys: Keys | None,
         mine: Endpoint,
         theirs: Endpoint,
         wakeup: Wakeup,
@@ -78,8 +80,6 @@ class Connection:
             (zmq.SNDHWM, QUEUED_MESSAGES),
             (zmq.MAXMSGSIZE, 1 << 16),
             (zmq.ROUTING_ID, routing_id(theirs.token, mine.token)),
-            (zmq.PLAIN_USERNAME, b"peer"),
-            (zmq.PLAIN_PASSWORD, password(theirs.token)),
             (zmq.IPV6, "[" in theirs.address),
             (zmq.CONNECT_TIMEOUT, patience),
             (zmq.HANDSHAKE_IVL, patience),
@@ -88,6 +88,11 @@ class Connection:
             (zmq.HEARTBEAT_TTL, 5 * heartbeat),
         ):
             self._dealer.setsockopt(option, value)
+        if keys is None:
+            self._dealer.setsockopt(zmq.PLAIN_USERNAME, b"peer")
+            self._dealer.setsockopt(zmq.PLAIN_PASSWORD, password(theirs.token))
+        else:
+            keys.dial(self._dealer, theirs.key)
         self._monitor = self._dealer.get_monitor_socket(_EVENTS)
         for socket in (self._dealer, self._monitor):
             wakeup.add(socket.fileno(), key)

@@ -12,16 +12,19 @@ from kvxfer.backend import EndpointBase
 __all__ = ["TOKEN_BYTES", "Endpoint", "new_token"]
 
 TOKEN_BYTES = 16
+KEY_BYTES = 40
+"""Of a public key as ZeroMQ writes it (Z85)."""
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """One end of a link. ``token`` is known to the two ends only."""
+    """One end of a link. ``token`` is known to the two ends only; ``key`` is the end's public key, if it encrypts."""
 
     backend = "zmq"
-    format = 3
+    format = 4
 
     address: Annotated[str, Meta(pattern="^(tcp|ipc)://")]
     token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
 
 
 def new_token() -> bytes:

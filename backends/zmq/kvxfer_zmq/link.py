@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import PeerError
 from kvxfer.transport.contract import Completion, Fence, Verb
 from kvxfer_zmq.bytestream import FRAME, ByteStream
 from kvxfer_zmq.connection import Connection
 from kvxfer_zmq.endpoint import Endpoint
-from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import Header, Kind
 
 __all__ = ["Link", "Post"]
@@ -72,9 +70,7 @@ class Link:
         number: int,
         mine: Endpoint,
         theirs: Endpoint,
-        context: zmq.Context[zmq.Socket[bytes]],
-        options: Options,
-        wakeup: Wakeup,
+        connection: Connection,
         done: Callable[[Completion], None],
         say_bye: Callable[[Link, str], None],
     ) -> None:
@@ -92,7 +88,7 @@ class Link:
         self._early_ends: dict[tuple[Verb, int], str] = {}
         self._retiring: list[tuple[Post, str, float]] = []
         self._control: deque[tuple[Header, bytes]] = deque([(Header(Kind.HELLO), b"")])
-        self._connection = Connection(context, options, mine, theirs, wakeup, number)
+        self._connection = connection
 
     @property
     def peer(self) -> str:

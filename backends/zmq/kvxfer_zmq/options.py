@@ -18,12 +18,17 @@ NAMING = "option {!r} of back end 'zmq'"
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Attributes: protocol: ``tcp``, or ``ipc`` (a Unix socket) between processes of one host. listen.
+    """What can be set.
 
-    Address to bind to; peers must be able to reach it (both sides dial). advertise: host name or address given to
-    peers, if it is not ``listen``. port: TCP port to bind to; 0 takes any free one. io_threads: threads of ZeroMQ; one
-    moves about 4 GB/s. connect_timeout_s: seconds after which a peer that does not answer is unreachable. heartbeat_s:
-    seconds between signs of life; after five without one a link is dead.
+    Attributes:
+        protocol: ``tcp``, or ``ipc`` (a Unix socket) between processes of one host.
+        listen: Address to bind to; peers must be able to reach it (both sides dial).
+        advertise: Host name or address given to peers, if it is not ``listen``.
+        port: TCP port to bind to; 0 takes any free one.
+        io_threads: Threads of ZeroMQ; one moves about 4 GB/s.
+        encrypt: Whether all that travels is encrypted (CurveZMQ); alike on both sides.
+        connect_timeout_s: Seconds after which a peer that does not answer is unreachable.
+        heartbeat_s: Seconds between signs of life; after five without one a link is dead.
     """
 
     protocol: Literal["tcp", "ipc"] = "tcp"
@@ -31,6 +36,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     advertise: NonEmpty | None = None
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     io_threads: Annotated[int, Meta(ge=1, le=64)] = 1
+    encrypt: bool = False
     connect_timeout_s: Seconds = 5.0
     heartbeat_s: Seconds = 2.0
 

@@ -15,7 +15,8 @@ from kvxfer.backend import Base
 from kvxfer.errors import TransportError
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_zmq.bytestream import FRAME, ByteStream
-from kvxfer_zmq.connection import NOBLOCK, receive, waiting
+from kvxfer_zmq.connection import NOBLOCK, Connection, receive, waiting
+from kvxfer_zmq.curve import Keys
 from kvxfer_zmq.endpoint import Endpoint, new_token
 from kvxfer_zmq.link import Link, Post
 from kvxfer_zmq.options import Options
@@ -44,6 +45,7 @@ class ZmqTransport(Base[Endpoint, Link]):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
+        self._keys = Keys() if self._options.encrypt else None
         self._capabilities = Capabilities(
             verbs=frozenset({Verb.SEND, Verb.RECV}), elastic=True, run_bytes=512, may_block_s=3 * TURN_S
         )
@@ -76,7 +78,7 @@ class ZmqTransport(Base[Endpoint, Link]):
         return self._capabilities
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        mine = Endpoint(self.agent, self._address, new_token())
+        mine = Endpoint(self.agent, self._address, new_token(), b"" if self._keys is None else self._keys.public)
         self._ends[mine.token] = None
         return mine
 
@@ -84,7 +86,13 @@ class ZmqTransport(Base[Endpoint, Link]):
         del self._ends[mine.token]
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        link = Link(number, mine, theirs, self._context, self._options, self.wakeup, self.complete, self._say_bye)
+        if bool(theirs.key) != bool(mine.key):
+            here, there = ("this side", f"{theirs.agent!r}") if mine.key else (f"{theirs.agent!r}", "this side")
+            raise TransportError(
+                f"{here} encrypts and {there} does not; set option 'encrypt' of back end 'zmq' alike on both"
+            )
+        connection = Connection(self._context, self._options, self._keys, mine, theirs, self.wakeup, number)
+        link = Link(number, mine, theirs, connection, self.complete, self._say_bye)
         self._ends[mine.token] = self._open[number] = link
         self._hot.add(number)
         return link
@@ -139,7 +147,10 @@ class ZmqTransport(Base[Endpoint, Link]):
         o, inbox = self._options, self._inbox
         inbox.setsockopt(zmq.LINGER, 0)
         inbox.setsockopt(zmq.MAXMSGSIZE, FRAME + 4096)
-        inbox.setsockopt(zmq.PLAIN_SERVER, 1)
+        if self._keys is None:
+            inbox.setsockopt(zmq.PLAIN_SERVER, 1)
+        else:
+            self._keys.listen(inbox)
         inbox.setsockopt(zmq.ZAP_DOMAIN, b"kvxfer")
         inbox.setsockopt(zmq.HANDSHAKE_IVL, int(o.connect_timeout_s * 1000))
         if o.protocol == "ipc":
@@ -157,7 +168,10 @@ class ZmqTransport(Base[Endpoint, Link]):
             if not waiting(self._doorbell):
                 return
             request = self._doorbell.recv_multipart(NOBLOCK)
-            known = request[5:6] == [b"PLAIN"] and len(request) == 8 and self._knows(request[7])
+            if self._keys is None:
+                known = request[5:6] == [b"PLAIN"] and len(request) == 8 and self._knows(request[7])
+            else:
+                known = request[5:6] == [b"CURVE"]  # it knows our public key; its messages show its link's tokens
             verdict = b"200" if known else b"400"
             self._doorbell.send_multipart(
                 [b"1.0", request[1] if len(request) > 1 else b"", verdict, b"", b"", b""], NOBLOCK

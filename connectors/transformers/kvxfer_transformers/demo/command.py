@@ -26,7 +26,7 @@ ANSWER_S = 180.0
 
 
 def demo(
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV (see `kvxfer doctor`), or auto.")] = "zmq",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV (see `kvxfer doctor`), or auto.")] = "tcp",
     config: Annotated[str, typer.Option(help="Further settings of kvxfer, as a JSON object.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
 ) -> None:

@@ -21,7 +21,7 @@ from kvxfer.cli.demo import Demo, demo_settings
 
 
 def demo(
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV (see `kvxfer doctor`), or auto.")] = "zmq",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV (see `kvxfer doctor`), or auto.")] = "tcp",
     config: Annotated[str, typer.Option(help="Further settings of the connector, as a JSON object.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,

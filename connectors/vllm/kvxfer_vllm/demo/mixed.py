@@ -28,7 +28,7 @@ def mixed_load(
     minutes: Annotated[float, typer.Option(min=0.1)] = 60.0,
     clients: Annotated[int, typer.Option(min=1)] = 8,
     cache_mib: Annotated[int, typer.Option(min=4, help="KV cache of each server; the longest prompt takes 4.")] = 10,
-    backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "zmq",
+    backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "tcp",
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Keep a prefill and a decode server busy beyond their caches, with clients that leave, repeat and mix things up.

@@ -65,6 +65,7 @@ class Server:
         kv_transfer: what `--kv-transfer-config` says, or None for a server without a connector.
         flags: further command-line flags.
         env: further environment variables.
+        port: where it listens; by default at a free one.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class Server:
         kv_transfer: Mapping[str, Any] | None = None,
         flags: Iterable[str] = (),
         env: Mapping[str, str] | None = None,
+        port: int | None = None,
     ) -> None:
         self.name = name
         self.log = logs / f"{name}.log"
-        port = free_port()
+        port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--model", str(model), "--served-model-name", MODEL_NAME, *_FLAGS]

@@ -1,0 +1,273 @@
+"""``kvxfer bench fleet``: vllm-router in front of two prefill and two decode servers, used by the stock OpenAI client.
+
+The router is the program that PyPI has, in an environment of its own, and knows nothing of kvxfer. Amid the requests one prefill server is
+killed, and a successor joins at its address, as a cluster manager would have it. Ends with one line of JSON, and exits 1 unless
+every request had the plain server's tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvxfer_vllm.demo.metrics import received, total
+from kvxfer_vllm.demo.model import write_model
+from kvxfer_vllm.demo.routing import complete
+from kvxfer_vllm.demo.servers import MODEL_NAME, Server, ServerError, await_ready, connector, free_port
+
+CLIENTS = 4
+PROMPTS = 40
+START_S, ANSWER_S, JOIN_S = 300.0, 120.0, 180.0
+HEALTH_S = 1
+"""How often the router looks whether servers live."""
+
+Say = Callable[[str], None]
+
+
+def fleet(
+    requests: Annotated[int, typer.Option(min=20, help="How many requests clients send.")] = 200,
+    router: Annotated[str, typer.Option(help="The program vllm-router.")] = "vllm-router",
+    backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "zmq",
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and who streams.")] = 0,
+    keep_logs: Annotated[Path | None, typer.Option(help="Keep the logs in this folder.")] = None,
+) -> None:
+    """Serve mixed requests by vllm-router, two prefill and two decode servers; kill a prefill server, let another join.
+
+    Prints one JSON object at the end; exits 1 unless all came out as it must.
+    """
+    start = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - start:7.1f} s  {what}", file=sys.stderr, flush=True)
+
+    program = shutil.which(router)
+    if program is None:
+        raise typer.BadParameter(f"there is no program {router!r}: pip install vllm-router", param_hint="--router")
+    with tempfile.TemporaryDirectory(prefix="kvxfer-fleet-") as folder:
+        logs = keep_logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        write_model(Path(folder) / "model")
+        try:
+            report = _run(Path(folder) / "model", logs, program, backend, requests, seed, say)
+        except ServerError as error:
+            say(f"FAILED: {error}")
+            report = {"requests": requests, "identical": 0, "failed": requests, "killed": 0, "joined": 0}
+            report["objections"] = [str(error).splitlines()[0]]
+    report["seconds"] = round(time.monotonic() - start, 1)
+    print(json.dumps(report), flush=True)
+    raise typer.Exit(int(bool(report["objections"])))
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request as a client makes it."""
+
+    prompt: str
+    tokens: int
+    streams: bool
+
+
+@dataclass
+class Answers:
+    """What became of the requests. Any thread.
+
+    Attributes:
+        done: How many have ended.
+        identical: How many had the plain server's tokens.
+        wrong: Descriptions of those that had others.
+        failed: Descriptions of those that had no answer.
+    """
+
+    done: int = 0
+    identical: int = 0
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, wish: Wish, tokens: Sequence[int] | str, expected: Sequence[int]) -> None:
+        """Return a request has ended with these tokens, or for this reason without any."""
+        name = f"{len(wish.prompt)} + {wish.tokens} tokens{', streamed' if wish.streams else ''}"
+        with self.lock:
+            self.done += 1
+            if isinstance(tokens, str):
+                self.failed.append(f"{name}: {tokens}")
+            elif list(tokens) == list(expected):
+                self.identical += 1
+            else:
+                self.wrong.append(f"{name}: {list(tokens)} is not {list(expected)}")
+
+
+def _wishes(requests: int, seed: int) -> list[Wish]:
+    """Return requests whose prompts are short and long, share beginnings, and come again."""
+    rng = random.Random(seed)
+    words = [f"{rng.choice('the a one no every'.split())} {rng.randrange(10**6)}" for _ in range(400)]
+    shared = " ".join(words[:40])
+    prompts = []
+    for n in range(PROMPTS):
+        own = " ".join(rng.choices(words, k=rng.choice((1, 4, 12, 60))))
+        prompts.append(f"{shared} {own}" if n % 3 == 0 else f"{n} {own}")
+    lengths = {prompt: rng.choice((1, 8, 24)) for prompt in prompts}
+    chosen = [*prompts, *rng.choices(prompts, k=max(0, requests - len(prompts)))][:requests]
+    rng.shuffle(chosen)
+    return [Wish(prompt, lengths[prompt], rng.random() < 0.5) for prompt in chosen]
+
+
+def _run(model: Path, logs: Path, program: str, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
+    wishes = _wishes(requests, seed)
+    expected = _expected(model, logs, wishes, say)
+    with ExitStack() as stack:
+
+        def start(name: str, role: str, port: int | None = None) -> Server:
+            settings = {"backend": backend, "peer_timeout": 10.0}
+            kv_transfer = {**connector(role, settings), "kv_load_failure_policy": "recompute"}
+            server = Server(name, model, logs, kv_transfer, port=port)
+            stack.callback(server.stop)
+            return server
+
+        prefills = [start(f"prefill-{n}", "kv_producer") for n in range(2)]
+        decodes = [start(f"decode-{n}", "kv_consumer") for n in range(2)]
+        await_ready([*prefills, *decodes], START_S, lambda server: say(f"{server.name} answers"))
+        answers = Answers()
+        with _routed(program, prefills, decodes, logs, say) as url:
+            with ThreadPoolExecutor(CLIENTS) as clients:
+
+                def send(some: Sequence[Wish]) -> None:
+                    for wish in some:
+                        clients.submit(_ask, url, wish, expected[wish.prompt], answers)
+
+                last = requests * 3 // 4
+                send(wishes[:last])
+                _await(answers, requests // 4)
+                prefills[0].kill()
+                say(f"after {answers.done} requests {prefills[0].name} is killed")
+                port = int(prefills[0].url.rpartition(":")[2])
+                successor = start("prefill-2", "kv_producer", port)
+                await_ready([successor], JOIN_S)
+                say(f"after {answers.done} requests {successor.name} answers at its address")
+                time.sleep(2 * HEALTH_S)  # the router has to see it
+                send(wishes[last:])
+            fetched = total(successor, "kvxfer_offers_total")
+            say(f"all requests have ended; {fetched:g} offers of {successor.name} have, too")
+        loads = [received(server) for server in decodes]
+        return {
+            "requests": answers.done,
+            "identical": answers.identical,
+            "failed": len(answers.failed),
+            "killed": 1,
+            "joined": int(fetched > 0),
+            "streamed": sum(wish.streams for wish in wishes),
+            "external_tokens": sum(load.tokens for load in loads),
+            "failed_loads": sum(load.failed for load in loads),
+            "server_errors": int(sum(_errors(server) for server in decodes)),
+            "objections": _objections(answers, fetched > 0, sum(load.tokens for load in loads), decodes),
+        }
+
+
+def _objections(answers: Answers, joined: bool, external: int, decodes: Sequence[Server]) -> list[str]:
+    out = [*answers.wrong[:5], *answers.failed[:5]]
+    if not joined:
+        out.append("the prefill server that joined was given no request")
+    if not external:
+        out.append("no KV was moved: the decode servers have computed all prompts")
+    out += [f"{server.name} has answered with errors" for server in decodes if _errors(server)]
+    return out
+
+
+def _expected(model: Path, logs: Path, wishes: Sequence[Wish], say: Say) -> dict[str, list[int]]:
+    """Return what a plain server makes of each prompt; it is gone when the others start, for their memory."""
+    plain = Server("plain", model, logs)
+    try:
+        await_ready([plain], START_S)
+        say("the plain server answers")
+        return {prompt: complete(plain, prompt, n).tokens for prompt, n in {(w.prompt, w.tokens) for w in wishes}}
+    finally:
+        plain.stop()
+
+
+def _ask(url: str, wish: Wish, expected: Sequence[int], answers: Answers) -> None:
+    """Make a request by the OpenAI client as it comes, with the retries that it does by itself."""
+    from openai import OpenAI
+
+    try:
+        with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_S) as client:
+            answer = client.completions.create(
+                model=MODEL_NAME,
+                prompt=wish.prompt,
+                max_tokens=wish.tokens,
+                temperature=0,
+                stream=wish.streams,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+            parts = answer if wish.streams else [answer]
+            tokens = [t for part in parts for choice in part.choices for t in getattr(choice, "token_ids", None) or ()]
+    except Exception as error:
+        answers.add(wish, f"{type(error).__name__}: {error}", expected)
+    else:
+        answers.add(wish, tokens, expected)
+
+
+def _await(answers: Answers, count: int) -> None:
+    while answers.done < count:
+        time.sleep(0.05)
+
+
+def _errors(server: Server) -> float:
+    """Return how many requests a server has answered with 5xx."""
+    lines = [line for line in server.metrics().splitlines() if line.startswith("http_requests_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if 'status="5' in line)
+
+
+@contextmanager
+def _routed(program: str, prefills: Sequence[Server], decodes: Sequence[Server], logs: Path, say: Say) -> Iterator[str]:
+    """Run the router in front of these servers, and yield its URL."""
+    port = free_port()
+    command = [program, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--health-check-interval-secs", str(HEALTH_S), "--health-failure-threshold", "1"]
+    command += ["--health-success-threshold", "1", "--worker-startup-check-interval", "1"]
+    command += ["--cb-timeout-duration-secs", "5"]
+    for server in prefills:
+        command += ["--prefill", server.url]
+    for server in decodes:
+        command += ["--decode", server.url]
+    url = f"http://127.0.0.1:{port}"
+    with (logs / "router.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            until = time.monotonic() + 60
+            while not _answers(f"{url}/health"):
+                if process.poll() is not None or time.monotonic() > until:
+                    tail = (logs / "router.log").read_text(errors="replace")[-1000:]
+                    raise ServerError(f"the router did not start; the end of its log:\n{tail}")
+                time.sleep(0.2)
+            say("the router answers")
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1):
+            return True
+    except OSError:
+        return False

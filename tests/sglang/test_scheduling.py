@@ -1,0 +1,99 @@
+"""Requests through SGLang's own schedulers, queues, prefix trees and pools, with played forward passes."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.sglang.conftest import Engine
+from tests.sglang.played import PAGE
+
+CHUNK = 2 * PAGE + 5
+
+
+@pytest.fixture(scope="module")
+def servers(start: Callable[..., Any]) -> Iterator[tuple[Engine, Engine]]:
+    with start(chunk=CHUNK, args={"disaggregation_decode_enable_radix_cache": True}) as engines:
+        yield engines
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(512), k=tokens)
+
+
+def served(servers: tuple[Engine, Engine], prompts: dict[int, list[int]]) -> dict[int, dict[str, Any]]:
+    """Give requests to both servers, by room, and return what decode has in the end."""
+    prefill, decode = servers
+    for room, tokens in prompts.items():
+        prefill.submit(tokens=tokens, room=room), decode.submit(tokens=tokens, room=room)
+    ready: set[int] = set()
+    turn(servers, lambda: ready == prompts.keys(), ready)
+    answers = {}
+    for room in prompts:
+        answers[room] = decode.answer(room=room)[0]
+        decode.finish(room=room)
+    turn(servers, lambda: all(prefill.state(room=room) == ["done"] for room in prompts), ready)
+    return answers
+
+
+def turn(servers: tuple[Engine, Engine], over: Callable[[], bool], ready: set[int]) -> None:
+    """Let both servers run until something is so."""
+    prefill, decode = servers
+    end = time.monotonic() + 30
+    while not over():
+        assert time.monotonic() < end
+        prefill.turn()
+        ready.update(decode.turn()[0])
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("tokens", [1, PAGE - 1, PAGE, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
+def test_prompts_of_any_length_arrive(servers: tuple[Engine, Engine], room: int, tokens: int) -> None:
+    ids = prompt(tokens, tokens)
+    answer = served(servers, {room: ids})[room]
+    assert answer["right"] and answer["tokens"] == [sum(ids) % 512]
+
+
+def test_what_either_server_has_cached_is_not_moved(servers: tuple[Engine, Engine], room: int) -> None:
+    shared = prompt(5 * PAGE, 1000)
+    for i, more in enumerate((3, PAGE + 4, 0)):
+        ids = shared + prompt(more, 1001 + i)
+        answer = served(servers, {room + i: ids})[room + i]
+        assert answer["right"] and answer["tokens"] == [sum(ids) % 512]
+        assert answer["cached"] == (0 if i == 0 else 5 * PAGE)
+
+
+def test_many_at_once(servers: tuple[Engine, Engine], room: int) -> None:
+    prompts = {room + i: prompt(20 + 23 * i, 2000 + i) for i in range(6)}
+    for one, answer in served(servers, prompts).items():
+        assert answer["right"] and answer["tokens"] == [sum(prompts[one]) % 512]
+
+
+@pytest.mark.parametrize(
+    ("who", "turns"),
+    # Of a request that prefill drops before decode has asked for it, SGLang's decode hears nothing: routers abort both.
+    [("prefill", n) for n in range(2, 7)] + [("decode", n) for n in range(7)],
+)
+def test_an_aborted_request_frees_what_it_had(servers: tuple[Engine, Engine], room: int, who: str, turns: int) -> None:
+    prefill, decode = servers
+    before = prefill.free(), decode.free()
+    ids = prompt(3 * CHUNK, 3000 + room % 1000)
+    prefill.submit(tokens=ids, room=room), decode.submit(tokens=ids, room=room)
+    ready: set[int] = set()
+    for _ in range(turns):
+        prefill.turn()
+        ready.update(decode.turn()[0])
+        time.sleep(0.005)
+    (prefill if who == "prefill" else decode).abort(room=room)
+
+    def ended(server: Engine) -> bool:
+        return server.state(room=room) != ["running"]
+
+    turn(servers, lambda: room in ready or (ended(prefill) and ended(decode) and decode.held() == [0]), ready)
+    if room in ready:  # it had arrived
+        decode.finish(room=room)
+        turn(servers, lambda: ended(prefill), ready)
+    assert (prefill.free(), decode.free()) == before
+    assert served(servers, {room + 1: ids})[room + 1]["right"]

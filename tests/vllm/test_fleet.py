@@ -1,0 +1,80 @@
+"""What `kvxfer bench fleet` sends, and how it judges what comes back, against a server that is none; the run itself is `make fleet`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvxfer.cli.main import build
+from kvxfer_vllm.demo.fleet import Answers, Wish, _ask, _objections, _wishes
+
+
+def test_requests_are_mixed_and_the_same_for_a_seed() -> None:
+    wishes = _wishes(200, 3)
+    assert wishes == _wishes(200, 3) != _wishes(200, 4)
+    assert len(wishes) == 200 and 60 < sum(wish.streams for wish in wishes) < 140
+    assert min(len(wish.prompt) for wish in wishes) < 32 and max(len(wish.prompt) for wish in wishes) > 256
+    assert max(len(wish.prompt) + wish.tokens for wish in wishes) < 2048
+    lengths = {wish.prompt: wish.tokens for wish in wishes}
+    assert len(lengths) < 200 and all(lengths[wish.prompt] == wish.tokens for wish in wishes)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server that answers every prompt with tokens 1, 2, 3, and `fails` with 400."""
+
+    class Api(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert asked["return_token_ids"] and asked["temperature"] == 0
+            if asked["prompt"] == "fails":
+                self.send_error(400)
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream" if asked["stream"] else "application/json")
+            self.end_headers()
+            parts = [[1], [2, 3]] if asked["stream"] else [[1, 2, 3]]
+            for tokens in parts:
+                choice = {"index": 0, "text": "", "finish_reason": None, "logprobs": None, "token_ids": tokens}
+                body = json.dumps(
+                    {"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}
+                )
+                self.wfile.write((f"data: {body}\n\n" if asked["stream"] else body).encode())
+            if asked["stream"]:
+                self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    Thread(target=http.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_address[1]}"
+    http.shutdown()
+    http.server_close()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tokens_are_compared_however_they_come(url: str, streams: bool) -> None:
+    answers = Answers()
+    _ask(url, Wish("a", 3, streams), [1, 2, 3], answers)
+    _ask(url, Wish("b", 3, streams), [1, 2, 4], answers)
+    _ask(url, Wish("fails", 3, streams), [1, 2, 3], answers)
+    assert (answers.done, answers.identical, len(answers.wrong), len(answers.failed)) == (3, 1, 1, 1)
+    assert len(_objections(answers, True, 1, [])) == 2
+
+
+def test_a_run_without_transfers_or_without_the_one_that_joined_is_no_success() -> None:
+    assert _objections(Answers(), True, 1, []) == []
+    assert "no KV was moved" in _objections(Answers(), True, 0, [])[0]
+    assert "joined" in _objections(Answers(), False, 1, [])[0]
+
+
+def test_without_the_router_it_says_what_to_install() -> None:
+    result = CliRunner().invoke(build(), ["bench", "fleet", "--router", "no-such-router"])
+    assert result.exit_code == 2 and "no-such-router" in result.stderr and "pip" in result.stderr
