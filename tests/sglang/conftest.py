@@ -114,7 +114,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
 
     @contextlib.contextmanager
     def pair(
-        prefill: int = 1, decode: int = 1, environ: dict[str, str] | None = None, settings: str = "", **setup: Any
+        prefill: int = 1,
+        decode: int = 1,
+        environ: dict[str, str] | None = None,
+        settings: dict[str, dict[str, Any]] | None = None,
+        **setup: Any,
     ) -> Iterator[tuple[Engine, Engine]]:
         port, n = free_port(), next(count)
         engines = []
@@ -128,7 +132,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
                     "store": f"{folder}/{n}-{role}",
                     **setup,
                 }
-                env = {"KVXFER_SGLANG": settings, **(environ or {})}
+                env = {"KVXFER_SGLANG": json.dumps((settings or {}).get(role, {})), **(environ or {})}
                 engines.append(Engine([Played({**told, "rank": rank}, env) for rank in range(tp)]))
                 for rank in engines[-1].ranks:
                     stack.callback(rank.kill)

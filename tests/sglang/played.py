@@ -4,6 +4,7 @@ A process of its own (`python -m tests.sglang.played`), since SGLang keeps its c
 of JSON, `[method, arguments]`, and answers each with `{"value": ...}` or `{"error": text}`.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -137,6 +138,30 @@ class Rank:
         """Return the first token and the room in a row of the metadata."""
         return [int(self.metadata.output_ids[index, 0]), int(self.metadata.bootstrap_room[index, 0])]
 
+    def refusal(self, args: dict[str, Any], settings: dict[str, dict[str, Any]], environ: dict[str, str]) -> str:
+        """Return why a server would not start whose `KVArgs`, configuration (by SGLang's name of its part) and environment are so."""
+        import copy
+        from unittest.mock import patch
+
+        from sglang.srt import runtime_context
+
+        from kvxfer_sglang.support import UnsupportedSetupError, check_setup
+
+        changed = copy.copy(self.manager.kv_args)
+        vars(changed).update(args)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patch.dict("os.environ", environ))
+            for part, values in settings.items():
+                real = getattr(runtime_context, f"get_{part}")()
+                stack.enter_context(
+                    patch.object(runtime_context, f"get_{part}", lambda r=real, v=values: _Changed(r, v))
+                )
+            try:
+                check_setup(changed, self.role == "decode")
+            except UnsupportedSetupError as error:
+                return str(error)
+        return ""
+
     def why(self, room: int) -> str:
         """Return what SGLang's scheduler is told of a failed request; it lets go of it by that."""
         from sglang.srt.disaggregation.common.conn import KVTransferError
@@ -185,11 +210,17 @@ class Prefill(Rank):
         self.metadata.output_ids[row, 0] = token
         self.metadata.bootstrap_room[row, 0] = room
 
-    def send(self, room: int, ids: list[int]) -> None:
-        """Send the next pages."""
+    def send(self, room: int, ids: list[int], held: bool = False) -> None:
+        """Send the next pages; held ones are complete once `finish` is called, as those of an event on a GPU."""
         import numpy as np
 
+        if held:
+            self.event = self.requests[room]._early_send_wait_event = _Event()
         self.requests[room].send(np.array(ids, np.int32))
+
+    def finish(self) -> None:
+        """Let what was held be complete."""
+        self.event.over = True
 
     def abort(self, room: int) -> None:
         """Abort a request."""
@@ -255,6 +286,26 @@ class Scheduled(Rank):
 
     def __getattr__(self, method: str) -> Any:
         return getattr(self.scheduler, method)
+
+
+class _Changed:
+    """A part of SGLang's configuration with other values."""
+
+    def __init__(self, real: Any, values: dict[str, Any]) -> None:
+        self._real, self._values = real, values
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._values.get(name, getattr(self._real, name))
+        return _Changed(getattr(self._real, name), value) if isinstance(value, dict) else value
+
+
+class _Event:
+    """An event as torch has them."""
+
+    over = False
+
+    def query(self) -> bool:
+        return self.over
 
 
 class _Group:

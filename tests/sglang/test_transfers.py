@@ -136,7 +136,12 @@ def quiet(decode: Engine, room: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
-def test_ranks_may_differ(start: Callable[..., Any], room: int, prefill: int, decode: int) -> None:
-    with start(prefill, decode) as pair:
+@pytest.mark.parametrize(("prefill", "decode", "latent"), [(2, 1, False), (1, 2, False), (2, 1, True), (1, 2, True)])
+def test_ranks_may_differ(start: Callable[..., Any], room: int, prefill: int, decode: int, latent: bool) -> None:
+    with start(prefill, decode, latent=latent) as pair:
         moved(*pair, room, 1, [[3, 9], [4]], [7, 1, 30])
+        begun(*pair, room + 1, [7, 1], 2)
+        pair[0].abort(room=room + 1)
+        pair[1].until(room + 1, FAILED)
+        pair[0].why(room=room + 1), pair[1].why(room=room + 1)
+        moved(*pair, room + 2, 2, [[3, 9], [4]], [7, 1, 30])

@@ -13,7 +13,20 @@ from kvxfer.geometry import Heads, Region, View
 from kvxfer.geometry.cache import flat_starts
 from kvxfer_sglang.support import UnsupportedSetupError
 
-__all__ = ["pool_cache"]
+__all__ = ["heads_of", "pool_cache"]
+
+
+def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
+    """Return the first KV head of a rank, how many it has, and how many the model has.
+
+    Where there are more ranks than heads, neighbours have the same one.
+
+    Args:
+        rank: Among the ranks that share the attention.
+        ranks: How many these are.
+        total: KV heads of the model.
+    """
+    return rank * total // ranks, max(1, total // ranks), total
 
 
 def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: int, device: str) -> Cache:

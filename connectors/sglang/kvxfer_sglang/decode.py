@@ -28,7 +28,7 @@ class _Receiving:
     pages: list[int]
     aux_index: int
     prefix: int
-    fetched: bool = False
+    decided: bool = False  # it is fetched, or will not be
     ended: Ended | None = None
 
     @property
@@ -55,8 +55,8 @@ class DecodeRank:
         """Begin with this rank."""
         self._rank = rank
 
-    def expect(self, room: int, pages: list[int], aux_index: int, prefix: int) -> None:
-        """Note where a request's pages and its metadata go, before a prefill rank is told of it.
+    def expect(self, room: int, pages: list[int], aux_index: int, prefix: int) -> int:
+        """Note where a request's pages and its metadata go, before a prefill rank is told of it; return the attempt's number.
 
         Args:
             room: The request.
@@ -67,6 +67,7 @@ class DecodeRank:
         attempt = int.from_bytes(os.urandom(6))
         with self._lock:
             self._receivings[room] = _Receiving(room, attempt, pages, aux_index, prefix)
+        return attempt
 
     def attempt(self, room: int) -> int:
         """Return the number of the attempt that is under way."""
@@ -78,9 +79,9 @@ class DecodeRank:
 
         with self._lock:
             receiving = self._current(note.room, note.attempt)
-            if receiving is None or receiving.fetched:
+            if receiving is None or receiving.decided or self._manager.request_status.get(note.room) == KVPoll.Failed:
                 return
-            receiving.fetched = True
+            receiving.decided = True
             try:
                 if note.ticket:
                     self._fetch(receiving, Ticket.read(note.ticket))
@@ -97,14 +98,16 @@ class DecodeRank:
         with self._lock:
             receiving = self._current(note.room, note.attempt)
             if receiving is not None:
+                receiving.decided = True
                 self._manager.fail(note.room, f"the prefill server gave it up: {note.reason}")
                 self._cancel(receiving, note.reason)
 
-    def drop(self, room: int, reason: str) -> None:
-        """Let go of a request. What still writes into its pages is asked to stop; ``quiet`` says when it has."""
+    def drop(self, room: int, attempt: int, reason: str) -> None:
+        """Let go of an attempt. What still writes into its pages is asked to stop; ``quiet`` says when it has."""
         with self._lock:
-            receiving = self._receivings.pop(room, None)
+            receiving = self._current(room, attempt)
             if receiving is not None:
+                del self._receivings[room]
                 self._cancel(receiving, reason)
 
     def quiet(self, room: int) -> bool:

@@ -21,7 +21,7 @@ from sglang.srt.utils.network import NetworkAddress
 from kvxfer import PeerError
 from kvxfer.memory.fence import CudaEvent
 from kvxfer.threads import NamedThread
-from kvxfer_sglang.cache import pool_cache
+from kvxfer_sglang.cache import heads_of, pool_cache
 from kvxfer_sglang.decode import DecodeRank
 from kvxfer_sglang.identity import server_facts
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted, packed, unpacked
@@ -54,7 +54,8 @@ class TransferManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         config = settings(self.local_ip, self.waiting_timeout if decodes else self.bootstrap_timeout)
         model = process_model_config()
-        cache = pool_cache(args, None if is_mla_backend else self._heads(model), self.attn_tp_rank, self._device())
+        heads = heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_total_num_kv_heads())
+        cache = pool_cache(args, None if is_mla_backend else heads, self.attn_tp_rank, self._device())
         self.prefill, self.decode = PrefillRank(self), DecodeRank(self)
         side = self.decode if decodes else self.prefill
         facts = server_facts(model, args.kv_cache_dtype_str, config)
@@ -67,16 +68,6 @@ class TransferManager(CommonKVManager):
         self._thread.start()
         if decodes:
             self._start_heartbeat_checker_thread()
-
-    def _heads(self, model: Any) -> tuple[int, int, int]:
-        """Return the first KV head of this rank, how many it has, and how many the model has."""
-        total, ranks = model.get_total_num_kv_heads(), self.attn_tp_size
-        here = model.get_num_kv_heads(ranks)
-        return (
-            (self.attn_tp_rank * total // ranks if total >= ranks else self.attn_tp_rank // (ranks // total)),
-            here,
-            total,
-        )
 
     def _device(self) -> str:
         return "cpu" if get_device().device == "cpu" else f"{get_device().device}:{self.kv_args.gpu_id}"

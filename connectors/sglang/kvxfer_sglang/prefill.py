@@ -97,33 +97,33 @@ class PrefillRank:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager = self._manager
+        ticket, failure = "", ""
         with self._lock:
             sending = self._sendings.get(room)
             if sending is None or manager.request_status.get(room) in (None, KVPoll.Failed):
                 return
             sending.pages += pages
             aux = row_of(manager.kv_args, aux_index) if last and aux_index is not None else b""
+            tell = not sending.offered
             if not sending.pages:  # the decode server has them all
-                self._tell(sending, "", aux)
                 manager.update_status(room, KVPoll.Success)
-                return
-            self._offered[sending.transfer] = sending
-            try:
-                tokens = len(sending.pages) * manager.kv_args.page_size
-                table = BlockTable.of([sending.pages])
-                offer = Offer(sending.transfer, sending.digest, GENERATION, tokens, table, last, payload=aux)
-                self._rank.agent.offer(offer, after)
-            except KvxferError as error:
-                del self._offered[sending.transfer]
-                failure = str(error)
             else:
-                first, sending.offered, failure = not sending.offered, True, ""
-                manager.update_status(room, KVPoll.Transferring)
-                if first:
-                    self._tell(sending, Ticket(sending.transfer, sending.digest, self._rank.source).text, b"")
+                try:
+                    self._offer(sending, last, aux, after)
+                    ticket = Ticket(sending.transfer, sending.digest, self._rank.source).text
+                    manager.update_status(room, KVPoll.Transferring)
+                except KvxferError as error:
+                    failure = str(error)
+                    if not sending.offered:
+                        self._offered.pop(sending.transfer, None)
         if failure:
-            self._manager.fail(room, failure)
+            manager.fail(room, failure)
             self.withdraw(room, failure)
+        elif tell:
+            for note in sending.wanted:
+                manager.tell(
+                    note.endpoint, note.dst_port, PagesOffered(room, note.attempt, ticket, b"" if ticket else aux)
+                )
 
     def withdraw(self, room: int, reason: str) -> None:
         """Give a request's pages up, before SGLang uses them for something else, and tell the decode ranks.
@@ -172,6 +172,10 @@ class PrefillRank:
         if not outcome.delivered:
             self._manager.fail(sending.room, str(outcome.failure))
 
-    def _tell(self, sending: _Sending, ticket: str, aux: bytes) -> None:
-        for note in sending.wanted:
-            self._manager.tell(note.endpoint, note.dst_port, PagesOffered(sending.room, note.attempt, ticket, aux))
+    def _offer(self, sending: _Sending, last: bool, aux: bytes, after: Fence | None) -> None:
+        tokens = len(sending.pages) * self._manager.kv_args.page_size
+        table = BlockTable.of([sending.pages])
+        offer = Offer(sending.transfer, sending.digest, GENERATION, tokens, table, last, payload=aux)
+        self._offered[sending.transfer] = sending
+        self._rank.agent.offer(offer, after)
+        sending.offered = True

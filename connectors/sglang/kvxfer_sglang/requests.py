@@ -37,6 +37,8 @@ class TransferSender(CommonKVSender):
 class TransferReceiver(CommonKVReceiver):
     """What a decode scheduler has of one request."""
 
+    _attempt = 0  # none yet
+
     def send_metadata(
         self,
         kv_indices: Any,
@@ -47,7 +49,7 @@ class TransferReceiver(CommonKVReceiver):
     ) -> None:
         """Tell the prefill ranks that pages are there."""
         pages = np.asarray(kv_indices).tolist()
-        self.kv_mgr.decode.expect(self.bootstrap_room, pages, aux_index, decode_prefix_len or 0)
+        self._attempt = self.kv_mgr.decode.expect(self.bootstrap_room, pages, aux_index, decode_prefix_len or 0)
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **told)
 
     def is_abort_release_safe(self) -> bool:
@@ -56,12 +58,12 @@ class TransferReceiver(CommonKVReceiver):
 
     def clear(self) -> None:
         """Let go of the request."""
-        self.kv_mgr.decode.drop(self.bootstrap_room, "the decode server let it go")
+        self.kv_mgr.decode.drop(self.bootstrap_room, self._attempt, "the decode server let it go")
         super().clear()
 
     def abort(self) -> None:
         """Give the request up."""
-        self.kv_mgr.decode.drop(self.bootstrap_room, "the request was aborted")
+        self.kv_mgr.decode.drop(self.bootstrap_room, self._attempt, "the request was aborted")
         super().abort()
 
     def _register_kv_args(self) -> bool:

@@ -32,7 +32,8 @@ def check_setup(args: Any, decodes: bool) -> None:
 
 def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel
+    from sglang.srt.runtime_context import get_device, get_disagg, get_exec, get_memory, get_parallel
+    from sglang.srt.utils.common import is_hip
 
     parallel, disagg = get_parallel(), get_disagg()
     if args.state_types:
@@ -42,6 +43,8 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
         yield "hybrid or compressed latent pools"
     if args.num_draft_entries:
         yield "the draft model's cache (--speculative-algorithm)"
+    if "fp4" in args.kv_cache_dtype_str:
+        yield f"--kv-cache-dtype {args.kv_cache_dtype_str}, whose scales SGLang does not hand over"
     if parallel.pp_size > 1:
         yield f"--pp-size {parallel.pp_size}: pipeline stages"
     if parallel.attn_cp_size > 1:
@@ -67,8 +70,10 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, by which pages would be reused while a failed transfer "
             "may still write to them"
         )
-    if get_device().device not in ("cpu", "cuda"):
-        yield f"--device {get_device().device}"
+    if get_exec().features.enable_memory_saver:
+        yield "--enable-memory-saver, by which the pool's memory goes away while transfers may touch it"
+    if get_device().device not in ("cpu", "cuda") or is_hip():
+        yield f"devices of this kind ({'ROCm' if is_hip() else get_device().device})"
     told = sum(args.aux_item_lens)
     if told > MOST_PAYLOAD:
         yield f"{told} bytes of metadata for each request, which are more than {MOST_PAYLOAD}"

@@ -1,0 +1,145 @@
+"""What of the connector needs no SGLang: settings, pools, notes, metadata, digests."""
+
+import ctypes
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvxfer import ConfigError, PeerError
+from kvxfer.geometry import route
+from kvxfer_sglang import notes
+from kvxfer_sglang.cache import heads_of, pool_cache
+from kvxfer_sglang.identity import request_digest
+from kvxfer_sglang.metadata import row_of, set_row
+from kvxfer_sglang.settings import settings
+from kvxfer_sglang.support import UnsupportedSetupError
+
+PAGE, PAGES, LAYERS, UNIT = 16, 8, 3, 32
+
+
+def test_settings_are_sglangs_where_nothing_is_said() -> None:
+    config = settings("10.0.0.7", 300.0, {})
+    assert (config.listen, config.transfer_timeout) == ("10.0.0.7", 300.0)
+
+
+def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
+    told = {"backend": "tcp", "listen": "127.0.0.1", "transfer_timeout": 5}
+    (tmp_path / "kvxfer.json").write_text(json.dumps(told))
+    for text in (json.dumps(told), str(tmp_path / "kvxfer.json")):
+        config = settings("10.0.0.7", 300.0, {"KVXFER_SGLANG": text})
+        assert (config.backend, config.listen, config.transfer_timeout) == ("tcp", "127.0.0.1", 5)
+
+
+def test_who_advertises_an_address_listens_where_kvxfer_does() -> None:
+    assert (
+        settings("10.0.0.7", 300.0, {"KVXFER_SGLANG": '{"advertise": "10.0.0.7", "listen": "0.0.0.0"}'}).listen
+        == "0.0.0.0"
+    )
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "/nowhere/kvxfer.json", '{"lisen": "x"}'])
+def test_wrong_settings_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        settings("10.0.0.7", 300.0, {"KVXFER_SGLANG": text})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "total", "starts"), [(1, 8, [0]), (4, 8, [0, 2, 4, 6]), (8, 8, [*range(8)]), (8, 2, [0] * 4 + [1] * 4)]
+)
+def test_heads_of_ranks(ranks: int, total: int, starts: list[int]) -> None:
+    found = [heads_of(rank, ranks, total) for rank in range(ranks)]
+    assert [first for first, _, _ in found] == starts
+    assert {count for _, count, _ in found} == {max(1, total // ranks)}
+
+
+def buffers(heads: int, planes: int = 2, **changed: Any) -> SimpleNamespace:
+    """What SGLang tells of a pool, whose memory nobody touches."""
+    count, page = planes * LAYERS, PAGE * heads * UNIT
+    told = {
+        "kv_data_ptrs": [(i + 1) << 32 for i in range(count)],
+        "kv_data_lens": [PAGES * page] * count,
+        "kv_item_lens": [page] * count,
+        "kv_layer_ids": [],
+        "kv_cache_dtype_str": "bfloat16",
+        "page_size": PAGE,
+    }
+    return SimpleNamespace(**{**told, **changed})
+
+
+@pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (2, 1), (1, 2), (4, 2), (8, 4), (2, 8)])
+def test_every_head_of_every_layer_is_read_once(producers: int, consumers: int) -> None:
+    def engine(ranks: int, total: int = 4) -> list[Any]:
+        own = [heads_of(rank, ranks, total) for rank in range(ranks)]
+        return [pool_cache(buffers(heads[1]), heads, rank, "cpu") for rank, heads in enumerate(own)]
+
+    found = route(engine(producers), engine(consumers))
+    for rank in found.values():
+        cells = [
+            (a.dst_view, layer, head)
+            for assignments in rank.assignments.values()
+            for a in assignments
+            for layer in a.layers
+            for head in range(a.head_lo, a.head_hi)
+        ]
+        assert len(cells) == len(set(cells)) == 2 * LAYERS * max(1, 4 // consumers)
+
+
+def test_latents_are_one_plane() -> None:
+    cache = pool_cache(buffers(1, planes=1), None, 0, "cpu")
+    assert [view.plane for view in cache.views] == ["latent"] and cache.views[0].unit == UNIT
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kv_data_ptrs": []},
+        {"kv_item_lens": [PAGE * UNIT] * 5 + [2 * PAGE * UNIT]},
+        {"kv_item_lens": [PAGE * UNIT + 1] * 6},
+    ],
+    ids=["nothing", "uneven", "odd"],
+)
+def test_pools_that_lie_otherwise_are_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedSetupError):
+        pool_cache(buffers(1, **changed), (0, 1, 1), 0, "cpu")
+
+
+def test_metadata_are_copied_row_by_row() -> None:
+    def rows(fill: int) -> tuple[SimpleNamespace, list[Any]]:
+        memory = [(ctypes.c_uint8 * (4 * size))(*[fill + size] * (4 * size)) for size in (64, 8)]
+        return SimpleNamespace(aux_data_ptrs=[ctypes.addressof(m) for m in memory], aux_item_lens=[64, 8]), memory
+
+    ours, _ = rows(1)
+    theirs, memory = rows(100)
+    set_row(theirs, 2, row_of(ours, 1))
+    assert bytes(memory[0]) == bytes([164] * 128 + [65] * 64 + [164] * 64)
+    assert bytes(memory[1]) == bytes([108] * 16 + [9] * 8 + [108] * 8)
+    with pytest.raises(PeerError, match="71 bytes of metadata"):
+        set_row(theirs, 2, bytes(71))
+    assert bytes(memory[1]) == bytes([108] * 16 + [9] * 8 + [108] * 8)
+
+
+NOTES = [
+    notes.PagesWanted(1 << 62, 7, "::1", 4000, 32, 2),
+    notes.PagesOffered(3, 7, "kvxfer1.abc", b""),
+    notes.AttemptFailed(3, 7, "gone"),
+]
+
+
+@pytest.mark.parametrize("note", NOTES, ids=lambda note: type(note).__name__)
+def test_notes_arrive_as_they_are(note: Any) -> None:
+    assert notes.unpacked(notes.packed(note)) == note
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [b"x"], [b"KVXFER", b""], [b"KVXFER", b"\xc1"], [b"x", b"\x80"], [b"KVXFER"] * 3]
+)
+def test_what_is_no_note_is_refused(frames: list[bytes]) -> None:
+    with pytest.raises(PeerError):
+        notes.unpacked(frames)
+
+
+def test_requests_have_digests_of_their_own() -> None:
+    assert len({request_digest(room, prefix, pages) for room in (1, 2) for prefix in (0, 16) for pages in (1, 2)}) == 8
