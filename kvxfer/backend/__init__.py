@@ -6,17 +6,19 @@ them what it needs:
 
 - ``endpoint``: an endpoint as bytes that are checked when they are read.
 - ``memories``: registered memory by number, and flat offsets turned into addresses.
+- ``cursor``: the bytes of a batch, piece by piece.
 - ``wakeup``: one descriptor for several reasons to call ``poll``.
-- ``liveness``: how the two ends of a link on one host know of each other's end.
+- ``liveness``: how the two ends of a link on one host know of each other's end, and tell each other what else there is.
 - ``host``, ``ports``: where a process runs, and which ports it has open.
 - ``ucx``: settings with which a UCX opens ports only where it shall.
 """
 
 from kvxfer.backend.base import Base
+from kvxfer.backend.cursor import RunCursor
 from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.backend.liveness import Liveness, LivenessLinks
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.wakeup import Timer, Wakeup
 from kvxfer.memory.pool import CopyPool
 
-__all__ = ["Base", "CopyPool", "EndpointBase", "Liveness", "LivenessLinks", "Memories", "Timer", "Wakeup"]
+__all__ = ["Base", "CopyPool", "EndpointBase", "Liveness", "LivenessLinks", "Memories", "RunCursor", "Timer", "Wakeup"]

@@ -1,15 +1,17 @@
 """How the two ends of a link between processes of one host know that the other is there.
 
 Memory that another process shares stays readable after that process has closed the link or died, so something else must
-tell. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it means; it then
-stays silent. An end is up once both ends have done so, and down as soon as either socket closes, which the kernel sees to
-when a process dies.
+tell. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it means. An end is up
+once both ends have done so, and down as soon as either socket closes, which the kernel sees to when a process dies.
+
+Most stay silent after that. A back end that has something to say to the peer, or memory to hand over, does so by ``tell``.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from collections.abc import Iterable
 
 from kvxfer.backend.wakeup import Wakeup
@@ -23,19 +25,54 @@ MOST_STRANGERS = 64
 """Sockets that have not said yet what they are for; of more, the oldest is closed."""
 
 
+MESSAGE_BYTES, MOST_HEARD = 256, 64
+"""Length of a message, and how many may wait for whoever they are for: an end that is told more is down."""
+
+
 class Liveness:
-    """One end of a link. ``up``: the peer has connected too. ``down``: why it cannot be used any more, or ``None``."""
+    """One end of a link.
+
+    Attributes:
+        up: whether the peer has connected too.
+        down: why it cannot be used any more, or ``None``.
+        heard: what the peer has told, and the descriptors that came with it, which are the taker's to close. The oldest first.
+    """
 
     def __init__(self, mine: bytes, theirs: bytes, peer: str) -> None:
         self.mine, self.theirs, self.peer = mine, theirs, peer
         self.up = False
         self.down: str | None = None
-        self._sockets: list[socket.socket] = []
+        self.heard: deque[tuple[bytes, list[int]]] = deque()
+        self._sockets: list[socket.socket] = []  # the one that was dialled, by which we speak, is the first
 
     def check(self) -> None:
-        """Look whether the peer is still there, without waiting."""
-        if self.down is None and any(_closed(s) for s in self._sockets):
+        """Look whether the peer is still there and what it has told, without waiting."""
+        if self.down is None and [s for s in self._sockets if not self._listens(s)]:
             self.down = f"{self.peer} is gone, or has closed this link; connect again"
+
+    def tell(self, message: bytes, *descriptors: int) -> None:
+        """Tell the peer something of at most ``MESSAGE_BYTES``, with descriptors that stay ours to close. It may not be up yet.
+
+        Raises:
+            OSError: it is gone, or has not listened to hundreds of messages.
+        """
+        if self.down is not None:
+            raise OSError(self.down)
+        socket.send_fds(self._sockets[0], [message], descriptors)
+
+    def _listens(self, held: socket.socket) -> bool:
+        """Take in what has come. Returns whether the other end is still open."""
+        try:
+            while len(self.heard) < MOST_HEARD:
+                message, descriptors, _, _ = socket.recv_fds(held, MESSAGE_BYTES, 4)
+                if not message:
+                    return False
+                self.heard.append((message, descriptors))
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
 
 class LivenessLinks:
@@ -171,14 +208,7 @@ class LivenessLinks:
             self._wakeup.remove(held.fileno())
             held.close()
         end._sockets.clear()
-
-
-def _closed(held: socket.socket) -> bool:
-    """Return whether the other end is closed: the peer never sends anything, so whatever can be read is its end."""
-    try:
-        held.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
+        for _, descriptors in end.heard:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        end.heard.clear()

@@ -1,0 +1,162 @@
+"""A whole back end: pieces of memory that both processes map, handed over through a socket that wakes the other."""
+
+import fcntl
+import os
+import struct
+import time
+from collections import deque
+from mmap import mmap
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from kvxfer.backend import Base, EndpointBase, LivenessLinks, RunCursor
+from kvxfer.backend.host import host, network_namespace
+from kvxfer.errors import PeerError, TransportError
+from kvxfer.settings import read
+from kvxfer.transport import Capabilities, Completion, Probe, Verb
+
+PIECE = struct.Struct("<QQQ")  # stream, bytes of the batch, bytes of this piece: sent with its memory, answered by b"A"
+WINDOW, FENCE_S = 8, 0.001  # pieces unanswered; how often a fence is asked
+
+
+class Options(Struct, frozen=True):
+    """What can be set."""
+
+    piece_bytes: Annotated[int, Meta(ge=4096, le=16 << 20)] = 1 << 20
+
+
+class Endpoint(EndpointBase, frozen=True):
+    """Where this side listens; ``end`` is random, and who does not know it is not let in."""
+
+    backend, format = "shm", 1
+    place: tuple[str, int]
+    name: Annotated[str, Meta(max_length=100)]
+    end: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Half:
+    """A submitted batch."""
+
+    def __init__(self, number, batch, runs, after):
+        self.number, self.batch, self.cursor, self.after = number, batch, RunCursor(runs), after
+
+    def waits(self):
+        return self.after is not None and not self.after.passed()
+
+
+class Link:
+    """``sends`` and ``recvs`` have bytes to be copied; ``answers``: the SEND that ends with each answer, if one does."""
+
+    def __init__(self, line):
+        self.line, self.broken = line, None
+        self.halves, self.sends, self.recvs, self.answers = {}, {}, {}, deque()
+
+    def fill(self, piece_bytes):
+        """Hand over the next piece of the first SEND; returns whether there is one."""
+        half = next(iter(self.sends.values()), None)
+        if half is None or half.waits() or len(self.answers) == WINDOW:
+            return False
+        batch, cursor = half.batch, half.cursor
+        nbytes, fd = min(cursor.left, piece_bytes), os.memfd_create("kvxfer-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes or 1)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            memory = mmap(fd, 0)
+            cursor.gather(np.frombuffer(memory, np.uint8).ctypes.data, nbytes)
+            self.line.tell(PIECE.pack(batch.stream, batch.nbytes, nbytes), fd)
+        finally:
+            os.close(fd)
+        self.answers.append(None if cursor.left else self.sends.pop(batch.stream))
+        return True
+
+    def empty(self):
+        """Take in the oldest message, if it can be; returns whether it was, and the batch that has ended with it."""
+        message, fds = self.line.heard[0]
+        if message == b"A" and self.answers:
+            self.line.heard.popleft()
+            return True, self.answers.popleft()
+        stream, total, nbytes = PIECE.unpack(message)
+        half = self.recvs.get(stream)
+        if half is None or half.waits():
+            return False, None
+        if total != half.batch.nbytes or not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError(f"stream {stream} has {total} bytes, not {half.batch.nbytes}, or its memory could vanish")
+        memory = mmap(fds[0], nbytes or 1)
+        half.cursor.scatter(np.frombuffer(memory, np.uint8).ctypes.data, nbytes)
+        os.close(self.line.heard.popleft()[1][0])
+        self.line.tell(b"A")
+        return True, None if half.cursor.left else self.recvs.pop(stream)
+
+
+class ShmTransport(Base):
+    """Shared memory between processes of one host."""
+
+    name, contract, guarded, costs = "shm", 2, "always", {"cpu": 30}
+    capabilities = Capabilities(frozenset({Verb.SEND, Verb.RECV}), elastic=True, abort="peer")
+    endpoint_type = Endpoint
+
+    def __init__(self, agent, options):
+        self.options = read(Options, options, "option {!r} of back end 'shm'")
+        super().__init__(agent, options)
+        self.place, self.lines = (host(), network_namespace()), LivenessLinks("shm", self.wakeup)
+
+    @classmethod
+    def probe(cls):
+        return Probe(True, "Linux shares memory between its processes", frozenset({"cpu"}))
+
+    def make_endpoint(self, memories, writable):
+        end = os.urandom(16)
+        self.lines.offer(end)
+        return Endpoint(self.agent, self.place, self.lines.name, end)
+
+    def drop_endpoint(self, mine):
+        self.lines.withdraw(mine.end)
+
+    def make_link(self, number, mine, theirs):
+        if theirs.place != self.place:
+            raise TransportError(f"{theirs.agent!r} is on another host, or in another network namespace")
+        return Link(self.lines.connect(mine.end, theirs.end, theirs.name, repr(theirs.agent)))
+
+    def drop_link(self, number, link):
+        self.fail(link, "the link was closed here")
+
+    def start(self, number, link, batch, after):
+        runs = self.memories.runs(batch.local, batch.local_offsets, batch.lengths)
+        link.halves[number] = half = Half(number, batch, runs, after)
+        (link.sends if batch.verb is Verb.SEND else link.recvs)[batch.stream] = half
+
+    def stop(self, number, link):
+        self.fail(link, "aborted here, with all that was in flight on its link")
+
+    def advance(self, readable):
+        self.lines.handle(readable)
+        more = [link for link in self.links.values() if self.step(link)]
+        if more or any(half.waits() for link in self.links.values() for half in link.halves.values()):
+            self.wakeup.at(time.monotonic() + (0 if more else FENCE_S))
+
+    def step(self, link):
+        """Go on with a link; returns whether there was something to do."""
+        if link.broken is not None:
+            return self.fail(link, str(link.broken))
+        try:
+            more, ended = link.empty() if link.line.heard else (False, None)
+            more |= link.fill(self.options.piece_bytes)
+        except (OSError, ValueError, LookupError, struct.error) as e:
+            return self.fail(link, str(e))
+        if ended is not None:
+            self.complete(Completion(link.halves.pop(ended.number).number))
+        return more if more or link.line.down is None else self.fail(link, link.line.down)
+
+    def fail(self, link, why):
+        """End a link with all batches on it. Nobody else has their memory, so they are quiet."""
+        link.broken = link.broken or PeerError(why)
+        self.lines.hang_up(link.line)
+        for number, half in link.halves.items():
+            what = f"{half.batch.verb} of {half.batch.nbytes} bytes with {link.line.peer}"
+            self.complete(Completion(number, PeerError(f"{what} failed: {why}")))
+        link.halves.clear()
+
+    def shut_down(self):
+        self.lines.close()

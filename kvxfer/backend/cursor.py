@@ -1,0 +1,46 @@
+"""How far the bytes of a batch have been copied, when they go piece by piece through memory of the back end's own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterable
+
+__all__ = ["RunCursor"]
+
+
+class RunCursor:
+    """A place in the runs of a batch, seen as one row of bytes.
+
+    Attributes:
+        left: bytes from here to the end.
+    """
+
+    def __init__(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Begin with the first byte. ``runs``: address and length of each, as ``Memories.runs`` has them."""
+        self._runs = deque((address, n) for address, n in runs if n)
+        self.left = sum(n for _, n in self._runs)
+
+    def gather(self, to: int, nbytes: int) -> None:
+        """Copy the next bytes to this address."""
+        for address, n in self._next(nbytes):
+            ctypes.memmove(to, address, n)
+            to += n
+
+    def scatter(self, source: int, nbytes: int) -> None:
+        """Copy bytes from this address to where the next bytes belong."""
+        for address, n in self._next(nbytes):
+            ctypes.memmove(address, source, n)
+            source += n
+
+    def _next(self, nbytes: int) -> Iterable[tuple[int, int]]:
+        if nbytes > self.left:
+            raise ValueError(f"{nbytes} bytes of a batch that has {self.left} left")
+        self.left -= nbytes
+        while nbytes:
+            address, length = self._runs.popleft()
+            n = min(length, nbytes)
+            if n < length:
+                self._runs.appendleft((address + n, length - n))
+            nbytes -= n
+            yield address, n

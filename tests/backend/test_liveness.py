@@ -1,0 +1,82 @@
+"""What the ends of a link on one host tell each other."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kvxfer.backend import Liveness, LivenessLinks, Wakeup
+from kvxfer.backend.liveness import LINK_BYTES, MOST_HEARD
+
+
+class Side:
+    def __init__(self) -> None:
+        self.wakeup = Wakeup()
+        self.links = LivenessLinks("test", self.wakeup)
+        self.end = os.urandom(LINK_BYTES)
+        self.links.offer(self.end)
+
+    def connect(self, other: "Side") -> Liveness:
+        return self.links.connect(self.end, other.end, other.links.name, "the peer")
+
+    def go_on(self) -> None:
+        for _ in range(5):
+            self.links.handle(self.wakeup.clear())
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    both = Side(), Side()
+    yield both
+    for side in both:
+        side.links.close()
+        side.wakeup.close()
+
+
+def test_messages_come_in_order_with_their_descriptors(sides: tuple[Side, Side]) -> None:
+    here, there = sides
+    mine = here.connect(there)
+    mine.tell(b"early")  # before the peer has connected
+    theirs = there.connect(here)
+    read, write = os.pipe()
+    mine.tell(b"memory", write)
+    os.close(write)
+    there.go_on()
+    assert theirs.up and [message for message, _ in theirs.heard] == [b"early", b"memory"]
+    (_, (taken,)) = theirs.heard.pop()
+    os.write(taken, b"it is the same pipe")
+    os.close(taken)
+    assert os.read(read, 100) == b"it is the same pipe"
+    os.close(read)
+    theirs.tell(b"back")
+    here.go_on()
+    assert mine.heard.popleft() == (b"back", [])
+
+
+def test_what_was_told_before_the_end_is_heard_and_descriptors_nobody_takes_are_closed(
+    sides: tuple[Side, Side],
+) -> None:
+    here, there = sides
+    mine, theirs = here.connect(there), there.connect(here)
+    there.go_on()
+    read, write = os.pipe()
+    mine.tell(b"last", write)
+    os.close(write)
+    here.links.hang_up(mine)
+    theirs.check()
+    assert theirs.down is not None and [message for message, _ in theirs.heard] == [b"last"]
+    there.go_on()
+    assert os.read(read, 1) == b""  # nobody has the other end of the pipe any more
+    os.close(read)
+    with pytest.raises(OSError, match="closed on this side"):
+        mine.tell(b"too late")
+
+
+def test_an_end_that_is_told_too_much_is_down(sides: tuple[Side, Side]) -> None:
+    here, there = sides
+    mine, theirs = here.connect(there), there.connect(here)
+    there.go_on()
+    for _ in range(MOST_HEARD + 1):
+        mine.tell(b"x")
+    theirs.check()
+    assert theirs.down is not None and len(theirs.heard) == MOST_HEARD

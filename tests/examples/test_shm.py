@@ -1,0 +1,67 @@
+"""The example of a back end is small, keeps the contract, and works from its wheel in an environment where nothing else is."""
+
+import ast
+import io
+import json
+import subprocess
+import sys
+import tokenize
+import venv
+from pathlib import Path
+
+import pytest
+
+from kvxfer.testing import ConformanceSuite
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "kvxfer-shm"
+
+sys.path.append(str(EXAMPLE))
+from kvxfer_shm import ShmTransport  # noqa: E402
+
+
+class TestShm(ConformanceSuite):
+    backend = ShmTransport
+    gigabytes = False
+    rounds = 50
+
+
+def test_it_stays_small() -> None:
+    """Lines with code on them: neither blank, nor comments, nor docstrings."""
+    source = (EXAMPLE / "kvxfer_shm" / "__init__.py").read_text()
+    text: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            text |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    assert len({t.start[0] for t in tokens if t.type not in blank} - text) <= 120
+
+
+@pytest.mark.slow
+def test_from_its_wheel_it_conforms_and_is_what_auto_takes(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    for folder in (ROOT, EXAMPLE):
+        build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
+        subprocess.run(build, cwd=folder, check=True, timeout=60, capture_output=True)
+    core, shm = (next(wheels.glob(f"{name}-*.whl")) for name in ("kvxfer", "kvxfer_shm"))
+    home = tmp_path / "environment"
+    venv.create(home, with_pip=True)
+    pip = [str(home / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    subprocess.run([*pip, f"{core}[cli]", str(shm), "pytest"], check=True, timeout=240)
+
+    def kvxfer(*arguments: str) -> str:
+        command = [str(home / "bin" / "kvxfer"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return done.stdout
+
+    suite = json.dumps({"gigabytes": False, "rounds": 50})
+    kvxfer("conformance", "shm", "--suite", suite, "--report", "report.json", "--report", "report.md")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["conforms"] and report["release"] == "kvxfer-shm 0.1.0" and report["counts"]["kept"] > 80
+    doctor = json.loads(kvxfer("doctor", "--json"))
+    assert doctor["backends"]["shm"]["usable"]
+    assert doctor["auto"]["cpu"] == "shm"
+    measured = kvxfer("bench", "transfer", "--backend", "auto", "--device", "cpu", "--tokens", "256", "--json")
+    assert json.loads(measured)
