@@ -13,9 +13,12 @@ from tests.sglang.played import PAGE
 CHUNK = 2 * PAGE + 5
 
 
+CACHED = {"disaggregation_decode_enable_radix_cache": True}
+
+
 @pytest.fixture(scope="module")
 def servers(start: Callable[..., Any]) -> Iterator[tuple[Engine, Engine]]:
-    with start(chunk=CHUNK, args={"disaggregation_decode_enable_radix_cache": True}) as engines:
+    with start(chunk=CHUNK, args=CACHED) as engines:
         yield engines
 
 
@@ -105,12 +108,12 @@ def test_an_aborted_request_frees_what_it_had(servers: tuple[Engine, Engine], ro
 def test_schedulers_of_several_ranks_stay_together(
     start: Callable[..., Any], room: int, prefill: int, decode: int
 ) -> None:
-    with start(prefill, decode, chunk=CHUNK) as servers:
+    with start(prefill, decode, chunk=CHUNK, args=CACHED) as servers:
         prompts = {room + i: prompt(20 + 41 * i, 4000 + i) for i in range(4)}
         for one, answer in served(servers, prompts).items():
             assert answer["right"] and answer["tokens"] == [sum(prompts[one]) % 512]
-        before = servers[1].free()
-        ids = prompt(8 * CHUNK, 4100)
+        before = [server.free() for server in servers]
+        ids = prompt(5 * CHUNK, 4100)
         servers[0].submit(tokens=ids, room=room), servers[1].submit(tokens=ids, room=room)
         for _ in range(4):
             servers[0].turn(), servers[1].turn()
@@ -118,5 +121,5 @@ def test_schedulers_of_several_ranks_stay_together(
         servers[1].abort(room=room)
         turn(servers, lambda: "running" not in servers[1].state(room=room) + servers[0].state(room=room), set())
         turn(servers, lambda: not any(servers[1].held()), set())
-        assert servers[1].free() == before
+        assert [server.free() for server in servers] == before
         assert served(servers, {room + 9: ids})[room + 9]["right"]
