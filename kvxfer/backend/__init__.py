@@ -4,7 +4,8 @@ A back end is a class derived from ``Base``, which keeps the parts of ``kvxfer.t
 all; what is left to write is what the library is about. Each other module stands for itself, and a back end takes of
 them what it needs:
 
-- ``endpoint``: an endpoint as bytes that are checked when they are read.
+- ``endpoint``: an endpoint as bytes that are checked when they are read, and the token that it carries.
+- ``listening``: options of back ends that listen on a port.
 - ``memories``: registered memory by number, and flat offsets turned into addresses.
 - ``cursor``: the bytes of a batch, piece by piece.
 - ``wakeup``: one descriptor for several reasons to call ``poll``.

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import zlib
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
 from kvxfer.errors import TransportError
 
-__all__ = ["EndpointBase"]
+__all__ = ["TOKEN_BYTES", "EndpointBase", "Token", "new_token"]
+
+TOKEN_BYTES = 16
+
+Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+"""A secret of one end of a link, which only the two ends know: who dials shows it before anything else."""
 
 _CHECK_BYTES = 4
 
 T = TypeVar("T", bound="EndpointBase")
+
+
+def new_token() -> bytes:
+    """Return a new ``Token``."""
+    return secrets.token_bytes(TOKEN_BYTES)
 
 
 class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

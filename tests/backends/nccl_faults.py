@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_nccl.channel import Channel
-from kvxfer_nccl.endpoint import Endpoint, new_token
+from kvxfer_nccl.endpoint import Endpoint
 from kvxfer_nccl.wire import Bye, Greeting, Id, Message, Ready, Received, Retire, Sent
 
 SMALL = Runs.of([0], [0], [1000])

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
@@ -20,7 +21,7 @@ from kvxfer_tcp import TcpTransport
 from kvxfer_tcp.door import STRANGERS
 from kvxfer_tcp.reader import ASK_RUNS, LEAST_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
-from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Endpoint, Header, Kind, greeting, new_token
+from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Endpoint, Header, Kind, greeting
 
 
 class TestOne(ConformanceSuite):

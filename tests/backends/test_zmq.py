@@ -16,6 +16,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry import Region
 from kvxfer.testing import ConformanceSuite
@@ -24,7 +25,7 @@ from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport
-from kvxfer_zmq.endpoint import Endpoint, new_token
+from kvxfer_zmq.endpoint import Endpoint
 from kvxfer_zmq.wire import Header, Kind, password, routing_id
 
 

@@ -4,11 +4,10 @@ import contextlib
 import itertools
 import json
 import os
-import queue
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,39 +26,48 @@ FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 """SGLang's states of a request, `KVPoll`."""
 
 
+class Forks:
+    """The process that has imported SGLang, of which each rank is a fork."""
+
+    def __init__(self) -> None:
+        self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.sglang.played", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+        )
+        theirs.close()
+
+    def rank(self, setup: dict[str, Any], environ: dict[str, str]) -> "Played":
+        ours, theirs = socket.socketpair()
+        told = json.dumps([setup, {"SGLANG_HOST_IP": "127.0.0.1", **environ}])
+        socket.send_fds(self._asked, [told.encode()], [theirs.fileno()])
+        theirs.close()
+        return Played(ours)
+
+    def close(self) -> None:
+        self._asked.close()
+        self._process.wait(30)
+
+
 class Played:
     """A rank in a process of its own; its methods are those of the rank, with arguments by name."""
 
-    def __init__(self, setup: dict[str, Any], environ: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.sglang.played", json.dumps(setup)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "SGLANG_HOST_IP": "127.0.0.1", **environ},
-        )
-        self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
+    def __init__(self, channel: socket.socket) -> None:
+        channel.settimeout(ANSWER_S)
+        self._calls, self._answers = channel.makefile("w"), channel.makefile("r")
+        self._pid = self.answer()
 
     def answer(self) -> Any:
-        line = self._answers.get(timeout=ANSWER_S)
-        assert line, f"the rank has ended with {self.process.wait()}"
+        line = self._answers.readline()
+        assert line, "the rank has ended"
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer["value"]
 
     def tell(self, method: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([method, arguments]) + "\n")
-        self.process.stdin.flush()
+        print(json.dumps([method, arguments]), file=self._calls, flush=True)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def call(**arguments: Any) -> Any:
@@ -77,8 +85,8 @@ class Played:
         return int(state)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
 
 
 class Engine:
@@ -108,6 +116,7 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., contextlib.AbstractContextManager[Any]]]:
     """Returns played engines: of these ranks each, as (prefill, decode)."""
+    forks = Forks()
     folder = tmp_path_factory.mktemp("sglang")
     model = model_folder(folder)
     count = itertools.count()
@@ -133,15 +142,16 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
                     **setup,
                 }
                 env = {"KVXFER_SGLANG": json.dumps((settings or {}).get(role, {})), **(environ or {})}
-                engines.append(Engine([Played({**told, "rank": rank}, env) for rank in range(tp)]))
+                engines.append(Engine([forks.rank({**told, "rank": rank}, env) for rank in range(tp)]))
                 for rank in engines[-1].ranks:
                     stack.callback(rank.kill)
             for engine in engines:
                 for rank in engine.ranks:
-                    assert rank.answer() == "ready"
+                    rank.answer()  # that it is ready
             yield engines[0], engines[1]
 
     yield pair
+    forks.close()
 
 
 @pytest.fixture(scope="session")

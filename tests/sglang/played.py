@@ -1,16 +1,21 @@
 """A rank of an SGLang engine whose forward passes are played: SGLang's pool, manager, senders and receivers, and ours behind them.
 
-A process of its own (`python -m tests.sglang.played`), since SGLang keeps its configuration in globals. It hears calls as lines
-of JSON, `[method, arguments]`, and answers each with `{"value": ...}` or `{"error": text}`.
+A process of its own, since SGLang keeps its configuration in globals; `python -m tests.sglang.played FD` forks them. It hears calls
+as lines of JSON, `[method, arguments]`, and answers each with `{"value": ...}` or `{"error": text}`; first with its number, and
+once it is ready.
 """
 
 import contextlib
 import json
+import os
+import signal
+import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tests.sglang import overlay
 
@@ -351,30 +356,47 @@ def _wait_for(port: int) -> None:
 
 
 def main() -> None:
-    """Answer calls until there are no more."""
-    setup = json.loads(sys.argv[1])
-    answers, sys.stdout = sys.stdout, sys.stderr
+    """Fork a rank for each message of a setup, an environment and a socket: SGLang takes ten seconds to import."""
+    asked = socket.socket(fileno=int(sys.argv[1]))
     overlay.install()
+    import tests.sglang.scheduling  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        told, handed, _, _ = socket.recv_fds(asked, 1 << 16, 1)
+        if not told:
+            return
+        if os.fork() == 0:
+            asked.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            setup, environ = json.loads(told)
+            os.environ.update(environ)
+            with socket.socket(fileno=handed[0]) as heard:
+                _answer(setup, heard.makefile("r"), heard.makefile("w"))
+            os._exit(0)
+        os.close(handed[0])
+
+
+def _answer(setup: dict[str, Any], calls: TextIO, answers: TextIO) -> None:
+    """Be a rank, and answer calls until there are no more."""
 
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
-    try:
-        kinds = {"prefill": Prefill, "decode": Decode}
-        rank: Any = (Scheduled if "chunk" in setup else kinds[setup["role"]])(setup)
-    except Exception as error:
-        say({"error": f"{type(error).__name__}: {error}"})
-        raise
-    say({"value": "ready"})
-    for line in sys.stdin:
-        method, arguments = json.loads(line)
+    def tried(call: Callable[[], Any]) -> None:
         try:
-            say({"value": getattr(rank, method)(**arguments)})
+            say({"value": call()})
         except Exception as error:
             traceback.print_exc()
             say({"error": f"{type(error).__name__}: {error}"})
-            if method == "close":
-                break
+
+    say({"value": os.getpid()})
+    rank: list[Any] = []
+    kinds = {"prefill": Prefill, "decode": Decode}
+    tried(lambda: rank.append((Scheduled if "chunk" in setup else kinds[setup["role"]])(setup)))
+    for line in calls:
+        method, arguments = json.loads(line)
+        tried(lambda m=method, a=arguments: getattr(rank[0], m)(**a))
 
 
 def model_folder(folder: Path) -> Path:

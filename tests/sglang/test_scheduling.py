@@ -13,9 +13,12 @@ from tests.sglang.played import PAGE
 CHUNK = 2 * PAGE + 5
 
 
+CACHED = {"disaggregation_decode_enable_radix_cache": True}
+
+
 @pytest.fixture(scope="module")
 def servers(start: Callable[..., Any]) -> Iterator[tuple[Engine, Engine]]:
-    with start(chunk=CHUNK, args={"disaggregation_decode_enable_radix_cache": True}) as engines:
+    with start(chunk=CHUNK, args=CACHED) as engines:
         yield engines
 
 
@@ -32,9 +35,10 @@ def served(servers: tuple[Engine, Engine], prompts: dict[int, list[int]]) -> dic
     turn(servers, lambda: ready == prompts.keys(), ready)
     answers = {}
     for room in prompts:
-        answers[room] = decode.answer(room=room)[0]
+        told = decode.answer(room=room)
+        answers[room] = {**told[0], "right": all(answer["right"] for answer in told)}
         decode.finish(room=room)
-    turn(servers, lambda: all(prefill.state(room=room) == ["done"] for room in prompts), ready)
+    turn(servers, lambda: all({*prefill.state(room=room)} == {"done"} for room in prompts), ready)
     return answers
 
 
@@ -97,3 +101,25 @@ def test_an_aborted_request_frees_what_it_had(servers: tuple[Engine, Engine], ro
         turn(servers, lambda: ended(prefill), ready)
     assert (prefill.free(), decode.free()) == before
     assert served(servers, {room + 1: ids})[room + 1]["right"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (2, 2), (1, 2)])
+def test_schedulers_of_several_ranks_stay_together(
+    start: Callable[..., Any], room: int, prefill: int, decode: int
+) -> None:
+    with start(prefill, decode, chunk=CHUNK, args=CACHED) as servers:
+        prompts = {room + i: prompt(20 + 41 * i, 4000 + i) for i in range(4)}
+        for one, answer in served(servers, prompts).items():
+            assert answer["right"] and answer["tokens"] == [sum(prompts[one]) % 512]
+        before = [server.free() for server in servers]
+        ids = prompt(5 * CHUNK, 4100)
+        servers[0].submit(tokens=ids, room=room), servers[1].submit(tokens=ids, room=room)
+        for _ in range(4):
+            servers[0].turn(), servers[1].turn()
+            time.sleep(0.01)
+        servers[1].abort(room=room)
+        turn(servers, lambda: "running" not in servers[1].state(room=room) + servers[0].state(room=room), set())
+        turn(servers, lambda: not any(servers[1].held()), set())
+        assert [server.free() for server in servers] == before
+        assert served(servers, {room + 9: ids})[room + 9]["right"]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated
 
 from msgspec import Meta
 
-from kvxfer.backend import EndpointBase
+from kvxfer.backend.endpoint import EndpointBase, Token
 
-__all__ = ["MOST_BYTES", "TOKEN_BYTES", "Endpoint", "Token", "new_token"]
+__all__ = ["MOST_BYTES", "Endpoint"]
 
-TOKEN_BYTES = 16
 MOST_BYTES = 4096
 """Of an endpoint, and of one message."""
-
-Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class Endpoint(EndpointBase, frozen=True):
@@ -39,8 +35,3 @@ class Endpoint(EndpointBase, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.agent!r} at {self.host}:{self.port}"
-
-
-def new_token() -> bytes:
-    """Return a new secret name of a link's end."""
-    return secrets.token_bytes(TOKEN_BYTES)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from kvxfer.settings import check_dialable, read
+from kvxfer.backend.listening import ListenOptions, Period
 
 __all__ = ["Options"]
 
-Seconds = Annotated[float, Meta(gt=0, le=3600)]
-NonEmpty = Annotated[str, Meta(min_length=1)]
 
-NAMING = "option {!r} of back end 'nccl'"
-
-
-class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Attributes: channels: thread blocks (NCCL: CTAs) that one message may use, on both GPUs.
 
     More move faster, take more device memory and more from the model's kernels. Of two sides that differ, the fewer.
@@ -29,28 +23,11 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     it is not ``listen``. port: TCP port to listen on; 0 takes any free one.
     """
 
+    backend = "nccl"
+
     channels: Annotated[int, Meta(ge=1, le=32)] = 24
     priority: Literal["normal", "high"] = "normal"
-    idle_close_s: Seconds = 10.0
-    init_timeout_s: Seconds = 30.0
-    abort_timeout_s: Seconds = 5.0
-    connect_timeout_s: Seconds = 10.0
-    listen: NonEmpty = "127.0.0.1"
-    advertise: NonEmpty | None = None
-    port: Annotated[int, Meta(ge=0, le=65535)] = 0
-
-    @property
-    def host(self) -> str:
-        """Where peers find this side."""
-        return self.advertise or self.listen
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Read the options of a configuration.
-
-        Raises:
-            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
-        """
-        parsed = read(cls, options, NAMING)
-        check_dialable(parsed.listen, parsed.advertise, NAMING)
-        return parsed
+    idle_close_s: Period = 10.0
+    init_timeout_s: Period = 30.0
+    abort_timeout_s: Period = 5.0
+    connect_timeout_s: Period = 10.0

@@ -11,8 +11,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from kvxfer.backend.endpoint import Token
 from kvxfer.failures import FailureKind
-from kvxfer_nccl.endpoint import MOST_BYTES, Token
+from kvxfer_nccl.endpoint import MOST_BYTES
 
 __all__ = [
     "Bye",

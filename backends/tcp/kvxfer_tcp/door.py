@@ -7,9 +7,10 @@ import socket
 import time
 from collections.abc import Callable
 
+from kvxfer.backend.endpoint import TOKEN_BYTES
 from kvxfer_tcp.connection import Connection, Loop
 from kvxfer_tcp.options import Options
-from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, TOKEN_BYTES, Header, Kind, greeting
+from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 
 __all__ = ["Door"]
 

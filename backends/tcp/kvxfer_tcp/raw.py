@@ -27,7 +27,7 @@ class TcpRaw:
         self._sends, self._count = sends, parsed.connections
         self._memory = memoryview((ctypes.c_uint8 * region.nbytes).from_address(region.address)).cast("B")
         self._listener = socket.create_server((parsed.listen, 0))
-        self._address = (parsed.advertise or parsed.listen, self._listener.getsockname()[1])
+        self._address = (parsed.host, self._listener.getsockname()[1])
         self._connections: list[socket.socket] = []
         self._others = ThreadPoolExecutor(self._count)
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvxfer.backend.base import Base
+from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
 from kvxfer_tcp.connection import ANY, Connection, Violation
@@ -18,7 +19,7 @@ from kvxfer_tcp.door import Door
 from kvxfer_tcp.link import Link, Names, numeric
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.reader import Read
-from kvxfer_tcp.wire import Endpoint, new_token
+from kvxfer_tcp.wire import Endpoint
 
 __all__ = ["TcpTransport"]
 
@@ -74,7 +75,7 @@ class TcpTransport(Base[Endpoint, Link]):
     # What Base asks for
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        host = self._options.advertise or self._options.listen
+        host = self._options.host
         lends = tuple(sorted(memories))
         mine = Endpoint(self.agent, host, self._door.port, new_token(), self._options.connections, lends)
         self._expected[mine.token] = []

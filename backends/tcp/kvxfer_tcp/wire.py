@@ -12,28 +12,16 @@ each chunk goes as one frame over whichever connection has room.
 from __future__ import annotations
 
 import enum
-import secrets
 import struct
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from kvxfer.backend.endpoint import EndpointBase
+from kvxfer.backend.endpoint import EndpointBase, Token
 from kvxfer_tcp.options import MOST_CONNECTIONS
 
-__all__ = [
-    "FRAME_BYTES",
-    "GREETING_BYTES",
-    "MOST_REASON",
-    "TOKEN_BYTES",
-    "Endpoint",
-    "Header",
-    "Kind",
-    "greeting",
-    "new_token",
-]
+__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MOST_REASON", "Endpoint", "Header", "Kind", "greeting"]
 
-TOKEN_BYTES = 16
 MAGIC = b"kvxfer\x00\x01"
 
 _GREETING = struct.Struct("<8s16s")
@@ -109,14 +97,9 @@ class Endpoint(EndpointBase, frozen=True):
 
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65535)]
-    token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    token: Token
     connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)]
     lends: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=4096)]
-
-
-def new_token() -> bytes:
-    """Return a secret for one end of a link."""
-    return secrets.token_bytes(TOKEN_BYTES)
 
 
 def greeting(token: bytes) -> bytes:

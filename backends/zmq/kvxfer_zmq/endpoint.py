@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated
 
 from msgspec import Meta
 
-from kvxfer.backend import EndpointBase
+from kvxfer.backend.endpoint import EndpointBase, Token
 
-__all__ = ["TOKEN_BYTES", "Endpoint", "new_token"]
+__all__ = ["Endpoint"]
 
-TOKEN_BYTES = 16
 KEY_BYTES = 40
 """Of a public key as ZeroMQ writes it (Z85)."""
 
@@ -23,10 +21,5 @@ class Endpoint(EndpointBase, frozen=True):
     format = 4
 
     address: Annotated[str, Meta(pattern="^(tcp|ipc)://")]
-    token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    token: Token
     key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
-
-
-def new_token() -> bytes:
-    """Return a new secret name of a link's end."""
-    return secrets.token_bytes(TOKEN_BYTES)

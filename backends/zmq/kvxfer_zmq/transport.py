@@ -12,12 +12,13 @@ from typing import Any
 import zmq
 
 from kvxfer.backend import Base
+from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import TransportError
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_zmq.bytestream import FRAME, ByteStream
 from kvxfer_zmq.connection import NOBLOCK, Connection, receive, waiting
 from kvxfer_zmq.curve import Keys
-from kvxfer_zmq.endpoint import Endpoint, new_token
+from kvxfer_zmq.endpoint import Endpoint
 from kvxfer_zmq.link import Link, Post
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import Header, Kind, routing_id, split_routing_id
@@ -160,7 +161,7 @@ class ZmqTransport(Base[Endpoint, Link]):
         inbox.setsockopt(zmq.IPV6, ":" in o.listen)
         inbox.bind(f"tcp://{_host(o.listen)}:{o.port or '*'}")
         port = inbox.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
-        return f"tcp://{_host(o.advertise or o.listen)}:{port}"
+        return f"tcp://{_host(o.host)}:{port}"
 
     def _admit(self) -> None:
         """Let those in who know one of our links (ZeroMQ's RFC 27 and 24): before that nothing of theirs is kept."""

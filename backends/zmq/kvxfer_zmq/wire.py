@@ -12,7 +12,7 @@ import enum
 import struct
 from typing import NamedTuple
 
-from kvxfer_zmq.endpoint import TOKEN_BYTES
+from kvxfer.backend.endpoint import TOKEN_BYTES
 
 __all__ = ["Header", "Kind", "password", "routing_id", "split_routing_id"]
 

@@ -1,0 +1,55 @@
+"""Options of back ends that listen on a port which peers dial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from msgspec import Meta, Struct
+
+from kvxfer.settings import check_dialable, read
+
+__all__ = ["ListenOptions", "Period"]
+
+Period = Annotated[float, Meta(gt=0, le=3600)]
+"""A time in seconds."""
+
+
+class ListenOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a back end listens. Derive its own options from it; every one has a default.
+
+    Attributes:
+        backend: its name, for messages.
+        listen: address to bind to; peers must be able to reach it.
+        advertise: host name or address given to peers, if it is not ``listen``.
+        port: TCP port to bind to; 0 takes any free one.
+    """
+
+    backend: ClassVar[str]
+
+    listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    advertise: Annotated[str, Meta(min_length=1)] | None = None
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+    @property
+    def host(self) -> str:
+        """Where peers find this side."""
+        return self.advertise or self.listen
+
+    @property
+    def dialled(self) -> bool:
+        """Whether peers dial ``host``."""
+        return True
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        """Read the options of a configuration.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+        """
+        naming = f"option {{!r}} of back end {cls.backend!r}"
+        parsed = read(cls, options, naming)
+        if parsed.dialled:
+            check_dialable(parsed.listen, parsed.advertise, naming)
+        return parsed
