@@ -77,9 +77,9 @@ def test_a_key(node: Any, tmp_path: Path) -> None:
     for file in ("key", "other"):
         make_key(tmp_path / file)
     p = node("zmq", seed=1, key_file=str(tmp_path / "key"))
-    assert "failure" not in call(p.source, key_file=str(tmp_path / "key"))
+    assert "failure" not in call(p.source, backend="zmq", key_file=str(tmp_path / "key"))
     for settings in ({"key_file": str(tmp_path / "other")}, {}):
-        assert call(p.source, peer_timeout=2.0, **settings)["failure"]["kind"] == "peer_unreachable"
+        assert call(p.source, backend="zmq", peer_timeout=2.0, **settings)["failure"]["kind"] == "peer_unreachable"
 
 
 def test_nobody_there(node: Any) -> None:
@@ -111,7 +111,8 @@ def test_wrong_use() -> None:
 
 def test_people_are_told_the_same(node: Any) -> None:
     p = node("zmq", seed=1)
-    shown = CliRunner().invoke(build(), ["doctor", "--peer", f"{p.source.host}:{p.source.port}"])
+    words = ["doctor", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"backend": "zmq"}']
+    shown = CliRunner().invoke(build(), words)
     words = " ".join(shown.stdout.split())
     assert (
         shown.exit_code == 0 and "zmq, up, ping" in words and "GB/s: not measured" in words and "ptrace_scope" in words
