@@ -1,0 +1,214 @@
+"""The two parts of the connector by themselves: what they call in which order, with an agent that is played."""
+
+import sys
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvxfer import BlockTable, Ended, Failure, FailureKind, Outcome, Released, Source, Ticket, TransferId
+from kvxfer_sglang.decode import DecodeRank
+from kvxfer_sglang.identity import request_digest
+from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted
+from kvxfer_sglang.prefill import PrefillRank
+
+ROOM, PAGE, HERE = 77, 16, Source("10.0.0.1", 4000, 5)
+FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
+LOST = Outcome(Failure(FailureKind.PEER_LOST, "it is gone"))
+
+
+@pytest.fixture(autouse=True)
+def states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's numbers of states, which is all that the parts need of it."""
+    module: Any = types.ModuleType("sglang.srt.disaggregation.base.conn")
+    module.KVPoll = SimpleNamespace(
+        Failed=FAILED, Bootstrapping=BOOTSTRAPPING, WaitingForInput=WAITING, Transferring=TRANSFERRING, Success=SUCCESS
+    )
+    for name in ("sglang", "sglang.srt", "sglang.srt.disaggregation", "sglang.srt.disaggregation.base"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+class Manager:
+    """SGLang's state of one request, and all that is said and called, in order."""
+
+    def __init__(self) -> None:
+        self.request_status: dict[int, int] = {}
+        self.transfer_infos: dict[int, dict[Any, PagesWanted]] = {}
+        self.req_to_decode_prefix_len: dict[int, int] = {}
+        self.kv_args = SimpleNamespace(page_size=PAGE, aux_data_ptrs=[], aux_item_lens=[])
+        self.done: list[tuple[str, Any]] = []
+        self.rank: Any = SimpleNamespace(source=HERE, agent=self)
+
+    def update_status(self, room: int, status: int) -> None:
+        self.request_status[room] = status
+        self.done.append(("state", status))
+
+    def fail(self, room: int, reason: str) -> None:
+        self.update_status(room, FAILED)
+
+    def resolve_kv_replica_factor(self, known: Any) -> None:
+        pass
+
+    def tell(self, host: str, port: int, note: Any) -> None:
+        self.done.append(("tell", note))
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **named: self.done.append((name, arguments))
+
+    def called(self) -> list[str]:
+        return [name for name, _ in self.done]
+
+
+@pytest.fixture
+def manager() -> Iterator[Manager]:
+    yield Manager()
+
+
+def prefilling(manager: Manager, pages: int = 2) -> tuple[PrefillRank, TransferId]:
+    """A prefill rank that has sent the first page of a request."""
+    rank = PrefillRank(manager)
+    rank.start(manager.rank)
+    rank.wanted(PagesWanted(ROOM, 9, "10.0.0.2", 5000, 32, 1))
+    assert manager.request_status[ROOM] == WAITING and manager.req_to_decode_prefix_len[ROOM] == 32
+    rank.begin(ROOM, pages)
+    rank.add(ROOM, [3], False, None, None)
+    offer = dict(manager.done)["offer"][0]
+    assert (offer.tokens, offer.final, offer.digest) == (PAGE, False, request_digest(ROOM, 32, pages))
+    note = dict(manager.done)["tell"]
+    assert note.attempt == 9 and Ticket.read(note.ticket) == Ticket(offer.transfer, offer.digest, HERE)
+    manager.done.clear()
+    return rank, offer.transfer
+
+
+def test_further_pages_are_offered_and_not_told(manager: Manager) -> None:
+    rank, transfer = prefilling(manager)
+    rank.add(ROOM, [8], True, 0, None)
+    offer = dict(manager.done)["offer"][0]
+    assert offer.blocks == BlockTable.of([[3, 8]]) and offer.final and "tell" not in manager.called()
+
+
+def test_pages_are_given_up_before_anyone_hears_of_it(manager: Manager) -> None:
+    rank, transfer = prefilling(manager)
+    rank.withdraw(ROOM, "no more")
+    assert manager.called() == ["revoke", "tell"]
+    assert manager.done[0][1][:2] == (transfer, 1)
+    assert manager.done[1][1] == AttemptFailed(ROOM, 9, "no more")
+    manager.done.clear()
+    rank.add(ROOM, [8], True, 0, None)  # SGLang goes on until it looks
+    assert not manager.done
+
+
+def test_sglang_has_its_pages_back_once_they_are_released(manager: Manager) -> None:
+    rank, transfer = prefilling(manager)
+    rank.heard(Ended("producer", transfer, "", Outcome(), 0, 0.0))
+    assert not manager.done
+    rank.heard(Released("producer", transfer, ""))
+    assert manager.done == [("state", SUCCESS)]
+
+
+def test_the_end_of_what_was_given_up_is_not_that_of_the_next(manager: Manager) -> None:
+    rank, transfer = prefilling(manager)
+    rank.withdraw(ROOM, "no more")
+    manager.request_status[ROOM] = BOOTSTRAPPING
+    rank.wanted(PagesWanted(ROOM, 10, "10.0.0.2", 5000, 0, 1))
+    rank.begin(ROOM, 1)
+    manager.done.clear()
+    rank.heard(Ended("producer", transfer, "", LOST, 0, 0.0))
+    rank.heard(Released("producer", transfer, ""))
+    assert not manager.done
+
+
+def decoding(manager: Manager) -> tuple[DecodeRank, int, str]:
+    """A decode rank that fetches two pages."""
+    manager.request_status[ROOM] = WAITING
+    rank = DecodeRank(manager)
+    rank.start(manager.rank)
+    attempt = rank.expect(ROOM, [4, 5], 0, 32)
+    rank.offered(offered(attempt))
+    fetch = dict(manager.done)["fetch"][0]
+    assert (fetch.tokens, fetch.digest, fetch.own) == (2 * PAGE, request_digest(ROOM, 32, 2), HERE)
+    manager.done.clear()
+    return rank, attempt, fetch.handle
+
+
+def offered(attempt: int) -> PagesOffered:
+    source = Source("10.0.0.3", 4000, 6)
+    return PagesOffered(ROOM, attempt, Ticket(TransferId.mint(6, "x"), b"digest", source).text)
+
+
+def ended(handle: str, outcome: Outcome) -> Ended:
+    return Ended("consumer", TransferId.mint(6, "x"), handle, outcome, 0, 0.0)
+
+
+def released(handle: str) -> Released:
+    return Released("consumer", TransferId.mint(6, "x"), handle)
+
+
+def test_pages_are_there_once_they_are_released(manager: Manager) -> None:
+    rank, _, handle = decoding(manager)
+    rank.heard(ended(handle, Outcome()))
+    assert not manager.done and not rank.quiet(ROOM)
+    rank.heard(released(handle))
+    assert manager.done == [("state", SUCCESS)] and rank.quiet(ROOM)
+
+
+def test_a_failure_is_told_at_once_and_pages_are_free_once_they_are_released(manager: Manager) -> None:
+    rank, attempt, handle = decoding(manager)
+    rank.heard(ended(handle, LOST))
+    assert manager.done == [("state", FAILED)] and not rank.quiet(ROOM)
+    rank.drop(ROOM, attempt, "failed")
+    assert not rank.quiet(ROOM)
+    rank.heard(released(handle))
+    assert rank.quiet(ROOM)
+
+
+def test_a_request_that_is_dropped_is_cancelled_and_free_once_it_is_released(manager: Manager) -> None:
+    rank, attempt, handle = decoding(manager)
+    rank.drop(ROOM, attempt, "aborted")
+    assert manager.done == [("cancel", (handle, "aborted"))] and not rank.quiet(ROOM)
+    rank.heard(ended(handle, LOST))
+    assert not rank.quiet(ROOM)
+    rank.heard(released(handle))
+    assert rank.quiet(ROOM) and len(manager.done) == 1
+
+
+def test_tickets_that_come_too_late_or_twice_fetch_nothing(manager: Manager) -> None:
+    rank, attempt, _ = decoding(manager)
+    rank.offered(offered(attempt))  # by the next prefill rank
+    rank.offered(offered(attempt + 1))  # of another attempt
+    rank.failed(AttemptFailed(ROOM, attempt + 1, "other"))
+    rank.drop(ROOM, attempt, "aborted")
+    manager.done.clear()
+    rank.offered(offered(attempt))
+    assert not manager.done
+
+
+def test_what_prefill_has_given_up_is_not_fetched(manager: Manager) -> None:
+    manager.request_status[ROOM] = WAITING
+    rank = DecodeRank(manager)
+    rank.start(manager.rank)
+    attempt = rank.expect(ROOM, [4, 5], 0, 32)
+    rank.failed(AttemptFailed(ROOM, attempt, "no more"))
+    rank.offered(offered(attempt))
+    assert manager.done == [("state", FAILED)] and rank.quiet(ROOM)
+
+
+def test_dropping_an_attempt_leaves_the_next_alone(manager: Manager) -> None:
+    rank, attempt, _ = decoding(manager)
+    again = rank.expect(ROOM, [6, 7], 0, 32)
+    rank.drop(ROOM, attempt, "late")
+    manager.request_status[ROOM] = WAITING
+    rank.offered(offered(again))
+    assert "fetch" in manager.called()
+
+
+def test_a_cut_ticket_fails_the_request(manager: Manager) -> None:
+    manager.request_status[ROOM] = WAITING
+    rank = DecodeRank(manager)
+    rank.start(manager.rank)
+    attempt = rank.expect(ROOM, [4, 5], 0, 32)
+    rank.offered(PagesOffered(ROOM, attempt, offered(attempt).ticket[:-4]))
+    assert manager.request_status[ROOM] == FAILED and rank.quiet(ROOM)
