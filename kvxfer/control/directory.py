@@ -45,6 +45,7 @@ MOST_NOTICES = 4 << 20
 """Bytes of notices, as they came, that wait for our scheduler side. However many connections fill it, another finds room."""
 MOST_TOLD = 100_000
 """Notices of ours that wait to be sent."""
+_UNPUBLISHED = m.encode(m.Refused(FailureKind.PEER_UNREACHABLE, "its ranks are not published yet", again=True))
 TOGETHER = 1000
 """Transfers that one notice names; more go in several."""
 
@@ -231,8 +232,7 @@ class Directory:
             return
         match msg:
             case m.Lookup():
-                if self._card:  # else it comes too early
-                    connection.send_frame(self._card)
+                connection.send_frame(self._card or _UNPUBLISHED)
             case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
                 with self._lock:
                     self._notice(msg, connection, len(frame))

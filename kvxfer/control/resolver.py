@@ -36,6 +36,8 @@ K = FailureKind
 log = logging.getLogger("kvxfer.resolver")
 
 REPEAT_S = 0.5
+SHORT = 4096
+"""Bytes of an answer that is looked at on the control thread, since it cannot be a descriptor of many ranks."""
 REDIAL_S = 5.0
 """A directory that is silent for so long, or for a third of the patience, is dialled anew, in case that only the connection is at
 fault."""
@@ -72,6 +74,7 @@ class _Query:
         since: When the question was put first.
         wanted: When somebody has last asked for the answer.
         silent: What those are told who ask, once it has been silent for too long.
+        excuse: What it has answered in place of its descriptor.
     """
 
     connection: sockets.ControlConnection | None
@@ -79,6 +82,7 @@ class _Query:
     since: float
     wanted: float
     silent: Failure | None = None
+    excuse: str = ""
 
 
 class Resolver:
@@ -193,7 +197,11 @@ class Resolver:
 
     def receive(self, directory: Source, frame: bytes) -> Iterator[tuple[Source, Path | Failure]]:
         """Take in a directory's answer."""
-        if directory not in self._queries:
+        q = self._queries.get(directory)
+        if q is None:
+            return
+        if len(frame) <= SHORT and (excuse := _excuse(frame)):  # the question is repeated
+            q.excuse = excuse
             return
         self._close(directory)
         if not self._examine(len(frame), partial(_card, frame, directory), partial(self._checked, directory)):
@@ -267,7 +275,8 @@ class Resolver:
             if q is None:
                 continue
             if q.silent is None and now - q.since >= self._patience:
-                silent = Failure(FailureKind.PEER_UNREACHABLE, f"it did not answer within {self._patience:g} s")
+                what = f"it answers: {q.excuse}, for" if q.excuse else "it did not answer within"
+                silent = Failure(FailureKind.PEER_UNREACHABLE, f"{what} {self._patience:g} s")
                 self._silence(q, silent)
                 yield from self._failed(directory, silent)
             if directory not in self._queries:
@@ -321,6 +330,15 @@ def _check_alone(mine: Cache, card: m.EngineDescriptor) -> None:
 
 def _misfit(why: str) -> PeerError:
     return PeerError(why, kind=FailureKind.INCOMPATIBLE)
+
+
+def _excuse(frame: bytes) -> str:
+    """Return why there is no descriptor yet; empty where the answer is a descriptor, or stays what it is."""
+    try:
+        answer = m.decode(frame)
+    except PeerError:
+        return ""
+    return answer.reason if isinstance(answer, m.Refused) and answer.again else ""
 
 
 def _card(frame: bytes, directory: Source) -> m.EngineDescriptor:
