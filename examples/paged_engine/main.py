@@ -52,7 +52,7 @@ def main() -> None:
     alone.close()
 
     # The prefill engine has two ranks, computes in small chunks, and both are short of blocks.
-    prefill, decode = Client(tp=2, blocks=60, budget=16), Client(tp=1, blocks=40, budget=16)
+    prefill, decode = Client(tp=2, blocks=24, budget=16), Client(tp=1, blocks=40, budget=16)
     for name, prompt in prompts.items():
         prefill.ask(name, prompt, 1, offers=True)
     for _ in range(2 * PROMPTS):

@@ -276,7 +276,7 @@ def test_an_agent_that_cannot_be_made_leaves_nothing(engine, tmp_path: Any) -> N
     for _ in range(5):
         with pytest.raises(ConfigError):
             engine({"verbs": ["read"]}, key_file=str(tmp_path / "nowhere"))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before, "what earlier tests have left may close meanwhile, not open"
 
 
 @pytest.mark.parametrize("corrupt", [0.0, 1.0])
