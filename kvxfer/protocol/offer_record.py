@@ -42,10 +42,12 @@ class ConsumerLink:
 
     Attributes:
         info: what is known of its link.
+        serves: what it is being served, by attempt, the newest last.
         stream: the next number of a part on the link.
     """
 
     info: LinkInfo
+    serves: dict[int, RankServe] = field(default_factory=dict)
     stream: int = 0
 
 
