@@ -36,8 +36,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         advertise: Host name or address given to peers; None gives them `listen`; `auto` the address that each process finds
             for itself, on which it then listens in place of a loopback address.
         transfer_timeout: Seconds from a consumer's fetch request to the transfer's outcome.
-        step_budget: Seconds of one engine step that may be spent on waiting for short loads, so that their requests run
-            in that step. A load is short if it should take no longer, by what its link has shown of late. 0: never.
+        step_budget: Seconds of one engine step that may be spent on waiting for short loads and on copying what they
+            brought, so that their requests run in that step. A load is short if both should take no longer, by what
+            its link and the copies have shown of late. 0: never.
         lease: Seconds for which a producer keeps blocks that it offered and nobody fetched or renewed.
         peer_timeout: Seconds of silence after which a peer counts as dead.
         staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
