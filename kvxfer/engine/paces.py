@@ -12,7 +12,7 @@ __all__ = ["LinkPaces", "Pace"]
 REMEMBERED = 16
 """By so many of the last ones the next is judged."""
 ALIKE = 2
-"""What was for at most so many times as many tokens, or as few, is alike."""
+"""Of what was nearest in size, and up to so many times as far from it, most decide."""
 MOST_LINKS = 1024
 
 
@@ -29,10 +29,13 @@ class Pace:
     def estimate(self, tokens: int) -> float | None:
         """Return the seconds that these tokens should take, as most of their like have; None if nothing is known.
 
-        What there is for fewer tokens is multiplied, though it has a part that does not grow: the like count first.
+        What fewer tokens took is multiplied, though it has a part that does not grow; so the like count alone.
         """
-        alike = [(n, s) for n, s in self._seen if n <= ALIKE * tokens and tokens <= ALIKE * n] or self._seen
-        return statistics.median(s * max(1.0, tokens / n) for n, s in alike) if alike else None
+        if not self._seen:
+            return None
+        sizes = [max(tokens / n, n / tokens) for n, _ in self._seen]
+        alike = [load for load, size in zip(self._seen, sizes, strict=True) if size <= ALIKE * min(sizes)]
+        return statistics.median(s * max(1.0, tokens / n) for n, s in alike)
 
 
 class LinkPaces:
