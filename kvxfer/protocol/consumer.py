@@ -254,11 +254,10 @@ class ConsumerMachine:
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
-            states = {str(rank) for rank in f.rank_fetches} or {f"looking for {f.spec.source}"}
-            late = f"nothing came within {self._start_s:g} s"
+            states = ", ".join(sorted({str(rank) for rank in f.rank_fetches} or {f"looking for {f.spec.source}"}))
+            why = f"nothing came within {self._start_s:g} s (still {states})"
             if f.begun:
-                late = f"no outcome within {self._timeout:g} s of the first part"
-            why = f"{late} (still {', '.join(sorted(states))})"
+                why = f"no outcome within {self._timeout:g} s of the first part (still {states})"
             peers = ", ".join(link_name(rank.spec.link) for rank in f.rank_fetches) or str(f.spec.source)
             out += self._fail(f, Failure(f.late, why, peers), now)
         for attempt in self._questions.due(now):
