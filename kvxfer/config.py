@@ -87,7 +87,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         check_dialable(self.listen, self.advertise, NAMING)
         if self.advertise is not None:
             try:
-                identity.host(self.advertise)
+                identity.canonical_host(self.advertise)
             except identity.IdentityError as e:
                 raise ConfigError(f"{NAMING.format('advertise')}: {e}; peers could not dial it") from None
 

@@ -106,7 +106,7 @@ def parse_address(text: str) -> Address:
     where, _, port = text.rpartition(":")
     if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
         raise IdentityError(f"address {text!r} does not end in a port")
-    return Address(host(where), int(port))
+    return Address(canonical_host(where), int(port))
 
 
 def allowed(address: Address, allow_list: Iterable[str]) -> bool:
@@ -199,7 +199,7 @@ def _named(argument: str, value: str) -> str:
     return value
 
 
-def host(text: str) -> str:
+def canonical_host(text: str) -> str:
     """Return the one form of a host; a number in disguise (`127.1`, `0x7f000001`), which resolvers accept, is none.
 
     Raises:
@@ -227,7 +227,7 @@ def _permits(entry: str, address: Address) -> bool:
             raise IdentityError(f"allow-list entry {entry!r} is not a network: {error}") from error
         return is_ip(address.host) and ip_address(address.host) in network
     if is_ip(entry) or ":" not in entry or entry.endswith("]"):
-        return host(entry) == address.host
+        return canonical_host(entry) == address.host
     return parse_address(entry) == address
 
 
