@@ -20,6 +20,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.protocol.transitions import IllegalTransition
 from kvxfer.transport import registry
 from tests.sglang import overlay
+from tests.vllm import kvcached
 
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
@@ -29,8 +30,8 @@ def require(name: str) -> None:
     """Skip the calling test (or module) if `name` is missing; fail if `KVXFER_REQUIRE` lists it.
 
     Args:
-        name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers`, `atheris`
-            and `sglang`, of which the Python code in a folder of the environment will do.
+        name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers`, `atheris`,
+            and `sglang` and `kvcached`, of which the Python code in a folder of the environment will do.
     """
     lack = _lack(name)
     if lack is None:
@@ -47,6 +48,8 @@ def _lack(name: str) -> str | None:
         return None if importlib.util.find_spec(name) else f"{name} is not installed"
     if name == "sglang":
         return overlay.lack()
+    if name == "kvcached":
+        return kvcached.lack()
     try:
         probe = registry.load(name).probe()
     except ConfigError as error:
