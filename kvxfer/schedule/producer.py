@@ -1,4 +1,4 @@
-"""The producer's scheduler half: what of each prefill may be read, and until when.
+"""The producer's scheduler side: what of each prefill may be read, and until when.
 
 Generations come from one counter of the tracker, so none is ever used twice in an epoch: a retry under the id
 of an aborted request is told from it although nothing of the aborted one is remembered.
