@@ -540,7 +540,9 @@ class ProducerMachine:
         self._over.put(h.transfer, Over(outcome, h.next_generation), now)
         out: list[Action] = []
         if h.known:
-            ended = Ended("producer", h.transfer, str(h.transfer), outcome, h.nbytes, now - h.began, h.generation)
+            ended = Ended(
+                "producer", h.transfer, h.handle or str(h.transfer), outcome, h.nbytes, now - h.began, h.generation
+            )
             out.append(Emit(ended))
             if not h.serves:
                 out += self._release(h)
@@ -552,4 +554,4 @@ class ProducerMachine:
         """Release the engine's blocks once nothing of the offer record moves; this comes once, with its last rank serve."""
         if h.outcome is None or h.serves or not h.known:
             return []
-        return [Emit(Released("producer", h.transfer, str(h.transfer), h.generation))]
+        return [Emit(Released("producer", h.transfer, h.handle or str(h.transfer), h.generation))]

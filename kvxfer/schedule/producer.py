@@ -259,7 +259,9 @@ class OfferSchedule:
     def _state(self, prefill: _Prefill) -> None:
         """Queue what is offered of it."""
         p = prefill
-        self._offers[p.transfer] = Offer(p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers)
+        self._offers[p.transfer] = Offer(
+            p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers, handle=p.request
+        )
 
     def _restart(self, prefill: _Prefill, reason: str) -> None:
         if prefill.blocks != self._nothing:
