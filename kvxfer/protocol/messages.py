@@ -53,7 +53,7 @@ __all__ = [
     "pack_checksum",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
@@ -147,6 +147,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
         readers: how many consumer ranks read from the producer rank.
         seconds: how long the consumer will wait; after that nothing has to be served any more.
         least: older generations are of no use, because another rank of the producer has this one already.
+        offered: see ``Fetch``.
     """
 
     transfer: TransferId
@@ -158,6 +159,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
     readers: Count
     seconds: Seconds
     least: Number = 0
+    offered: bool = False
 
 
 class PartReady(_Base, frozen=True, tag="part"):

@@ -32,6 +32,18 @@ def test_both_dispatched_at_once(make: Make, groups: Any, first: str) -> None:
     assert d.computed[b] == 1 + 3
 
 
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "dispatched at once"])
+def test_d_knows_whether_p_has_offered_what_it_loads(make: Make, wire: Wire, answered: bool) -> None:
+    """P is asked for no longer than it takes to say that it has forgotten it, but waited for where it may not have begun."""
+    p, d = make(), make()
+    params = prefill(p, prompt(60)) if answered else both(p, "job")[1]
+    wire.paused = True
+    d.add(prompt(60), params)
+    d.steps(2)
+    [load] = wire.loads(d)
+    assert load.fetch.offered == answered
+
+
 def test_a_router_that_repeats(make: Make) -> None:
     """The same params to D again, at once and later: one load, and right tokens for all."""
     p, d = make(), make()
