@@ -25,6 +25,7 @@ def test_all_keys_are_read() -> None:
         "port": 5600,
         "advertise": "prefill-0.example",
         "transfer_timeout": 10,
+        "start_timeout": 40.5,
         "step_budget": 0.002,
         "lease": 20.5,
         "peer_timeout": 1,

@@ -145,8 +145,9 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
 
     Attributes:
         readers: how many consumer ranks read from the producer rank.
-        seconds: how long the consumer will wait; after that nothing has to be served any more.
+        seconds: how long the consumer will wait for the first part; after that nothing has to be served any more.
         least: older generations are of no use, because another rank of the producer has this one already.
+        moving: how long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
         offered: see ``Fetch``.
     """
 
@@ -159,6 +160,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
     readers: Count
     seconds: Seconds
     least: Number = 0
+    moving: Seconds = 0.0
     offered: bool = False
 
 
