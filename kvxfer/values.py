@@ -252,6 +252,8 @@ class Fetch(msgspec.Struct, frozen=True):
             fewer tokens is another state.
         own: this engine's directory, for an engine of several ranks.
         progress: a ``Progress`` event comes each time that so many more tokens are here, or more; 0: never.
+        offered: the producer is known to have offered all of it. If it does not know it (any more), the fetch fails within
+            about a second; else it waits for the offer until its deadline.
 
     Raises:
         ArgumentError: an argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
@@ -266,6 +268,7 @@ class Fetch(msgspec.Struct, frozen=True):
     tokens: int
     own: Source | None = None
     progress: int = 0
+    offered: bool = False
 
     def __post_init__(self) -> None:
         arguments.string("handle", self.handle)
@@ -276,6 +279,7 @@ class Fetch(msgspec.Struct, frozen=True):
         force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 1, MOST_TOKENS))
         force_setattr(self, "start", arguments.integer("start", self.start, 0, self.tokens))
         force_setattr(self, "progress", arguments.integer("progress", self.progress, 0, MOST_TOKENS))
+        force_setattr(self, "offered", arguments.flag("offered", self.offered))
 
 
 def _named(value: Offer | Fetch) -> None:
