@@ -48,6 +48,9 @@ MANY = Failure(K.OVERLOADED, "too many fetch requests at once")
 MOST_WORDS = 100_000
 """Answers that are remembered, ends, and readers that gave something up before it was offered."""
 
+GRACE_S = 1.0
+"""How long a rank waits for an offer that its engine has made by the consumer's word: ranks of a step may lag."""
+
 
 class ProducerMachine:
     """All offer records of one agent.
@@ -246,10 +249,10 @@ class ProducerMachine:
         out: list[Action] = []
         for key in self._budgets.due(now):
             serve = self._serves[key]
-            if serve.live:
-                anew = serve.lent and serve.state is S.WAITING
-                kind = K.NEVER_OFFERED if serve.state is S.WAITING else K.TIMED_OUT
-                out += self._stop(serve, Failure(kind, "the consumer's time for it is over"), anew, now)
+            if serve.live and now < serve.expires and serve.record.known:
+                self._budgets.set(key, serve.expires)
+            elif serve.live:
+                out += self._stop(serve, *_overdue(serve, now), now)
             else:  # settled or ending, and something of it still moves
                 self._budgets.set(key, now + self._lease)
                 out += serve.aborts
@@ -325,7 +328,7 @@ class ProducerMachine:
             return [Send(link, closed)]
         self._records[request.transfer] = h
         h.serves[serve.key] = self._serves[serve.key] = self._links[link].serves[request.attempt] = serve
-        self._budgets.set(serve.key, serve.expires)
+        self._budgets.set(serve.key, min(now + GRACE_S, serve.expires) if request.offered else serve.expires)
         h.dropped.discard(reader)
         h.misfits.discard(reader)
         self._early.pop(reader, request.transfer)
@@ -533,7 +536,9 @@ class ProducerMachine:
         self._over.put(h.transfer, Over(outcome, h.next_generation), now)
         out: list[Action] = []
         if h.known:
-            ended = Ended("producer", h.transfer, str(h.transfer), outcome, h.nbytes, now - h.began, h.generation)
+            ended = Ended(
+                "producer", h.transfer, h.handle or str(h.transfer), outcome, h.nbytes, now - h.began, h.generation
+            )
             out.append(Emit(ended))
             if not h.serves:
                 out += self._release(h)
@@ -545,4 +550,13 @@ class ProducerMachine:
         """Release the engine's blocks once nothing of the offer record moves; this comes once, with its last rank serve."""
         if h.outcome is None or h.serves or not h.known:
             return []
-        return [Emit(Released("producer", h.transfer, str(h.transfer), h.generation))]
+        return [Emit(Released("producer", h.transfer, h.handle or str(h.transfer), h.generation))]
+
+
+def _overdue(serve: RankServe, now: float) -> tuple[Failure, bool]:
+    """Return why a serve whose time is over ends, and whether its consumer may ask anew."""
+    if now < serve.expires:
+        return Failure(K.WITHDRAWN, "it was offered, by the consumer's word, and is not known here any more"), False
+    waited = serve.state is S.WAITING
+    why = Failure(K.NEVER_OFFERED if waited else K.TIMED_OUT, "the consumer's time for it is over")
+    return why, serve.lent and waited

@@ -127,6 +127,38 @@ def test_a_stranger_costs_the_right_consumer_nothing(what: str, when: str) -> No
     assert door.events[0].outcome == Outcome()
 
 
+def test_who_was_told_that_it_is_offered_hears_at_once_that_it_is_forgotten() -> None:
+    door = Door()
+    door.offer()
+    door.at(3 * LEASE)  # it has ended, and that is forgotten too
+    door.events.clear()
+    begun = door.now
+    assert not door.want(RIGHT, seconds=20.0, offered=True)
+    [closed] = door.at(begun + producer.GRACE_S)
+    assert closed.kind is FailureKind.WITHDRAWN and not closed.again, closed
+    assert "not known here any more" in closed.reason
+    assert not door.machine.holds(T)
+
+
+def test_a_rank_that_lags_is_waited_for() -> None:
+    door = Door()
+    door.want(RIGHT, seconds=20.0, offered=True)
+    door.at(producer.GRACE_S / 2)
+    assert [type(said) for said in door.offer()] == [m.PartReady]
+    assert not door.at(19.0)
+    [closed] = door.at(20.0)
+    assert closed.kind is FailureKind.TIMED_OUT
+
+
+def test_what_is_being_computed_anew_is_waited_for() -> None:
+    door = Door()
+    door.offer(final=False)
+    door.does(door.machine.revoke(T, 1, Failure(FailureKind.REVOKED, "preempted"), False, door.now))
+    door.want(RIGHT, seconds=20.0, offered=True)
+    assert not door.at(19.0)
+    assert [type(said) for said in door.offer(generation=2)] == [m.PartReady]
+
+
 def test_one_that_knows_the_digest_may_give_it_up_before_it_is_there() -> None:
     door = Door()
     door.want(RIGHT)
