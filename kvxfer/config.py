@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from msgspec import Meta, Struct
 
+from kvxfer import identity
+from kvxfer.errors import ConfigError
 from kvxfer.facts import TEXT
 from kvxfer.settings import AUTO_ADDRESS, check_dialable, hold, loopback, own_address, read
 
@@ -35,9 +37,12 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         port: Port of the engine's directory; 0 takes any free one.
         advertise: Host name or address given to peers; None gives them `listen`; `auto` the address that each process finds
             for itself, on which it then listens in place of a loopback address.
-        transfer_timeout: Seconds from a consumer's fetch request to the transfer's outcome.
-        step_budget: Seconds of one engine step that may be spent on waiting for short loads, so that their requests run
-            in that step. A load is short if it should take no longer, by what its link has shown of late. 0: never.
+        transfer_timeout: Seconds from the first part of a transfer to its outcome.
+        start_timeout: Seconds from a consumer's fetch to the first part, for which its producer may let the request wait; None:
+            as long as `transfer_timeout`.
+        step_budget: Seconds of one engine step that may be spent on waiting for short loads and on copying what they
+            brought, so that their requests run in that step. A load is short if both should take no longer, by what
+            its link and the copies have shown of late. 0: never.
         lease: Seconds for which a producer keeps blocks that it offered and nobody fetched or renewed.
         peer_timeout: Seconds of silence after which a peer counts as dead.
         staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
@@ -65,6 +70,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     port: Port = 0
     advertise: NonEmpty | None = None
     transfer_timeout: Seconds = 30.0
+    start_timeout: Seconds | None = None
     step_budget: Budget = 0.005
     lease: Seconds = 60.0
     peer_timeout: Seconds = 10.0
@@ -79,6 +85,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def __post_init__(self) -> None:
         hold(self, NAMING)
         check_dialable(self.listen, self.advertise, NAMING)
+        if self.advertise is not None:
+            try:
+                identity.canonical_host(self.advertise)
+            except identity.IdentityError as e:
+                raise ConfigError(f"{NAMING.format('advertise')}: {e}; peers could not dial it") from None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -89,6 +100,16 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 range (the message names key, value and what is expected).
         """
         return read(cls, mapping, NAMING)
+
+    @property
+    def start(self) -> float:
+        """Seconds from a fetch to its first part, at the most."""
+        return self.transfer_timeout if self.start_timeout is None else self.start_timeout
+
+    @property
+    def longest(self) -> float:
+        """Seconds from a fetch to its outcome, at the most."""
+        return self.start + self.transfer_timeout
 
     def located(self, find: Callable[[], str] = own_address) -> Self:
         """Return these settings as they are for this process, with an address in place of `auto`.

@@ -25,6 +25,7 @@ def test_all_keys_are_read() -> None:
         "port": 5600,
         "advertise": "prefill-0.example",
         "transfer_timeout": 10,
+        "start_timeout": 40.5,
         "step_budget": 0.002,
         "lease": 20.5,
         "peer_timeout": 1,
@@ -91,6 +92,12 @@ def test_wrong_value_names_key_value_and_expectation(key: str, value: Any, expec
 def test_config_error_is_caught_as_kvxfer_error() -> None:
     with pytest.raises(KvxferError):
         Config.from_mapping({"port": -1})
+
+
+@pytest.mark.parametrize("nowhere", [":::", "a b", "127.1", "node-7:7000", "[10.0.0.1]"])
+def test_what_no_peer_could_dial_is_not_advertised(nowhere):
+    with pytest.raises(ConfigError, match="'advertise'.*neither an IP address nor a host name"):
+        Config(advertise=nowhere)
 
 
 def test_listening_everywhere_needs_a_name_for_peers():

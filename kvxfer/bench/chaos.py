@@ -30,7 +30,7 @@ STEP_S, LOAD = 0.1, 3
 """Every so often, so many transfers begin between each producer and each consumer."""
 LATE_S = 1.0
 """How long after its deadline an outcome may come, besides what the process did not run."""
-REST_S = TIMES["transfer_timeout"] + 3 * TIMES["lease"]
+REST_S = 2 * TIMES["transfer_timeout"] + 3 * TIMES["lease"]
 """When nothing more begins, all blocks are back within this time."""
 
 

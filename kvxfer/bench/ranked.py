@@ -201,7 +201,7 @@ class RankedEngine:
 
     def _fetch(self, rank: int, number: int, source: Source) -> None:
         use = self._uses[number]
-        use.deadline = time.monotonic() + self._config.transfer_timeout
+        use.deadline = time.monotonic() + self._config.longest
         own = self._directory.source if self._tp > 1 else None
         table = BlockTable.of([use.blocks])
         tokens = EACH * BLOCK_TOKENS
@@ -224,8 +224,8 @@ class RankedEngine:
                 self._give_back(number)
 
     def _ended(self, rank: int, number: int, use: _Use, event: Ended) -> None:
-        begin = use.deadline - self._config.transfer_timeout
-        use.late_s = max(use.late_s, event.seconds - self._config.transfer_timeout - self._stalls.since(begin))
+        begin = use.deadline - self._config.longest
+        use.late_s = max(use.late_s, event.seconds - self._config.longest - self._stalls.since(begin))
         use.ended[rank] = event
         if event.outcome.delivered:
             assert event.generation is not None  # every rank reads something

@@ -271,7 +271,7 @@ def measure(
         for name in ("mortal producer", "mortal consumer"):
             load.sides[name].remote.kill()
             del load.sides[name]
-        over = time.monotonic() + TIMES["transfer_timeout"] + 2 * TIMES["lease"] + TIMES["peer_timeout"]
+        over = time.monotonic() + 2 * TIMES["transfer_timeout"] + 2 * TIMES["lease"] + TIMES["peer_timeout"]
         rest = load.vitals()
         while time.monotonic() < over and (left(load) or any(v["leases"] for v in rest.values())):
             load.step()

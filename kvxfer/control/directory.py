@@ -184,7 +184,7 @@ class Directory:
                 try:
                     self._turn()
                 except BaseException:
-                    log.exception("directory: something could not be handled; it is dropped")
+                    log.exception("directory: a turn ended early; the message that it was at is dropped")
         finally:
             self._sockets.close()
 

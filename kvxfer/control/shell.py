@@ -115,7 +115,7 @@ class Shell:
     ) -> None:
         self._loop, self._data, self._hasher, self._revocations = loop, data, hasher, revocations
         self._me, self._facts, self._calls, self._events = me, facts, calls, events
-        self.consumer = ConsumerMachine(config.transfer_timeout)
+        self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._fences = Fences()
         self._examiner = Worker("kvxfer-examine", MOST_EXAMINED)

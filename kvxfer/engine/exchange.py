@@ -75,7 +75,7 @@ class Report:
         begun: the last step with revocations that these ranks have begun.
         channels: where these ranks' side channels listen; said once.
         prefetched: what has become of prefetches; a later word counts more.
-        copied: requests whose prefetched blocks have been copied, and on which ranks.
+        copied: requests whose prefetched blocks have been copied, and the seconds that each rank took for it.
     """
 
     members: dict[Rank, RankDescriptor] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Report:
     begun: dict[Rank, int] = field(default_factory=dict)
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
     prefetched: dict[tuple[str, Rank], PrefetchResult] = field(default_factory=dict)
-    copied: dict[str, set[Rank]] = field(default_factory=dict)
+    copied: dict[str, dict[Rank, float]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:
         """Return both reports as one; of one rank's two, ``later`` is the later one."""
@@ -111,7 +111,7 @@ class Report:
             self.begun | later.begun,
             self.channels | later.channels,
             self.prefetched | later.prefetched,
-            _union(self.copied, later.copied),
+            _join(self.copied, later.copied),
         )
 
     def __bool__(self) -> bool:

@@ -13,11 +13,11 @@ whatever it does about loads that fail.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.engine.exchange import BlockCopy
+from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import PrefetchResult
 from kvxfer.failures import Failure
@@ -25,30 +25,7 @@ from kvxfer.identity import Source
 from kvxfer.schedule import FetchSchedule
 from kvxfer.values import NULL, BlockTable, Group, Rank
 
-__all__ = ["LinkSpeeds", "Prefetches"]
-
-REMEMBERED = 8
-"""Loads by which a link is judged."""
-
-
-class LinkSpeeds:
-    """How long loads from other engines have taken of late."""
-
-    def __init__(self) -> None:
-        self._loads: dict[tuple[str, int], deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-
-    def delivered(self, source: Source, tokens: int, seconds: float) -> None:
-        """Take in that moving so many tokens took so long."""
-        self._loads[source.host, source.port].append((tokens, seconds))
-
-    def failed(self, source: Source) -> None:
-        """Take in that a load failed: nothing is known any more."""
-        self._loads.pop((source.host, source.port), None)
-
-    def estimate(self, source: Source, tokens: int) -> float | None:
-        """Return how many seconds moving these tokens should take; None if nothing is known."""
-        known = self._loads.get((source.host, source.port))
-        return min((s * max(1.0, tokens / n) for n, s in known), default=None) if known else None
+__all__ = ["Prefetches"]
 
 
 @dataclass(slots=True)
@@ -56,17 +33,20 @@ class _Prefetch:
     """One request's.
 
     ``ended``: all ranks have, or one has failed; ``quiet``: nothing writes to the blocks on any rank.
+    ``expected``: seconds that it should take.
     """
 
     source: Source
+    expected: float
     start: int
     tokens: int
     blocks: BlockTable
     results: dict[Rank, PrefetchResult] = field(default_factory=dict)
+    waited: bool = False  # a step has waited for it in vain
     over: bool = False  # the schedule knows that it is
     promised: bool = False  # the engine was told that it is here
     unwanted: bool = False
-    copying: set[Rank] | None = None  # where the copy is done
+    copying: dict[Rank, float] | None = None  # where the copy is done, and the seconds that it took
 
 
 class Prefetches:
@@ -77,8 +57,9 @@ class Prefetches:
         pins: has the borrowed blocks.
         groups: the engine's KV-cache groups.
         ranks: how many ranks report.
-        budget: seconds of a step that may be spent on waiting.
-        receive: returns results that come within so many seconds, as soon as there are any.
+        budget: seconds of a step that may be spent on waiting and copying.
+        receive: passes to ``take_in`` what comes within so many seconds, as soon as there is something; False if nothing
+            has come.
     """
 
     def __init__(
@@ -88,25 +69,25 @@ class Prefetches:
         groups: Sequence[Group],
         ranks: int,
         budget: float,
-        receive: Callable[[float], Iterable[PrefetchResult]],
+        receive: Callable[[float], bool],
     ) -> None:
         self._schedule, self._pins, self._groups, self._ranks = schedule, pins, tuple(groups), ranks
         self._budget = self._left = budget
         self._receive = receive
         self._all: dict[str, _Prefetch] = {}
         self._copies: list[BlockCopy] = []
-        self.speeds = LinkSpeeds()
+        self.paces, self._copying = LinkPaces(), Pace()
         self._possible = budget > 0 and all(group.kind in ("full", "window") for group in groups)
 
     def begin(self, request: str, source: Source, start: int, tokens: int) -> bool:
         """Borrow blocks and queue the fetch of ``[start, tokens)``.
 
-        False: this load is one for beside the steps. It is long or nothing is known of its link, or the pool is short.
+        False: this load is one for beside the steps. It is long, its link has failed or the pool is short.
         """
-        estimate = self.speeds.estimate(source, max(tokens - start, 1)) if self._possible else None
-        if estimate is None or estimate > self._budget or self._schedule.matched(request, start) != tokens - start:
+        if not self._possible or self._schedule.matched(request, start) != tokens - start or start >= tokens:
             return False
-        if start >= tokens:
+        expected = self.paces.estimate(source, tokens - start)
+        if expected is None or expected + self._to_copy(tokens - start) > self._budget:
             return False
         spans = [self._span(group, start, tokens) for group in self._groups]
         taken = self._pins.borrow(_holder(request), sum(past - first for first, past in spans))
@@ -115,7 +96,7 @@ class Prefetches:
         rows = [[NULL] * first + [taken.pop() for _ in range(first, past)] for first, past in spans]
         blocks = BlockTable.of(rows)
         self._schedule.allocated(request, blocks, start, tokens - start)
-        self._all[request] = _Prefetch(source, start, tokens, blocks)
+        self._all[request] = _Prefetch(source, expected, start, tokens, blocks)
         return True
 
     @staticmethod
@@ -131,28 +112,46 @@ class Prefetches:
     def tokens(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones are here, having waited for them within the budget.
 
-        0: none will be, and the engine computes them. None: they are still on their way.
+        0: none will be, and the engine computes them. None: they are still on their way, or their copy is for a step that
+        has time for it.
         """
         found = self._all[request]
-        while not self._ended(found):
-            begun = time.monotonic()
-            news = list(self._receive(self._left))
-            self._left = max(0.0, self._left - (time.monotonic() - begun))
-            for result in news:
-                self.take_in(result)
-            if not news and not self._ended(found):
-                return None
+        self._wait(found)
+        if not self._ended(found):
+            return None
         useful = found.start <= computed < found.tokens and found.copying is None and not found.unwanted
         if self._failure(found) is not None or not useful:
             return 0
+        if self._to_copy(found.tokens - found.start) > self._left < self._budget:
+            return None  # others have had the step's budget; the next one's is whole
         found.promised = True
         return found.tokens - computed
+
+    def _wait(self, found: _Prefetch) -> None:
+        """Wait for it, in one step and no more: what has overrun its time may never come, and all others would wait along."""
+        patience = granted = 0.0 if found.waited else max(0.0, self._left - self._to_copy(found.tokens - found.start))
+        while not self._ended(found):
+            begun = time.monotonic()
+            news = self._receive(patience)
+            took = min(time.monotonic() - begun, patience)
+            patience, self._left = patience - took, self._left - took
+            if not news:
+                break
+        if granted and not self._ended(found):
+            found.waited = True
+            if granted >= found.expected:
+                self.paces.failed(found.source)
+
+    def _to_copy(self, tokens: int) -> float:
+        """Return the seconds that copying so many tokens should take."""
+        return self._copying.estimate(tokens) or 0.0
 
     def admitted(self, request: str, table: BlockTable, external: int) -> None:
         """Take in that the request has blocks, and counts on ``external`` tokens."""
         found = self._all[request]
         if external and found.promised and found.copying is None:
-            found.copying = set()
+            found.copying = {}
+            self._left = max(0.0, self._left - self._to_copy(found.tokens - found.start))
             self._copies.append(BlockCopy(request, found.blocks, table))
         elif found.copying is None:
             self.give_up(request)
@@ -170,14 +169,14 @@ class Prefetches:
             return
         found.results[result.rank] = result
         if result.failure is not None:
-            self.speeds.failed(found.source)
+            self.paces.failed(found.source)
         self._settle(result.handle, found)
 
-    def copied(self, request: str, ranks: Iterable[Rank]) -> None:
-        """Take in that these ranks have copied its blocks."""
+    def copied(self, request: str, ranks: Mapping[Rank, float]) -> None:
+        """Take in that these ranks have copied its blocks, and how many seconds each of them took for it."""
         found = self._all.get(request)
         if found is not None and found.copying is not None:
-            found.copying.update(ranks)
+            found.copying |= ranks
             self._settle(request, found)
 
     def give_up(self, request: str) -> None:
@@ -221,8 +220,10 @@ class Prefetches:
             self._schedule.loaded(request)
             if not failed:
                 moved = max(r.seconds for r in found.results.values())
-                self.speeds.delivered(found.source, found.tokens - found.start, moved)
+                self.paces.delivered(found.source, found.tokens - found.start, moved)
         used = found.copying is not None and len(found.copying) == self._ranks
+        if used and found.copying:
+            self._copying.took(found.tokens - found.start, max(found.copying.values()))
         if found.over and (used or (found.copying is None and (found.unwanted or failed))):
             del self._all[request]
             self._pins.drop(_holder(request))

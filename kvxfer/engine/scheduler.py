@@ -109,7 +109,7 @@ class SchedulerSide:
         self._let_go: str | None = None  # the request that was last to give its blocks up for that
         self._channel, self._channels = SideChannel(), dict[Rank, ChannelAddress]()
         self._prefetches = Prefetches(
-            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._channel.receive
+            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear
         )
         self._complete: dict[str, tuple[Source, int]] = {}  # loads of which all is computed at their producer
         self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
@@ -264,6 +264,13 @@ class SchedulerSide:
             self._channel.send(DirectFetches(self._fetched + self._sent, fetches[self._sent :], tuple(self._ahead)))
             self._sent = len(fetches)
 
+    def _hear(self, timeout: float = 0.0) -> bool:
+        """Take in what workers say within so many seconds, as soon as there is something; False if there is nothing."""
+        news = self._channel.receive(timeout)
+        for result in news:
+            self._prefetches.take_in(result)
+        return bool(news)
+
     def follows(self, request: str) -> bool:
         """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
         return request in self._schedule.producer
@@ -396,9 +403,9 @@ class SchedulerSide:
             else:
                 failed[request] = failure
             if source is not None and failure is not None:
-                self._prefetches.speeds.failed(source)
+                self._prefetches.paces.failed(source)
             elif source is not None and seconds is not None:
-                self._prefetches.speeds.delivered(source, tokens, seconds)
+                self._prefetches.paces.delivered(source, tokens, seconds)
             self._loading.over(request)
             self._arrived.pop(request, None)
         return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads)

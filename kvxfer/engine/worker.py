@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Progress, Released
-from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch
+from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
 
 __all__ = ["WorkerSide"]
 
@@ -105,12 +106,14 @@ class WorkerSide:
 
         If the step has ``copies``, call it before the forward pass, behind whatever else writes to new blocks.
         """
+        copied: dict[str, dict[Rank, float]] = {}
         for copy in step.copies:
             assert self._copy is not None, "a prefetch in an engine that cannot copy blocks"
+            begun = time.monotonic()
             self._copy(self._own(copy.src), self._own(copy.dst))
+            copied[copy.request] = {self._rank: time.monotonic() - begun}
         with self._lock:
-            for copy in step.copies:
-                self._report.copied.setdefault(copy.request, set()).add(self._rank)
+            self._report.copied.update(copied)
             first = self._next if step.first is None else step.first
             self._begin(first, step.commands.fetches, step.prefetches)
             self._next = first + len(step.commands.fetches)

@@ -65,15 +65,16 @@ class ConsumerMachine:
     same clock.
 
     Args:
-        timeout: seconds from a fetch to its outcome.
+        start: seconds from a fetch to its first part; the producer's queue may be long.
+        timeout: seconds from its first part to its outcome.
         retry: seconds after which an unanswered question is repeated; the wait doubles each time.
 
     Attributes:
         corrupt: transfers that failed because other bytes arrived than were sent.
     """
 
-    def __init__(self, timeout: float, retry: float = 1.0) -> None:
-        self._timeout, self._retry = timeout, retry
+    def __init__(self, start: float, timeout: float, retry: float = 1.0) -> None:
+        self._start_s, self._timeout, self._retry = start, timeout, retry
         self.corrupt = 0
         self._closed: Failure | None = None
         self._attempts = count(1)
@@ -92,7 +93,7 @@ class ConsumerMachine:
         Args:
             spec: what to fetch, and into which blocks.
             now: the time in seconds.
-            called: when the engine asked for it, from which its timeout runs; ``None`` means now.
+            called: when the engine asked for it, from which the time for its first part runs; ``None`` means now.
 
         Returns:
             The actions that follow.
@@ -103,7 +104,7 @@ class ConsumerMachine:
         if spec.handle in self._fetches:
             raise ValueError(f"a fetch named {spec.handle!r} is still alive")
         began = now if called is None else called
-        f = self._fetches[spec.handle] = FetchRecord(spec, began, began + self._timeout, began)
+        f = self._fetches[spec.handle] = FetchRecord(spec, began, began + self._start_s, began)
         if self._closed is not None:
             return self._fail(f, self._closed, now)
         self._deadlines.set(spec.handle, f.deadline)
@@ -253,8 +254,10 @@ class ConsumerMachine:
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
-            states = {str(rank) for rank in f.rank_fetches} or {f"looking for {f.spec.source}"}
-            why = f"no outcome within {self._timeout:g} s (still {', '.join(sorted(states))})"
+            states = ", ".join(sorted({str(rank) for rank in f.rank_fetches} or {f"looking for {f.spec.source}"}))
+            why = f"nothing came within {self._start_s:g} s (still {states})"
+            if f.begun:
+                why = f"no outcome within {self._timeout:g} s of the first part (still {states})"
             peers = ", ".join(link_name(rank.spec.link) for rank in f.rank_fetches) or str(f.spec.source)
             out += self._fail(f, Failure(f.late, why, peers), now)
         for attempt in self._questions.due(now):
@@ -325,7 +328,7 @@ class ConsumerMachine:
                 [Send(link, f.commit_request(rank))] if self._links.get(link) is not None else []
             )  # else once there is a link
         if rank.state is S.REQUESTED:
-            return [Send(link, f.fetch_request(rank, now))]
+            return [Send(link, f.fetch_request(rank, now, 0.0 if f.begun else self._timeout))]
         if rank.state is S.MOVING and rank.error is not None:
             # Nobody explains it. A back end has no word for a link that is of no more use, so none outlives an error.
             self._questions.cancel(rank.attempt)
@@ -352,6 +355,9 @@ class ConsumerMachine:
             return self._misused(f, rank, "it sends pieces of another size than was agreed on", now)
         self._questions.cancel(rank.attempt)
         f.heard = now
+        if not f.begun:
+            f.begun, f.deadline = True, now + self._timeout
+            self._deadlines.set(f.spec.handle, f.deadline)
         rank.generation, rank.revocations = msg.generation, msg.revocations
         rank.final |= msg.final
         rank.payload = rank.payload or msg.payload

@@ -95,6 +95,9 @@ class FetchRecord:
     began: float
     deadline: float
     heard: float  # when the last part was announced
+    begun: bool = (
+        False  # whether one has been; the deadline is that of the outcome then, and before that of the first part
+    )
     ranks: dict[LinkId, RankFetch] | None = None  # None: the route is not known yet
     outcome: Outcome | None = None
     nbytes: int = 0
@@ -121,12 +124,12 @@ class FetchRecord:
         """What came with the offer, from the first of the ranks."""
         return min(self.rank_fetches, key=lambda rank: rank.spec.rank).payload if self.rank_fetches else b""
 
-    def fetch_request(self, rank: RankFetch, now: float) -> m.FetchRequest:
-        """Make the message by which a rank fetch asks for its share."""
+    def fetch_request(self, rank: RankFetch, now: float, moving: float) -> m.FetchRequest:
+        """Make the message by which a rank fetch asks for its share, ``moving`` seconds of which begin with the first part."""
         s = self.spec
         left = max(self.deadline - now, 0.0)
         return m.FetchRequest(
-            s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks, rank.spec.readers, left, rank.least
+            s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks, rank.spec.readers, left, rank.least, moving
         )
 
     def commit_request(self, rank: RankFetch) -> m.CommitRequest:

@@ -53,7 +53,7 @@ __all__ = [
     "pack_checksum",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
@@ -145,8 +145,9 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
 
     Attributes:
         readers: how many consumer ranks read from the producer rank.
-        seconds: how long the consumer will wait; after that nothing has to be served any more.
+        seconds: how long the consumer will wait for the first part; after that nothing has to be served any more.
         least: older generations are of no use, because another rank of the producer has this one already.
+        moving: how long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
     """
 
     transfer: TransferId
@@ -158,6 +159,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
     readers: Count
     seconds: Seconds
     least: Number = 0
+    moving: Seconds = 0.0
 
 
 class PartReady(_Base, frozen=True, tag="part"):

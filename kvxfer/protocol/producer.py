@@ -3,7 +3,8 @@
 An *offer record* is one transfer as this rank knows it: what the engine offered, and one *rank serve* for each attempt of a
 consumer rank that wants it. The life of a rank serve is the table ``transitions.RANK_SERVE``. Fetch request and offer meet
 here, whichever comes first. An offer is leased: it ends when nobody has asked for it in time. A rank serve ends by the
-consumer's own deadline, or the producer's where that is sooner. Only who knows the digest of an offer is a reader of it.
+consumer's own deadlines, for the first part and for the rest, or the producer's where that is sooner. Only who knows the
+digest of an offer is a reader of it.
 """
 
 from __future__ import annotations
@@ -370,6 +371,9 @@ class ProducerMachine:
         out: list[Action] = []
         if serve.revocations is None:
             serve.revocations = self._revocations.vouch(request.transfer)
+        if serve.state is S.WAITING and request.moving:
+            serve.expires = now + min(request.moving, self._longest)
+            self._budgets.set(serve.key, serve.expires)
         for end in ends:
             if serve.part >= m.MAX_PARTS:
                 many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")

@@ -138,6 +138,23 @@ def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
     d.wait(Released)
 
 
+def test_a_producer_may_begin_later_than_a_transfer_may_take(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=20.0, transfer_timeout=1.0)
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+    time.sleep(1.5)  # its request waits in the producer's queue
+    assert not d.events()
+    p.agents[0].offer(offered([3], 4, transfer=T))
+    assert d.wait(Ended)[0].outcome.delivered
+
+
+def test_a_producer_that_never_begins_costs_no_more_than_that(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=0.5, transfer_timeout=60.0)
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+    end = d.wait(Ended)[0]
+    assert end.outcome.kind is FailureKind.NEVER_OFFERED
+    d.wait(Released)
+
+
 def test_cancel_on_either_side(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))

@@ -26,6 +26,7 @@ from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.fake import FakeTransport
+from tests.conftest import require
 from tests.control.conftest import Engine, fetch, make_cache, offered, until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,9 +40,10 @@ def name(i: int | str) -> TransferId:
 # --- in a process of its own -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["zmq", "cma"])
+@pytest.mark.parametrize("backend", ["tcp", "zmq", "cma", "nixl", "ucx"])
 @pytest.mark.parametrize("case", ["many", "leave", "leave_by_error", "fork", "at_random"])
 def test_nothing_crashes_or_hangs(case: str, backend: str) -> None:
+    require(backend)
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-m", "tests.control.ending", case, backend],
         cwd=ROOT,

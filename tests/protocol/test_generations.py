@@ -46,7 +46,7 @@ class Ranks:
         self.moments = count()
         self.tallies = [RevocationCounter(), RevocationCounter()]
         self.producers = [ProducerMachine(FOREVER, FOREVER, t) for t in self.tallies]
-        self.consumers = [ConsumerMachine(FOREVER), ConsumerMachine(FOREVER)]
+        self.consumers = [ConsumerMachine(FOREVER, FOREVER), ConsumerMachine(FOREVER, FOREVER)]
         # What either engine says to its ranks, and how far each has come; then what its machine has still to hear.
         script = [what for g in range(1, generations + 1) for what in (("offer", g), ("revoke", g))][:-1]
         self.orders = [deque(script), deque(script)]

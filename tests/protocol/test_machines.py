@@ -93,7 +93,8 @@ def test_a_connection_that_breaks_costs_nothing_while_no_bytes_move(
     """Not even when all bytes are here, and the producer's last word is lost with the link."""
     setting = replace(setting, lease=LEASE)
     for module in ("world", "engines"):  # so that there is time for all of it
-        monkeypatch.setattr(f"tests.protocol.world.{module}.TIMEOUT", 20.0)
+        for name in ("START", "TIMEOUT"):
+            monkeypatch.setattr(f"tests.protocol.world.{module}.{name}", 20.0)
     for moment in range(60):
         world = World(replace(setting, faults=False), Script(b""))
         world.prefills.prefill(*TRANSFERS[5])
@@ -169,7 +170,7 @@ def test_promises_hold_in_any_order_of_events() -> None:
 
 def test_a_deadline_tells_why_the_link_had_to_be_made_anew() -> None:
     """The last that broke it would else be known to nobody, where each attempt breaks it again."""
-    source, machine = Source("p", 1, 1), ConsumerMachine(5.0)
+    source, machine = Source("p", 1, 1), ConsumerMachine(5.0, 60.0)
     machine.fetch(Fetch("req", TRANSFERS[0][0], b"d", source, BlockTable.of([[0]]), 0, 4), 0.0)
     machine.resolved(source, Resolved((RankRoute("link", 1),)), 0.0)
     machine.link_up("link", LinkInfo("read", planner=None), 0.1)  # type: ignore[arg-type]
@@ -177,5 +178,5 @@ def test_a_deadline_tells_why_the_link_had_to_be_made_anew() -> None:
     [end] = [a.event for a in machine.tick(5.0) if isinstance(a, Emit) and isinstance(a.event, Ended)]
     assert end.outcome.kind is FailureKind.PEER_LOST
     assert (
-        end.outcome.failure.detail == "no outcome within 5 s (still linking, since its link broke: the cable was cut)"
+        end.outcome.failure.detail == "nothing came within 5 s (still linking, since its link broke: the cable was cut)"
     )

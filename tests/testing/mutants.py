@@ -64,8 +64,9 @@ from tests.testing.broken.moving import (
     TakesTheFirst65536Runs,
     TellsEarly,
 )
+from tests.testing.sound import WithdrawsLate
 
-__all__ = ["MUTANTS", "LeaksMemory", "clean_up", "complaint"]
+__all__ = ["MUTANTS", "SOUND", "LeaksMemory", "clean_up", "complaint"]
 
 
 WAYS = {"way": TransferMode.READ}
@@ -121,6 +122,11 @@ MUTANTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (SaysQuietedTooSoon, "test_aborted_batches_end_and_stay_ended", WAYS),
     (LeavesItsWritesBehind, "test_an_aborted_write_does_not_land_later", {}),
 ]
+
+SOUND: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
+    (WithdrawsLate, "test_a_withdrawn_endpoint_is_forgotten", WAYS)
+]
+"""Back ends of which a clause might think that they are broken, and must not."""
 
 
 def complaint(transport: type[FakeTransport], clause: str, arguments: dict[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.testing import FakeTransport
 from kvxfer.testing.conformance.transfers import LAYOUTS
-from tests.testing.mutants import MUTANTS, LeaksMemory, clean_up, complaint
+from tests.testing.mutants import MUTANTS, SOUND, LeaksMemory, clean_up, complaint
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,13 @@ def test_a_defect_is_found(backend: type[FakeTransport], clause: str, arguments:
     sound = backend.__bases__[0]
     assert complaint(sound, clause, arguments) is None, "the clause fails for a good back end as well"
     assert complaint(backend, clause, arguments) is not None
+
+
+@pytest.mark.parametrize("backend, clause, arguments", SOUND, ids=[f"{s[0].__name__}-{s[1]}" for s in SOUND])
+def test_what_the_contract_leaves_is_let_pass(
+    backend: type[FakeTransport], clause: str, arguments: dict[str, Any]
+) -> None:
+    assert complaint(backend, clause, arguments) is None
 
 
 def test_freed_memory_hides_no_leak() -> None:

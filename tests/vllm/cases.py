@@ -51,6 +51,15 @@ def both(p: Engine, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
+def parties(p: Engine, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same in the schema of vLLM's peer-to-peer tier, in which llm-d speaks to both at once."""
+    here = p.address
+    return (
+        {"remote_decoder": {"kv_request_id": job}},
+        {"remote_prefiller": {"kv_request_id": job, "remote_host": here.host, "remote_port": here.port}},
+    )
+
+
 def check(engine: Engine, name: str, text: list[int], n: int = 4) -> None:
     assert engine.done[name].tokens == answer(text, n), f"{name}: wrong tokens"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,11 @@ def decoder(make: Make, board: Switchboard, groups: Any = FULL, **more: Any) -> 
 
 def measured(p: Engine, d: Engine) -> None:
     """Have D load once, so that it knows the link."""
-    name = d.add(prompt(N, 99), offered(p, 99))
+    measured_as(p, d, 99)
+
+
+def measured_as(p: Engine, d: Engine, seed: int) -> None:
+    name = d.add(prompt(N, seed), offered(p, seed))
     d.run(p, until=name)
 
 
@@ -94,6 +99,85 @@ def test_what_does_not_come_within_the_budget_costs_one_step(make: Make, board: 
     assert name not in output.num_scheduled_tokens and other in output.num_scheduled_tokens
     assert name in d.step().num_scheduled_tokens  # the wire has pumped between the two
     right(d, p, name, prompt(N))
+
+
+def test_the_first_load_over_a_link_runs_in_its_step_too(make: Make, board: Switchboard) -> None:
+    p, d = make(), decoder(make, board)
+    params = offered(p)
+    name = d.add(prompt(N), params)
+    assert steps_until(d, p, name) == 0
+    right(d, p, name, prompt(N))
+
+
+def test_a_producer_that_is_stuck_holds_up_one_step_and_no_more(make: Make, board: Switchboard, wire: Wire) -> None:
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    params = [offered(p, i) for i in range(3)]
+    wire.paused = True
+    board.waits.clear()
+    names = [d.add(prompt(N, i), params[i]) for i in range(2)]
+    d.steps(10)
+    assert sum(wait > 0 for wait in board.waits) <= 2, "each of those that came before it was known is waited for once"
+    board.waits.clear()
+    names.append(d.add(prompt(N, 2), params[2]))
+    d.steps(10)
+    assert not any(board.waits), "a producer that was waited for in vain is waited for again"
+    wire.paused = False
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
+    again = d.add(prompt(N, 7), offered(p, 7))
+    assert steps_until(d, p, again) == 0, "once something has come from it, there is no more doubt"
+    right(d, p, again, prompt(N, 7))
+
+
+def test_who_stands_behind_a_load_that_does_not_come_is_not_held_up(make: Make, board: Switchboard, wire: Wire) -> None:
+    """The queue's first is waited for, and what comes for others meanwhile counts for them."""
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    params = [offered(p, i) for i in range(3)]
+    wire.paused = True
+    names = [d.add(prompt(N, i), params[i]) for i in range(3)]
+
+    def others_come() -> None:
+        for load in wire.loads(d):
+            if load.fetch.handle != names[0] and not load.ended:
+                assert wire.read(load) and wire.settle(load)
+
+    board.waited = others_come
+    output = d.step()
+    assert names[0] not in output.num_scheduled_tokens and set(names[1:]) <= output.num_scheduled_tokens.keys()
+    wire.paused, board.waited = False, wire.pump
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
+
+
+def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make(blocks=100), decoder(make, board, blocks=100)
+    now = 0.0
+    monkeypatch.setattr("kvxfer.engine.worker.time", SimpleNamespace(monotonic=lambda: now))
+    copies = d.workers[0]._work._side._copy
+
+    def copy(*tables: Any) -> None:
+        nonlocal now
+        copies(*tables)
+        now += takes
+
+    d.workers[0]._work._side._copy = copy
+    takes = 0.06  # of a budget of 0.1
+    measured(p, d)
+    params = [offered(p, i) for i in range(2)]
+    names = [d.add(prompt(N, i), params[i]) for i in range(2)]
+    first = d.step().num_scheduled_tokens
+    assert names[0] in first and names[1] not in first
+    assert names[1] in d.step().num_scheduled_tokens
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
+    takes = 0.2
+    for seed in range(8, 12):
+        measured_as(p, d, seed)
+    slow = d.add(prompt(N, 7), offered(p, 7))
+    assert steps_until(d, p, slow) > 0, "a copy that takes longer than the budget is not for a step"
+    right(d, p, slow, prompt(N, 7))
 
 
 def test_beside_the_steps_it_costs_one(make: Make, board: Switchboard) -> None:

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cases import CACHES, OFFER, both, check, prefill
+from tests.vllm.cases import CACHES, OFFER, both, check, parties, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, prompt
 from tests.vllm.wire import Wire
 
 
 @CACHES
+@pytest.mark.parametrize("schema", [both, parties])
 @pytest.mark.parametrize("first", ["p", "d"])
-def test_both_dispatched_at_once(make: Make, groups: Any, first: str) -> None:
+def test_both_dispatched_at_once(make: Make, groups: Any, first: str, schema: Any) -> None:
     p, d = make(groups, budget=32), make(groups)
     text = prompt(90)
-    to_p, to_d = both(p, "job")
+    to_p, to_d = schema(p, "job")
     if first == "d":
         b = d.add(text, to_d)
         d.steps(3)
@@ -98,6 +99,17 @@ def test_a_router_that_withholds(make: Make, lost: str) -> None:
         {"do_remote_decode": True, "transfer_id": "\udc80"},
         {"do_remote_decode": "yes", "transfer_id": {"a": 1}},
         {"unknown": object},
+        {"remote_prefiller": "x"},
+        {"remote_prefiller": {}},
+        {"remote_prefiller": {"kv_request_id": "x"}},
+        {"remote_prefiller": {"kv_request_id": "x", "remote_host": ["h"], "remote_port": "7"}},
+        {"remote_prefiller": {"kv_request_id": ["x"], "remote_host": "h", "remote_port": 7}},
+        {"remote_prefiller": {"remote_host": "h", "remote_port": 7}, "do_remote_prefill": True},
+        {"remote_decoder": [7]},
+        {"remote_decoder": {"kv_request_id": {"a": 1}}},
+        {"remote_decoder": {"kv_request_id": "\udc80"}},
+        {"remote_decoder": {"kv_request_id": "x"}, "remote_prefiller": {"kv_request_id": "x"}},
+        {"remote_kv_source": {"kv_request_id": "x", "remote_host": "h", "remote_port": 7}},
     ],
 )
 def test_params_that_make_no_sense(make: Make, wire: Wire, params: dict[str, Any]) -> None:
@@ -151,6 +163,26 @@ def test_params_beyond_measure(make: Make, key: str, caplog: pytest.LogCaptureFi
     assert len(caplog.text) < 10_000
     assert key == "kvxfer_digest" or "takes no part" in caplog.text or "is computed here" in caplog.text
     p.lease_ends()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"remote_decoder": HUGE},
+        {"remote_decoder": {"kv_request_id": HUGE}},
+        {"remote_prefiller": {"kv_request_id": HUGE, "remote_host": "h", "remote_port": 7}},
+        {"remote_prefiller": {"kv_request_id": "x", "remote_host": HUGE, "remote_port": 7}},
+        {"remote_prefiller": {HUGE: HUGE}},
+    ],
+    ids=range(5),
+)
+def test_parties_beyond_measure(make: Make, params: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    e, text = make(), prompt(60)
+    with caplog.at_level("DEBUG"):
+        name = e.add(text, params)
+        e.run(until=name)
+    check(e, name, text)
+    assert len(caplog.text) < 10_000 and ("takes no part" in caplog.text or "is computed here" in caplog.text)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from kvxfer.errors import ConfigError
 from kvxfer_vllm import KVXferConnector
 from kvxfer_vllm.nixl import NixlConnector
-from tests.vllm.cases import check
+from tests.vllm.cases import check, parties
 from tests.vllm.conftest import Make
 from tests.vllm.engine import Engine, prompt
 
@@ -126,15 +126,18 @@ def test_settings_under_the_name_are_checked_all_the_same(make: Make) -> None:
         )
 
 
-def test_a_stack_that_sends_to_both_at_once(make: Make) -> None:
-    """llm-d's `offloading`: one name for both, and to D where P's rank is (port and rank)."""
-    p, d = make(), make()
-    text, here = prompt(70), p.address
-    b = d.add(
-        text, {"do_remote_prefill": True, "transfer_id": "job-1", "remote_host": here.host, "remote_port": here.port}
-    )
+@pytest.mark.parametrize("first", ["p", "d"])
+def test_a_stack_that_sends_to_both_at_once(make: Make, first: str) -> None:
+    """llm-d's `offloading`: one name for both, each told of the other, and to D where P's rank is (port and rank)."""
+    p, d = make(role="kv_producer"), make(role="kv_consumer")
+    text, (to_p, to_d) = prompt(70), json.loads(json.dumps(parties(p, "job-1")))
+    if first == "p":
+        p.add(text, to_p, n=1)
+        p.steps(2)
+    b = d.add(text, to_d)
     d.steps(2)
-    p.add(text, {**ASKED, "transfer_id": "job-1"}, n=1)
+    if first == "d":
+        p.add(text, to_p, n=1)
     d.run(p, until=b)
     check(d, b, text)
     assert d.computed[b] == 1 + 3

@@ -2,11 +2,15 @@
 
 A daemon thread that comes back from a C++ call into an interpreter that has ended is unwound through that call, and C++ aborts the
 process ("terminate called without an active exception"). So before that nobody is inside any more, and nobody gets in.
+
+A forked child has what the parent has of NIXL, and shares the descriptors in it: taken down there, it takes the parent's along.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import os
 import threading
 from collections.abc import Callable
 
@@ -22,10 +26,13 @@ class _Gate:
     """``with``: a call into NIXL. Raises ``TransportError`` once the interpreter ends. Any thread, many at a time."""
 
     def __init__(self) -> None:
+        self._last: list[Callable[[], None]] = []
+        self._open()
+
+    def _open(self) -> None:
         self._changed = threading.Condition()
         self._inside = 0
         self._shut = False
-        self._last: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
         with self._changed:
@@ -57,7 +64,15 @@ class _Gate:
         for call in list(self._last):
             call()
 
+    def leave(self) -> None:
+        """Begin anew in a forked child, and never give back there what is the parent's, not even when the child ends."""
+        for call in self._last:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))
+        self._last.clear()
+        self._open()
+
 
 inside = _Gate()
 
 atexit.register(inside.shut)
+os.register_at_fork(after_in_child=inside.leave)

@@ -241,7 +241,7 @@ class BatchingExchange:
             return True
         if self._loads:
             count = len(self._loads)
-            until = time.monotonic() + self._config.transfer_timeout + self._config.peer_timeout
+            until = time.monotonic() + self._config.longest + self._config.peer_timeout
             while len(self._loads) == count and time.monotonic() < until:
                 select.select([self._side.worker], [], [], 0.1)
                 self._turn()
@@ -274,7 +274,7 @@ class BatchingExchange:
         self._release(self._held)
         for name in self._loads:
             self._side.scheduler.preempted(name)
-        until = time.monotonic() + self._config.transfer_timeout + self._config.peer_timeout
+        until = time.monotonic() + self._config.longest + self._config.peer_timeout
         while self._loads and time.monotonic() < until:
             self._turn()
             select.select([self._side.worker], [], [], IDLE_S)

@@ -158,7 +158,7 @@ class CacheExchange:
     ) -> dict[str, Any]:
         """Fetch what a ticket names, and return what ``generate()`` needs to go on: ``model.generate(**fetched)``.
 
-        Waits, at most for ``transfer_timeout`` seconds and until the memory is quiet.
+        Waits, at most for ``start_timeout`` and ``transfer_timeout`` seconds and until the memory is quiet.
 
         Args:
             ticket: What ``offer`` returned in the other process.
@@ -291,7 +291,7 @@ class CacheExchange:
     def _wait(self, rows: list[_Row]) -> Failure | None:
         """Wait until all rows have come or have failed; return the first failure, if there is one."""
         cause: Failure | None = None  # of the row that failed first: the others are cancelled for its sake
-        until = time.monotonic() + self._config.transfer_timeout + self._config.peer_timeout + GRACE_S
+        until = time.monotonic() + self._config.longest + self._config.peer_timeout + GRACE_S
         while time.monotonic() < until:
             with self._lock:
                 self._turn()

@@ -1,9 +1,12 @@
-"""Blocks of a worker's cache copied to other blocks of it, as PyTorch work: on a GPU in the order of the forward passes."""
+"""Blocks of a worker's cache copied to other blocks of it, on a GPU in the order of the forward passes.
+
+On the CPU numpy copies: PyTorch would share a few megabytes among its threads, and wait for whoever has their cores.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,26 +25,32 @@ class BlockCopier:
 
     def __init__(self, tensors: Iterable[torch.Tensor], cache: Cache) -> None:
         memory = memory_of(tensors, cache)
-        self._by_group: list[list[torch.Tensor]] = [[] for _ in cache.groups]  # each [layers, blocks, ..., bytes]
+        self._by_group: list[list[Any]] = [[] for _ in cache.groups]  # each [layers, blocks, ..., words]
         for view in cache.views:
-            self._by_group[view.group] += _planes(view, cache, memory)
+            planes = _planes(view, cache, memory)
+            self._by_group[view.group] += [plane.numpy() if plane.device.type == "cpu" else plane for plane in planes]
 
     def copy(self, src: BlockTable, dst: BlockTable) -> None:
         """Copy the blocks of ``src`` to those of ``dst``, position by position, where both have one.
 
         Launched when this returns; what is launched after it on the current stream finds the blocks copied.
         """
-        import torch
-
         for planes, of, to in zip(self._by_group, src, dst, strict=True):
             n = min(len(of), len(to))
             both = (of[:n] != NULL) & (to[:n] != NULL)
-            if not both.any():
-                continue
-            for plane in planes:
-                here = torch.from_numpy(of[:n][both]).to(plane.device)
-                there = torch.from_numpy(to[:n][both]).to(plane.device)
-                plane.index_copy_(1, there, plane.index_select(1, here))
+            here, there = of[:n][both], to[:n][both]
+            for plane in planes if len(here) else ():
+                if isinstance(plane, np.ndarray):
+                    plane[:, there] = plane[:, here]
+                else:
+                    _copy_on_device(plane, here, there)
+
+
+def _copy_on_device(plane: torch.Tensor, here: np.ndarray, there: np.ndarray) -> None:
+    import torch
+
+    of, to = torch.from_numpy(here).to(plane.device), torch.from_numpy(there).to(plane.device)
+    plane.index_copy_(1, to, plane.index_select(1, of))
 
 
 def _planes(view: View, cache: Cache, memory: list[torch.Tensor]) -> list[torch.Tensor]:

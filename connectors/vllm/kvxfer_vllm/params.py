@@ -4,7 +4,8 @@ To P a router sends ``do_remote_decode``; P's answer carries ``do_remote_prefill
 under our keys that address again, the transfer's base id and digest, and P's epoch; the router forwards that to D as it is. Some
 routers overwrite ``remote_host`` with where they reach P's HTTP server, which need not be where this rank is, so the address
 under our key is preferred. A router that dispatches to both at once names the transfer itself: ``transfer_id`` to both, and
-to D ``remote_host`` and ``remote_port`` of P.
+to D ``remote_host`` and ``remote_port`` of P. llm-d's ``offloading`` says the same in the schema of vLLM's peer-to-peer tier,
+``remote_decoder`` and ``remote_prefiller``, which ``translated`` puts into these words.
 
 What comes in is anybody's: it is bounded before it is used or shown.
 """
@@ -19,11 +20,33 @@ from kvxfer.engine import Ticket
 from kvxfer.identity import Address, IdentityError, Source, TransferId, parse_address
 from kvxfer_vllm.ids import ExternalId
 
-__all__ = ["answer", "digest_of", "is_load", "is_offer", "is_routed", "offered_id", "wanted"]
+__all__ = ["answer", "digest_of", "is_load", "is_offer", "is_routed", "offered_id", "translated", "wanted"]
 
 TRANSFER, EPOCH, DIGEST, ADDRESS = "kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address"
 LONGEST = 4096
 """Characters of a text in params; a request id of vLLM's stays far below."""
+
+
+def translated(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return params that name the other party as a whole in our own words; all others as they are.
+
+    To P such a router sends ``remote_decoder`` with the transfer's name, to D ``remote_prefiller`` with that and P's address.
+
+    Raises:
+        IdentityError: Neither party can be told by it, or both are there.
+    """
+    named = [key for key in ("remote_decoder", "remote_prefiller") if params.get(key) is not None]
+    if not named:
+        return params
+    (party, *more) = named
+    said = params[party]
+    if more or not isinstance(said, Mapping) or not said.get("kv_request_id"):
+        what = "both are there" if more else f"{party} has no kv_request_id: {shown(said)}"
+        raise IdentityError(f"remote_decoder or remote_prefiller must name the transfer, and {what}")
+    if party == "remote_decoder":
+        return {"do_remote_decode": True, "transfer_id": said["kv_request_id"]}
+    where = {key: said.get(key) for key in ("remote_host", "remote_port")}
+    return {"do_remote_prefill": True, "transfer_id": said["kv_request_id"], **where}
 
 
 def is_offer(params: Mapping[str, Any] | None) -> bool:

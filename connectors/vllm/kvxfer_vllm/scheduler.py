@@ -6,7 +6,7 @@ All methods run on the engine-core thread; none blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import BlockPins, SchedulerSide
@@ -78,7 +78,7 @@ class SchedulerHooks:
         try:
             params = request.kv_transfer_params or self._legacy(request)
             if params:
-                self._take_up(request, params)
+                self._take_up(request, p.translated(params))
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
             log.warning("request %s takes no part in KV transfer: %s", request.request_id, e)
 
@@ -92,7 +92,7 @@ class SchedulerHooks:
             external_id(request.request_id), produces=self._produces, consumes=self._consumes, own=own, hosts=hosts
         )
 
-    def _take_up(self, request: Request, params: dict[str, Any]) -> None:
+    def _take_up(self, request: Request, params: Mapping[str, Any]) -> None:
         offers, loads = self._produces and p.is_offer(params), self._consumes and p.is_load(params)
         if not offers and not loads:
             self._warn_of_role(request, params)
@@ -119,7 +119,7 @@ class SchedulerHooks:
             if self._hits is not None and not request.skip_reading_prefix_cache:
                 self.side.prefetch(name, self._hits(request))
 
-    def _warn_of_role(self, request: Request, params: dict[str, Any]) -> None:
+    def _warn_of_role(self, request: Request, params: Mapping[str, Any]) -> None:
         """Say that a request asks for what this engine does not do."""
         asked = "offer its prompt's KV" if p.is_offer(params) else "load its prompt's KV" if p.is_load(params) else None
         if asked is not None:

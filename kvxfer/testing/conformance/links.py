@@ -42,7 +42,8 @@ class Links(Suite):
     def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: TransferMode) -> None:
         """Nothing is kept of a withdrawn endpoint: whoever dials peers that never answer makes endpoints for ever.
 
-        ``withdraw`` ignores an endpoint that was connected, or withdrawn before.
+        What it takes to forget may be done by the ``poll`` that follows. ``withdraw`` ignores an endpoint that was
+        connected, or withdrawn before.
         """
         a, b = world.local(), world.other()
         world.allocate(a, b)
@@ -54,6 +55,7 @@ class Links(Suite):
                 unused = a.endpoint()
                 for endpoint in (unused, unused, mine):
                     a.withdraw(endpoint)
+                world.turn(0)
             gc.collect()  # garbage that waits for its turn is not kept
             return sys.getallocatedblocks()
 

@@ -20,6 +20,7 @@ BLOCKS = 24
 UNIT = 4
 P_TOKENS, D_TOKENS = 2, 4  # tokens of a block on either side
 TIMEOUT, RETRY, LEASE = 8.0, 1.0, 10.0
+START = 7.0  # a first part has to come within this, the rest within TIMEOUT of it
 LONGEST = 7.0  # a want is kept for so long
 SILENCE = 3.0  # a link that is cut is known to be lost after this at most
 LATEST = 0.4  # a message that is not lost arrives within this

@@ -15,7 +15,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Action, Ended, Released
 from kvxfer.schedule import RankAgreement
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.protocol.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, TIMEOUT, UNIT, Agent, check, content
+from tests.protocol.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, START, TIMEOUT, UNIT, Agent, check, content
 
 if TYPE_CHECKING:
     from tests.protocol.world.world import World
@@ -178,6 +178,7 @@ class Wish:
     blocks: list[int]
     owner: object
     due: float
+    begun: bool = False
     ended: Ended | None = None
 
 
@@ -204,8 +205,14 @@ class ConsumerEngine:
                 continue
             agent.view()[:, blocks] = FREE
             spec = Fetch(name, transfer, b"digest", source, BlockTable.of([blocks]), start, total)
-            self.wishes[r, name] = Wish(spec, blocks, agent.owner[blocks[0]], world.now + TIMEOUT)
+            self.wishes[r, name] = Wish(spec, blocks, agent.owner[blocks[0]], world.now + START)
             world.perform(agent, agent.machine.fetch(spec, world.now))
+
+    def begun(self, agent: Agent, attempt: int) -> None:
+        """A first part is announced: from now on the rest is due."""
+        for wish in self.wishes.values():
+            if wish.owner is agent.tries.get(attempt) and not wish.begun:
+                wish.begun, wish.due = True, self.world.now + TIMEOUT
 
     def cancel(self) -> None:
         live = [key for key, w in self.wishes.items() if w.ended is None]

@@ -140,6 +140,8 @@ class Network:
         msg = m.decode(frame)
         if to is link.consumer:
             if to.links.get(link.name) is link and link.up_c:
+                if isinstance(msg, m.PartReady):
+                    self.world.decodes.begun(to, msg.attempt)
                 self.world.perform(to, to.machine.message(link.name, msg, self.world.now))
         elif link.up_p:
             self.world.drain(to)

@@ -40,6 +40,7 @@ from tests.protocol.world.base import (
     P_TOKENS,
     RANKS,
     RETRY,
+    START,
     TIMEOUT,
     TRANSFERS,
     UNIT,
@@ -89,7 +90,7 @@ class World:
     def _consumer(self, rank: int) -> Agent:
         memory = np.full(RANKS * BLOCKS * D_TOKENS * UNIT, GARBAGE, np.uint8)
         cache = make_cache(memory, tuple(f"layer.{i}" for i in range(RANKS)), D_TOKENS, rank)
-        return Agent("consumer", rank, ConsumerMachine(TIMEOUT, RETRY), memory, cache, next(self.epochs))
+        return Agent("consumer", rank, ConsumerMachine(START, TIMEOUT, RETRY), memory, cache, next(self.epochs))
 
     @property
     def agents(self) -> list[Agent]:
@@ -273,7 +274,7 @@ class World:
         for r in range(RANKS):
             while self.prefills.orders[r]:
                 self.prefills.work(r)
-        for _ in range(int(TIMEOUT)):  # renewed by the engine that waits for it: its links may have to be made first
+        for _ in range(int(START)):  # renewed by the engine that waits for it: its links may have to be made first
             self.elapse(1.0)
             for p in self.producers:
                 p.machine.renew(TRANSFERS[-1][0], self.now)
@@ -282,7 +283,7 @@ class World:
 
     def _settle(self) -> None:
         for _ in range(8):
-            self.elapse(TIMEOUT + self.setting.lease)
+            self.elapse(START + TIMEOUT + self.setting.lease)
         check(self.prefills.ended == self.prefills.released, "outcomes without a release")
         check(not self.decodes.wishes, f"fetches that never ended: {list(self.decodes.wishes)}")
         for a in self.agents:

@@ -11,6 +11,7 @@ from kvxfer.errors import PeerError
 from kvxfer.testing import FakeTransport
 from kvxfer.testing.network import PendingBatch
 from kvxfer.transport import Completion, Quieted, Verb
+from tests.testing.sound import GetsQuietLater
 
 
 class TellsTwice(FakeTransport):
@@ -117,13 +118,6 @@ class LeavesItsWritesBehind(FakeTransport):
             for src, dst, n in zip(post.addresses.tolist(), there.tolist(), post.lengths.tolist(), strict=True):
                 ctypes.memmove(dst, src, n)
         return super().poll()
-
-
-class GetsQuietLater(FakeTransport):
-    """No mutant: its batches get quiet some time after they have failed."""
-
-    def __init__(self, agent: str, options: Any) -> None:
-        super().__init__(agent, {**options, "quiet": "later"})
 
 
 class NeverGetsQuiet(GetsQuietLater):
