@@ -34,7 +34,7 @@ class Cell:
 
     @property
     def seen(self) -> bytes:
-        return self._seen.tobytes()
+        return bytes(self._seen)
 
 
 class Cells:
