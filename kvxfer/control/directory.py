@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from itertools import count
 
 import msgspec
 
@@ -42,7 +43,8 @@ SLICE_S = 0.005
 SHARE = 16
 """Messages of one connection before others have their turn."""
 MOST_NOTICES = 4 << 20
-"""Bytes of notices, as they came, that wait for our scheduler side. However many connections fill it, another finds room."""
+"""Bytes of notices, as they came, that wait for our scheduler side. Where there are more, connections have equal shares, and all
+that have hung up one together."""
 MOST_TOLD = 100_000
 """Notices of ours that wait to be sent."""
 _UNPUBLISHED = m.encode(m.Refused(FailureKind.PEER_UNREACHABLE, "its ranks are not published yet", again=True))
@@ -91,8 +93,9 @@ class Directory:
             self._sockets.close()
             raise
         self.source = Source(config.advertise or config.listen, bound, self.epoch)
-        self._notices: deque[m.Renew | m.Decline] = deque()
-        self._room: PeerBudgets[sockets.ControlConnection] = PeerBudgets(MOST_NOTICES)
+        self._notices: dict[int, m.Renew | m.Decline] = {}
+        self._numbers = count()
+        self._room: PeerBudgets[sockets.ControlConnection | None, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], sockets.ControlConnection] = {}
         self._idle: Timers[tuple[str, int]] = Timers()
@@ -149,8 +152,8 @@ class Directory:
         """Return what other engines' scheduler sides have said about our transfers since the last call."""
         self._owner.check()
         with self._lock:
-            out = list(self._notices)
-            self._notices.clear()
+            out = list(self._notices.values())
+            self._notices = {}
             self._room = PeerBudgets(MOST_NOTICES)
         return out
 
@@ -184,7 +187,7 @@ class Directory:
                 try:
                     self._turn()
                 except BaseException:
-                    log.exception("directory: something could not be handled; it is dropped")
+                    log.exception("directory: a turn ended early; the message that it was at is dropped")
         finally:
             self._sockets.close()
 
@@ -213,12 +216,16 @@ class Directory:
                 connection.owner is None
             ):  # directories do not answer notices; what a stranger says in their place is not kept
                 self._answer(connection, frame)
-        if connection.lost is not None and not connection.ready and connection.owner is not None:
-            key = connection.owner
-            if self._peers.get(key) is connection:
-                del self._peers[key]
-                self._idle.cancel(key)
-                self._complain("directory: notices for %s:%s may be lost: %s", *key, connection.lost)
+        if connection.lost is None or connection.ready:
+            return
+        key = connection.owner
+        if key is None:
+            with self._lock:
+                self._room.merge(connection, None)
+        elif self._peers.get(key) is connection:
+            del self._peers[key]
+            self._idle.cancel(key)
+            self._complain("directory: notices for %s:%s may be lost: %s", *key, connection.lost)
 
     def _answer(self, connection: sockets.ControlConnection, frame: bytes) -> None:
         try:
@@ -240,10 +247,15 @@ class Directory:
                 pass  # news for an engine that was here before, or nothing for a directory
 
     def _notice(self, notice: m.Renew | m.Decline, connection: sockets.ControlConnection, nbytes: int) -> None:
-        if not self._room.take(connection, nbytes):
+        number = next(self._numbers)
+        lost = self._room.take(connection, number, nbytes)
+        if lost is None:
             self._complain("directory: %s tells more than the engine takes in; a notice is dropped", connection.host)
             return
-        self._notices.append(notice)
+        self._notices[number] = notice
+        for other in lost:
+            del self._notices[other]
+            self._complain("directory: somebody tells more than the engine takes in; a notice is dropped")
 
     def _deliver(self, source: Source, message: m.Message) -> None:
         key = (source.host, source.port)

@@ -111,7 +111,7 @@ class SchedulerSide:
         self._prefetches = Prefetches(
             self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear
         )
-        self._complete: dict[str, tuple[Source, int]] = {}  # loads of which all is computed at their producer
+        self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
         self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
         self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
         self._early: list[str] = []  # loads of which the side channel has said that they are here
@@ -147,7 +147,7 @@ class SchedulerSide:
         source: Source,
         tokens: int,
         *,
-        complete: bool = False,
+        offered: bool = False,
         progress: int = 0,
     ) -> bool:
         """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
@@ -162,19 +162,20 @@ class SchedulerSide:
             digest: what its KV depends on.
             source: the directory of the engine that offers it.
             tokens: how many.
-            complete: whether the producer is known to have computed all of them, as when it has answered its request.
+            offered: whether the producer is known to have offered all of them, as when it has answered its request. If it
+                does not know them any more, the load fails within about a second, not at its deadline.
             progress: how many more tokens are news.
 
         Returns False if the transfer is in use for other content or from another source, or was given up just now: the
         request is computed here. Raises ``ScheduleError`` if it loads another, ``ArgumentError`` for a wrong number.
         """
         progress = arguments.integer("progress", progress, 0, MOST_TOKENS)
-        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress)
+        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered)
         if taken:
             self._loads.setdefault(request, 0)
             self._renewals.begin(transfer, digest, source)
-            if complete:
-                self._complete[request] = source, tokens
+            if offered:
+                self._ready[request] = source, tokens
         return taken
 
     def prefetch(self, request: str, computed: int) -> None:
@@ -187,7 +188,7 @@ class SchedulerSide:
             request: the engine's id of it.
             computed: local tokens that it will find, as far as is known.
         """
-        source, tokens = self._complete.pop(request, (None, 0))
+        source, tokens = self._ready.pop(request, (None, 0))
         if source is None or not self._directly:
             return
         number = self._fetched + len(self._schedule.consumer.wanted)
@@ -329,7 +330,7 @@ class SchedulerSide:
             keeps them as well, until the ``report`` of its end.
         """
         self._loads.pop(request, None)
-        self._complete.pop(request, None)
+        self._ready.pop(request, None)
         self._prefetches.give_up(request)
         self._schedule.consumer.finish(request)
         transfer = self._offers.pop(request, None)
@@ -524,7 +525,7 @@ class SchedulerSide:
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
         for request in self._loads:
-            self._complete.pop(request, None)
+            self._ready.pop(request, None)
             self._prefetches.give_up(request)
             self._schedule.consumer.finish(request, reason)
         return self._pins.pool_unused
@@ -543,6 +544,6 @@ class SchedulerSide:
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
-        loads = len(self._loads) + len(self._complete) + len(self._under_way) + len(self._prefetches)
+        loads = len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
         told = len(self._failed) + len(self._arrived) + len(self._payloads)
         return sides + loads + told + len(self._offers)
