@@ -9,14 +9,18 @@ tries fresh ones, and `make fuzz` many more.
 
 import functools
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from kvxfer.errors import ConfigError
+from kvxfer.protocol.transitions import IllegalTransition
 from kvxfer.transport import registry
 from tests.sglang import overlay
+from tests.vllm import kvcached
 
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
@@ -26,8 +30,8 @@ def require(name: str) -> None:
     """Skip the calling test (or module) if `name` is missing; fail if `KVXFER_REQUIRE` lists it.
 
     Args:
-        name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers`, `atheris`
-            and `sglang`, of which the Python code in a folder of the environment will do.
+        name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers`, `atheris`,
+            and `sglang` and `kvcached`, of which the Python code in a folder of the environment will do.
     """
     lack = _lack(name)
     if lack is None:
@@ -44,6 +48,8 @@ def _lack(name: str) -> str | None:
         return None if importlib.util.find_spec(name) else f"{name} is not installed"
     if name == "sglang":
         return overlay.lack()
+    if name == "kvcached":
+        return kvcached.lack()
     try:
         probe = registry.load(name).probe()
     except ConfigError as error:
@@ -63,3 +69,26 @@ def _has_cuda() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not _has_cuda():
         pytest.skip("no CUDA device")
+
+
+class _IllegalTransitions(logging.Handler):
+    """What an agent logs and survives: an event that a machine's table says never comes about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, IllegalTransition):
+            self.seen.append(str(error))
+
+
+@pytest.fixture(autouse=True)
+def illegal_transitions() -> Iterator[list[str]]:
+    """Those of this process while the test runs, which fails for any; a test that brings one about takes it out."""
+    handler = _IllegalTransitions()
+    logging.getLogger("kvxfer").addHandler(handler)
+    yield handler.seen
+    logging.getLogger("kvxfer").removeHandler(handler)
+    assert not handler.seen, "a machine was given what its table says never comes about"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import count
 
 import msgspec
 
@@ -42,7 +43,8 @@ SLICE_S = 0.005
 SHARE = 16
 """Messages of one connection before others have their turn."""
 MOST_NOTICES = 4 << 20
-"""Bytes of notices, as they came, that wait for our scheduler side. However many connections fill it, another finds room."""
+"""Bytes of notices, as they came, that wait for our scheduler side. Where there are more, connections have equal shares, and all
+that have hung up one together."""
 MOST_TOLD = 100_000
 """Notices of ours that wait to be sent."""
 MOST_AWAITED = 100_000
@@ -57,6 +59,10 @@ class Unheard(msgspec.Struct, frozen=True):
 
     host: str
     port: int
+
+
+Notice = m.Renew | m.Decline | m.Begun | Unheard
+"""What others have said of transfers that they load from us, or we from them."""
 
 
 class Directory:
@@ -105,8 +111,9 @@ class Directory:
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
         self._begins: deque[m.Named] = deque(maxlen=MOST_TOLD)
         self._awaited: Keep[sockets.ControlConnection, TransferId, bytes] = Keep(config.lease, MOST_AWAITED)
-        self._notices: deque[m.Renew | m.Decline | m.Begun | Unheard] = deque()
-        self._room: PeerBudgets[sockets.ControlConnection] = PeerBudgets(MOST_NOTICES)
+        self._notices: dict[int, Notice] = {}
+        self._numbers = count()
+        self._room: PeerBudgets[sockets.ControlConnection | None, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], sockets.ControlConnection] = {}
         self._idle: Timers[tuple[str, int]] = Timers()
@@ -159,12 +166,12 @@ class Directory:
         )
         self._members, self._facts, self._card = members, facts, card
 
-    def notices(self) -> list[m.Renew | m.Decline | m.Begun | Unheard]:
+    def notices(self) -> list[Notice]:
         """Return what other engines have said since the last call of our transfers, and of theirs that we await."""
         self._owner.check()
         with self._lock:
-            out = list(self._notices)
-            self._notices.clear()
+            out = list(self._notices.values())
+            self._notices = {}
             self._room = PeerBudgets(MOST_NOTICES)
         return out
 
@@ -203,7 +210,7 @@ class Directory:
                 try:
                     self._turn()
                 except BaseException:
-                    log.exception("directory: something could not be handled; it is dropped")
+                    log.exception("directory: a turn ended early; the message that it was at is dropped")
         finally:
             self._sockets.close()
 
@@ -237,12 +244,16 @@ class Directory:
                 self._answer(connection, frame)
             else:
                 self._take(connection, frame)
-        if connection.lost is not None and not connection.ready and connection.owner is not None:
-            key = connection.owner
-            if self._peers.get(key) is connection:
-                del self._peers[key]
-                self._idle.cancel(key)
-                self._unheard(key, connection.lost)
+        if connection.lost is None or connection.ready:
+            return
+        key = connection.owner
+        if key is None:
+            with self._lock:
+                self._room.merge(connection, None)
+        elif self._peers.get(key) is connection:
+            del self._peers[key]
+            self._idle.cancel(key)
+            self._unheard(key, connection.lost)
 
     def _answer(self, connection: sockets.ControlConnection, frame: bytes) -> None:
         try:
@@ -281,7 +292,7 @@ class Directory:
         self._complain("directory: notices for %s:%s may be lost: %s", *key, why)
         with self._lock:
             if len(self._notices) < MOST_TOLD:
-                self._notices.append(Unheard(*key))
+                self._notices[next(self._numbers)] = Unheard(*key)
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
         """Have somebody told when the engine has begun; first noted and then looked at, so that nothing falls in between."""
@@ -297,10 +308,15 @@ class Directory:
     def _notice(
         self, notice: m.Renew | m.Decline | m.Begun, connection: sockets.ControlConnection, nbytes: int
     ) -> None:
-        if not self._room.take(connection, nbytes):
+        number = next(self._numbers)
+        lost = self._room.take(connection, number, nbytes)
+        if lost is None:
             self._complain("directory: %s tells more than the engine takes in; a notice is dropped", connection.host)
             return
-        self._notices.append(notice)
+        self._notices[number] = notice
+        for other in lost:
+            del self._notices[other]
+            self._complain("directory: somebody tells more than the engine takes in; a notice is dropped")
 
     def _deliver(self, source: Source, message: m.Message) -> None:
         key = (source.host, source.port)

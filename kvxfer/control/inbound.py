@@ -22,7 +22,7 @@ __all__ = ["Inbound"]
 K = FailureKind
 
 MOST = 1024
-"""Links that may be dialled to us, that strangers cannot fill our memory with hellos."""
+"""Links that others have dialled to us. For one more, another is given up over which nothing moves."""
 
 
 @dataclass
@@ -31,10 +31,12 @@ class _Dialled(LinkRecord):
 
     Attributes:
         hello: What it has said.
+        asked: When its consumer has last asked for something, at first when it came.
         planner: Plans the copies; ``None`` until the hello has been admitted.
     """
 
     hello: m.Hello
+    asked: float
     planner: Planner | None = None
 
 
@@ -49,6 +51,7 @@ class Inbound(LinkTable[_Dialled]):
         revocations: Where consumers on this host find our revocation counter.
         examine: Has a hello looked at off the control thread, and its answer given to ``examined``; returns false when
             too many wait for that.
+        serving: Says whether something moves over a link.
     """
 
     role: ClassVar[Role] = "producer"
@@ -61,9 +64,10 @@ class Inbound(LinkTable[_Dialled]):
         epoch: int,
         revocations: str,
         examine: Callable[[LinkId, m.Hello, int], bool],
+        serving: Callable[[LinkId], bool],
     ) -> None:
         super().__init__(sockets, data, silence)
-        self._epoch, self._revocations, self._examine = epoch, revocations, examine
+        self._epoch, self._revocations, self._examine, self._serving = epoch, revocations, examine, serving
 
     def receive(self, connection: ControlConnection, frame: bytes, now: float) -> tuple[LinkId, m.ToProducer] | None:
         """Take in a frame.
@@ -95,6 +99,8 @@ class Inbound(LinkTable[_Dialled]):
             case m.FetchRequest() | m.CommitRequest() | m.Committed() | m.CloseAttempt() if (
                 known is not None and known.up
             ):
+                if isinstance(msg, m.FetchRequest):
+                    known.asked = now
                 return link, msg
             case (
                 m.FetchRequest()
@@ -112,33 +118,55 @@ class Inbound(LinkTable[_Dialled]):
 
     def _hello(self, connection: ControlConnection, hello: m.Hello, nbytes: int, now: float) -> None:
         link = connection.name
-        if len(self._links) >= MOST:
-            self._turn_away(connection, hello, Failure(K.OVERLOADED, f"{MOST} links are open already"))
         if not self._examine(link, hello, nbytes):
             self._turn_away(connection, hello, Failure(K.OVERLOADED, "too many hellos at once"))
         name = f"{hello.engine[:100]} at {connection.host}"
-        self._links[link] = _Dialled(link, hello.backend, connection, name, hello)
+        self._links[link] = _Dialled(link, hello.backend, connection, name, hello, now)
         self._clock.set(link, now + self._silence)
 
-    def examined(self, link: LinkId, found: Planner | Failure) -> None:
+    def examined(self, link: LinkId, found: Planner | Failure) -> Lost | None:
         """Take in what has come of looking at a hello.
 
         Args:
             link: The link that the hello asks for.
             found: The planner of its copies, or why it is refused.
 
+        Returns:
+            The link that was given up for it, if one was.
+
         Raises:
             PeerError: It is refused; for the log.
         """
         known = self._links.get(link)
         if known is None:
-            return
+            return None
+        try:
+            lost = None if isinstance(found, Failure) else self._make_room()
+        except PeerError as e:
+            found = Failure.of(e)
         if isinstance(found, Failure):
             self._forget(link)
             self._turn_away(known.connection, known.hello, found)
         known.planner = found
         self._sockets.keep(known.connection, PEER_FRAME)
         self._begin(known)
+        return lost
+
+    def _make_room(self) -> Lost | None:
+        """Give up one of as many links as may be: of those over which nothing moves, the one that has asked for nothing for longest.
+
+        Its consumer dials anew should it want something.
+
+        Raises:
+            PeerError: Something moves over each.
+        """
+        made = [link for link in self._links.values() if link.planner is not None]
+        if len(made) < MOST:
+            return None
+        spare = min((x for x in made if x.up and not self._serving(x.id)), key=lambda x: x.asked, default=None)
+        if spare is None:
+            raise PeerError(f"{MOST} links are open already, all of them in use", kind=K.OVERLOADED)
+        return self.close(spare.id, Failure(K.OVERLOADED, f"of {MOST} links it was not in use", spare.name))
 
     def _turn_away(self, connection: ControlConnection, hello: m.Hello, why: Failure) -> NoReturn:
         _refuse(connection, why, again=False)

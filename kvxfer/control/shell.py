@@ -120,7 +120,9 @@ class Shell:
         self._fences = Fences()
         self._examiner = Worker("kvxfer-examine", MOST_EXAMINED)
         silence, stated = config.peer_timeout, facts or {}
-        self._in = Inbound(loop.sockets, data, silence, me.epoch, revocations.place, self._examine_hello)
+        self._in = Inbound(
+            loop.sockets, data, silence, me.epoch, revocations.place, self._examine_hello, self.producer.serving
+        )
         self._out = Outbound(loop.sockets, data, silence, me.cache, me.epoch, engine, stated)
         patience = min(config.peer_timeout, config.transfer_timeout)
         self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)
@@ -237,8 +239,7 @@ class Shell:
         return self._examine(nbytes, job, partial(self._examined, link))
 
     def _examined(self, link: LinkId, found: Planner | Failure, now: float) -> list[Action]:
-        self._in.examined(link, found)
-        return []
+        return self._lost(self._in.examined(link, found), now)
 
     def _examine_descriptor(self, weight: int, job: Callable[[], Any], done: Callable[[Any], Paths]) -> bool:
         return self._examine(weight, job, lambda found, now: self._resolved(done(found), now))

@@ -75,9 +75,9 @@ class OfferedBlocks:
         if held:
             self._held[request] = transfer
             return True
-        self._pins.drop(request)
         if offered and found and self._pins.quarantine(transfer, offered):
             self._orphans[transfer] = sys.maxsize  # until the revocation is on its way
+        self._pins.drop(request)  # last, since what nobody holds any more is not there to be pinned
         return False
 
     def shipped(self, commands: StepCommands) -> None:

@@ -121,7 +121,7 @@ class SchedulerSide:
         self._prefetches = Prefetches(
             self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear
         )
-        self._complete: dict[str, tuple[Source, int]] = {}  # loads of which all is computed at their producer
+        self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
         self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
         self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
         self._ahead: list[str] = []  # prefetches that go with the next step
@@ -157,7 +157,7 @@ class SchedulerSide:
         tokens: int,
         *,
         begun: bool = True,
-        complete: bool = False,
+        offered: bool = False,
         progress: int = 0,
     ) -> bool:
         """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
@@ -174,21 +174,22 @@ class SchedulerSide:
             tokens: how many.
             begun: whether the producer may be taken to have begun. If not, it is asked, and ``loadable`` says None until it
                 has, for ``start_timeout`` at the most.
-            complete: whether the producer is known to have computed all of them, as when it has answered its request.
+            offered: whether the producer is known to have offered all of them, as when it has answered its request. If it
+                does not know them any more, the load fails within about a second, not at its deadline.
             progress: how many more tokens are news.
 
         Returns False if the transfer is in use for other content or from another source, or was given up just now: the
         request is computed here. Raises ``ScheduleError`` if it loads another, ``ArgumentError`` for a wrong number.
         """
         progress = arguments.integer("progress", progress, 0, MOST_TOKENS)
-        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress)
+        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered)
         if taken:
             self._loads.setdefault(request, 0)
             self._renewals.begin(transfer, digest, source)
             if not begun:
                 self._starts.ask(request, transfer, digest, source)
-            if complete:
-                self._complete[request] = source, tokens
+            if offered:
+                self._ready[request] = source, tokens
         return taken
 
     def prefetch(self, request: str, computed: int) -> None:
@@ -201,7 +202,7 @@ class SchedulerSide:
             request: the engine's id of it.
             computed: local tokens that it will find, as far as is known.
         """
-        source, tokens = self._complete.pop(request, (None, 0))
+        source, tokens = self._ready.pop(request, (None, 0))
         if source is not None and self._directly and self._prefetches.begin(request, source, computed, tokens):
             self._ahead.append(request)
             self._hurry()
@@ -337,7 +338,7 @@ class SchedulerSide:
             keeps them as well, until the ``report`` of its end.
         """
         self._loads.pop(request, None)
-        self._complete.pop(request, None)
+        self._ready.pop(request, None)
         self._prefetches.give_up(request)
         self._starts.forget(request)
         self._schedule.consumer.finish(request)
@@ -539,7 +540,7 @@ class SchedulerSide:
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
         for request in self._loads:
-            self._complete.pop(request, None)
+            self._ready.pop(request, None)
             self._prefetches.give_up(request)
             self._starts.forget(request)
             self._schedule.consumer.finish(request, reason)
@@ -559,8 +560,6 @@ class SchedulerSide:
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
-        loads = (
-            len(self._starts) + len(self._loads) + len(self._complete) + len(self._under_way) + len(self._prefetches)
-        )
+        loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
         told = len(self._failed) + len(self._arrived) + len(self._payloads)
         return sides + loads + told + len(self._offers)

@@ -139,7 +139,9 @@ class WorkerChannel:
                         log.debug("side channel: %s", e)
                         self._forget(fd, poll)
                     except Exception:
-                        log.exception("side channel: something could not be handled; it comes again with the step")
+                        log.exception(
+                            "side channel: a message could not be handled; what it said comes again with the step"
+                        )
         finally:
             for s in (self._listener, self._peer, *self._strangers.values()):
                 if s is not None:

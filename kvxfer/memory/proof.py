@@ -7,6 +7,9 @@ have B must differ. Which cells have B is drawn from the bits of their coordinat
 for any two tokens, heads or inputs there is a block in which one has B and the other has not. A unit that depends on
 anything but its own cells therefore shows, however the bytes are packed, quantised or scaled.
 
+Blocks of an elastic cache that nobody has taken yet may all be one memory: kvcached maps one page wherever there is none. That
+is found out first. Blocks are then written and read one by one, which tells all but which page of the cache a block is in.
+
 Layers that share their views differ only in where they begin. The first of them is written to in all these ways (a
 *trial* of many *rounds*), each other one in a few rounds that tell neighbours apart.
 """
@@ -85,7 +88,8 @@ class Proof:
             What was expected and what was found instead; ``None`` if the description is right.
 
         Raises:
-            Unproven: No comparison is possible: the group is of states, there are too few blocks, or the write raises.
+            Unproven: No comparison is possible: the group is of states, there are too few blocks, the write raises, or
+                parts of one block are the same memory.
         """
         views = [view for view in self.cache.views if layer in view.layers]
         group = self.cache.groups[views[0].group]
@@ -227,16 +231,17 @@ def _run(
     # Far apart, so that a wrong block stride shows. Block 0 has a meaning for some engines: it is looked at only.
     written = torch.from_numpy(np.unique(np.linspace(1, blocks - 2, len(rounds)).astype(np.int64))).to(memory.device)
     beside = torch.tensor([0, blocks - 1], device=memory.device)
+    apart = _apart(memory, written, beside)
     before = memory.index_select(0, written), [plane.units.index_select(0, beside) for plane in planes]
     try:
-        pages, escaped = _pages(trial, rounds, planes, memory, written, write)
+        pages, escaped = _pages(trial, rounds, planes, memory, written, write, at_once=len(written) if apart else 1)
         after = [plane.units.index_select(0, beside) for plane in planes]
     finally:
         memory[written] = before[0]
     for plane, was, now, units in zip(planes, before[1], after, pages, strict=True):
         if wrong := _compare(trial, rounds, plane.view, units):
             return wrong
-        if not torch.equal(was, now):
+        if apart and not torch.equal(was, now):
             return (
                 f"expected plane {plane.view.plane!r} of blocks that nothing was written to as it was; found it changed"
             )
@@ -246,10 +251,38 @@ def _run(
     return None
 
 
+def _apart(memory: torch.Tensor, written: torch.Tensor, beside: torch.Tensor) -> bool:
+    """Return whether these blocks each have memory of their own; they are as before afterwards.
+
+    Raises ``Unproven`` if even a single block has not.
+    """
+    import torch
+
+    before, looked_at = memory.index_select(0, written), memory.index_select(0, beside)
+    noise = torch.randint(256, before.shape, dtype=torch.uint8, generator=torch.Generator("cpu").manual_seed(0))
+    noise = noise.to(memory.device)
+    try:
+        memory[written] = noise
+        if torch.equal(memory[written], noise) and torch.equal(memory[beside], looked_at):
+            return True
+        memory[written[:1]] = noise[:1]
+        if torch.equal(memory[written[:1]], noise[:1]):
+            return False
+        raise Unproven("its pages are not mapped yet, and parts of a block are the same memory until then")
+    finally:
+        memory[written] = before
+
+
 def _pages(
-    trial: _Trial, rounds: list[int], planes: list[_Plane], memory: torch.Tensor, written: torch.Tensor, write: Write
+    trial: _Trial,
+    rounds: list[int],
+    planes: list[_Plane],
+    memory: torch.Tensor,
+    written: torch.Tensor,
+    write: Write,
+    at_once: int,
 ) -> tuple[list[torch.Tensor], int]:
-    """Write the rounds and read back what is in the blocks.
+    """Write the rounds, so many at once, and read back what is in the blocks.
 
     Returns:
         For each plane the units of all rounds, ``[round, head, token, unit]``; and how many bytes of a block outside
@@ -258,20 +291,20 @@ def _pages(
     import torch
 
     tokens = torch.arange(trial.rounds.shape[-1], device=memory.device)
-    turns, escaped, room = [], 0, len(written) - 1
-    for first in range(1, len(rounds), room):
-        turn = [rounds[0], *rounds[first : first + room]]  # the first is in every turn, to compare with
-        blocks = written[: len(turn)]
+    turns, plain = [], list[torch.Tensor]()
+    for first in range(0, len(rounds), at_once):
+        turn = rounds[first : first + at_once]
+        blocks = written[: len(turn)] if at_once > 1 else written[[first % len(written)]]
         slots = (blocks[:, None] * len(tokens) + tokens).flatten()
         try:
             write.call([v[turn].flatten(0, 1) for v in trial.values], slots)
         except Exception as e:  # whatever a kernel says that takes other arguments
             raise Unproven(f"its write fails: {e or type(e).__name__}") from e
-        turns.append([plane.units.index_select(0, blocks if first == 1 else blocks[1:]) for plane in planes])
-        if first == 1:
-            inside = sum(int((units[1] != units[0]).sum()) for units in turns[0])
-            escaped = int((memory[blocks[1]] != memory[blocks[0]]).sum()) - inside
-    return [torch.cat(units) for units in zip(*turns, strict=True)], escaped
+        turns.append([plane.units.index_select(0, blocks) for plane in planes])
+        plain += list(memory.index_select(0, blocks[: 2 - len(plain)])) if len(plain) < 2 else []
+    pages = [torch.cat(units) for units in zip(*turns, strict=True)]
+    inside = sum(int((units[1] != units[0]).sum()) for units in pages)
+    return pages, int((plain[1] != plain[0]).sum()) - inside
 
 
 def _compare(trial: _Trial, rounds: list[int], view: View, units: torch.Tensor) -> str | None:

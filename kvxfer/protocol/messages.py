@@ -150,6 +150,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
         seconds: how long the consumer will wait for the first part; after that nothing has to be served any more.
         least: older generations are of no use, because another rank of the producer has this one already.
         moving: how long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
+        offered: see ``Fetch``.
     """
 
     transfer: TransferId
@@ -162,6 +163,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
     seconds: Seconds
     least: Number = 0
     moving: Seconds = 0.0
+    offered: bool = False
 
 
 class PartReady(_Base, frozen=True, tag="part"):

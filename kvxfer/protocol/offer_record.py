@@ -42,10 +42,12 @@ class ConsumerLink:
 
     Attributes:
         info: what is known of its link.
+        serves: what it is being served, by attempt, the newest last.
         stream: the next number of a part on the link.
     """
 
     info: LinkInfo
+    serves: dict[int, RankServe] = field(default_factory=dict)
     stream: int = 0
 
 
@@ -121,6 +123,7 @@ class OfferRecord:
     digest: bytes | None = None  # of the last offer
     consumers: int = 1  # how many engines it is for
     payload: bytes = b""  # of this generation
+    handle: str = ""  # what the engine calls it
     fit: dict[int, int] = field(default_factory=dict)  # those that count, and how many their engine has by their word
     settled: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
@@ -135,6 +138,7 @@ class OfferRecord:
             self.payload = b""
         self.payload = offer.payload or self.payload
         self.known, self.generation, self.offer, self.consumers = True, offer.generation, offer, offer.consumers
+        self.handle = offer.handle
         if self.digest != offer.digest:
             self.digest = offer.digest
             for readers in (self.fit, self.settled, self.dropped, self.misfits):

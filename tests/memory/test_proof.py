@@ -4,7 +4,7 @@ apart, and memory is as before."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from kvxfer.geometry import Cache, Group, Heads, Region, View
 from kvxfer.memory.proof import Proof, Unproven, Write
+from tests.data.elastic_pages import PAGE, ElasticPages
 
 LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 3, 70, 4, 16, 8
 UNIT = 2 * SIZE  # bytes of bf16
@@ -66,10 +67,11 @@ def cache_of(memory: torch.Tensor, views: Sequence[View], tokens: int = TOKENS) 
     return Cache((Region(memory.data_ptr(), memory.numel()),), (Group(tokens),), tuple(views))
 
 
-def rows(axes: str, blocks: int = BLOCKS) -> Played:
+def rows(axes: str, blocks: int = BLOCKS, memory: torch.Tensor | None = None) -> Played:
     """K and V of each head and token side by side, the axes (layer, block, head, token, content) in this order."""
     lengths = {"L": LAYERS, "B": blocks, "H": HEADS, "N": TOKENS, "C": 2 * SIZE}
-    memory = torch.zeros(2 * LAYERS * blocks * HEADS * TOKENS * 2 * SIZE, dtype=torch.uint8)
+    nbytes = 2 * LAYERS * blocks * HEADS * TOKENS * 2 * SIZE
+    memory = torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory[:nbytes]
     t = memory.view(torch.bfloat16).view([lengths[a] for a in axes]).permute([axes.index(a) for a in "LBHNC"])
     _, block, head, token, _ = (2 * s for s in t.stride())
     offsets = tuple(2 * t.stride(0) * i for i in range(LAYERS))
@@ -309,3 +311,41 @@ def test_blocks_are_put_back_though_the_write_fails() -> None:
     with pytest.raises(Unproven, match="its write fails: a kernel of another version"):
         Proof(engine.cache).difference("layer.0", engine.layers[0], engine.write(0))
     assert bool((engine.memory == 3).all())
+
+
+@pytest.fixture
+def pages() -> Iterator[ElasticPages]:
+    """An elastic cache at its start: all of it is one page."""
+    found = ElasticPages(LAYERS * BLOCKS * 2 * UNIT * HEADS * TOKENS // PAGE + 1, 0)
+    yield found
+    assert not found.bytes.any(), "what all blocks share was not put back"
+    found.close()
+
+
+def found_in(engine: Played, cache: Cache) -> list[str | None]:
+    proof = Proof(cache)
+    return [proof.difference(name, engine.layers[i], engine.write(i)) for i, name in enumerate(NAMES)]
+
+
+@pytest.mark.parametrize("mapped", [0, 1, 3], ids="{} mapped".format)
+@pytest.mark.parametrize("axes", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_blocks_that_are_one_memory_yet(pages: ElasticPages, axes: str, mapped: int) -> None:
+    """As kvcached's are: the right description passes, wrong ones are told; whatever has pages by then."""
+    for page in range(mapped):
+        pages.map(30 * page)
+    engine = rows(axes, memory=torch.from_numpy(pages.bytes))
+    k, v = engine.cache.views
+    assert found_in(engine, engine.cache) == [None] * LAYERS
+    assert all(found_in(engine, cache_of(engine.memory, [replace(k, plane="v"), replace(v, plane="k")])))
+    short = [replace(view, unit=UNIT - 2) for view in engine.cache.views]
+    assert all(found_in(engine, cache_of(engine.memory, short)))
+    assert k.heads is not None and k.heads.stride is not None and k.token_stride is not None
+    turned = replace(k.heads, stride=k.token_stride)
+    exchanged = [replace(view, heads=turned, token_stride=k.heads.stride) for view in engine.cache.views]
+    assert all(found_in(engine, cache_of(engine.memory, exchanged)))
+
+
+def test_parts_of_a_block_that_are_one_memory_prove_nothing(pages: ElasticPages) -> None:
+    engine = rows("LHBNC", 64, torch.from_numpy(pages.bytes))
+    with pytest.raises(Unproven, match="its pages are not mapped yet"):
+        found_in(engine, engine.cache)

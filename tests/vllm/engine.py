@@ -14,7 +14,7 @@ import secrets
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -192,7 +192,8 @@ def vllm_config(
 
 class Engine:
     """One engine. `overlap`: asynchronous scheduling, where a step is planned before the last one's result is seen.
-    `resumes_as_new`: as with model runner 2. `hashed`: tokens for which the prefix cache has a hash, BLOCK or less."""
+    `resumes_as_new`: as with model runner 2. `hashed`: tokens for which the prefix cache has a hash, BLOCK or less.
+    `tensors`: where its layers would lie, for who asks."""
 
     block = BLOCK
 
@@ -208,6 +209,7 @@ class Engine:
         resumes_as_new: bool = False,
         hashed: int = BLOCK,
         board: Switchboard | None = None,
+        tensors: Callable[[Sequence[str], int], Any] = lambda layers, blocks: [],
     ) -> None:
         init_none_hash(sha256)
         self.wire, self.groups, self.blocks = wire, tuple(groups), blocks
@@ -220,7 +222,7 @@ class Engine:
         self.memory = np.zeros((blocks, BLOCK), np.int64)
         kv = KVCacheConfig(
             num_blocks=blocks,
-            kv_cache_tensors=[],
+            kv_cache_tensors=tensors(list(self.layers), blocks),
             kv_cache_groups=[
                 KVCacheGroupSpec([name], groups[i].spec(), **({"enable_kv_transfer": False} if groups[i].local else {}))
                 for name, i in self.layers.items()
@@ -240,6 +242,7 @@ class Engine:
             )
         self.scheduler.use_v2_model_runner = resumes_as_new
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.room = self.free  # blocks that requests can have
         self.hasher = get_request_block_hasher(hashed, sha256)
         assert self.scheduler.connector is not None
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, ranks)
@@ -481,11 +484,11 @@ class Engine:
         s = self.scheduler
         assert not s.requests and not s.running and not s.waiting
         assert not getattr(s, "kv_holding_waiting", None)  # vLLM 0.31 and later
-        assert self.free == self.blocks - 1, "blocks have leaked"
+        assert self.free == self.room, "blocks have leaked"
         assert all(b.ref_cnt == 0 for b in self.pool.blocks if not b.is_null)
-        assert len(ours(s.connector)._sched) == 0, "the scheduler half remembers something"
+        assert len(ours(s.connector)._sched) == 0, "the scheduler side remembers something"
         for worker in self.workers:
-            assert len(ours(worker)._work) == 0, "a worker half remembers something"
+            assert len(ours(worker)._work) == 0, "a worker side remembers something"
 
     def close(self) -> None:
         self.scheduler.shutdown()

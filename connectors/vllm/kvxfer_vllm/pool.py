@@ -26,8 +26,11 @@ class VllmBlockPool:
         """See ``kvxfer.engine.LendingPool``. Lends no more than a fourth of what is free: vLLM allots as much again."""
         if blocks > self._pool.get_num_free_blocks() // 4:
             return None
-        return [block.block_id for block in self._pool.get_new_blocks(blocks)]
+        try:
+            return [block.block_id for block in self._pool.get_new_blocks(blocks)]
+        except ValueError:  # free a moment ago: kvcached shares memory with other engines
+            return None
 
     def used(self) -> int:
-        """See ``kvxfer.engine.BlockPool``. vLLM's null block is never free, and nobody's."""
-        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
+        """See ``kvxfer.engine.BlockPool``. vLLM's null block is nobody's; kvcached's free blocks are not all that are unused."""
+        return sum(block.ref_cnt > 0 for block in self._pool.blocks if not block.is_null)
