@@ -16,7 +16,7 @@ from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.renewals import Renewals
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, SideChannel
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
 from kvxfer.engine.starts import Starts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
@@ -24,7 +24,7 @@ from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Rene
 from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
 from kvxfer.ticket import Ticket
-from kvxfer.values import MOST_CONSUMERS, MOST_TOKENS, BlockTable, Group, Rank
+from kvxfer.values import MOST_CONSUMERS, MOST_TOKENS, BlockTable, Fetch, Group, Rank
 
 __all__ = ["SchedulerSide", "Update"]
 
@@ -124,6 +124,7 @@ class SchedulerSide:
         self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
         self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
         self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
+        self._early: list[str] = []  # loads of which the side channel has said that they are here
         self._ahead: list[str] = []  # prefetches that go with the next step
         self._step = 0
         self._fetched = 0  # the number of the next step's first fetch
@@ -203,7 +204,10 @@ class SchedulerSide:
             computed: local tokens that it will find, as far as is known.
         """
         source, tokens = self._ready.pop(request, (None, 0))
-        if source is not None and self._directly and self._prefetches.begin(request, source, computed, tokens):
+        if source is None or not self._directly:
+            return
+        number = self._fetched + len(self._schedule.consumer.wanted)
+        if self._prefetches.begin(request, source, computed, tokens, number):
             self._ahead.append(request)
             self._hurry()
 
@@ -271,8 +275,10 @@ class SchedulerSide:
         except ScheduleError as error:
             self._schedule.consumer.finish(request, f"the consumer cannot load it: {error}")
             raise
-        for fetch in self._schedule.consumer.wanted[self._sent :]:
-            self._under_way[fetch.handle] = fetch.source, fetch.tokens - fetch.start
+        if external:
+            number, fetch = self._last_fetch
+            self._under_way[request] = fetch.source, external
+            self._loading.begins(request, fetch.blocks.ids(), number)
         self._hurry()
 
     @property
@@ -292,12 +298,30 @@ class SchedulerSide:
             self._channel.send(DirectFetches(self._fetched + self._sent, fetches[self._sent :], tuple(self._ahead)))
             self._sent = len(fetches)
 
+    @property
+    def _last_fetch(self) -> tuple[int, Fetch]:
+        """The number of the fetch that was queued last, and that fetch."""
+        fetches = self._schedule.consumer.wanted
+        return self._fetched + len(fetches) - 1, fetches[-1]
+
     def _hear(self, timeout: float = 0.0) -> bool:
         """Take in what workers say within so many seconds, as soon as there is something; False if there is nothing."""
         news = self._channel.receive(timeout)
         for result in news:
-            self._prefetches.take_in(result)
+            request = result.handle
+            if request in self._prefetches:
+                self._prefetches.take_in(result)
+            elif self._loading.is_of(request, result.number) and result.quiet and result.failure is None:
+                self._came(request, result)
         return bool(news)
+
+    def _came(self, request: str, result: RankResult) -> None:
+        """Take in that a load beside the steps has come on one rank."""
+        if result.generation is not None:
+            self._agreement.delivered(request, (result.generation,))
+        self._seconds[request] = max(result.seconds, self._seconds.get(request, 0.0))
+        if self._loading.over_on(request, (result.rank,)) and self._agreement.agreed(request):
+            self._early.append(request)
 
     def follows(self, request: str) -> bool:
         """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
@@ -370,9 +394,6 @@ class SchedulerSide:
         self._starts.ask_again()
         commands = self._schedule.commands()
         ahead, self._ahead = tuple(self._ahead), []
-        for fetch in commands.fetches:
-            if fetch.handle not in ahead:
-                self._loading.begins(fetch.handle, fetch.blocks.ids())
         self._offered.shipped(commands)
         news, self._news = self._news, None
         self._step += 1
@@ -390,7 +411,12 @@ class SchedulerSide:
         self._prefetches.short_of_blocks()
 
     def report(self, report: Report) -> Update:
-        """Take in what workers have reported, of one rank or merged of several, and return what it means."""
+        """Take in what workers have reported, of one rank or merged of several, and return what it means.
+
+        Includes what they have said by the side channel, so that it may be worth a call without a report of theirs.
+        """
+        self._hear()
+        early, self._early = self._early, []
         if report.members:
             self.announce(report.members.values())
         if report.channels:
@@ -401,7 +427,8 @@ class SchedulerSide:
         for request, copied in report.copied.items():
             self._prefetches.copied(request, copied)
         for request, generations in report.delivered.items():
-            self._agreement.delivered(request, generations)
+            if request in self._loading:
+                self._agreement.delivered(request, generations)
         for request, payload in report.payloads.items():
             if request in self._loading:
                 self._payloads.setdefault(request, payload)
@@ -415,12 +442,18 @@ class SchedulerSide:
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
         over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
         for request, took in report.seconds.items():
-            self._seconds[request] = max(took, self._seconds.get(request, 0.0))
-        update = self._ended(over, frozenset(request for request in free if request is not None))
+            if request in self._loading:
+                self._seconds[request] = max(took, self._seconds.get(request, 0.0))
+        for request, ranks in report.over.items():
+            self._loading.said(request, ranks)
+        update = self._ended(
+            dict.fromkeys([*early, *over]), frozenset(request for request in free if request is not None)
+        )
         return replace(update, arrived=self._progress(report.arrived))
 
     def load_over(self, request: str) -> None:
         """Take in from elsewhere that a load is over on all ranks; nothing if a ``report`` has said so."""
+        self._loading.all_said(request)
         self._ended([request], frozenset())
 
     def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
