@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from kvxfer import arguments
 from kvxfer.config import Config
-from kvxfer.control.directory import Directory
+from kvxfer.control.directory import Directory, Unheard
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loading import LoadingBlocks
 from kvxfer.engine.offered import OfferedBlocks
@@ -17,9 +17,11 @@ from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
+from kvxfer.engine.starts import Starts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Decline, Named, RankDescriptor, Renew
+from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Renew
+from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
 from kvxfer.ticket import Ticket
 from kvxfer.values import MOST_CONSUMERS, MOST_TOKENS, BlockTable, Fetch, Group, Rank
@@ -28,6 +30,8 @@ __all__ = ["SchedulerSide", "Update"]
 
 log = logging.getLogger("kvxfer.engine")
 
+MOST_OVER = 100_000
+"""Ended offers that are remembered."""
 STANDSTILL_S = 2.0
 """After so long without anything to run for want of blocks, blocks that are held for others are given up."""
 
@@ -104,6 +108,12 @@ class SchedulerSide:
         self._payloads: dict[str, bytes] = {}  # of loads that some rank has
         self._members: dict[Rank, RankDescriptor] = {}
         self._renewals = Renewals(config.lease, self.directory.tell)
+        self._renewed: list[TransferId] = []  # that the workers have not heard of yet
+        self._starts = Starts(config.start, self.directory.tell)
+        self._over: Recent[TransferId, bytes] = Recent(
+            config.lease, MOST_OVER
+        )  # offers of requests that are, by digest
+        self.directory.begun = self._has_begun
         self._looked = 0.0  # when it was said last what is to be renewed
         self._still: float | None = None  # since when the engine has stood still for want of blocks
         self._let_go: str | None = None  # the request that was last to give its blocks up for that
@@ -151,6 +161,7 @@ class SchedulerSide:
         source: Source,
         tokens: int,
         *,
+        begun: bool = True,
         offered: bool = False,
         progress: int = 0,
     ) -> bool:
@@ -166,6 +177,8 @@ class SchedulerSide:
             digest: what its KV depends on.
             source: the directory of the engine that offers it.
             tokens: how many.
+            begun: whether the producer may be taken to have begun. If not, it is asked, and ``loadable`` says None until it
+                has, for ``start_timeout`` at the most.
             offered: whether the producer is known to have offered all of them, as when it has answered its request. If it
                 does not know them any more, the load fails within about a second, not at its deadline.
             progress: how many more tokens are news.
@@ -178,6 +191,8 @@ class SchedulerSide:
         if taken:
             self._loads.setdefault(request, 0)
             self._renewals.begin(transfer, digest, source)
+            if not begun:
+                self._starts.ask(request, transfer, digest, source)
             if offered:
                 self._ready[request] = source, tokens
         return taken
@@ -209,16 +224,28 @@ class SchedulerSide:
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
-        0: none, for good. None: a sibling is loading them, or a prefetch is on its way; ask again in the next step. May
-        be asked as often as the engine likes.
+        0: none, for good. None: a sibling is loading them, a prefetch is on its way, or the producer has not begun; ask again
+        in the next step. May be asked as often as the engine likes.
         """
         if request not in self._loads:
             return 0
+        if request in self._starts and not self._starting(request):
+            return None
         self._loads[request] = computed
         self.prefetch(request, computed)
         if request in self._prefetches:
             return self._prefetches.tokens(request, computed)
         return self._schedule.consumer.matched(request, computed)
+
+    def _starting(self, request: str) -> bool:
+        """Whether the producer has begun, or is not waited for any more: then nothing can be had."""
+        self._notices()
+        if request in self._starts and self._starts.late(request):
+            why = f"the producer has not begun within {self._starts.patience:g} s"
+            log.warning("request %s is computed here: %s", request, why)
+            self._starts.forget(request)
+            self._schedule.consumer.finish(request, why)
+        return request not in self._starts
 
     def here(self, request: str) -> bool:
         """Whether what ``loadable`` has promised is here: then the request runs in this step, whose workers copy it first.
@@ -313,8 +340,13 @@ class SchedulerSide:
             scheduled: tokens that this step computes.
             table: the whole block table as this step uses it; never an increment.
         """
-        if request in self._schedule.producer:
+        producer = self._schedule.producer
+        if request in producer:
+            transfer, digest = self._offers[request], producer.digest(self._offers[request]) or b""
+            begun = producer.begun(transfer, digest)
             self._offered.runs(request, computed, scheduled, table)
+            if not begun:
+                self.directory.begins(transfer, digest)
 
     def preempted(self, request: str) -> None:
         """Take in that the engine takes the request's blocks away; before the ``runs`` calls of the same step."""
@@ -336,8 +368,13 @@ class SchedulerSide:
         self._loads.pop(request, None)
         self._ready.pop(request, None)
         self._prefetches.give_up(request)
+        self._starts.forget(request)
         self._schedule.consumer.finish(request)
         transfer = self._offers.pop(request, None)
+        if transfer is not None:
+            digest = self._schedule.producer.digest(transfer) or b""
+            self._over.put(transfer, digest, time.monotonic())
+            self.directory.begins(transfer, digest)  # or is over, of which they hear when they fetch it
         return self._offered.finished(request, transfer, table, complete, found=bool(self._members))
 
     def freed(self, request: str) -> None:
@@ -348,14 +385,17 @@ class SchedulerSide:
 
     def step(self) -> Step:
         """Return what the workers must know with this step; once a step, after what happens in it has been said."""
-        renewals = self._notices()
+        self._notices()
+        renewals, self._renewed = tuple(self._renewed), []
         for decline in self._schedule.consumer.declines():
             named = Named(decline.transfer, decline.digest)
             self.directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason))
         now = time.monotonic()
         if now - self._looked >= self._renewals.interval:
             self._looked = now
+            self._over.forget(now)
             self._renewals.keep(self._schedule.consumer.waiting)
+        self._starts.ask_again()
         commands = self._schedule.commands()
         ahead, self._ahead = tuple(self._ahead), []
         self._offered.shipped(commands)
@@ -459,18 +499,26 @@ class SchedulerSide:
                     out[request] = min(known.values())
         return out
 
-    def _notices(self) -> tuple[TransferId, ...]:
-        """Take in what consumers' scheduler sides have told our directory; return the transfers to renew."""
-        renewals: list[TransferId] = []
+    def _notices(self) -> None:
+        """Take in what other engines have told our directory."""
         for notice in self.directory.notices():
+            if isinstance(notice, Begun):
+                self._starts.begun(notice.transfers)
+                continue
+            if isinstance(notice, Unheard):
+                self._starts.unheard(notice.host, notice.port)
+                continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):
                     continue  # over, or somebody guessed its name
                 if isinstance(notice, Renew):
-                    renewals.append(named.transfer)
+                    self._renewed.append(named.transfer)
                 else:
                     self._schedule.producer.decline(named.transfer, notice.reason)
-        return tuple(renewals)
+
+    def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Whether we have begun with an offer, or are over with it. Any thread."""
+        return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
 
     def stands_still(self, whether: bool) -> None:
         """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
@@ -531,6 +579,7 @@ class SchedulerSide:
         for request in self._loads:
             self._ready.pop(request, None)
             self._prefetches.give_up(request)
+            self._starts.forget(request)
             self._schedule.consumer.finish(request, reason)
         return self._pins.pool_unused
 
@@ -548,6 +597,6 @@ class SchedulerSide:
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
-        loads = len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
+        loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
         told = len(self._failed) + len(self._arrived) + len(self._payloads)
         return sides + loads + told + len(self._offers)

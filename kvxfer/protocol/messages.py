@@ -28,6 +28,8 @@ __all__ = [
     "Committed",
     "CloseAttempt",
     "AttemptClosed",
+    "Await",
+    "Begun",
     "PartReady",
     "Hello",
     "Lookup",
@@ -389,6 +391,19 @@ class Decline(_Base, frozen=True, tag="decline"):
         _shorten(self)
 
 
+class Await(_Base, frozen=True, tag="await"):
+    """A consumer's scheduler side to the producer's directory: say when you have begun with these."""
+
+    epoch: Number
+    transfers: Names
+
+
+class Begun(_Base, frozen=True, tag="begun"):
+    """The directory's answer to ``Await``, at once or later: the engine has begun with these, or they are over."""
+
+    transfers: Names
+
+
 Message = (
     Hello
     | Welcome
@@ -409,6 +424,8 @@ Message = (
     | EngineDescriptor
     | Renew
     | Decline
+    | Await
+    | Begun
 )
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt

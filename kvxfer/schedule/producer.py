@@ -157,6 +157,11 @@ class OfferSchedule:
         prefill = self._transfers.get(transfer)
         return prefill is not None and prefill.digest == digest
 
+    def begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Whether some of this transfer, of this content, is computed or is being computed. Any thread."""
+        prefill = self._transfers.get(transfer)
+        return prefill is not None and prefill.digest == digest and (prefill.progress > 0 or prefill.finished)
+
     def withdraw(self, transfer: TransferId, reason: str) -> None:
         """Nobody will read this transfer any more: its lease ran out, or the consumer gave it up unread.
 

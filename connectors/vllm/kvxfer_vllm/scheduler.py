@@ -115,8 +115,8 @@ class SchedulerHooks:
             tokens = request.num_prompt_tokens - 1
             if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
                 content = p.digest_of(params) or content
-            offered = not p.is_routed(params)  # else P may not have begun
-            self.side.load(name, transfer, content, source, tokens, offered=offered)
+            answered = not p.is_routed(params)  # else P may not have begun
+            self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered)
             if self._hits is not None and not request.skip_reading_prefix_cache:
                 self.side.prefetch(name, self._hits(request))
 
