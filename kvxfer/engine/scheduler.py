@@ -134,17 +134,21 @@ class SchedulerSide:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def offer(self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1) -> bool:
+    def offer(
+        self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1, stops: bool = False
+    ) -> bool:
         """Offer the first ``tokens`` tokens of this request's prompt to others, as they are computed.
 
         It is kept until ``consumers`` engines have it or have given it up, or the lease ends; what becomes of one means
-        nothing for the others. Each must be another engine, while requests of one engine share one load.
+        nothing for the others. Each must be another engine, while requests of one engine share one load. ``stops``: nothing is
+        computed for the request behind these tokens. A recurrent state is then offered with the step that completes them, and
+        else once the request has finished.
 
         Returns False if there is nothing to offer, or another request offers this transfer already (a sibling of n > 1,
         say). Raises ``ScheduleError`` if this one offers another, ``ArgumentError`` for a wrong number.
         """
         consumers = arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
-        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers)
+        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
             self._offers[request] = transfer
         return taken

@@ -104,7 +104,7 @@ class SchedulerHooks:
             if self._recurrent:
                 leave_last_token(request)
             transfer = p.offered_id(params, self.side.source.epoch, external)
-            self.side.offer(name, transfer, content, request.num_prompt_tokens)
+            self.side.offer(name, transfer, content, request.num_prompt_tokens, stops=request.max_tokens == 1)
         if loads:
             want = p.wanted(params, external)
             if isinstance(want, str):
