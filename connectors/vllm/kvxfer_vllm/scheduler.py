@@ -269,6 +269,13 @@ class SchedulerHooks:
     def bind_cache(self, manager: Any) -> None:
         """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
+        compat.before_reset(manager, lambda: self._preempted_unseen(manager))
+
+    def _preempted_unseen(self, manager: Any) -> None:
+        """Let go of what requests had at the end of their prompts that vLLM has preempted and not told us of yet."""
+        for name in self._seen:
+            if self.side.follows(name) and not any(manager.get_block_ids(name)):
+                self.side.preempted(name)
 
     def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """Take in that the workers' agents are up. A sibling connector's metadata is not ours."""
