@@ -14,7 +14,7 @@ def table(*rows: Sequence[int]) -> BlockTable:
 
 
 FULL = [Group(16)]
-MIXED = [Group(16), Group(16, "window")]
+MIXED = [Group(16), Group(16, "window", 16)]
 STATE = [Group(16), Group(1024, "state")]
 DIGEST = b"d" * 16
 T = TransferId.derived("t")
@@ -103,7 +103,7 @@ class TestChunks:
         )
 
     def test_windows_alone_are_offered_once(self) -> None:
-        tracker = tracking([Group(16, "window")], 40)
+        tracker = tracking([Group(16, "window", 16)], 40)
         tracker.step("r", 0, 40, table([4, 5, 6]))
         assert not tracker.commands()
         assert tracker.finish("r", table([-1, 5, 6]), True)

@@ -13,7 +13,6 @@ from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.identity import Address, digest
-from kvxfer.schedule import ScheduleError
 from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
@@ -150,7 +149,7 @@ class SchedulerHooks:
         table = _table(blocks.get_block_ids())
         try:
             self.side.allocated(request.request_id, table, external)
-        except ScheduleError as e:
+        except KvxferError as e:
             # An exception here would end the engine; a load that fails at once costs this request only.
             log.error("request %s cannot be loaded: %s", request.request_id, e)
             self._doomed[request.request_id] = table.ids()
