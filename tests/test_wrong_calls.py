@@ -291,7 +291,7 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "wait for what cannot be": (lambda _a, _d: asyncio.run(readable(None, 1)), "source must be a kvxfer Readable"),
     "publish nothing": (lambda _, d: d.publish(None), "members must be a tuple of RankDescriptor, not None"),
     "publish one": (lambda a, d: d.publish(a.member), "members must be a tuple of RankDescriptor"),
-    "tell a word": (lambda _, d: d.tell(d.source, "x"), "message must be a Renew or a Decline"),
+    "tell a word": (lambda _, d: d.tell(d.source, "x"), "message must be a notice"),
     "renew a text": (lambda a, _: a.renew("x"), "transfer must be a kvxfer TransferId"),
     "cancel a number": (lambda a, _: a.cancel(7, ""), "handle must be a str"),
     "facts are numbers": (lambda a, _: a.identify({"model": 7}), "fact 'model'"),

@@ -11,7 +11,7 @@ from functools import partial
 from kvxfer import arguments
 from kvxfer import facts as f
 from kvxfer.config import Config
-from kvxfer.control.directory import Directory
+from kvxfer.control.directory import Directory, Unheard
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loading import LoadingBlocks
 from kvxfer.engine.offered import OfferedBlocks
@@ -19,11 +19,13 @@ from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
+from kvxfer.engine.starts import Starts
 from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Decline, Named, RankDescriptor, Renew
+from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Renew
+from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import RankAgreement, Schedule
 from kvxfer.ticket import Ticket
 from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Fetch, Group, Rank
@@ -49,11 +51,14 @@ _held = arguments.holding(
     consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
     offered=arguments.flag,
     complete=arguments.flag,
+    stops=arguments.flag,
     report=partial(arguments.instance, kind=Report),
     members=partial(arguments.several, kind=RankDescriptor),
     reason=partial(arguments.string, most=MOST_REASON, empty=True),
 )
 
+MOST_OVER = 100_000
+"""Ended offers that are remembered."""
 STANDSTILL_S = 2.0
 """After so long without anything to run for want of blocks, blocks that are held for others are given up."""
 
@@ -142,6 +147,12 @@ class SchedulerSide:
         self._payloads: dict[str, bytes] = {}  # of loads that some rank has
         self._members: dict[Rank, RankDescriptor] = {}
         self._renewals = Renewals(config.lease, self.directory.tell)
+        self._renewed: list[TransferId] = []  # that the workers have not heard of yet
+        self._starts = Starts(config.start, self.directory.tell)
+        self._over: Recent[TransferId, bytes] = Recent(
+            config.lease, MOST_OVER
+        )  # offers of requests that are, by digest
+        self.directory.begun = self._has_begun
         self._looked = 0.0  # when it was said last what is to be renewed
         self._still: float | None = None  # since when the engine has stood still for want of blocks
         self._let_go: str | None = None  # the request that was last to give its blocks up for that
@@ -163,17 +174,21 @@ class SchedulerSide:
     # --- requests --------------------------------------------------------------------------------------------------
 
     @_held
-    def offer(self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1) -> bool:
+    def offer(
+        self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1, stops: bool = False
+    ) -> bool:
         """Offer the first ``tokens`` tokens of this request's prompt to others, as they are computed.
 
         It is kept until ``consumers`` engines have it or have given it up, or the lease ends; what becomes of one means
-        nothing for the others. Each must be another engine, while requests of one engine share one load.
+        nothing for the others. Each must be another engine, while requests of one engine share one load. ``stops``: nothing is
+        computed for the request behind these tokens. A recurrent state is then offered with the step that completes them, and
+        else once the request has finished.
 
         Returns False if there is nothing to offer, or another request offers this transfer already (a sibling of n > 1,
         say). Raises ``ScheduleError`` if this one offers another.
         """
         self._check_open()
-        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers)
+        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
             self._offers[request] = transfer
         return taken
@@ -187,6 +202,7 @@ class SchedulerSide:
         source: Source,
         tokens: int,
         *,
+        begun: bool = True,
         offered: bool = False,
         progress: int = 0,
     ) -> bool:
@@ -202,6 +218,8 @@ class SchedulerSide:
             digest: what its KV depends on.
             source: the directory of the engine that offers it.
             tokens: how many.
+            begun: whether the producer may be taken to have begun. If not, it is asked, and ``loadable`` says None until it
+                has, for ``start_timeout`` at the most.
             offered: whether the producer is known to have offered all of them, as when it has answered its request. If it
                 does not know them any more, the load fails within about a second, not at its deadline.
             progress: how many more tokens are news.
@@ -214,6 +232,8 @@ class SchedulerSide:
         if taken:
             self._loads.setdefault(request, 0)
             self._renewals.begin(transfer, digest, source)
+            if not begun:
+                self._starts.ask(request, transfer, digest, source)
             if offered:
                 self._ready[request] = source, tokens
         return taken
@@ -252,16 +272,28 @@ class SchedulerSide:
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
-        0: none, for good. None: a sibling is loading them, or a prefetch is on its way; ask again in the next step. May
-        be asked as often as the engine likes.
+        0: none, for good. None: a sibling is loading them, a prefetch is on its way, or the producer has not begun; ask again
+        in the next step. May be asked as often as the engine likes.
         """
         if request not in self._loads:
             return 0
+        if request in self._starts and not self._starting(request):
+            return None
         self._loads[request] = computed
         self.prefetch(request, computed)
         if request in self._prefetches:
             return self._prefetches.tokens(request, computed)
         return self._schedule.consumer.matched(request, computed)
+
+    def _starting(self, request: str) -> bool:
+        """Whether the producer has begun, or is not waited for any more: then nothing can be had."""
+        self._notices()
+        if request in self._starts and self._starts.late(request):
+            why = f"the producer has not begun within {self._starts.patience:g} s"
+            log.warning("request %s is computed here: %s", request, why)
+            self._starts.forget(request)
+            self._schedule.consumer.finish(request, why)
+        return request not in self._starts
 
     def here(self, request: str) -> bool:
         """Whether what ``loadable`` has promised is here: then the request runs in this step, whose workers copy it first.
@@ -364,13 +396,17 @@ class SchedulerSide:
         Raises:
             ArgumentError: a block table that is none of this engine's, or lists too few blocks for what the step computes.
         """
-        if request in self._schedule.producer:
+        producer = self._schedule.producer
+        if request in producer:
             self._tables.check("table", table)
-            tokens = min(computed + scheduled, self._schedule.producer.total(request))
             for g, group in enumerate(self._tables.groups):
                 if group.kind == "full":
-                    self._tables.lists("table", table, g, 0, tokens)
+                    self._tables.lists("table", table, g, 0, min(computed + scheduled, producer.total(request)))
+            transfer, digest = self._offers[request], producer.digest(self._offers[request]) or b""
+            begun = producer.begun(transfer, digest)
             self._offered.runs(request, computed, scheduled, table)
+            if not begun:
+                self.directory.begins(transfer, digest)
 
     @_held
     def preempted(self, request: str) -> None:
@@ -395,8 +431,13 @@ class SchedulerSide:
         self._loads.pop(request, None)
         self._ready.pop(request, None)
         self._prefetches.give_up(request)
+        self._starts.forget(request)
         self._schedule.consumer.finish(request)
         transfer = self._offers.pop(request, None)
+        if transfer is not None:
+            digest = self._schedule.producer.digest(transfer) or b""
+            self._over.put(transfer, digest, time.monotonic())
+            self.directory.begins(transfer, digest)  # or is over, of which they hear when they fetch it
         return self._offered.finished(request, transfer, table, complete, found=bool(self._members))
 
     @_held
@@ -408,14 +449,17 @@ class SchedulerSide:
 
     def step(self) -> Step:
         """Return what the workers must know with this step; once a step, after what happens in it has been said."""
-        renewals = self._notices()
+        self._notices()
+        renewals, self._renewed = tuple(self._renewed), []
         for decline in self._schedule.consumer.declines():
             named = Named(decline.transfer, decline.digest)
             self.directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason))
         now = time.monotonic()
         if now - self._looked >= self._renewals.interval:
             self._looked = now
+            self._over.forget(now)
             self._renewals.keep(self._schedule.consumer.waiting)
+        self._starts.ask_again()
         commands = self._schedule.commands()
         ahead, self._ahead = tuple(self._ahead), []
         self._offered.shipped(commands)
@@ -520,18 +564,26 @@ class SchedulerSide:
                     out[request] = min(known.values())
         return out
 
-    def _notices(self) -> tuple[TransferId, ...]:
-        """Take in what consumers' scheduler sides have told our directory; return the transfers to renew."""
-        renewals: list[TransferId] = []
+    def _notices(self) -> None:
+        """Take in what other engines have told our directory."""
         for notice in self.directory.notices():
+            if isinstance(notice, Begun):
+                self._starts.begun(notice.transfers)
+                continue
+            if isinstance(notice, Unheard):
+                self._starts.unheard(notice.host, notice.port)
+                continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):
                     continue  # over, or somebody guessed its name
                 if isinstance(notice, Renew):
-                    renewals.append(named.transfer)
+                    self._renewed.append(named.transfer)
                 else:
                     self._schedule.producer.decline(named.transfer, notice.reason)
-        return tuple(renewals)
+
+    def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Whether we have begun with an offer, or are over with it. Any thread."""
+        return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
 
     def stands_still(self, whether: bool) -> None:
         """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
@@ -597,6 +649,7 @@ class SchedulerSide:
         for request in self._loads:
             self._ready.pop(request, None)
             self._prefetches.give_up(request)
+            self._starts.forget(request)
             self._schedule.consumer.finish(request, reason)
         return self._pins.pool_unused
 
@@ -615,6 +668,6 @@ class SchedulerSide:
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
-        loads = len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
+        loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
         told = len(self._failed) + len(self._arrived) + len(self._payloads)
         return sides + loads + told + len(self._offers)

@@ -29,6 +29,8 @@ __all__ = [
     "Committed",
     "CloseAttempt",
     "AttemptClosed",
+    "Await",
+    "Begun",
     "PartReady",
     "Hello",
     "Lookup",
@@ -370,7 +372,7 @@ class Named(_Base, frozen=True):
 
     def __post_init__(self) -> None:
         arguments.instance("transfer", self.transfer, TransferId)
-        arguments.octets("digest", self.digest, MOST_DIGEST)
+        arguments.octets("digest", self.digest, MOST_DIGEST, empty=True)
 
 
 Names = Annotated[tuple[Named, ...], Meta(max_length=MAX_NAMES)]
@@ -394,6 +396,19 @@ class Decline(_Base, frozen=True, tag="decline"):
         _shorten(self)
 
 
+class Await(_Base, frozen=True, tag="await"):
+    """A consumer's scheduler side to the producer's directory: say when you have begun with these."""
+
+    epoch: Number
+    transfers: Names
+
+
+class Begun(_Base, frozen=True, tag="begun"):
+    """The directory's answer to ``Await``, at once or later: the engine has begun with these, or they are over."""
+
+    transfers: Names
+
+
 Message = (
     Hello
     | Welcome
@@ -414,6 +429,8 @@ Message = (
     | EngineDescriptor
     | Renew
     | Decline
+    | Await
+    | Begun
 )
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt

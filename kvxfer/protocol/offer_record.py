@@ -211,28 +211,13 @@ class Over:
 class Early(Keep[int, TransferId, tuple[bytes, int]]):
     """Who has given a transfer up before it was offered, by reader and transfer: its digest, and how many its engine has."""
 
-    def __init__(self, seconds: float, most: int) -> None:
-        super().__init__(seconds, most)
-        self._readers: dict[TransferId, set[int]] = {}
-
-    def put(self, owner: int, key: TransferId, value: tuple[bytes, int], now: float) -> None:
-        super().put(owner, key, value, now)
-        self._readers.setdefault(key, set()).add(owner)
-
-    def pop(self, owner: int, key: TransferId) -> None:
-        super().pop(owner, key)
-        readers = self._readers.get(key, set())
-        readers.discard(owner)
-        if not readers:
-            self._readers.pop(key, None)
-
     def take(self, transfer: TransferId, digest: bytes) -> dict[int, int]:
         """Return who gave the transfer up under this digest, and how many readers their engines have.
 
         All that is known of the transfer is forgotten.
         """
         fit = {}
-        for r in sorted(self._readers.get(transfer, ())):
+        for r in sorted(self.owners(transfer)):
             known, readers = self.get(r, transfer) or (b"", 0)
             if readers and known == digest:
                 fit[r] = readers

@@ -110,6 +110,7 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "offer tokens by halves": (lambda s: offer(s, tokens=4.0), "tokens must be an integer, not 4.0"),
     "offer negative tokens": (lambda s: offer(s, tokens=-1), "tokens must be at least 0, not -1"),
     "offer to nobody": (lambda s: offer(s, consumers=0), "consumers must be at least 1"),
+    "offer, and stop or not": (lambda s: offer(s, stops=None), "stops must be True or False"),
     "load a text": (lambda s: load(s, transfer="x"), "transfer must be a kvxfer TransferId"),
     "load a ticket": (
         lambda s: load(s, transfer=ticket(s)),
@@ -165,7 +166,7 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "announce one": (lambda s: s.announce(s.directory), "members must be a tuple of RankDescriptor"),  # type: ignore[arg-type]
     "identify as nothing": (lambda s: s.identify(None), "facts must be a mapping"),  # type: ignore[arg-type]
     "withdraw for no reason": (lambda s: s.withdraw_all(None), "reason must be a str"),  # type: ignore[arg-type]
-    "tell a text": (lambda s: s.directory.tell(s.source, "x"), "message must be a Renew or a Decline, not 'x'"),  # type: ignore[arg-type]
+    "tell a text": (lambda s: s.directory.tell(s.source, "x"), "message must be a notice, not 'x'"),  # type: ignore[arg-type]
     "tell of a text": (lambda s: s.directory.tell(s.source, Renew(1, (Named("t", DIGEST),))), "transfer must be"),  # type: ignore[arg-type]
     "publish nothing": (lambda s: s.directory.publish(None), "members must be a tuple"),  # type: ignore[arg-type]
 }

@@ -103,7 +103,7 @@ class SchedulerHooks:
             if self._recurrent:
                 leave_last_token(request)
             transfer = p.offered_id(params, self.side.source.epoch, external)
-            self.side.offer(name, transfer, content, request.num_prompt_tokens)
+            self.side.offer(name, transfer, content, request.num_prompt_tokens, stops=request.max_tokens == 1)
         if loads:
             want = p.wanted(params, external)
             if isinstance(want, str):
@@ -114,8 +114,8 @@ class SchedulerHooks:
             tokens = request.num_prompt_tokens - 1
             if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
                 content = p.digest_of(params) or content
-            offered = not p.is_routed(params)  # else P may not have begun
-            self.side.load(name, transfer, content, source, tokens, offered=offered)
+            answered = not p.is_routed(params)  # else P may not have begun
+            self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered)
             if self._hits is not None and not request.skip_reading_prefix_cache:
                 self.side.prefetch(name, self._hits(request))
 
