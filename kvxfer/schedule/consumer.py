@@ -1,4 +1,4 @@
-"""The consumer's scheduler half: which requests load from outside, into which blocks, and how often."""
+"""The consumer's scheduler side: which requests load from outside, into which blocks, and how often."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -165,7 +165,7 @@ class FetchSchedule:
 
     @property
     def waiting(self) -> dict[TransferId, tuple[bytes, Source]]:
-        """Transfers that workers do not know yet, their digests and producers: the scheduler half renews their leases itself."""
+        """Transfers that workers do not know yet, their digests and producers: the scheduler side renews their leases itself."""
         open_ = (load for load in self._loads.values() if load.state is _State.OPEN)
         return {load.transfer: (load.digest, load.source) for load in open_}
 
