@@ -203,6 +203,7 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "revoke for no reason": (lambda a, _: a.revoke(T, 1, None, True), "reason must be a str"),
     "revoke, gone or not": (lambda a, _: a.revoke(T, 1, "", None), "gone must be True or False"),
     "reason is no Unicode": (lambda a, _: a.revoke(T, 1, "\ud800", True), "reason must be valid Unicode"),
+    "prepare a text": (lambda a, _: a.prepare("x"), "source must be a kvxfer Source"),
     "renew a text": (lambda a, _: a.renew("x"), "transfer must be a kvxfer TransferId"),
     "cancel a number": (lambda a, _: a.cancel(7, ""), "handle must be a str"),
     "facts are numbers": (lambda a, _: a.identify({"model": 7}), "fact 'model'"),
