@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvxfer
+from kvxfer.cli.addresses import address_problems
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
 from kvxfer.cli.visit import show_visit, visit
@@ -63,7 +64,7 @@ def doctor(
         "auto": {memory: _auto(memory, by_class, settings) for memory in _kinds(classes.values())},
         "ports": _ports(found, classes, settings),
     }
-    report["problems"] = _problems(report, settings)
+    report["problems"] = [*address_problems(settings), *_backend_problems(report, settings)]
     if peer:
         report["peer"] = visit(peer, settings)
         report["problems"] += _peer_problems(report["peer"])
@@ -90,8 +91,8 @@ def _names(config: Config) -> list[str]:
     return [*installed, *(name for name in named if name not in {*installed, *installed.values()})]
 
 
-def _problems(report: Mapping[str, Any], config: Config) -> list[str]:
-    """Return why an engine with these settings would not start, or would move nothing."""
+def _backend_problems(report: Mapping[str, Any], config: Config) -> list[str]:
+    """Return why an engine with these settings has no back end, or would move nothing."""
     if config.backend == AUTO:
         none = "found none that works"
         return list(dict.fromkeys(why for why in report["auto"].values() if none in why)) if _all_fail(report) else []

@@ -14,7 +14,7 @@ def table(*rows: Sequence[int]) -> BlockTable:
 
 
 FULL = [Group(16)]
-MIXED = [Group(16), Group(16, "window")]
+MIXED = [Group(16), Group(16, "window", 16)]
 STATE = [Group(16), Group(1024, "state")]
 DIGEST = b"d" * 16
 T = TransferId.derived("t")
@@ -113,7 +113,7 @@ class TestChunks:
         assert not tracker.commands()
 
     def test_windows_alone_whose_end_stays_are_offered_once(self) -> None:
-        tracker = tracking([Group(16, "window")], 40)
+        tracker = tracking([Group(16, "window", 16)], 40)
         tracker.step("r", 0, 20, table([4, 5]))
         assert not tracker.commands()
         tracker.step("r", 20, 20, table([-1, 5, 6]), table([-1, 5, 6]))
@@ -123,7 +123,7 @@ class TestChunks:
         assert not tracker.commands()
 
     def test_windows_alone_are_offered_once(self) -> None:
-        tracker = tracking([Group(16, "window")], 40)
+        tracker = tracking([Group(16, "window", 16)], 40)
         tracker.step("r", 0, 40, table([4, 5, 6]))
         assert not tracker.commands()
         assert tracker.finish("r", table([-1, 5, 6]), True)
