@@ -20,6 +20,7 @@ from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
+from kvxfer.engine.side_channel import NAMES
 from kvxfer.errors import ConfigError
 from kvxfer.identity import IdentityError, parse_address
 from kvxfer.transport import Probe, Transport, registry
@@ -149,6 +150,11 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
     rows = [
         {"port": f"{config.listen}:0", "opened_by": "control, in each worker", "who": anybody},
         {"port": f"{config.listen}:{config.port}", "opened_by": "directory, in the scheduler", "who": anybody},
+        {
+            "port": f"unix:@{NAMES}*",
+            "opened_by": "side channel, in each worker of an engine that has one",
+            "who": "the engine's own scheduler, which knows a secret of each worker",
+        },
     ]
     for name, f in found.items():
         if not f.probe.usable:
@@ -160,6 +166,8 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
             rows.append({"port": "none", "opened_by": by, "who": "nobody"})
         else:
             rows += [{"port": str(port), "opened_by": by, "who": who(classes[name], config.listen)} for port in f.ports]
+        if later := classes[name].opens_later:
+            rows.append({"port": later, "opened_by": f"{by}, later", "who": who(classes[name], config.listen)})
     return rows
 
 
