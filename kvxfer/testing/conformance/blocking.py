@@ -25,8 +25,9 @@ SCATTERED = Runs.of(_SRC, _DST, np.full(PIECES, PIECE))
 WHOLE = Runs.of([0], [0], [LARGE_BYTES])
 SMALL = Runs.of([3], [5], [1000])
 
-POLLS = 1000
-"""So many are looked at in one step: what happens in one of hundreds happens in each attempt."""
+NO_BATCH = 987_654
+POLLS, POLLS_A_BATCH = 1000, 50
+"""So many polls are looked at in one step: what happens in one of hundreds happens in each attempt."""
 
 _METHODS = (
     "register",
@@ -105,9 +106,10 @@ class Blocking(Suite):
         a, b = world.local(), world.other()
         for participant in (a, b):
             participant.allocate_untouched([LARGE_BYTES])
+        here = [p for p in (a, b) if isinstance(p, LocalParticipant)]
+        for participant in here:
             participant.write(0, 0, np.ones(LARGE_BYTES, np.uint8))
         link = world.link(a, b)
-        here = [p for p in (a, b) if isinstance(p, LocalParticipant)]
 
         def memory(calls: Calls) -> None:
             a.deregister(a.allocate(SIZES, 1))
@@ -121,10 +123,12 @@ class Blocking(Suite):
                 participant.disconnect(other.peers[participant.name])
             world.turn()
 
-        def small(calls: Calls) -> None:
-            while calls.count["poll"] < POLLS:
-                for way in self.ways():
-                    world.succeed(link.start(way, a, b, SMALL))
+        def often(calls: Calls) -> None:
+            for i in range(POLLS):
+                if i % POLLS_A_BATCH == 0:
+                    world.succeed(*(link.start(way, a, b, SMALL) for way in self.ways()))
+                a.abort(NO_BATCH)  # does nothing, and poll is called after any other method
+                world.turn(0)
 
         def alone(calls: Calls) -> None:
             idle = world.half_link(a, b)
@@ -138,7 +142,7 @@ class Blocking(Suite):
         steps: dict[str, Callable[[Calls], None]] = {
             "memory is registered": memory,
             "links come and go": links,
-            "small batches are moved": small,
+            "small batches come and go": often,
         }
         for way in self.ways():
             for source, target in ((a, b), (b, a)):
