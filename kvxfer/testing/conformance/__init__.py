@@ -22,10 +22,10 @@ from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402
 from kvxfer.testing.conformance.declaration import Declaration  # noqa: E402
 from kvxfer.testing.conformance.endings import Endings  # noqa: E402
 from kvxfer.testing.conformance.harness import (  # noqa: E402
-    Broken,
     OutOfPatience,
     Part,
     ParticipantLink,
+    RuleBroken,
     Started,
     Suite,
     TransferMode,
@@ -38,7 +38,7 @@ from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
 from kvxfer.testing.conformance.volume import Volume  # noqa: E402
 
 __all__ = [
-    "Broken",
+    "RuleBroken",
     "ConformanceSuite",
     "OutOfPatience",
     "Part",

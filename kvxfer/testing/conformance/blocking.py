@@ -1,4 +1,4 @@
-"""Calls that take too long: one thread serves all links, and all of them wait behind a call that blocks."""
+"""CallTimes that take too long: one thread serves all links, and all of them wait behind a call that blocks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Took(NamedTuple):
         return f"{self.seconds:.3f} s, {self.computing:.3f} s of it computing"
 
 
-class Calls:
+class CallTimes:
     """What the calls of some transports have taken.
 
     Attributes:
@@ -67,7 +67,7 @@ class Calls:
         self.count: Counter[str] = Counter()
 
     @contextmanager
-    def of(self, transports: Iterable[Transport]) -> Iterator[Calls]:
+    def of(self, transports: Iterable[Transport]) -> Iterator[CallTimes]:
         """Look at all calls of these transports meanwhile."""
         watched = list(transports)
         for transport in watched:
@@ -111,10 +111,10 @@ class Blocking(Suite):
             participant.write(0, 0, np.ones(LARGE_BYTES, np.uint8))
         link = world.link(a, b)
 
-        def memory(calls: Calls) -> None:
+        def memory(calls: CallTimes) -> None:
             a.deregister(a.allocate(SIZES, 1))
 
-        def links(calls: Calls) -> None:
+        def links(calls: CallTimes) -> None:
             a.withdraw(a.endpoint())
             other = world.link(a, b)
             world.succeed(other.start(self.ways()[0], a, b, SMALL))
@@ -123,14 +123,14 @@ class Blocking(Suite):
                 participant.disconnect(other.peers[participant.name])
             world.turn()
 
-        def often(calls: Calls) -> None:
+        def often(calls: CallTimes) -> None:
             for i in range(POLLS):
                 if i % POLLS_A_BATCH == 0:
                     world.succeed(*(link.start(way, a, b, SMALL) for way in self.ways()))
                 a.abort(NO_BATCH)  # does nothing, and poll is called after any other method
                 world.turn(0)
 
-        def alone(calls: Calls) -> None:
+        def alone(calls: CallTimes) -> None:
             idle = world.half_link(a, b)
             part = next(p for p in PARTS if p.way in self.ways())
             waiting = Started([(a, a.submit(idle.half(part, a, b, WHOLE)))])
@@ -139,7 +139,7 @@ class Blocking(Suite):
             a.disconnect(idle.peers[a.name])
             world.finish(waiting)
 
-        steps: dict[str, Callable[[Calls], None]] = {
+        steps: dict[str, Callable[[CallTimes], None]] = {
             "memory is registered": memory,
             "links come and go": links,
             "small batches come and go": often,
@@ -165,7 +165,7 @@ class Blocking(Suite):
             participant.allocate_untouched([LARGE_BYTES])
         for part in (p for p in PARTS if p.way in self.ways()):
 
-            def step(calls: Calls, part: Part = part) -> None:
+            def step(calls: CallTimes, part: Part = part) -> None:
                 link = world.link(a, b)
                 world.succeed(link.start(part.way, *part.sides(a, b), SMALL))
                 batches = link.halves(part.way, *part.sides(a, b), SCATTERED)
@@ -184,12 +184,12 @@ class Blocking(Suite):
 
             self._prompt(f"a stopped peer has its part in a {part.way.value} as its {part.role}", step, [a])
 
-    def _prompt(self, what: str, step: Callable[[Calls], object], here: Iterable[LocalParticipant]) -> None:
+    def _prompt(self, what: str, step: Callable[[CallTimes], object], here: Iterable[LocalParticipant]) -> None:
         """Check that no call in a step takes too long, in the best of some attempts."""
         most = max(self.capabilities().may_block_s, 0.01)
         least: dict[str, Took] = {}
         for _ in range(ATTEMPTS):
-            with Calls().of([p.transport for p in here]) as calls:
+            with CallTimes().of([p.transport for p in here]) as calls:
                 step(calls)
             least = {name: min(took, least.get(name, took)) for name, took in calls.longest.items()}
             if all(took.seconds <= most for took in least.values()):
@@ -200,5 +200,5 @@ class Blocking(Suite):
 
 def _moving(
     world: World, link: ParticipantLink, way: TransferMode, source: Participant, target: Participant, runs: Runs
-) -> Callable[[Calls], None]:
+) -> Callable[[CallTimes], None]:
     return lambda calls: world.succeed(link.start(way, source, target, runs))

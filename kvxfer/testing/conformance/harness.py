@@ -20,7 +20,7 @@ from kvxfer.transport.contract import Batch, Capabilities, Fence, Transport, Ver
 
 __all__ = [
     "SIZES",
-    "Broken",
+    "RuleBroken",
     "HostFence",
     "OutOfPatience",
     "Part",
@@ -39,7 +39,7 @@ QUIET_S = 2.0
 """How long a clause waits for memory to get quiet by itself where it does so ``later``, before it closes the back end."""
 
 
-class Broken(AssertionError):
+class RuleBroken(AssertionError):
     """What a rule says has to happen did not."""
 
 
@@ -258,10 +258,10 @@ class World:
         """Let everything go on until the condition holds, which is what the clause is about.
 
         Raises:
-            Broken: it does not come to hold; the message is the rule.
+            RuleBroken: it does not come to hold; the message is the rule.
         """
         if not self._comes(condition, seconds, None):
-            raise Broken(f"{rule}; it was not so for {self._patience(seconds):g} s")
+            raise RuleBroken(f"{rule}; it was not so for {self._patience(seconds):g} s")
 
     def _comes(self, condition: Callable[[], bool], seconds: float | None, busy: Participant | None) -> bool:
         """Let everything go on until the condition holds; return false if that takes too long."""
