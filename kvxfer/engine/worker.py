@@ -249,18 +249,19 @@ class WorkerSide:
             report.arrived.setdefault(event.handle, {})[self._rank] = event.tokens
 
     def _ended(self, report: Report, event: Ended) -> None:
-        request, failure, seconds = event.handle, event.outcome.failure, event.seconds - event.waited
+        request, failure = event.handle, event.outcome.failure
         self._ends.append(event)
-        result = replace(self._known[request], generation=event.generation, failure=failure, seconds=seconds)
+        result = replace(self._known[request], generation=event.generation, failure=failure, stages=event.stages)
         self._known[request] = result
         if request in self._prefetches:
             self._prefetched(report, result)
-        elif failure is not None:
+            return
+        report.stages[request] = event.stages
+        if failure is not None:
             self._failing[request] = failure
         else:
             if event.generation is not None:
                 report.delivered.setdefault(request, set()).add(event.generation)
-            report.seconds[request] = seconds
             if event.payload:  # too long for a message, so that the end is said with a step only
                 report.payloads[request] = event.payload
                 del self._known[request]
