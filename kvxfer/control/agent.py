@@ -82,7 +82,7 @@ class Agent:
         config = arguments.instance("config", config, Config).located()
         arguments.string("engine", engine, empty=True)
         cache = replace(cache, regions=with_elastic(cache.regions, config.elastic))
-        if any(r.elastic for r in cache.regions):
+        if cache.elastic:
             log.info("the cache of %s is elastic: back ends that keep pages move it staged", engine or "this engine")
         self._calls = Calls(cache)
         stated = None if facts is None else f.check(facts)

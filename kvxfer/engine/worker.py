@@ -16,7 +16,7 @@ from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, PrefetchRe
 from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure
 from kvxfer.identity import TransferId
-from kvxfer.protocol.values import Ended, Progress, Released
+from kvxfer.protocol.values import Ended, GenerationReleased, Progress, Released
 from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
 
 __all__ = ["WorkerSide"]
@@ -198,8 +198,10 @@ class WorkerSide:
                     self._ends.append(event)
                 if isinstance(event, Released) and event.generation is not None:
                     self._done(report, event.transfer, event.generation)
+                if isinstance(event, GenerationReleased):
+                    report.revoked.setdefault(event.transfer, {})[self._rank] = event.generation
             elif event.handle in self._prefetches:
-                if not isinstance(event, Progress):
+                if isinstance(event, Ended | Released):
                     self._prefetched(report, self._prefetches[event.handle], event)
             elif isinstance(event, Ended):
                 self._ends.append(event)
