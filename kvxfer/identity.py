@@ -17,7 +17,7 @@ from kvxfer.errors import ArgumentError
 # Counts how often an engine gave up blocks and offered anew; means something together with an epoch only.
 Generation: TypeAlias = int
 
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[0-9]{1,5}")
 _LONGEST = 1 << 14
@@ -103,10 +103,10 @@ def parse_address(text: str) -> Address:
 
     IdentityError if it is not.
     """
-    host, _, port = text.rpartition(":")
+    where, _, port = text.rpartition(":")
     if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
         raise IdentityError(f"address {text!r} does not end in a port")
-    return Address(_host(host), int(port))
+    return Address(canonical_host(where), int(port))
 
 
 def allowed(address: Address, allow_list: Iterable[str]) -> bool:
@@ -199,8 +199,12 @@ def _named(argument: str, value: str) -> str:
     return value
 
 
-def _host(text: str) -> str:
-    """Return the one form of a host; a number in disguise (`127.1`, `0x7f000001`), which resolvers accept, is none."""
+def canonical_host(text: str) -> str:
+    """Return the one form of a host; a number in disguise (`127.1`, `0x7f000001`), which resolvers accept, is none.
+
+    Raises:
+        IdentityError: It is neither an IP address nor a host name.
+    """
     bracketed = text.startswith("[") and text.endswith("]")
     bare = text[1:-1] if bracketed else text
     try:
@@ -223,7 +227,7 @@ def _permits(entry: str, address: Address) -> bool:
             raise IdentityError(f"allow-list entry {entry!r} is not a network: {error}") from error
         return is_ip(address.host) and ip_address(address.host) in network
     if is_ip(entry) or ":" not in entry or entry.endswith("]"):
-        return _host(entry) == address.host
+        return canonical_host(entry) == address.host
     return parse_address(entry) == address
 
 

@@ -73,7 +73,14 @@ class Ticket(msgspec.Struct, frozen=True):
         return found
 
     def fetch(
-        self, handle: str, blocks: BlockTable, start: int, tokens: int, own: Source | None = None, progress: int = 0
+        self,
+        handle: str,
+        blocks: BlockTable,
+        start: int,
+        tokens: int,
+        own: Source | None = None,
+        progress: int = 0,
+        offered: bool = False,
     ) -> Fetch:
         """Return the fetch of the tokens ``[start, tokens)`` of it into these blocks; see ``Fetch``."""
-        return Fetch(handle, self.transfer, self.digest, self.source, blocks, start, tokens, own, progress)
+        return Fetch(handle, self.transfer, self.digest, self.source, blocks, start, tokens, own, progress, offered)

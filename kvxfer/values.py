@@ -211,6 +211,7 @@ class Offer(msgspec.Struct, frozen=True):
         payload: up to 64 KiB for the consumers' engines, which is never interpreted: the first token, say. They get it with the
             outcome (``Ended.payload``). Once given, with the final offer of a generation at the latest, it stays for that
             generation; all ranks give the same.
+        handle: the engine's own name for it, for its events and the log; the transfer's if it is empty.
 
     Raises:
         ArgumentError: an argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
@@ -224,9 +225,11 @@ class Offer(msgspec.Struct, frozen=True):
     final: bool
     consumers: int = 1
     payload: bytes = b""
+    handle: str = ""
 
     def __post_init__(self) -> None:
         _named(self)
+        arguments.string("handle", self.handle, empty=True)
         force_setattr(self, "generation", arguments.integer("generation", self.generation, 0))
         force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MOST_TOKENS))
         force_setattr(self, "final", arguments.flag("final", self.final))
@@ -249,6 +252,8 @@ class Fetch(msgspec.Struct, frozen=True):
             fewer tokens is another state.
         own: this engine's directory, for an engine of several ranks.
         progress: a ``Progress`` event comes each time that so many more tokens are here, or more; 0: never.
+        offered: the producer is known to have offered all of it. If it does not know it (any more), the fetch fails within
+            about a second; else it waits for the offer until its deadline.
 
     Raises:
         ArgumentError: an argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
@@ -263,6 +268,7 @@ class Fetch(msgspec.Struct, frozen=True):
     tokens: int
     own: Source | None = None
     progress: int = 0
+    offered: bool = False
 
     def __post_init__(self) -> None:
         arguments.string("handle", self.handle)
@@ -273,6 +279,7 @@ class Fetch(msgspec.Struct, frozen=True):
         force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 1, MOST_TOKENS))
         force_setattr(self, "start", arguments.integer("start", self.start, 0, self.tokens))
         force_setattr(self, "progress", arguments.integer("progress", self.progress, 0, MOST_TOKENS))
+        force_setattr(self, "offered", arguments.flag("offered", self.offered))
 
 
 def _named(value: Offer | Fetch) -> None:

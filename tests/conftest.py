@@ -9,12 +9,15 @@ tries fresh ones, and `make fuzz` many more.
 
 import functools
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from kvxfer.errors import ConfigError
+from kvxfer.protocol.transitions import IllegalTransition
 from kvxfer.transport import registry
 from tests.sglang import overlay
 from tests.vllm import kvcached
@@ -66,3 +69,26 @@ def _has_cuda() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not _has_cuda():
         pytest.skip("no CUDA device")
+
+
+class _IllegalTransitions(logging.Handler):
+    """What an agent logs and survives: an event that a machine's table says never comes about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, IllegalTransition):
+            self.seen.append(str(error))
+
+
+@pytest.fixture(autouse=True)
+def illegal_transitions() -> Iterator[list[str]]:
+    """Those of this process while the test runs, which fails for any; a test that brings one about takes it out."""
+    handler = _IllegalTransitions()
+    logging.getLogger("kvxfer").addHandler(handler)
+    yield handler.seen
+    logging.getLogger("kvxfer").removeHandler(handler)
+    assert not handler.seen, "a machine was given what its table says never comes about"

@@ -37,6 +37,13 @@ class Idle(Transport):
     def probe(cls):
         return Probe(usable=False, reason="no such card")
 
+class Unlisted(Transport):
+    name = "unlisted"
+    contract = 1
+    @classmethod
+    def probe(cls):
+        return Probe(usable=False, reason="no such driver")
+
 class Crashes(Transport):
     name = "crashes"
     contract = 1
@@ -285,6 +292,29 @@ def test_doctor_fails_where_what_is_configured_will_not_work() -> None:
     bad = run("doctor", "--json", "--config", '{"backend": "zmq", "backend_options": {"no_such": 1}}')
     assert bad.exit_code == 1 and "no_such" in json.loads(bad.stdout)["problems"][0]
     assert run("doctor", "--json", "--config", '{"backend": "auto"}').exit_code == 0
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "backend, problem",
+    [
+        ("third_party_backend:Idle", "back end idle does not work here: no such card"),
+        ("third_party_backend:Unlisted", "back end third_party_backend:Unlisted does not work here: no such driver"),
+        ("no_such_module:Class", "No module named 'no_such_module'"),
+        ("zqm", "did you mean 'zmq'?"),
+    ],
+)
+def test_doctor_looks_at_what_is_named_and_not_installed(backend: str, problem: str) -> None:
+    result = run("doctor", "--json", "--config", json.dumps({"backend": backend}))
+    [found] = json.loads(result.stdout)["problems"]
+    assert result.exit_code == 1 and problem in found
+
+
+def test_doctor_tells_where_auto_has_a_back_end_that_is_not_installed() -> None:
+    named = {"kvxfer.testing.faults:Faulty": {"inner": "tcp"}, "no_such_module:Class": {}}
+    found = run("doctor", "--json", "--config", json.dumps({"backend": "auto", "backend_options": named}))
+    backends = json.loads(found.stdout)["backends"]
+    assert backends["kvxfer.testing.faults:Faulty"]["usable"] and not backends["no_such_module:Class"]["usable"]
 
 
 def test_doctor_lists_what_ships_with_kvxfer_and_where_it_runs() -> None:

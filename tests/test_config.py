@@ -94,6 +94,12 @@ def test_config_error_is_caught_as_kvxfer_error() -> None:
         Config.from_mapping({"port": -1})
 
 
+@pytest.mark.parametrize("nowhere", [":::", "a b", "127.1", "node-7:7000", "[10.0.0.1]"])
+def test_what_no_peer_could_dial_is_not_advertised(nowhere):
+    with pytest.raises(ConfigError, match="'advertise'.*neither an IP address nor a host name"):
+        Config(advertise=nowhere)
+
+
 def test_listening_everywhere_needs_a_name_for_peers():
     with pytest.raises(ConfigError, match=r"'listen'.*'advertise'"):
         Config.from_mapping({"listen": "0.0.0.0"})

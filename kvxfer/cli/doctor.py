@@ -50,7 +50,7 @@ def doctor(
     """
     settings = _settings(config)
     _check_peer(peer)
-    found = probe_all(registry.available(), settings)
+    found = probe_all(_names(settings), settings)
     probes = {name: f.probe for name, f in found.items()}
     classes = _classes(found)
     wanted = {**_VERSIONS, **{library: names for cls in classes.values() for library, names in cls.libraries.items()}}
@@ -83,14 +83,23 @@ def _check_peer(peer: str) -> None:
         raise typer.BadParameter(f"{e}; it is the HOST:PORT of an engine's directory", param_hint="--peer") from None
 
 
+def _names(config: Config) -> list[str]:
+    """Back ends that are installed, and those that the settings name and that are not."""
+    installed = registry.available()
+    named = [key for key in config.backend_options if ":" in key] if config.backend == AUTO else [config.backend]
+    return [*installed, *(name for name in named if name not in {*installed, *installed.values()})]
+
+
 def _problems(report: Mapping[str, Any], config: Config) -> list[str]:
     """Return why an engine with these settings would not start, or would move nothing."""
     if config.backend == AUTO:
         none = "found none that works"
         return list(dict.fromkeys(why for why in report["auto"].values() if none in why)) if _all_fail(report) else []
-    out = []
+    out, installed = [], registry.available()
     for name, found in report["backends"].items():
-        if registry.called(registry.load(name), config.backend) if found["usable"] else name == config.backend:
+        if config.backend in (name, installed.get(name)) or (
+            found["usable"] and registry.called(registry.load(name), config.backend)
+        ):
             if not found["usable"]:
                 out.append(f"back end {name} does not work here: {found['reason']}")
             out += [

@@ -178,7 +178,8 @@ class Agent:
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
         """Give up the blocks of a generation; whoever has read them will be told not to trust them.
 
-        Call it before the blocks are used for something else; once it has returned they may be.
+        Call it before the blocks are used for something else; once it has returned they may be. They must still have memory
+        until the ``GenerationReleased`` that follows (or the transfer's ``Released``), as those of an elastic cache need not.
 
         Args:
             transfer: The transfer.

@@ -148,7 +148,7 @@ class ControlLoop:
                 try:
                     self._turn()
                 except BaseException:
-                    log.exception("something could not be handled; it is dropped")
+                    log.exception("a turn of the control thread ended early; the next one goes on where it was")
         except BaseException as e:
             self.begin_close(Failure(FailureKind.BACKEND_FAILED, f"the control thread has died: {e!r}"))
             raise
@@ -242,6 +242,14 @@ class ControlLoop:
         try:
             self._doing.perform(step(time.monotonic()))
         except PeerError as e:
-            self._complain("ignored a message: %s", e)
+            self._complain("%s was ignored: %s", _described(step), e)
         except BaseException:  # of what engines and back ends raise, anything may be
-            log.exception("something could not be handled; it is dropped")
+            log.exception("%s could not be handled and is dropped; other transfers go on", _described(step))
+
+
+def _described(step: Step) -> str:
+    """Return what a step was about, for the log."""
+    if not isinstance(step, partial):
+        return f"the step {getattr(step, '__name__', step)!r}"
+    peers = [f" from {a.host}" for a in step.args if isinstance(a, ControlConnection)]
+    return f"the step {step.func.__name__!r}{''.join(peers)}"

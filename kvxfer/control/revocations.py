@@ -17,7 +17,7 @@ __all__ = ["RevocationView", "SharedRevocationCounter"]
 
 _SIZE = 4096
 _TOKEN_AT, _TOKEN_BYTES = 8, 16
-_NAME = "kvxfer-tally"
+_NAME = "kvxfer-revocations"
 _PLACE = re.compile(r"(\d{1,10})/(\d{1,7})/([0-9a-f]{32})")
 
 
@@ -74,22 +74,22 @@ class RevocationView:
         """
         found = _PLACE.fullmatch(place)
         if found is None:
-            raise ValueError(f"{place!r} names no tally")
+            raise ValueError(f"{place!r} names no revocation counter")
         pid, fd, token = found.groups()
         path = f"/proc/{pid}/fd/{fd}"
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # opening something else might do something
-            raise ValueError(f"{path} is no tally")
+            raise ValueError(f"{path} is no revocation counter")
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(opened)
             if not stat.S_ISREG(status.st_mode) or status.st_size != _SIZE or not _sealed(opened):
-                raise ValueError(f"{path} is no tally")
+                raise ValueError(f"{path} is no revocation counter")
             self._memory = mmap.mmap(opened, _SIZE, access=mmap.ACCESS_READ)
         finally:
             os.close(opened)
         if self._memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] != bytes.fromhex(token):
             self._memory.close()
-            raise ValueError(f"{path} is the tally of somebody else")
+            raise ValueError(f"{path} is the revocation counter of somebody else")
         self._word = memoryview(self._memory)[:8].cast("Q")
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvxfer.engine.side_channel import ChannelAddress, PrefetchResult
+from kvxfer.engine.side_channel import ChannelAddress, RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol.messages import RankDescriptor
@@ -94,7 +94,7 @@ class Report:
     invalid: set[int] = field(default_factory=set)
     begun: dict[Rank, int] = field(default_factory=dict)
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
-    prefetched: dict[tuple[str, Rank], PrefetchResult] = field(default_factory=dict)
+    prefetched: dict[tuple[str, Rank], RankResult] = field(default_factory=dict)
     copied: dict[str, dict[Rank, float]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:

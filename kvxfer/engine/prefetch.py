@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from kvxfer.engine.exchange import BlockCopy
 from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
-from kvxfer.engine.side_channel import PrefetchResult
+from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Source
 from kvxfer.schedule import FetchSchedule
@@ -32,16 +32,17 @@ __all__ = ["Prefetches"]
 class _Prefetch:
     """One request's.
 
-    ``ended``: all ranks have, or one has failed; ``quiet``: nothing writes to the blocks on any rank.
+    ``number``: of its fetch. ``ended``: all ranks have, or one has failed; ``quiet``: nothing writes to the blocks on any rank.
     ``expected``: seconds that it should take.
     """
 
+    number: int
     source: Source
     expected: float
     start: int
     tokens: int
     blocks: BlockTable
-    results: dict[Rank, PrefetchResult] = field(default_factory=dict)
+    results: dict[Rank, RankResult] = field(default_factory=dict)
     waited: bool = False  # a step has waited for it in vain
     over: bool = False  # the schedule knows that it is
     promised: bool = False  # the engine was told that it is here
@@ -79,8 +80,8 @@ class Prefetches:
         self.paces, self._copying = LinkPaces(), Pace()
         self._possible = budget > 0 and all(group.kind in ("full", "window") for group in groups)
 
-    def begin(self, request: str, source: Source, start: int, tokens: int) -> bool:
-        """Borrow blocks and queue the fetch of ``[start, tokens)``.
+    def begin(self, request: str, source: Source, start: int, tokens: int, number: int) -> bool:
+        """Borrow blocks and queue the fetch of ``[start, tokens)``, which will have that number.
 
         False: this load is one for beside the steps. It is long, its link has failed or the pool is short.
         """
@@ -96,7 +97,7 @@ class Prefetches:
         rows = [[NULL] * first + [taken.pop() for _ in range(first, past)] for first, past in spans]
         blocks = BlockTable.of(rows)
         self._schedule.allocated(request, blocks, start, tokens - start)
-        self._all[request] = _Prefetch(source, expected, start, tokens, blocks)
+        self._all[request] = _Prefetch(number, source, expected, start, tokens, blocks)
         return True
 
     @staticmethod
@@ -161,11 +162,11 @@ class Prefetches:
         drained, self._copies, self._left = tuple(self._copies), [], self._budget
         return drained
 
-    def take_in(self, result: PrefetchResult) -> None:
+    def take_in(self, result: RankResult) -> None:
         """Take in what has become of one on one rank; the same may come again, and earlier words after later ones."""
         found = self._all.get(result.handle)
         known = None if found is None else found.results.get(result.rank)
-        if found is None or (known is not None and known.quiet):
+        if found is None or found.number != result.number or (known is not None and known.quiet):
             return
         found.results[result.rank] = result
         if result.failure is not None:

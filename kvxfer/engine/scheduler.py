@@ -9,25 +9,29 @@ from dataclasses import dataclass, field, replace
 
 from kvxfer import arguments
 from kvxfer.config import Config
-from kvxfer.control.directory import Directory
+from kvxfer.control.directory import Directory, Unheard
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loading import LoadingBlocks
 from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.renewals import Renewals
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, SideChannel
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
+from kvxfer.engine.starts import Starts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Decline, Named, RankDescriptor, Renew
+from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Renew
+from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
 from kvxfer.ticket import Ticket
-from kvxfer.values import MOST_CONSUMERS, MOST_TOKENS, BlockTable, Group, Rank
+from kvxfer.values import MOST_CONSUMERS, MOST_TOKENS, BlockTable, Fetch, Group, Rank
 
 __all__ = ["SchedulerSide", "Update"]
 
 log = logging.getLogger("kvxfer.engine")
 
+MOST_OVER = 100_000
+"""Ended offers that are remembered."""
 STANDSTILL_S = 2.0
 """After so long without anything to run for want of blocks, blocks that are held for others are given up."""
 
@@ -104,6 +108,12 @@ class SchedulerSide:
         self._payloads: dict[str, bytes] = {}  # of loads that some rank has
         self._members: dict[Rank, RankDescriptor] = {}
         self._renewals = Renewals(config.lease, self.directory.tell)
+        self._renewed: list[TransferId] = []  # that the workers have not heard of yet
+        self._starts = Starts(config.start, self.directory.tell)
+        self._over: Recent[TransferId, bytes] = Recent(
+            config.lease, MOST_OVER
+        )  # offers of requests that are, by digest
+        self.directory.begun = self._has_begun
         self._looked = 0.0  # when it was said last what is to be renewed
         self._still: float | None = None  # since when the engine has stood still for want of blocks
         self._let_go: str | None = None  # the request that was last to give its blocks up for that
@@ -111,9 +121,10 @@ class SchedulerSide:
         self._prefetches = Prefetches(
             self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear
         )
-        self._complete: dict[str, tuple[Source, int]] = {}  # loads of which all is computed at their producer
+        self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
         self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
         self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
+        self._early: list[str] = []  # loads of which the side channel has said that they are here
         self._ahead: list[str] = []  # prefetches that go with the next step
         self._step = 0
         self._fetched = 0  # the number of the next step's first fetch
@@ -146,7 +157,8 @@ class SchedulerSide:
         source: Source,
         tokens: int,
         *,
-        complete: bool = False,
+        begun: bool = True,
+        offered: bool = False,
         progress: int = 0,
     ) -> bool:
         """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
@@ -161,19 +173,24 @@ class SchedulerSide:
             digest: what its KV depends on.
             source: the directory of the engine that offers it.
             tokens: how many.
-            complete: whether the producer is known to have computed all of them, as when it has answered its request.
+            begun: whether the producer may be taken to have begun. If not, it is asked, and ``loadable`` says None until it
+                has, for ``start_timeout`` at the most.
+            offered: whether the producer is known to have offered all of them, as when it has answered its request. If it
+                does not know them any more, the load fails within about a second, not at its deadline.
             progress: how many more tokens are news.
 
         Returns False if the transfer is in use for other content or from another source, or was given up just now: the
         request is computed here. Raises ``ScheduleError`` if it loads another, ``ArgumentError`` for a wrong number.
         """
         progress = arguments.integer("progress", progress, 0, MOST_TOKENS)
-        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress)
+        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered)
         if taken:
             self._loads.setdefault(request, 0)
             self._renewals.begin(transfer, digest, source)
-            if complete:
-                self._complete[request] = source, tokens
+            if not begun:
+                self._starts.ask(request, transfer, digest, source)
+            if offered:
+                self._ready[request] = source, tokens
         return taken
 
     def prefetch(self, request: str, computed: int) -> None:
@@ -186,8 +203,11 @@ class SchedulerSide:
             request: the engine's id of it.
             computed: local tokens that it will find, as far as is known.
         """
-        source, tokens = self._complete.pop(request, (None, 0))
-        if source is not None and self._directly and self._prefetches.begin(request, source, computed, tokens):
+        source, tokens = self._ready.pop(request, (None, 0))
+        if source is None or not self._directly:
+            return
+        number = self._fetched + len(self._schedule.consumer.wanted)
+        if self._prefetches.begin(request, source, computed, tokens, number):
             self._ahead.append(request)
             self._hurry()
 
@@ -200,16 +220,28 @@ class SchedulerSide:
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
-        0: none, for good. None: a sibling is loading them, or a prefetch is on its way; ask again in the next step. May
-        be asked as often as the engine likes.
+        0: none, for good. None: a sibling is loading them, a prefetch is on its way, or the producer has not begun; ask again
+        in the next step. May be asked as often as the engine likes.
         """
         if request not in self._loads:
             return 0
+        if request in self._starts and not self._starting(request):
+            return None
         self._loads[request] = computed
         self.prefetch(request, computed)
         if request in self._prefetches:
             return self._prefetches.tokens(request, computed)
         return self._schedule.consumer.matched(request, computed)
+
+    def _starting(self, request: str) -> bool:
+        """Whether the producer has begun, or is not waited for any more: then nothing can be had."""
+        self._notices()
+        if request in self._starts and self._starts.late(request):
+            why = f"the producer has not begun within {self._starts.patience:g} s"
+            log.warning("request %s is computed here: %s", request, why)
+            self._starts.forget(request)
+            self._schedule.consumer.finish(request, why)
+        return request not in self._starts
 
     def here(self, request: str) -> bool:
         """Whether what ``loadable`` has promised is here: then the request runs in this step, whose workers copy it first.
@@ -243,8 +275,10 @@ class SchedulerSide:
         except ScheduleError as error:
             self._schedule.consumer.finish(request, f"the consumer cannot load it: {error}")
             raise
-        for fetch in self._schedule.consumer.wanted[self._sent :]:
-            self._under_way[fetch.handle] = fetch.source, fetch.tokens - fetch.start
+        if external:
+            number, fetch = self._last_fetch
+            self._under_way[request] = fetch.source, external
+            self._loading.begins(request, fetch.blocks.ids(), number)
         self._hurry()
 
     @property
@@ -264,12 +298,30 @@ class SchedulerSide:
             self._channel.send(DirectFetches(self._fetched + self._sent, fetches[self._sent :], tuple(self._ahead)))
             self._sent = len(fetches)
 
+    @property
+    def _last_fetch(self) -> tuple[int, Fetch]:
+        """The number of the fetch that was queued last, and that fetch."""
+        fetches = self._schedule.consumer.wanted
+        return self._fetched + len(fetches) - 1, fetches[-1]
+
     def _hear(self, timeout: float = 0.0) -> bool:
         """Take in what workers say within so many seconds, as soon as there is something; False if there is nothing."""
         news = self._channel.receive(timeout)
         for result in news:
-            self._prefetches.take_in(result)
+            request = result.handle
+            if request in self._prefetches:
+                self._prefetches.take_in(result)
+            elif self._loading.is_of(request, result.number) and result.quiet and result.failure is None:
+                self._came(request, result)
         return bool(news)
+
+    def _came(self, request: str, result: RankResult) -> None:
+        """Take in that a load beside the steps has come on one rank."""
+        if result.generation is not None:
+            self._agreement.delivered(request, (result.generation,))
+        self._seconds[request] = max(result.seconds, self._seconds.get(request, 0.0))
+        if self._loading.over_on(request, (result.rank,)) and self._agreement.agreed(request):
+            self._early.append(request)
 
     def follows(self, request: str) -> bool:
         """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
@@ -284,8 +336,13 @@ class SchedulerSide:
             scheduled: tokens that this step computes.
             table: the whole block table as this step uses it; never an increment.
         """
-        if request in self._schedule.producer:
+        producer = self._schedule.producer
+        if request in producer:
+            transfer, digest = self._offers[request], producer.digest(self._offers[request]) or b""
+            begun = producer.begun(transfer, digest)
             self._offered.runs(request, computed, scheduled, table)
+            if not begun:
+                self.directory.begins(transfer, digest)
 
     def preempted(self, request: str) -> None:
         """Take in that the engine takes the request's blocks away; before the ``runs`` calls of the same step."""
@@ -305,10 +362,15 @@ class SchedulerSide:
             keeps them as well, until the ``report`` of its end.
         """
         self._loads.pop(request, None)
-        self._complete.pop(request, None)
+        self._ready.pop(request, None)
         self._prefetches.give_up(request)
+        self._starts.forget(request)
         self._schedule.consumer.finish(request)
         transfer = self._offers.pop(request, None)
+        if transfer is not None:
+            digest = self._schedule.producer.digest(transfer) or b""
+            self._over.put(transfer, digest, time.monotonic())
+            self.directory.begins(transfer, digest)  # or is over, of which they hear when they fetch it
         return self._offered.finished(request, transfer, table, complete, found=bool(self._members))
 
     def freed(self, request: str) -> None:
@@ -319,19 +381,19 @@ class SchedulerSide:
 
     def step(self) -> Step:
         """Return what the workers must know with this step; once a step, after what happens in it has been said."""
-        renewals = self._notices()
+        self._notices()
+        renewals, self._renewed = tuple(self._renewed), []
         for decline in self._schedule.consumer.declines():
             named = Named(decline.transfer, decline.digest)
             self.directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason))
         now = time.monotonic()
         if now - self._looked >= self._renewals.interval:
             self._looked = now
+            self._over.forget(now)
             self._renewals.keep(self._schedule.consumer.waiting)
+        self._starts.ask_again()
         commands = self._schedule.commands()
         ahead, self._ahead = tuple(self._ahead), []
-        for fetch in commands.fetches:
-            if fetch.handle not in ahead:
-                self._loading.begins(fetch.handle, fetch.blocks.ids())
         self._offered.shipped(commands)
         news, self._news = self._news, None
         self._step += 1
@@ -349,7 +411,12 @@ class SchedulerSide:
         self._prefetches.short_of_blocks()
 
     def report(self, report: Report) -> Update:
-        """Take in what workers have reported, of one rank or merged of several, and return what it means."""
+        """Take in what workers have reported, of one rank or merged of several, and return what it means.
+
+        Includes what they have said by the side channel, so that it may be worth a call without a report of theirs.
+        """
+        self._hear()
+        early, self._early = self._early, []
         if report.members:
             self.announce(report.members.values())
         if report.channels:
@@ -360,7 +427,8 @@ class SchedulerSide:
         for request, copied in report.copied.items():
             self._prefetches.copied(request, copied)
         for request, generations in report.delivered.items():
-            self._agreement.delivered(request, generations)
+            if request in self._loading:
+                self._agreement.delivered(request, generations)
         for request, payload in report.payloads.items():
             if request in self._loading:
                 self._payloads.setdefault(request, payload)
@@ -376,12 +444,18 @@ class SchedulerSide:
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
         over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
         for request, took in report.seconds.items():
-            self._seconds[request] = max(took, self._seconds.get(request, 0.0))
-        update = self._ended(over, frozenset(request for request in free if request is not None))
+            if request in self._loading:
+                self._seconds[request] = max(took, self._seconds.get(request, 0.0))
+        for request, ranks in report.over.items():
+            self._loading.said(request, ranks)
+        update = self._ended(
+            dict.fromkeys([*early, *over]), frozenset(request for request in free if request is not None)
+        )
         return replace(update, arrived=self._progress(report.arrived))
 
     def load_over(self, request: str) -> None:
         """Take in from elsewhere that a load is over on all ranks; nothing if a ``report`` has said so."""
+        self._loading.all_said(request)
         self._ended([request], frozenset())
 
     def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
@@ -423,18 +497,26 @@ class SchedulerSide:
                     out[request] = min(known.values())
         return out
 
-    def _notices(self) -> tuple[TransferId, ...]:
-        """Take in what consumers' scheduler sides have told our directory; return the transfers to renew."""
-        renewals: list[TransferId] = []
+    def _notices(self) -> None:
+        """Take in what other engines have told our directory."""
         for notice in self.directory.notices():
+            if isinstance(notice, Begun):
+                self._starts.begun(notice.transfers)
+                continue
+            if isinstance(notice, Unheard):
+                self._starts.unheard(notice.host, notice.port)
+                continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):
                     continue  # over, or somebody guessed its name
                 if isinstance(notice, Renew):
-                    renewals.append(named.transfer)
+                    self._renewed.append(named.transfer)
                 else:
                     self._schedule.producer.decline(named.transfer, notice.reason)
-        return tuple(renewals)
+
+    def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Whether we have begun with an offer, or are over with it. Any thread."""
+        return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
 
     def stands_still(self, whether: bool) -> None:
         """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
@@ -494,8 +576,9 @@ class SchedulerSide:
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
         for request in self._loads:
-            self._complete.pop(request, None)
+            self._ready.pop(request, None)
             self._prefetches.give_up(request)
+            self._starts.forget(request)
             self._schedule.consumer.finish(request, reason)
         return self._pins.pool_unused
 
@@ -513,6 +596,6 @@ class SchedulerSide:
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
-        loads = len(self._loads) + len(self._complete) + len(self._under_way) + len(self._prefetches)
+        loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
         told = len(self._failed) + len(self._arrived) + len(self._payloads)
         return sides + loads + told + len(self._offers)

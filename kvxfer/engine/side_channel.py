@@ -1,8 +1,8 @@
 """The scheduler side and the worker sides of one host, speaking without waiting for a step of the engine.
 
 An engine carries commands and reports between its scheduler and its workers once a step, and with other requests
-decoding a step takes as long as a forward pass. Here a fetch reaches the worker at once, and the result of a prefetch
-the scheduler. All that is said here is said again with a step: a message that is lost, or a worker on another host,
+decoding a step takes as long as a forward pass. Here a fetch reaches the worker at once, and the result of a load the
+scheduler. All that is said here is said again with a step: a message that is lost, or a worker on another host,
 costs time and nothing else.
 """
 
@@ -25,7 +25,7 @@ from kvxfer.identity import Generation
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
-__all__ = ["ChannelAddress", "DirectFetches", "PrefetchResult", "Results", "SideChannel", "Take", "WorkerChannel"]
+__all__ = ["ChannelAddress", "DirectFetches", "RankResult", "Results", "SideChannel", "Take", "WorkerChannel"]
 
 log = logging.getLogger("kvxfer.engine")
 
@@ -56,11 +56,14 @@ class DirectFetches(msgspec.Struct, frozen=True):
     prefetches: tuple[str, ...] = ()
 
 
-class PrefetchResult(msgspec.Struct, frozen=True):
-    """What has become of a prefetch on one rank.
+class RankResult(msgspec.Struct, frozen=True):
+    """What has become of a load on one rank.
+
+    Of a prefetch, its end, and once more when it is quiet; of any other load, one that was delivered and is quiet.
 
     Attributes:
         rank: that rank.
+        number: of the fetch, as the scheduler side counts them: a later load may have the same name.
         generation: of what was delivered; ``None`` if nothing had to come.
         failure: why it was not delivered; None if it was.
         quiet: nothing writes to its blocks any more.
@@ -69,6 +72,7 @@ class PrefetchResult(msgspec.Struct, frozen=True):
 
     handle: str
     rank: Rank
+    number: int
     generation: Generation | None = None
     failure: Failure | None = None
     quiet: bool = False
@@ -76,10 +80,10 @@ class PrefetchResult(msgspec.Struct, frozen=True):
 
 
 Take = Callable[[DirectFetches], None]
-Results = Callable[[], Iterable[PrefetchResult]]
+Results = Callable[[], Iterable[RankResult]]
 
 _decode_fetches = msgspec.msgpack.Decoder(DirectFetches).decode
-_decode_result = msgspec.msgpack.Decoder(PrefetchResult).decode
+_decode_result = msgspec.msgpack.Decoder(RankResult).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -139,7 +143,9 @@ class WorkerChannel:
                         log.debug("side channel: %s", e)
                         self._forget(fd, poll)
                     except Exception:
-                        log.exception("side channel: something could not be handled; it comes again with the step")
+                        log.exception(
+                            "side channel: a message could not be handled; what it said comes again with the step"
+                        )
         finally:
             for s in (self._listener, self._peer, *self._strangers.values()):
                 if s is not None:
@@ -227,9 +233,9 @@ class SideChannel:
             return False
         return True
 
-    def receive(self, timeout: float = 0.0) -> list[PrefetchResult]:
+    def receive(self, timeout: float = 0.0) -> list[RankResult]:
         """Return what workers have sent, as soon as there is something, and after ``timeout`` seconds at the latest."""
-        out: list[PrefetchResult] = []
+        out: list[RankResult] = []
         until = time.monotonic() + timeout
         while self._sockets and not out:
             ready = {fd for fd, _ in self._poll.poll(max(0.0, until - time.monotonic()) * 1000)}
@@ -242,7 +248,7 @@ class SideChannel:
         return out
 
     @staticmethod
-    def _read(s: socket.socket, out: list[PrefetchResult]) -> bool:
+    def _read(s: socket.socket, out: list[RankResult]) -> bool:
         """Take all that has come; False if the other end is gone."""
         while True:
             try:

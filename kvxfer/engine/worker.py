@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvxfer import arguments, memory
 from kvxfer.control.agent import Agent
 from kvxfer.engine.exchange import Report, Step
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, PrefetchResult, Results, Take, WorkerChannel
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
 from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure
 from kvxfer.identity import TransferId
@@ -65,8 +65,9 @@ class WorkerSide:
         self._blocks: dict[str, tuple[int, ...]] = {}  # request -> the scheduler's blocks that its load fills
         self._failing: dict[str, Failure] = {}  # loads that ended badly and are not quiet yet
         self._early: set[str] = set()  # those of them that are reported
-        self._prefetches: dict[str, PrefetchResult] = {}  # under way, and as they were reported last
-        self._news: list[PrefetchResult] = []  # for the side channel
+        self._known: dict[str, RankResult] = {}  # of loads under way, as far as they are known
+        self._prefetches: set[str] = set()  # those of them that are prefetches
+        self._news: list[RankResult] = []  # for the side channel
         self._ends: list[Ended] = []  # for ``on_ended``
         self._direct: set[int] = set()  # numbers of fetches that have begun, and come again with their step
         self._next = 0  # the number after those of the last step
@@ -126,8 +127,9 @@ class WorkerSide:
         for number, fetch in enumerate(fetches, first):
             if number < self._next or number in self._direct:
                 continue
+            self._known[fetch.handle] = RankResult(fetch.handle, self._rank, number)
             if fetch.handle in prefetches:
-                self._prefetches[fetch.handle] = PrefetchResult(fetch.handle, self._rank)
+                self._prefetches.add(fetch.handle)
             else:
                 self._blocks[fetch.handle] = fetch.blocks.ids()
             blocks = self._own(fetch.blocks)
@@ -180,7 +182,7 @@ class WorkerSide:
         with self._lock:
             self._begin(direct.first, direct.fetches, direct.prefetches)
 
-    def _results(self) -> list[PrefetchResult]:
+    def _results(self) -> list[RankResult]:
         with self._lock:
             self._listen()
             self._lock.notify_all()
@@ -200,36 +202,48 @@ class WorkerSide:
                     self._done(report, event.transfer, event.generation)
                 if isinstance(event, GenerationReleased):
                     report.revoked.setdefault(event.transfer, {})[self._rank] = event.generation
-            elif event.handle in self._prefetches:
-                if isinstance(event, Ended | Released):
-                    self._prefetched(report, self._prefetches[event.handle], event)
             elif isinstance(event, Ended):
-                self._ends.append(event)
-                if event.outcome.failure is None:
-                    if event.generation is not None:
-                        report.delivered.setdefault(event.handle, set()).add(event.generation)
-                    report.seconds[event.handle] = event.seconds - event.waited
-                    if event.payload:
-                        report.payloads[event.handle] = event.payload
-                else:
-                    self._failing[event.handle] = event.outcome.failure
-            elif isinstance(event, Progress):
+                self._ended(report, event)
+            elif isinstance(event, Released):
+                self._released(report, event.handle)
+            elif isinstance(event, Progress) and event.handle not in self._prefetches:
                 report.arrived.setdefault(event.handle, {})[self._rank] = event.tokens
-            else:
-                self._quiet(report, event.handle)
 
-    def _prefetched(self, report: Report, known: PrefetchResult, ended: Ended | Released) -> None:
-        if isinstance(ended, Released):
-            del self._prefetches[known.handle]
-            result = replace(known, quiet=True)
+    def _ended(self, report: Report, event: Ended) -> None:
+        request, failure, seconds = event.handle, event.outcome.failure, event.seconds - event.waited
+        self._ends.append(event)
+        result = replace(self._known[request], generation=event.generation, failure=failure, seconds=seconds)
+        self._known[request] = result
+        if request in self._prefetches:
+            self._prefetched(report, result)
+        elif failure is not None:
+            self._failing[request] = failure
         else:
-            self._ends.append(ended)
-            result = self._prefetches[known.handle] = replace(
-                known, generation=ended.generation, failure=ended.outcome.failure, seconds=ended.seconds - ended.waited
-            )
+            if event.generation is not None:
+                report.delivered.setdefault(request, set()).add(event.generation)
+            report.seconds[request] = seconds
+            if event.payload:  # too long for a message, so that the end is said with a step only
+                report.payloads[request] = event.payload
+                del self._known[request]
+
+    def _released(self, report: Report, request: str) -> None:
+        ended = self._known.pop(request, None)
+        result = None if ended is None else replace(ended, quiet=True)
+        if request in self._prefetches and result is not None:
+            self._prefetches.remove(request)
+            self._prefetched(report, result)
+            return
+        if result is not None and result.failure is None:
+            self._say(result)
+        self._quiet(report, request)
+
+    def _prefetched(self, report: Report, result: RankResult) -> None:
+        self._say(result)
+        report.prefetched[result.handle, self._rank] = result
+
+    def _say(self, result: RankResult) -> None:
         if self._channel is not None:
             self._news.append(result)
-        report.prefetched[known.handle, self._rank] = result
 
     def fileno(self) -> int:
         """Return a descriptor that polls readable while ``collect`` has something to return (``kvxfer.readable``).
@@ -322,5 +336,5 @@ class WorkerSide:
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        kept = len(self._blocks) + len(self._failing) + len(self._early) + len(self._prefetches) + len(self._payloads)
-        return kept + bool(self._report)
+        loads = len(self._blocks) + len(self._prefetches) + len(self._failing) + len(self._early)
+        return loads + len(self._known) + len(self._payloads) + bool(self._report)

@@ -10,13 +10,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvxfer.errors import KvxferError
+from kvxfer.failures import FailureKind
 from kvxfer.geometry.cache import Cache, View
 
 __all__ = ["ShardAssignment", "Incompatible", "check_assignments", "check_pair", "head_range", "name"]
 
 
-class Incompatible(ValueError):
+class Incompatible(KvxferError, ValueError):
     """Two caches whose contents cannot be converted into one another; the text names both sides and the axis."""
+
+    default = FailureKind.INCOMPATIBLE
 
 
 MOST_ASSIGNMENTS, MOST_LAYERS = 1 << 10, 1 << 12

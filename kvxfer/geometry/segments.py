@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvxfer.errors import KvxferError
 from kvxfer.values import BlockTable, Ints
 
 __all__ = ["Cut", "PlanError", "Rows", "Segments", "cut_states", "cut_tokens", "join"]
@@ -15,7 +16,7 @@ Rows = BlockTable | Sequence[Sequence[int] | Ints]
 """A block table, or its rows as any sequences of ids."""
 
 
-class PlanError(ValueError):
+class PlanError(KvxferError, ValueError):
     """The block tables cannot be joined (a wanted token has no source, a table is short, a cut is not allowed)."""
 
 

@@ -1,7 +1,7 @@
 """Budgets that many peers share, so that no number of greedy ones keeps the others from what is bounded.
 
-One rule holds for all of it: whoever has ``n`` gets more only while more than ``n`` are free. One that takes all it can gets
-half, the next one a third, and a newcomer finds something free.
+All may take until nothing is left. From then on whoever has least is served at the cost of whoever has most, so that ``n`` that
+take all they can have one ``n``-th each, and a newcomer gets its own.
 """
 
 from __future__ import annotations
@@ -17,31 +17,58 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class PeerBudgets(Generic[Owner]):
-    """A bounded number of something, by who has how many.
+class PeerBudgets(Generic[Owner, K]):
+    """A bounded amount of something, by who has how much of it for what.
+
+    Operations cost O(1), and O(owners) once nothing is left.
 
     Args:
-        total: how many there are.
+        total: how much there is.
     """
 
     def __init__(self, total: int) -> None:
         self._free = total
-        self._held: Counter[Owner] = Counter()
+        self._sums: Counter[Owner] = Counter()
+        self._taken: dict[Owner, OrderedDict[K, int]] = {}
 
-    def take(self, owner: Owner, n: int = 1) -> bool:
-        """Give ``owner`` another ``n`` if the rule allows it, and return whether it did."""
-        if self._held[owner] + n > self._free:
-            return False
-        self._held[owner] += n
+    def take(self, owner: Owner, key: K, n: int) -> list[K] | None:
+        """Give ``owner`` another ``n`` for ``key``, which no other has.
+
+        Returns:
+            The keys that get nothing any more instead, from the newest of whoever had most; ``None`` when that would be ``owner``
+            itself, which gets nothing.
+        """
+        mine = self._sums[owner] + n
+        beyond = sum(held - mine for held in self._sums.values() if held > mine) if n > self._free else 0
+        if n > self._free + beyond:
+            return None
+        lost = []
+        while n > self._free:
+            most = max(self._sums, key=self._sums.__getitem__)
+            lost.append(next(reversed(self._taken[most])))
+            self.give(most, lost[-1])
         self._free -= n
-        return True
+        self._sums[owner] = mine
+        self._taken.setdefault(owner, OrderedDict())[key] = n
+        return lost
 
-    def give(self, owner: Owner, n: int = 1) -> None:
-        """Take ``n`` back from ``owner``."""
+    def give(self, owner: Owner, key: K) -> None:
+        """Take back what ``owner`` has for ``key``, if it has not lost that."""
+        taken = self._taken.get(owner)
+        n = None if taken is None else taken.pop(key, None)
+        if taken is None or n is None:
+            return
         self._free += n
-        self._held[owner] -= n
-        if not self._held[owner]:
-            del self._held[owner]
+        self._sums[owner] -= n
+        if not taken:
+            del self._sums[owner], self._taken[owner]
+
+    def merge(self, owner: Owner, into: Owner) -> None:
+        """Count what ``owner`` has as another's: it comes no more, and must not have a share for ever."""
+        taken = self._taken.pop(owner, None)
+        if taken is not None:
+            self._sums[into] += self._sums.pop(owner)
+            self._taken.setdefault(into, OrderedDict()).update(taken)
 
 
 class Keep(Generic[Owner, K, V]):
@@ -58,6 +85,7 @@ class Keep(Generic[Owner, K, V]):
         self._seconds, self._most = seconds, most
         self._kept: OrderedDict[tuple[Owner, K], tuple[float, V]] = OrderedDict()
         self._keys: dict[Owner, OrderedDict[K, None]] = {}
+        self._owners: dict[K, dict[Owner, None]] = {}
 
     def put(self, owner: Owner, key: K, value: V, now: float) -> None:
         self.pop(owner, key)
@@ -67,18 +95,25 @@ class Keep(Generic[Owner, K, V]):
             self.pop(*next(iter(self._kept)))
         self._kept[owner, key] = now + self._seconds, value
         self._keys.setdefault(owner, OrderedDict())[key] = None
+        self._owners.setdefault(key, {})[owner] = None
 
     def get(self, owner: Owner, key: K) -> V | None:
         found = self._kept.get((owner, key))
         return None if found is None else found[1]
 
+    def owners(self, key: K) -> list[Owner]:
+        """Return all who have a value of this key, in the order in which they came."""
+        return list(self._owners.get(key, ()))
+
     def pop(self, owner: Owner, key: K) -> None:
         """Forget the value of ``key``, if there is one."""
         if self._kept.pop((owner, key), None) is not None:
-            mine = self._keys[owner]
-            del mine[key]
+            mine, others = self._keys[owner], self._owners[key]
+            del mine[key], others[owner]
             if not mine:
                 del self._keys[owner]
+            if not others:
+                del self._owners[key]
 
     def forget(self, now: float) -> None:
         """Drop what is too old."""

@@ -128,9 +128,8 @@ class FetchRecord:
         """Make the message by which a rank fetch asks for its share, ``moving`` seconds of which begin with the first part."""
         s = self.spec
         left = max(self.deadline - now, 0.0)
-        return m.FetchRequest(
-            s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks, rank.spec.readers, left, rank.least, moving
-        )
+        wanted = s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks
+        return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered)
 
     def commit_request(self, rank: RankFetch) -> m.CommitRequest:
         """Make the message by which a rank fetch asks, when all is here, whether it can be trusted."""

@@ -28,6 +28,8 @@ __all__ = [
     "Committed",
     "CloseAttempt",
     "AttemptClosed",
+    "Await",
+    "Begun",
     "PartReady",
     "Hello",
     "Lookup",
@@ -148,6 +150,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
         seconds: how long the consumer will wait for the first part; after that nothing has to be served any more.
         least: older generations are of no use, because another rank of the producer has this one already.
         moving: how long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
+        offered: see ``Fetch``.
     """
 
     transfer: TransferId
@@ -160,6 +163,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
     seconds: Seconds
     least: Number = 0
     moving: Seconds = 0.0
+    offered: bool = False
 
 
 class PartReady(_Base, frozen=True, tag="part"):
@@ -387,6 +391,19 @@ class Decline(_Base, frozen=True, tag="decline"):
         _shorten(self)
 
 
+class Await(_Base, frozen=True, tag="await"):
+    """A consumer's scheduler side to the producer's directory: say when you have begun with these."""
+
+    epoch: Number
+    transfers: Names
+
+
+class Begun(_Base, frozen=True, tag="begun"):
+    """The directory's answer to ``Await``, at once or later: the engine has begun with these, or they are over."""
+
+    transfers: Names
+
+
 Message = (
     Hello
     | Welcome
@@ -407,6 +424,8 @@ Message = (
     | EngineDescriptor
     | Renew
     | Decline
+    | Await
+    | Begun
 )
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt

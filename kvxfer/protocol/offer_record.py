@@ -42,10 +42,12 @@ class ConsumerLink:
 
     Attributes:
         info: what is known of its link.
+        serves: what it is being served, by attempt, the newest last.
         stream: the next number of a part on the link.
     """
 
     info: LinkInfo
+    serves: dict[int, RankServe] = field(default_factory=dict)
     stream: int = 0
 
 
@@ -122,6 +124,7 @@ class OfferRecord:
     digest: bytes | None = None  # of the last offer
     consumers: int = 1  # how many engines it is for
     payload: bytes = b""  # of this generation
+    handle: str = ""  # what the engine calls it
     fit: dict[int, int] = field(default_factory=dict)  # those that count, and how many their engine has by their word
     settled: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
@@ -136,6 +139,7 @@ class OfferRecord:
             self.payload = b""
         self.payload = offer.payload or self.payload
         self.known, self.generation, self.offer, self.consumers = True, offer.generation, offer, offer.consumers
+        self.handle = offer.handle
         if self.digest != offer.digest:
             self.digest = offer.digest
             for readers in (self.fit, self.settled, self.dropped, self.misfits):
@@ -212,28 +216,13 @@ class Over:
 class Early(Keep[int, TransferId, tuple[bytes, int]]):
     """Who has given a transfer up before it was offered, by reader and transfer: its digest, and how many its engine has."""
 
-    def __init__(self, seconds: float, most: int) -> None:
-        super().__init__(seconds, most)
-        self._readers: dict[TransferId, set[int]] = {}
-
-    def put(self, owner: int, key: TransferId, value: tuple[bytes, int], now: float) -> None:
-        super().put(owner, key, value, now)
-        self._readers.setdefault(key, set()).add(owner)
-
-    def pop(self, owner: int, key: TransferId) -> None:
-        super().pop(owner, key)
-        readers = self._readers.get(key, set())
-        readers.discard(owner)
-        if not readers:
-            self._readers.pop(key, None)
-
     def take(self, transfer: TransferId, digest: bytes) -> dict[int, int]:
         """Return who gave the transfer up under this digest, and how many readers their engines have.
 
         All that is known of the transfer is forgotten.
         """
         fit = {}
-        for r in sorted(self._readers.get(transfer, ())):
+        for r in sorted(self.owners(transfer)):
             known, readers = self.get(r, transfer) or (b"", 0)
             if readers and known == digest:
                 fit[r] = readers

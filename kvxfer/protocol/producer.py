@@ -54,10 +54,14 @@ __all__ = ["ProducerMachine"]
 S, E, K = ServeState, ServeEvent, FailureKind
 
 # A flood fills no memory, and keeps nobody else's requests out (see ``budgets.py``):
-MOST_REQUESTS, MOST_BYTES = 40_000, 64 << 20
-"""Fetch requests that may be alive, and the size of their block tables on the wire; a consumer rank may have half of that."""
+MOST_BYTES, REQUEST_BYTES = 80 << 20, 2 << 10
+"""What the fetch requests that are alive may take, and what one takes beside its block table as that was on the wire."""
+MANY = Failure(K.OVERLOADED, "too many fetch requests at once")
 MOST_WORDS = 100_000
 """Answers that are remembered, ends, and readers that gave something up before it was offered."""
+
+GRACE_S = 1.0
+"""How long a rank waits for an offer that its engine has made by the consumer's word: ranks of a step may lag."""
 
 
 class ProducerMachine:
@@ -83,15 +87,13 @@ class ProducerMachine:
         self._records: dict[TransferId, OfferRecord] = {}
         self._serves: dict[Key, RankServe] = {}  # those of ended offer records included
         self._links: dict[LinkId, ConsumerLink] = {}
-        self._nbytes = 0  # of the block tables of all serves
         self._leases: Timers[TransferId] = Timers()
         self._budgets: Timers[Key] = Timers()
         # For questions that are repeated after all has been said, on whatever link: by the reader's epoch and attempt.
         self._last_words: Keep[int, int, m.CommitAck | m.AttemptClosed] = Keep(lease, MOST_WORDS)
         self._early = Early(lease, MOST_WORDS)
         self._over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
-        self._requests: PeerBudgets[LinkId] = PeerBudgets(MOST_REQUESTS)
-        self._tables: PeerBudgets[LinkId] = PeerBudgets(MOST_BYTES)
+        self._room: PeerBudgets[LinkId, Key] = PeerBudgets(MOST_BYTES)
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class ProducerMachine:
         if over is not None and generation < over.least:
             return []
         if transfer not in self._records and not gone:
-            return [_generation_released(transfer, generation)]
+            return [_generation_released(OfferRecord(transfer, now, now), generation)]
         h = self._record(transfer, now)
         h.give_up(generation)
         out: list[Action] = []
@@ -182,9 +184,9 @@ class ProducerMachine:
 
     def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
         """End what a lost consumer rank was being served; the offer stays for another lease."""
-        self._links.pop(link, None)
+        known = self._links.pop(link, None)
         out: list[Action] = []
-        for serve in [s for s in self._serves.values() if s.link == link]:
+        for serve in [] if known is None else list(known.serves.values()):
             if serve.on(E.LINK_DOWN):
                 serve.record.leave(serve.reader)
                 self._forsake(serve)
@@ -260,10 +262,10 @@ class ProducerMachine:
         out: list[Action] = []
         for key in self._budgets.due(now):
             serve = self._serves[key]
-            if serve.live:
-                anew = serve.lent and serve.state is S.WAITING
-                kind = K.NEVER_OFFERED if serve.state is S.WAITING else K.TIMED_OUT
-                out += self._stop(serve, Failure(kind, "the consumer's time for it is over"), anew, now)
+            if serve.live and now < serve.expires and serve.record.known:
+                self._budgets.set(key, serve.expires)
+            elif serve.live:
+                out += self._stop(serve, *_overdue(serve, now), now)
             else:  # settled or ending, and something of it still moves
                 self._budgets.set(key, now + self._lease)
                 out += serve.aborts
@@ -282,6 +284,11 @@ class ProducerMachine:
     def holds(self, transfer: TransferId) -> bool:
         """Return whether the transfer is offered or wanted, and has not ended."""
         return transfer in self._records
+
+    def serving(self, link: LinkId) -> bool:
+        """Return whether something was announced over the link of which the end is still to come."""
+        known = self._links.get(link)
+        return known is not None and any(s.state is not S.WAITING for s in known.serves.values())
 
     def __len__(self) -> int:
         """Return the number of offer records whose end or release is still to come."""
@@ -328,34 +335,22 @@ class ProducerMachine:
             return [self._refuse(link, request, Failure(K.CANCELLED, "a newer fetch request has come"), now)]
         seconds = min(request.seconds, self._longest)
         serve = RankServe(h, link, request, reader, now + seconds, seconds < request.seconds, sent=request.start)
-        if not self._admit(serve):
-            return [
-                Send(
-                    link,
-                    m.AttemptClosed(
-                        request.transfer, request.attempt, K.OVERLOADED, "too many fetch requests at once", False
-                    ),
-                )
-            ]
+        lost = self._room.take(link, serve.key, REQUEST_BYTES + serve.nbytes)
+        if lost is None:
+            closed = m.AttemptClosed(request.transfer, request.attempt, MANY.kind, MANY.detail, False)
+            return [Send(link, closed)]
         self._records[request.transfer] = h
-        h.serves[serve.key] = self._serves[serve.key] = serve
-        self._budgets.set(serve.key, serve.expires)
+        h.serves[serve.key] = self._serves[serve.key] = self._links[link].serves[request.attempt] = serve
+        self._budgets.set(serve.key, min(now + GRACE_S, serve.expires) if request.offered else serve.expires)
         h.dropped.discard(reader)
         h.misfits.discard(reader)
         self._early.pop(reader, request.transfer)
         out: list[Action] = []
+        for key in lost:
+            out += self._stop(self._serves[key], MANY, False, now)
         for old in older:
             out += self._stop(old, Failure(K.CANCELLED, "its consumer wants it anew"), False, now)
         return out + self._advance(serve, now)
-
-    def _admit(self, serve: RankServe) -> bool:
-        """Return whether the consumer has room for one more fetch request, which counts from now until ``_drop_if_over``."""
-        if not self._requests.take(serve.link):
-            return False
-        if not self._tables.take(serve.link, serve.nbytes):
-            self._requests.give(serve.link)
-            return False
-        return True
 
     def _advance(self, serve: RankServe, now: float) -> list[Action]:
         """Announce to one consumer what has become ready for it."""
@@ -534,8 +529,9 @@ class ProducerMachine:
             return []
         h = serve.record
         del self._serves[serve.key], h.serves[serve.key]
-        self._requests.give(serve.link)
-        self._tables.give(serve.link, serve.nbytes)
+        if serve.link in self._links:
+            del self._links[serve.link].serves[serve.request.attempt]
+        self._room.give(serve.link, serve.key)
         self._budgets.cancel(serve.key)
         out = self._release_revoked(h) + self._release(h)
         if not h.known and not h.serves and h.outcome is None:
@@ -554,7 +550,9 @@ class ProducerMachine:
         self._over.put(h.transfer, Over(outcome, h.next_generation), now)
         out: list[Action] = []
         if h.known:
-            ended = Ended("producer", h.transfer, str(h.transfer), outcome, h.nbytes, now - h.began, h.generation)
+            ended = Ended(
+                "producer", h.transfer, h.handle or str(h.transfer), outcome, h.nbytes, now - h.began, h.generation
+            )
             out.append(Emit(ended))
             if not h.serves:
                 out += self._release(h)
@@ -566,15 +564,24 @@ class ProducerMachine:
         """Release the engine's blocks once nothing of the offer record moves; this comes once, with its last rank serve."""
         if h.outcome is None or h.serves or not h.known:
             return []
-        return [Emit(Released("producer", h.transfer, str(h.transfer), h.generation))]
+        return [Emit(Released("producer", h.transfer, h.handle or str(h.transfer), h.generation))]
 
     def _release_revoked(self, h: OfferRecord) -> list[Action]:
         """Release what was revoked of a transfer that goes on, once nothing of that moves."""
         if h.revoked is None or h.outcome is not None or h.serves_of(h.revoked):
             return []
         generation, h.revoked = h.revoked, None
-        return [_generation_released(h.transfer, generation)]
+        return [_generation_released(h, generation)]
 
 
-def _generation_released(transfer: TransferId, generation: Generation) -> Emit:
-    return Emit(GenerationReleased("producer", transfer, str(transfer), generation))
+def _generation_released(h: OfferRecord, generation: Generation) -> Emit:
+    return Emit(GenerationReleased("producer", h.transfer, h.handle or str(h.transfer), generation))
+
+
+def _overdue(serve: RankServe, now: float) -> tuple[Failure, bool]:
+    """Return why a serve whose time is over ends, and whether its consumer may ask anew."""
+    if now < serve.expires:
+        return Failure(K.WITHDRAWN, "it was offered, by the consumer's word, and is not known here any more"), False
+    waited = serve.state is S.WAITING
+    why = Failure(K.NEVER_OFFERED if waited else K.TIMED_OUT, "the consumer's time for it is over")
+    return why, serve.lent and waited

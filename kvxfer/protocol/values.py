@@ -62,6 +62,7 @@ class Ended(msgspec.Struct, frozen=True):
     What the ranks of one engine were delivered belongs together only if it is of one generation.
 
     Attributes:
+        handle: what the engine calls it: ``Fetch.handle``, or ``Offer.handle``, or the transfer's name where there is none.
         nbytes: the bytes that have come; on a producer, those that its consumers have confirmed.
         seconds: from the call that began the transfer.
         generation: on a producer, the last one that was offered or revoked. On a consumer, the newest that it has heard of,

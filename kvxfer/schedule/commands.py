@@ -1,4 +1,4 @@
-"""What a scheduler half ships to its workers besides offers and fetches: values, good for pickle and msgpack."""
+"""What a scheduler side ships to its workers besides offers and fetches: values, good for pickle and msgpack."""
 
 from collections.abc import Sequence
 
@@ -64,7 +64,7 @@ class StepCommands(msgspec.Struct, frozen=True):
 class DeclinedTransfer(msgspec.Struct, frozen=True):
     """A consumer will never ask for this transfer: the producer may drop it.
 
-    Not for workers, who never heard of the transfer: the scheduler half tells the producer's directory.
+    Not for workers, who never heard of the transfer: the scheduler side tells the producer's directory.
     """
 
     transfer: TransferId

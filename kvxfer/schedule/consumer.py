@@ -1,4 +1,4 @@
-"""The consumer's scheduler half: which requests load from outside, into which blocks, and how often."""
+"""The consumer's scheduler side: which requests load from outside, into which blocks, and how often."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ class _Load:
     source: Source
     tokens: int
     progress: int
+    offered: bool
     requests: set[str] = field(default_factory=set)
     state: _State = _State.OPEN
     loader: str | None = None  # whose load the workers have not reported yet, cancelled or not
@@ -51,7 +52,14 @@ class FetchSchedule:
         self._declines: list[DeclinedTransfer] = []
 
     def arrive(
-        self, request: str, transfer: TransferId, digest: bytes, source: Source, tokens: int, progress: int = 0
+        self,
+        request: str,
+        transfer: TransferId,
+        digest: bytes,
+        source: Source,
+        tokens: int,
+        progress: int = 0,
+        offered: bool = False,
     ) -> bool:
         """Take in a request of whose prompt the first ``tokens`` tokens can be had from ``source``.
 
@@ -71,7 +79,7 @@ class FetchSchedule:
         if not same or request in self._loading:
             return False
         if load is None:
-            load = self._loads[transfer] = _Load(transfer, digest, source, tokens, progress)
+            load = self._loads[transfer] = _Load(transfer, digest, source, tokens, progress, offered)
         load.requests.add(request)
         self._requests[request] = load
         return True
@@ -116,7 +124,7 @@ class FetchSchedule:
             load.state, load.loader = _State.LOADING, request
             self._loading[request] = load
             names = request, load.transfer, load.digest, load.source
-            self._fetches.append(Fetch(*names, blocks, computed, end, self._own, load.progress))
+            self._fetches.append(Fetch(*names, blocks, computed, end, self._own, load.progress, load.offered))
         elif load is not None and load.state is _State.OPEN:
             self._decline(load, "the consumer does not need it")
 
@@ -157,7 +165,7 @@ class FetchSchedule:
 
     @property
     def waiting(self) -> dict[TransferId, tuple[bytes, Source]]:
-        """Transfers that workers do not know yet, their digests and producers: the scheduler half renews their leases itself."""
+        """Transfers that workers do not know yet, their digests and producers: the scheduler side renews their leases itself."""
         open_ = (load for load in self._loads.values() if load.state is _State.OPEN)
         return {load.transfer: (load.digest, load.source) for load in open_}
 

@@ -1,4 +1,4 @@
-"""The producer's scheduler half: what of each prefill may be read, and until when.
+"""The producer's scheduler side: what of each prefill may be read, and until when.
 
 Generations come from one counter of the tracker, so none is ever used twice in an epoch: a retry under the id
 of an aborted request is told from it although nothing of the aborted one is remembered.
@@ -148,6 +148,11 @@ class OfferSchedule:
         prefill = self._transfers.get(transfer)
         return prefill is not None and prefill.digest == digest
 
+    def begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Whether some of this transfer, of this content, is computed or is being computed. Any thread."""
+        prefill = self._transfers.get(transfer)
+        return prefill is not None and prefill.digest == digest and (prefill.progress > 0 or prefill.finished)
+
     def withdraw(self, transfer: TransferId, reason: str) -> None:
         """Nobody will read this transfer any more: its lease ran out, or the consumer gave it up unread.
 
@@ -264,7 +269,9 @@ class OfferSchedule:
     def _state(self, prefill: _Prefill) -> None:
         """Queue what is offered of it."""
         p = prefill
-        self._offers[p.transfer] = Offer(p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers)
+        self._offers[p.transfer] = Offer(
+            p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers, handle=p.request
+        )
 
     def _restart(self, prefill: _Prefill, reason: str) -> None:
         if prefill.blocks != self._nothing:

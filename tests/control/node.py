@@ -51,9 +51,11 @@ class Engine:
     def offer(self, transfer: TransferId, blocks: list[int], tokens: int, generation: int, final: bool) -> None:
         self.agent.offer(Offer(transfer, b"d", generation, tokens, BlockTable.of([blocks]), final))
 
-    def fetch(self, transfer: TransferId, source: Source, blocks: list[int], tokens: int) -> None:
+    def fetch(
+        self, transfer: TransferId, source: Source, blocks: list[int], tokens: int, offered: bool = False
+    ) -> None:
         table = BlockTable.of([blocks])
-        self.agent.fetch(Fetch(str(transfer), transfer, b"d", source, table, 0, tokens))
+        self.agent.fetch(Fetch(str(transfer), transfer, b"d", source, table, 0, tokens, offered=offered))
 
     def several(self, calls: list[tuple[Any, ...]]) -> None:
         """Calls of these methods, each with its name first, in one go."""
@@ -87,7 +89,7 @@ class Engine:
 
     def notices(self) -> list[TransferId]:
         """What other engines have told this one of, since the last call."""
-        return [n.transfer for notice in self.directory.notices() for n in notice.transfers]
+        return [n.transfer for notice in self.directory.notices() for n in getattr(notice, "transfers", ())]
 
     def vitals(self) -> tuple[int, int]:
         """Threads and file descriptors."""

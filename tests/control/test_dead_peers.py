@@ -22,13 +22,13 @@ SOON = 0.1
 Make = Callable[..., Node]
 
 
-@pytest.fixture
-def node() -> Iterator[Make]:
+@pytest.fixture(params=["tcp", "zmq"])
+def node(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[Node] = []
 
     def make(**config: object) -> Node:
         settings = {"peer_timeout": SILENCE, "transfer_timeout": TIMEOUT, "lease": 30.0, **config}
-        made.append(Node("zmq", **settings))  # type: ignore[arg-type]
+        made.append(Node(request.param, **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -121,6 +121,20 @@ def test_nobody_answers_at_an_address(node: Make) -> None:
         first = load(d, source, "first")
         assert first.outcome.kind is K.PEER_UNREACHABLE and first.seconds < SILENCE + 1
         known_to_be_dead(d, source)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["forgotten", "never known"])
+def test_a_producer_that_does_not_know_it_answers_soon(node: Make, known: bool) -> None:
+    p, d = node(seed=1, lease=0.5), node()
+    deliver(p, d, "met")
+    if known:
+        p.offer(name("old"), [3], 4, 1, True)
+        p.wait(Ended, transfer=name("old"))
+        time.sleep(1.0)  # it remembers for a lease how that ended
+    d.fetch(name("old"), p.source, [5], 4, True)
+    end = d.settled(name("old"), timeout=TIMEOUT + 5)
+    assert end.outcome.kind is K.WITHDRAWN and end.seconds < TIMEOUT / 2, end
+    deliver(p, d, "next")
 
 
 def test_another_peer_is_none_the_worse(node: Make) -> None:

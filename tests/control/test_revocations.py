@@ -1,4 +1,4 @@
-"""The tally: read by others, and changed by whatever makes announced bytes doubtful before anybody can act on it."""
+"""The revocation counter: read by others, and changed by whatever makes announced bytes doubtful before anybody can act on it."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_what_is_over_or_was_never_offered_disturbs_nobody(revocations: SharedRe
     assert revocations.declared == 1
 
 
-def test_only_a_tally_is_taken_for_one(revocations: SharedRevocationCounter, tmp_path: Any) -> None:
+def test_only_a_revocation_counter_is_taken_for_one(revocations: SharedRevocationCounter, tmp_path: Any) -> None:
     pid, fd, token = revocations.place.split("/")
-    path = tmp_path / "kvxfer-tally"
+    path = tmp_path / "kvxfer-revocations"
     path.write_bytes(bytes(4096))
     reading, writing = os.pipe()
     with path.open() as file:
@@ -105,10 +105,10 @@ CUT = """
 import mmap, os, secrets, sys
 from kvxfer.control.revocations import RevocationView, SharedRevocationCounter
 if sys.argv[1] == "ours":
-    tally = SharedRevocationCounter()
-    fd, place = tally._fd, tally.place
+    counter = SharedRevocationCounter()
+    fd, place = counter._fd, counter.place
 else:
-    fd = os.memfd_create("kvxfer-tally", os.MFD_ALLOW_SEALING if sys.argv[1] == "unsealed" else 0)
+    fd = os.memfd_create("kvxfer-revocations", os.MFD_ALLOW_SEALING if sys.argv[1] == "unsealed" else 0)
     os.ftruncate(fd, 4096)
     token = secrets.token_bytes(16)
     mmap.mmap(fd, 4096)[8:24] = token
@@ -126,7 +126,7 @@ print("not seen" if sight is None else f"seen {sight()}")
 @pytest.mark.parametrize(
     ("whose", "said"), [("ours", "seen 0"), ("unsealed", "not seen"), ("never to be sealed", "not seen")]
 )
-def test_a_tally_that_is_cut_short_ends_no_consumer(whose: str, said: str) -> None:
+def test_a_counter_that_is_cut_short_ends_no_consumer(whose: str, said: str) -> None:
     done = subprocess.run([sys.executable, "-c", CUT, whose], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control import inbound
+from kvxfer.control import directory, inbound
 from kvxfer.control.directory import Directory
 from kvxfer.failures import FailureKind
+from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline, Named, Renew
@@ -222,15 +223,21 @@ def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) ->
     assert len(p.directory.notices()) == 4
 
 
+TIMES = {1000: 100, 100: 12, 10: 12, 1: 12}
+"""How often a stranger says a notice that names so many transfers."""
+
+
 def test_whoever_fills_a_directory_leaves_room_for_others(pair: tuple[Engine, Engine]) -> None:
+    """However many there are, and however small what each says last."""
     p, _ = pair
-    flood = Decline(p.source.epoch, tuple(Named(TransferId(f"own/{i}", i), b"d" * 32) for i in range(1000)), "x")
+    named = tuple(Named(TransferId(f"own/{i}", i), b"d" * 32) for i in range(1000))
+    flood = [Decline(p.source.epoch, named[:size], "x") for size, times in TIMES.items() for _ in range(times)]
     address = f"tcp://127.0.0.1:{p.source.port}"
     with contextlib.ExitStack() as stack:
-        for _ in range(8):
+        for _ in range(24):
             stranger = stack.enter_context(Stranger(address))
-            for _ in range(100):
-                stranger.say(flood)
+            for notice in flood:
+                stranger.say(notice)
             stranger.say(m.Lookup(m.PROTOCOL))
             assert isinstance(stranger.answer(), m.EngineDescriptor)  # all of it has been taken in, or dropped
         honest = stack.enter_context(Stranger(address))
@@ -238,7 +245,7 @@ def test_whoever_fills_a_directory_leaves_room_for_others(pair: tuple[Engine, En
         honest.say(m.Lookup(m.PROTOCOL))
         assert isinstance(honest.answer(), m.EngineDescriptor)
         heard = p.directory.notices()
-    assert sum(isinstance(notice, Decline) for notice in heard) < 100, "they were bounded"
+    assert sum(len(m.encode(notice)) for notice in heard) <= directory.MOST_NOTICES, "they were bounded"
     assert [notice for notice in heard if isinstance(notice, Renew)] == [Renew(p.source.epoch, (Named(T, b"d"),))]
 
 
@@ -294,7 +301,7 @@ def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine])
         s.say(hello(p, endpoint=other.endpoint()))
         assert isinstance(s.answer(), m.Welcome)
         table = BlockTable((bytes(1 << 20),))
-        for i in range(70):
+        for i in range(90):
             s.say(m.FetchRequest(TransferId("own/1/hoard", i), i + 1, b"d", 0, 4, table, 1, 5.0))
         gone = s.answer()
         assert isinstance(gone, m.AttemptClosed) and gone.kind is FailureKind.OVERLOADED
@@ -302,24 +309,41 @@ def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine])
     other.close()
 
 
-def test_links_that_strangers_left_behind_do_not_keep_others_out(
-    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+def test_however_many_links_strangers_keep_alive_the_next_one_is_made(
+    engine, pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At the cost of one over which nothing moves; whoever made that one makes it anew when it wants something."""
     monkeypatch.setattr(inbound, "MOST", 4)
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
     address = p.agents[0].member.address
+
+    def asks(stack: ExitStack, i: int, transfer: str) -> Stranger:
+        s = stack.enter_context(Stranger(address, 20.0))
+        layers = hello(p).cache.views[0].layers
+        s.say(hello(p, endpoint=other.endpoint(), epoch=i, assignments=(ShardAssignment(0, 0, layers, 0, 4),)))
+        assert isinstance(s.answer(), m.Welcome)
+        s.say(m.FetchRequest(TransferId(transfer, 0), 1, b"d", 0, 4, BlockTable.of([[1]]), 1, 20.0))
+        s.say(m.Ping(1))
+        assert isinstance(s.answer(), m.PartReady if transfer == "own/1/kept" else m.Pong)
+        return s
+
+    honest(p, d)
     with ExitStack() as stack:
-        for _ in range(4):
-            s = stack.enter_context(Stranger(address))
-            s.say(hello(p, endpoint=other.endpoint()))
-            assert isinstance(s.answer(), m.Welcome)
+        stack.callback(other.close)
+        p.agents[0].offer(offered([3], 4, transfer=TransferId("own/1/kept", 0)))
+        waiting = [asks(stack, i, f"never {i}") for i in range(1, 4)]
+        late = engine({"verbs": ["read"]})
+        honest(p, late, TransferId("own/1/late", 0))
+        assert len([link for link in p.agents[0].links() if link.up]) == 4
+        honest(p, d, TransferId("own/1/again", 0))  # its link was the first to go, and then the first stranger's
+        assert waiting[0].hung_up_on()
+        for i in range(4, 8):
+            asks(stack, i, "own/1/kept")
         with Stranger(address) as s:
             s.say(hello(p, endpoint=other.endpoint()))
             refused = s.answer()
             assert isinstance(refused, m.Refused) and refused.kind is FailureKind.OVERLOADED
-    honest(p, d)
-    other.close()
 
 
 WELCOMES = {

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from kvxfer.config import Config
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Ticket, WorkerSide
@@ -20,6 +21,7 @@ from kvxfer.identity import TransferId, new_epoch
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released
 from kvxfer.values import NULL, BlockTable, Fetch, Group, Offer, Rank
+from tests.engine.direct import Switchboard
 
 FACTS = {"model": "small"}
 JUNK = ("junk",)
@@ -234,17 +236,26 @@ class Request:
 
 
 class Engine:
-    """One engine: what an author writes around `SchedulerSide` and `WorkerSide`."""
+    """One engine: what an author writes around `SchedulerSide` and `WorkerSide`. `board`: it has side channels."""
 
     def __init__(
-        self, wire: Wire, groups: Sequence[Group], ranks: int, blocks: int, early: bool, elastic: bool = False
+        self,
+        wire: Wire,
+        groups: Sequence[Group],
+        ranks: int,
+        blocks: int,
+        early: bool,
+        board: Switchboard | None = None,
+        elastic: bool = False,
     ) -> None:
         self.wire, self.groups = wire, list(groups)
         self.pool = Pool(blocks)
         self.pins = BlockPins(blocks if elastic else blocks // 4, self.pool)
-        self.side = SchedulerSide(Config(), "small", groups, ranks, FACTS, pins=self.pins)
+        with mock.patch("kvxfer.engine.scheduler.SideChannel", (board or Switchboard()).scheduler):
+            self.side = SchedulerSide(Config(), "small", groups, ranks, FACTS, pins=self.pins)
         self.agents = [Agent(wire, groups, Rank(0, r), elastic=elastic) for r in range(ranks)]
-        self.workers = [WorkerSide(a, quarantine=blocks // 4 if early else 0) for a in self.agents]  # type: ignore[arg-type]
+        more: Any = {"quarantine": blocks // 4 if early else 0, "channel": board.worker if board else None}
+        self.workers = [WorkerSide(a, **more) for a in self.agents]  # type: ignore[arg-type]
         wire.sources[self.side.source] = self.agents
         self.waiting: list[Request] = []
         self.held: dict[str, Request] = {}
@@ -312,6 +323,10 @@ class Engine:
         for request, _, end in batch:
             if not request.over and request.running and end == len(request.prompt) + request.extra:
                 self.finish(request, complete=True)
+
+    def hear(self) -> None:
+        """Between two steps, take in what came by the side channel."""
+        self.take_in(Report())
 
     def plan(self, request: Request, budget: int) -> tuple[Request, int, int] | None:
         if request.loading:

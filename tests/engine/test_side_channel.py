@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, PrefetchResult, SideChannel, WorkerChannel
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel, WorkerChannel
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.values import BlockTable, Fetch, Rank
@@ -27,16 +27,16 @@ def fetches(blocks: int = 3) -> DirectFetches:
 class Worker:
     rank: int
     got: queue.Queue[DirectFetches] = field(default_factory=queue.Queue)
-    said: list[PrefetchResult] = field(default_factory=list)
+    said: list[RankResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.channel = WorkerChannel(self.got.put, self.take)
 
-    def take(self) -> list[PrefetchResult]:
+    def take(self) -> list[RankResult]:
         out, self.said = self.said, []
         return out
 
-    def say(self, result: PrefetchResult) -> None:
+    def say(self, result: RankResult) -> None:
         self.said.append(result)
         self.channel.wake()
 
@@ -61,10 +61,10 @@ def test_fetches_reach_all_workers_and_results_the_scheduler(channel: SideChanne
     assert channel.open and channel.send(fetches())
     assert all(worker.got.get(timeout=LONG_S) == fetches() for worker in workers)
     why = Failure(FailureKind.PEER_LOST, "it went away")
-    sent = [PrefetchResult("r", Rank(0, w.rank), 3, why if w.rank else None, True, 0.5) for w in workers]
+    sent = [RankResult("r", Rank(0, w.rank), 1, 3, why if w.rank else None, True, 0.5) for w in workers]
     for worker, result in zip(workers, sent, strict=True):
         worker.say(result)
-    found: list[PrefetchResult] = []
+    found: list[RankResult] = []
     while len(found) < 2:
         news = channel.receive(LONG_S)
         assert news

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import ScheduleError
 from kvxfer.values import BlockTable, Group, Rank
+from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, JUNK, Engine, Pool, Request, Wire
 
 FULL, HYBRID = [Group(4)], [Group(4), Group(2, "window", 5)]
@@ -26,11 +28,16 @@ class Machine(RuleBasedStateMachine):
     """Whatever happens: nobody attends to another's bytes, no block leaks, and both sides forget all."""
 
     @initialize(
-        groups=st.sampled_from([FULL, HYBRID]), ranks=st.integers(1, 2), early=st.booleans(), elastic=st.booleans()
+        groups=st.sampled_from([FULL, HYBRID]),
+        ranks=st.integers(1, 2),
+        early=st.booleans(),
+        direct=st.booleans(),
+        elastic=st.booleans(),
     )
-    def start(self, groups: list[Group], ranks: int, early: bool, elastic: bool) -> None:
+    def start(self, groups: list[Group], ranks: int, early: bool, direct: bool, elastic: bool) -> None:
         self.wire, self.elastic = Wire(), elastic
-        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early, elastic) for _ in "pd")
+        board = Switchboard() if direct else None
+        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early, board, elastic) for _ in "pd")
         self.engines = self.p, self.d
         self.transfers = 0
 
@@ -60,6 +67,10 @@ class Machine(RuleBasedStateMachine):
                 if load.ended:
                     self.wire.scribble(load)
             self.engines[which].step(budget)
+
+    @rule()
+    def hear(self) -> None:
+        self.d.hear()
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -143,11 +154,11 @@ def pair() -> Any:
         engine.side.close()
 
 
-def offered(p: Engine, extra: int = 1) -> tuple[Any, tuple[int, ...]]:
-    p.add(PROMPT, extra, TransferId("own/1", 0))
+def offered(p: Engine, extra: int = 1, name: str = "own/1") -> tuple[Any, tuple[int, ...]]:
+    p.add(PROMPT, extra, TransferId(name, 0))
     for _ in range(12):
         p.step(4)
-    return p.tickets[0]
+    return p.tickets[-1]
 
 
 def test_a_load_comes_and_its_blocks_are_freed(pair: Any) -> None:
@@ -209,7 +220,7 @@ def test_what_may_still_be_written_is_not_reused(pair: Any) -> None:
 def test_what_is_preempted_has_memory_until_nobody_reads_it(elastic: bool) -> None:
     """An elastic cache unmaps what is freed, at once. Elsewhere the engine needs the room, and late bytes are revoked."""
     wire = Wire()
-    p, d = (Engine(wire, FULL, 2, 64, True, elastic) for _ in "pd")
+    p, d = (Engine(wire, FULL, 2, 64, True, elastic=elastic) for _ in "pd")
     try:
         request = p.add(PROMPT, 9, TransferId("own/1", 0))
         while not any(offer.final for offer in p.agents[0].offers.values()):
@@ -260,6 +271,34 @@ def test_a_load_is_as_far_as_all_ranks_are(pair: Any) -> None:
     assert d.side.report(Report(arrived={name: {b: 8}})).arrived == {name: 8}
     over = d.side.report(Report(delivered={name: {1}}, over={name: {a, b}}, arrived={name: {b: 8}}))
     assert over.loaded == {name} and over.arrived == {}
+
+
+def test_what_the_side_channel_has_said_is_not_said_again(pair: Any) -> None:
+    """Neither by a step, nor of a later load that has the same name."""
+    wire, p, _ = pair
+    board = Switchboard()
+    d = Engine(wire, HYBRID, 2, 64, True, board)
+    try:
+        d.step(4)  # its workers introduce themselves
+        ticket = offered(p)
+        for _ in range(2):
+            d.names = itertools.count()
+            request = d.take(*ticket)
+            d.step(4)
+            said = board.said
+            board.late, board.said = said, []
+            assert d.side.report(Report()).loaded == set(), "nothing has come yet for this one"
+            for load in wire.loads:
+                wire.begin(load)
+                wire.settle(load)
+            d.hear()
+            assert not request.loading and len(board.said) == 2
+            ticket = offered(p, name="own/2")
+            for _ in range(4):
+                d.step(4)
+            assert request.over and len(d.side) == 0
+    finally:
+        d.side.close()
 
 
 def test_a_load_without_blocks_is_refused_by_the_call_that_asks_for_it(pair: Any) -> None:

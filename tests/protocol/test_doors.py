@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import Planner, ShardAssignment
@@ -36,11 +38,12 @@ class Door:
         self.machine = ProducerMachine(LEASE, LONGEST)
         self.now = 0.0
         self.events: list[Any] = []
+        self.epochs: dict[bytes, int] = {}
         for peer in (RIGHT, WRONG, b"third"):
             self.link(peer)
 
     def link(self, peer: bytes) -> None:
-        epoch = {RIGHT: 1, WRONG: 2}.get(peer, 3)
+        epoch = self.epochs.setdefault(peer, len(self.epochs) + 1)
         self.machine.link_up(peer, LinkInfo("read", PLANNER, peer=epoch), self.now)
 
     def does(self, actions: list[Action]) -> list[m.Message]:
@@ -124,6 +127,38 @@ def test_a_stranger_costs_the_right_consumer_nothing(what: str, when: str) -> No
     assert door.events[0].outcome == Outcome()
 
 
+def test_who_was_told_that_it_is_offered_hears_at_once_that_it_is_forgotten() -> None:
+    door = Door()
+    door.offer()
+    door.at(3 * LEASE)  # it has ended, and that is forgotten too
+    door.events.clear()
+    begun = door.now
+    assert not door.want(RIGHT, seconds=20.0, offered=True)
+    [closed] = door.at(begun + producer.GRACE_S)
+    assert closed.kind is FailureKind.WITHDRAWN and not closed.again, closed
+    assert "not known here any more" in closed.reason
+    assert not door.machine.holds(T)
+
+
+def test_a_rank_that_lags_is_waited_for() -> None:
+    door = Door()
+    door.want(RIGHT, seconds=20.0, offered=True)
+    door.at(producer.GRACE_S / 2)
+    assert [type(said) for said in door.offer()] == [m.PartReady]
+    assert not door.at(19.0)
+    [closed] = door.at(20.0)
+    assert closed.kind is FailureKind.TIMED_OUT
+
+
+def test_what_is_being_computed_anew_is_waited_for() -> None:
+    door = Door()
+    door.offer(final=False)
+    door.does(door.machine.revoke(T, 1, Failure(FailureKind.REVOKED, "preempted"), False, door.now))
+    door.want(RIGHT, seconds=20.0, offered=True)
+    assert not door.at(19.0)
+    assert [type(said) for said in door.offer(generation=2)] == [m.PartReady]
+
+
 def test_one_that_knows_the_digest_may_give_it_up_before_it_is_there() -> None:
     door = Door()
     door.want(RIGHT)
@@ -167,23 +202,41 @@ def test_a_want_is_kept_no_longer_than_the_producer_keeps_any() -> None:
     assert len(door.machine) == 0
 
 
-def test_one_link_has_no_more_than_half_of_the_wants_and_another_finds_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer, "MOST_REQUESTS", 100)
+def hoard(door: Door, link: bytes, n: int, table: BlockTable = TABLE) -> list[m.Message]:
+    """Wants for so many things that nobody offers; returns what is said to them."""
+    name = f"hoard {link!r}"
+    wants = [m.FetchRequest(TransferId(name, i), i + 1, link, 0, 4, table, 1, MONTH) for i in range(n)]
+    return [said for want in wants for said in door.says(link, want)]
+
+
+def overloaded(said: list[m.Message]) -> int:
+    assert all(isinstance(x, m.AttemptClosed) and x.kind is FailureKind.OVERLOADED for x in said)
+    return len(said)
+
+
+@pytest.mark.parametrize("table", [TABLE, BlockTable((bytes(100_000),))], ids=["small", "large"])
+def test_however_many_links_take_all_they_can_the_next_one_finds_room(
+    monkeypatch: pytest.MonkeyPatch, table: BlockTable
+) -> None:
+    each = producer.REQUEST_BYTES + table.nbytes
+    monkeypatch.setattr(producer, "MOST_BYTES", 1000 * each)
     door = Door()
-    refused = 0
-    for i in range(200):
-        want = m.FetchRequest(TransferId("hoard", i), i + 1, WRONG, 0, 4, TABLE, 1, MONTH)
-        refused += any(
-            isinstance(x, m.AttemptClosed) and x.kind is FailureKind.OVERLOADED for x in door.says(WRONG, want)
-        )
-    assert refused == 150
-    assert not door.want(RIGHT)
+    greedy = [b"greedy %d" % i for i in range(200)]
+    for link in greedy:
+        door.link(link)
+    assert overloaded(hoard(door, greedy[0], 1001, table)) == 1, "one has all as long as it is alone"
+    for link in greedy[1:]:
+        hoard(door, link, 1001, table)
+    held = [sum(s.link == link for s in door.machine._serves.values()) for link in greedy]
+    assert set(held) <= {4, 5, 6} and sum(held) == 1000
+    [victim] = door.want(RIGHT)
+    assert overloaded([victim]) and b"greedy" in victim.transfer.base.encode()
     door.offer()
     assert isinstance(door.says(RIGHT, m.CommitRequest(T, 1, 1))[0], m.CommitAck)
-    door.does(door.machine.link_down(WRONG, CUT, door.now))
+    for link in greedy:
+        door.does(door.machine.link_down(link, CUT, door.now))
     assert len(door.machine) == 0
-    door.link(WRONG)
-    assert not door.says(WRONG, m.FetchRequest(TransferId("hoard", 0), 1, WRONG, 0, 4, TABLE, 1, 1.0))
+    assert not hoard(door, WRONG, 1000, table)
 
 
 def test_answers_to_one_reader_do_not_push_out_those_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,13 +252,43 @@ def test_answers_to_one_reader_do_not_push_out_those_to_others(monkeypatch: pyte
     assert isinstance(door.says(RIGHT, m.CommitRequest(T, 1, 1))[0], m.CommitAck), "what was said last is said again"
 
 
-def test_shares_leave_something_for_the_next_one() -> None:
-    shares: PeerBudgets[str] = PeerBudgets(100)
-    for who, most in (("a", 50), ("b", 25), ("c", 13)):
-        assert sum(shares.take(who) for _ in range(100)) == most
-    for _ in range(50):
-        shares.give("a")
-    assert sum(shares.take("d") for _ in range(100)) == 31
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 12), st.booleans()), max_size=200))
+def test_whoever_wants_no_more_than_an_equal_share_has_it(steps: list[tuple[int, int, bool]]) -> None:
+    """Whatever the others want, and whenever; nobody loses anything while something is left."""
+    budgets: PeerBudgets[int, int] = PeerBudgets(100)
+    held: dict[int, tuple[int, int]] = {}
+    for key, (owner, n, gives) in enumerate(steps):
+        mine = [k for k, (whose, _) in held.items() if whose == owner]
+        if gives and mine:
+            budgets.give(owner, mine[0])
+            del held[mine[0]]
+            continue
+        left = 100 - sum(size for _, size in held.values())
+        lost = budgets.take(owner, key, n)
+        would = sum(held[k][1] for k in mine) + n
+        assert lost is not None or would > 100 // 8
+        assert not lost or n > left
+        if lost is None:
+            assert n > left
+            continue
+        for k in lost:
+            whose, _ = held[k]
+            assert sum(size for other, size in held.values() if other == whose) > would
+            assert k == max(other for other, (o, _) in held.items() if o == whose), "the newest goes"
+            del held[k]
+        held[key] = owner, n
+        assert sum(size for _, size in held.values()) <= 100
+
+
+def test_those_who_have_left_have_one_share_together() -> None:
+    budgets: PeerBudgets[str, int] = PeerBudgets(100)
+    for i in range(100):
+        assert budgets.take(f"{i}", i, 1) == []
+        budgets.merge(f"{i}", "gone")
+    assert budgets.take("here", 100, 50) == list(range(99, 49, -1))
+    budgets.give("gone", 3)
+    assert budgets.take("another", 101, 1) == []
 
 
 def test_a_keep_forgets_in_order_and_no_more_than_it_must() -> None:

@@ -46,9 +46,9 @@ class TestChunks:
         tracker = tracking(FULL, 40)
         tracker.step("r", 0, 20, table([5, 6]))
         first = only_offer(tracker)
-        assert first == Offer(T, DIGEST, first.generation, 16, table((5,)), False)
+        assert first == Offer(T, DIGEST, first.generation, 16, table((5,)), False, handle="r")
         tracker.step("r", 20, 20, table([5, 6, 7]))
-        assert only_offer(tracker) == Offer(T, DIGEST, first.generation, 40, table((5, 6, 7)), True)
+        assert only_offer(tracker) == Offer(T, DIGEST, first.generation, 40, table((5, 6, 7)), True, handle="r")
 
     def test_chunk_that_needs_no_new_block(self) -> None:
         """Crashed the predecessor: block 16, prompt 20, first chunk 17."""
@@ -98,7 +98,9 @@ class TestChunks:
         offer = only_offer(tracker)
         assert (offer.tokens, offer.blocks, offer.final) == (40, table((1, 2, 3), ()), False)
         assert tracker.finish("r", table([1, 2, 3], [-1, 5, 6]), True)
-        assert only_offer(tracker) == Offer(T, DIGEST, offer.generation, 40, table((1, 2, 3), (-1, 5, 6)), True)
+        assert only_offer(tracker) == Offer(
+            T, DIGEST, offer.generation, 40, table((1, 2, 3), (-1, 5, 6)), True, handle="r"
+        )
 
     def test_windows_alone_are_offered_once(self) -> None:
         tracker = tracking([Group(16, "window")], 40)
@@ -385,6 +387,6 @@ class TestConsumers:
         first = only_offer(tracker)
         assert first.consumers == 2
         tracker.decline(T, "not needed")
-        assert only_offer(tracker) == Offer(T, DIGEST, first.generation, 16, table((5,)), False, 1)
+        assert only_offer(tracker) == Offer(T, DIGEST, first.generation, 16, table((5,)), False, 1, handle="r")
         tracker.decline(T, "not needed")
         assert only_revoke(tracker).gone and T not in tracker.transfers

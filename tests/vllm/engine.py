@@ -486,9 +486,9 @@ class Engine:
         assert not getattr(s, "kv_holding_waiting", None)  # vLLM 0.31 and later
         assert self.free == self.room, "blocks have leaked"
         assert all(b.ref_cnt == 0 for b in self.pool.blocks if not b.is_null)
-        assert len(ours(s.connector)._sched) == 0, "the scheduler half remembers something"
+        assert len(ours(s.connector)._sched) == 0, "the scheduler side remembers something"
         for worker in self.workers:
-            assert len(ours(worker)._work) == 0, "a worker half remembers something"
+            assert len(ours(worker)._work) == 0, "a worker side remembers something"
 
     def close(self) -> None:
         self.scheduler.shutdown()

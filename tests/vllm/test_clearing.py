@@ -88,7 +88,7 @@ class Fetched:
 def load(
     monkeypatch: pytest.MonkeyPatch, kv: KVCacheConfig, blocks: Any, start: int, tokens: int
 ) -> dict[str, torch.Tensor]:
-    """What the worker half leaves in memory before the bytes of a load may come."""
+    """What the worker side leaves in memory before the bytes of a load may come."""
     tensors = stale(kv)
     agent = Fetched(tensors)
     monkeypatch.setattr("vllm.distributed.parallel_state.get_pp_group", lambda: SimpleNamespace(rank_in_group=0))

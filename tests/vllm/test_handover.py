@@ -151,6 +151,26 @@ def test_who_stands_behind_a_load_that_does_not_come_is_not_held_up(make: Make, 
         right(d, p, name, prompt(N, i))
 
 
+def test_what_comes_while_another_is_waited_for_is_there_in_the_next_step(
+    make: Make, board: Switchboard, wire: Wire
+) -> None:
+    """Though nothing can run in this one, blocks are not what the engine lacks."""
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    params = [offered(p, i) for i in range(2)]
+    wire.paused = True
+    names = [d.add(prompt(N, i), params[i]) for i in range(2)]
+    first, _ = wire.loads(d)
+    waits = iter(range(9))
+    board.waited = lambda: next(waits) == 1 and wire.read(first) and wire.settle(first)
+    assert not d.step().num_scheduled_tokens
+    assert names[0] in d.step().num_scheduled_tokens
+    wire.paused, board.waited = False, wire.pump
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
+    assert d.computed[names[0]] == 1 + 3
+
+
 def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = make(blocks=100), decoder(make, board, blocks=100)
     now = 0.0
@@ -189,9 +209,24 @@ def test_beside_the_steps_it_costs_one(make: Make, board: Switchboard) -> None:
     name = d.add(prompt(N), params)
     seen = d.scheduler.schedule
     d.scheduler.schedule = lambda *a, **k: _then(seen(*a, **k), d.wire.pump)  # type: ignore[method-assign]
-    assert steps_until(d, p, name) == 1 + d.overlap
+    assert steps_until(d, p, name) == 1
     right(d, p, name, prompt(N))
     assert other
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_abort_after_vllm_has_heard_of_the_end_and_before_a_step_says_so_too(
+    make: Make, board: Switchboard, ranks: int
+) -> None:
+    p, d = make(ranks=ranks), decoder(make, board, ranks=ranks, extra={"step_budget": 0})
+    name = d.add(prompt(N), offered(p))
+    d.step()
+    d.steps(1 + d.overlap)
+    d.abort(name)
+    d.run(p)
+    again = d.add(prompt(N, 3), offered(p, 3))
+    right(d, p, again, prompt(N, 3))
+    assert d.computed[again] == 1 + 3
 
 
 def _then(result: Any, call: Any) -> Any:
@@ -307,7 +342,7 @@ def test_a_transfer_that_its_router_named_is_not_waited_for(make: Make, board: S
     )
     board.waits.clear()
     d.steps(3)
-    assert not board.waits
+    assert not any(board.waits)
     p.add(prompt(N), {"do_remote_decode": True, "transfer_id": "t1"}, n=1)
     d.run(p, until=name)
     assert d.done[name].tokens == answer(prompt(N), 4) and d.computed[name] == 1 + 3

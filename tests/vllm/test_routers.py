@@ -33,6 +33,25 @@ def test_both_dispatched_at_once(make: Make, groups: Any, first: str, schema: An
     assert d.computed[b] == 1 + 3
 
 
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "dispatched at once"])
+def test_d_knows_whether_p_has_offered_what_it_loads(make: Make, wire: Wire, answered: bool) -> None:
+    """P is asked for no longer than it takes to say that it has forgotten it, but waited for where it may not have begun."""
+    p, d = make(), make()
+    text = prompt(60)
+    to_p, to_d = both(p, "job")
+    params = prefill(p, text) if answered else to_d
+    wire.paused = True
+    name = d.add(text, params)
+    d.steps(2)
+    [load] = wire.loads(d)
+    assert load.fetch.offered == answered
+    if not answered:
+        p.add(text, to_p, n=1)
+    wire.paused = False
+    d.run(p)
+    check(d, name, text)
+
+
 def test_a_router_that_repeats(make: Make) -> None:
     """The same params to D again, at once and later: one load, and right tokens for all."""
     p, d = make(), make()

@@ -175,7 +175,16 @@ class PrefillRank:
     def _offer(self, sending: _Sending, last: bool, aux: bytes, after: Fence | None) -> None:
         tokens = len(sending.pages) * self._manager.kv_args.page_size
         table = BlockTable.of([sending.pages])
-        offer = Offer(sending.transfer, sending.digest, GENERATION, tokens, table, last, payload=aux)
+        offer = Offer(
+            sending.transfer,
+            sending.digest,
+            GENERATION,
+            tokens,
+            table,
+            last,
+            payload=aux,
+            handle=f"room {sending.room}",
+        )
         self._offered[sending.transfer] = sending
         self._rank.agent.offer(offer, after)
         sending.offered = True

@@ -306,7 +306,7 @@ class BatchingExchange:
             return True
         ticket = told.rows[0]
         assert ticket is not None
-        if not scheduler.load(name, ticket.transfer, arrival.digest, ticket.source, told.tokens):
+        if not scheduler.load(name, ticket.transfer, arrival.digest, ticket.source, told.tokens, offered=True):
             self._prefill_here(arrival, "its ticket has been used already")
             return True
         computed = self._paged.search_prefix_match(name, arrival.ids[: told.tokens + 1])

@@ -196,7 +196,7 @@ class CacheExchange:
                 content = prompt_digest(self._model, self._facts, ids[row, pad : told.tokens].tolist(), salt)
                 request, scheduler = self._name("fetch"), self._side.scheduler
                 found = _Row(request, blocks, tokens)
-                if scheduler.load(request, row_ticket.transfer, content, row_ticket.source, tokens):
+                if scheduler.load(request, row_ticket.transfer, content, row_ticket.source, tokens, offered=True):
                     scheduler.allocated(request, self._arena.table(blocks, tokens), scheduler.loadable(request, 0) or 0)
                 else:
                     detail = "this exchange fetches it already, or did so just now; each ticket serves one fetch"

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import BlockPins, SchedulerSide
+from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.identity import Address, digest
@@ -66,6 +66,7 @@ class SchedulerHooks:
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
         self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
         self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
+        self._told: set[str] = set()  # loads that vLLM knows to be over, and hears of once more from its workers
         self._freed: list[str] = []  # requests whose blocks vLLM may free, and has to hear of that
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -114,8 +115,8 @@ class SchedulerHooks:
             tokens = request.num_prompt_tokens - 1
             if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
                 content = p.digest_of(params) or content
-            complete = not p.is_routed(params)  # else P may not have begun
-            self.side.load(name, transfer, content, source, tokens, complete=complete)
+            answered = not p.is_routed(params)  # else P may not have begun
+            self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered)
             if self._hits is not None and not request.skip_reading_prefix_cache:
                 self.side.prefetch(name, self._hits(request))
 
@@ -190,10 +191,11 @@ class SchedulerHooks:
         """Follow what this step computes, and say what the workers must know with it."""
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
-        if output.preempted_req_ids or not output.total_num_scheduled_tokens:
+        stuck = bool(self._unplaced) and not output.total_num_scheduled_tokens
+        if output.preempted_req_ids or stuck:
             self.side.short_of_blocks()
         self._follow(output)
-        self.side.stands_still(bool(self._unplaced) and not output.total_num_scheduled_tokens)
+        self.side.stands_still(stuck)
         self._unplaced.clear()
         step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed))
         self._doomed, self._freed = {}, []
@@ -231,15 +233,18 @@ class SchedulerHooks:
         """Take in what the workers have reported: loads that are over, offers that all ranks are done with."""
         found = output.kv_connector_worker_meta
         over = set(output.finished_recving or ())
-        if isinstance(found, ReportMetadata):
-            update = self.side.report(found.report)
-            self._freed += update.free
-            for name in update.disagreed.keys() & self._seen:
-                # vLLM hears of the failure with the next step, from our workers.
-                self._doomed[name] = update.disagreed[name]
-                compat.hold_back(output, name)
+        update = self.side.report(found.report if isinstance(found, ReportMetadata) else Report())
+        self._freed += update.free
+        for name in update.disagreed.keys() & self._seen:
+            # vLLM hears of the failure with the next step, from our workers.
+            self._doomed[name] = update.disagreed[name]
+            compat.correct(output, over=frozenset(), still=frozenset((name,)))
         for name in over:
             self.side.load_over(name)
+        # What the side channel has said vLLM hears now, and not again when a step says so, too.
+        early = update.loaded - over
+        compat.correct(output, over=early, still=self._told & over)
+        self._told = (self._told - over) | early
         for name in output.finished_sending or ():
             self.side.freed(name)
 

@@ -50,6 +50,7 @@ class ProducerEngine:
         self.revoked: dict[tuple[int, int], int] = {}  # rank and generation -> when it was given up
         # What each rank has revoked of a transfer that goes on, and has not heard to be read no more.
         self.read: dict[tuple[int, TransferId], int] = {}
+        self.answered: set[TransferId] = set()  # all of it was offered once, on all ranks
 
     @property
     def known(self) -> set[TransferId]:
@@ -85,6 +86,7 @@ class ProducerEngine:
         self.busy[transfer] -= 1
         if not self.busy[transfer]:
             del self.busy[transfer]
+            self.answered.add(transfer)
 
     def _start(self, r: int, transfer: TransferId, total: int, generation: int) -> None:
         if transfer not in self.lives[r]:
@@ -209,12 +211,13 @@ class ConsumerEngine:
             return
         start = world.script.pick(total) if world.script.chance(64) else 0
         name = f"request {next(self.names)}"
+        offered = transfer in world.prefills.answered and world.script.chance(128)
         for r, agent in enumerate(world.consumers):
             blocks = agent.take(-(-total // D_TOKENS), object())
             if blocks is None:
                 continue
             agent.view()[:, blocks] = FREE
-            spec = Fetch(name, transfer, b"digest", source, BlockTable.of([blocks]), start, total)
+            spec = Fetch(name, transfer, b"digest", source, BlockTable.of([blocks]), start, total, offered=offered)
             self.wishes[r, name] = Wish(spec, blocks, agent.owner[blocks[0]], world.now + START)
             world.perform(agent, agent.machine.fetch(spec, world.now))
 

@@ -16,10 +16,11 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -205,15 +206,15 @@ def _ask(url: str, wish: Wish, expected: Sequence[int], answers: Answers) -> Non
 
     try:
         with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_S) as client:
-            answer = client.completions.create(
+            ask = partial(
+                client.completions.create,
                 model=MODEL_NAME,
                 prompt=wish.prompt,
                 max_tokens=wish.tokens,
                 temperature=0,
-                stream=wish.streams,
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )
-            parts = answer if wish.streams else [answer]
+            parts: Iterable[Any] = ask(stream=True) if wish.streams else [ask(stream=False)]
             tokens = [t for part in parts for choice in part.choices for t in getattr(choice, "token_ids", None) or ()]
     except Exception as error:
         answers.add(wish, f"{type(error).__name__}: {error}", expected)

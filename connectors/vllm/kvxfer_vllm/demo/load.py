@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Tally:
+class Findings:
     """What became of the requests. Any thread.
 
     Attributes:
@@ -47,9 +47,9 @@ class Tally:
     hung: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, deed: str, end: str) -> None:
+    def add(self, act: str, end: str) -> None:
         with self._lock:
-            self.counts[f"{deed}: {end}"] += 1
+            self.counts[f"{act}: {end}"] += 1
 
 
 class Stage:
@@ -96,47 +96,47 @@ class Client(threading.Thread):
     )
 
     def __init__(
-        self, stage: Stage, expected: Mapping[str, list[int]], tally: Tally, seed: int, ends: threading.Event
+        self, stage: Stage, expected: Mapping[str, list[int]], findings: Findings, seed: int, ends: threading.Event
     ) -> None:
         super().__init__(daemon=True)
-        self._stage, self._expected, self._tally, self._ends = stage, expected, tally, ends
+        self._stage, self._expected, self._findings, self._ends = stage, expected, findings, ends
         self._random = random.Random(seed)
 
     def run(self) -> None:
         while not self._ends.is_set():
-            deed = self._random.choice(self.DEEDS)
+            act = self._random.choice(self.DEEDS)
             prompt, other = self._random.sample(sorted(self._expected), 2)
             try:
-                self._tally.add(deed, self._do(deed, prompt, other))
+                self._findings.add(act, self._do(act, prompt, other))
             except NoAnswer as error:
-                self._tally.hung.append(f"{deed}: {error}")
+                self._findings.hung.append(f"{act}: {error}")
             except ServerError:
-                self._tally.add(deed, "error")
+                self._findings.add(act, "error")
                 self._ends.wait(0.2)
 
-    def _do(self, deed: str, prompt: str, other: str) -> str:
+    def _do(self, act: str, prompt: str, other: str) -> str:
         prefill, decode = self._stage[self._random.choice(self._stage.prefills)], self._stage["decode"]
-        if deed == "withholds params":
-            return self._judge(deed, prompt, complete(decode, prompt, OUTPUT_TOKENS, None, HANG_S).tokens)
-        offer = complete(prefill, other if deed == "mixes params up" else prompt, 1, PREFILL_PARAMS, HANG_S)
-        if deed == "leaves after prefill":
+        if act == "withholds params":
+            return self._judge(act, prompt, complete(decode, prompt, OUTPUT_TOKENS, None, HANG_S).tokens)
+        offer = complete(prefill, other if act == "mixes params up" else prompt, 1, PREFILL_PARAMS, HANG_S)
+        if act == "leaves after prefill":
             return "left"
-        if deed == "leaves decode":
+        if act == "leaves decode":
             patience = self._random.uniform(0.01, 0.5)
             try:
                 tokens = complete(decode, prompt, OUTPUT_TOKENS, offer.kv_transfer_params, patience).tokens
             except NoAnswer:
                 return "left"
-            return self._judge(deed, prompt, tokens)
-        for _ in range(2 if deed == "repeats params" else 1):
+            return self._judge(act, prompt, tokens)
+        for _ in range(2 if act == "repeats params" else 1):
             tokens = complete(decode, prompt, OUTPUT_TOKENS, offer.kv_transfer_params, HANG_S).tokens
-            end = self._judge(deed, prompt, tokens)
+            end = self._judge(act, prompt, tokens)
         return end
 
-    def _judge(self, deed: str, prompt: str, tokens: list[int]) -> str:
+    def _judge(self, act: str, prompt: str, tokens: list[int]) -> str:
         if tokens == self._expected[prompt]:
             return "right"
-        self._tally.wrong.append(f"{deed}: {len(prompt)} tokens beginning {prompt[:30]!r}")
+        self._findings.wrong.append(f"{act}: {len(prompt)} tokens beginning {prompt[:30]!r}")
         return "WRONG"
 
 
@@ -180,8 +180,8 @@ def under_load(
         `requests` by what the client did and how it ended, `resources` of each server before and after, and
         `objections`, which is empty if all went as promised.
     """
-    tally, ends = Tally(), threading.Event()
-    threads = [Client(stage, expected, tally, seed * 1000 + n, ends) for n in range(clients)]
+    findings, ends = Findings(), threading.Event()
+    threads = [Client(stage, expected, findings, seed * 1000 + n, ends) for n in range(clients)]
     for thread in threads:
         thread.start()
     try:
@@ -192,7 +192,7 @@ def under_load(
         ends.set()
     for thread in threads:
         thread.join(2 * HANG_S)
-    objections = [*(f"wrong tokens: {w}" for w in tally.wrong), *(f"hung: {h}" for h in tally.hung)]
+    objections = [*(f"wrong tokens: {w}" for w in findings.wrong), *(f"hung: {h}" for h in findings.hung)]
     objections += [f"client {n} is still waiting" for n, thread in enumerate(threads) if thread.is_alive()]
     objections += _afterwards(stage, expected)
     resources = {}
@@ -202,7 +202,7 @@ def under_load(
         resources[name] = {"before": then.as_dict(), "after": now.as_dict(), "same_process": server is stage[name]}
         if server is stage[name]:
             objections += [f"{name}: {o}" for o in now.growth(then, RSS_SLACK, DESCRIPTORS_SLACK)]
-    return {"requests": dict(sorted(tally.counts.items())), "resources": resources, "objections": objections}
+    return {"requests": dict(sorted(findings.counts.items())), "resources": resources, "objections": objections}
 
 
 def _afterwards(stage: Stage, expected: Mapping[str, list[int]]) -> list[str]:
