@@ -42,7 +42,7 @@ from kvxfer.protocol.values import Action, Event, Hashed, Stats
 from kvxfer.security import Security
 from kvxfer.transport import Fence, Transport
 from kvxfer.transport.auto import candidates, options_for
-from kvxfer.values import Fetch, Offer
+from kvxfer.values import MOST_REASON, Fetch, Offer
 
 __all__ = ["Agent"]
 
@@ -50,8 +50,6 @@ log = logging.getLogger("kvxfer.agent")
 
 START_S = 60.0
 DRAIN_LOOK_S = 0.02
-MOST_REASON = 1 << 20
-"""Characters of a reason that an engine gives; peers are told the beginning."""
 
 
 class Agent:
@@ -166,11 +164,13 @@ class Agent:
             after: The fence behind which the blocks' content is complete; ``None`` when it is complete already.
 
         Raises:
-            ArgumentError: The blocks are not the cache's, are too few for the tokens, or are others than those in which the
-                same generation has offered the same tokens.
+            ArgumentError: The blocks are not the cache's or too few for the tokens, or the offer takes back what was offered
+                of its transfer before: an older generation, or fewer tokens, other blocks, another payload of the same one.
             KvxferError: The agent has been closed.
         """
         self._check_open()
+        if after is not None:
+            arguments.instance("after", after, Fence)  # type: ignore[type-abstract]
         self._calls.offer(offer)
         self._revocations.offered(offer.transfer, offer.generation)
         self._loop.do(partial(self._shell.offer, offer, after, time.monotonic()))
@@ -244,7 +244,7 @@ class Agent:
         Without it, or with ``None``, whoever wants to know asks ``events``.
         """
         self._owner.check()
-        self._events.heard = heard
+        self._events.heard = arguments.function("heard", heard)
 
     def events(self, timeout: float = 0.0) -> list[Event]:
         """Return what has happened since the last call, in order; after ``close``, what is left of it.
@@ -253,7 +253,7 @@ class Agent:
             timeout: Seconds to wait if nothing has happened yet. This costs no CPU. Nobody waits for a closed agent.
         """
         self._owner.check()
-        return self._events.take(timeout)
+        return self._events.take(arguments.seconds("timeout", timeout))
 
     def fileno(self) -> int:
         """Return a descriptor that polls readable while ``events`` has something to return, and for good after ``close``.
@@ -296,6 +296,7 @@ class Agent:
             cache must not be freed: transfers whose memory may still be touched are not released (a late release may
             follow).
         """
+        timeout = arguments.seconds("timeout", timeout)
         return self._loop.close(timeout) if self._owner.here else False
 
     def drain(self, timeout: float) -> bool:
@@ -309,7 +310,7 @@ class Agent:
             Whether all memory is quiet, as ``close`` has it.
         """
         self._owner.check()
-        until = time.monotonic() + timeout
+        until = time.monotonic() + arguments.seconds("timeout", timeout)
         heard = threading.Event()
 
         def hear(now: float) -> list[Action]:

@@ -56,25 +56,25 @@ class OfferedBlocks:
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Take in that the request runs in this step; see ``OfferSchedule.step``."""
-        self._schedule.step(request, computed, scheduled, table)
-        if self.elastic:
-            self._pin(request)
         total = self._schedule.total(request)
         if computed + scheduled >= total and request not in self._ends and self._windows:
             end = table.only(_end(group, total) for group in self._groups)
             if self._pins.keep(request, end.ids()):
                 self._ends[request] = end
+        self._schedule.step(request, computed, scheduled, table, self._ends.get(request))
+        if self.elastic:
+            self._pin(request)
 
     def _pin(self, request: str) -> None:
         """Pin what is new in a running request's offer."""
         offering = self._schedule.offering(request)
         if request in self._reads and self._reads[request].offering != offering:
-            self.preempted(request)  # which nobody has told of
+            self._hold_revoked(request)  # preempted, which nobody has told of
         if offering is None:
             return
         reads = self._reads.get(request, _Reads(offering))
         new = set(self._schedule.offered(request).ids()) - reads.blocks
-        if new and self._pins.keep(request, new):
+        if new and self._pins.keep(("offered", request), new):
             reads.blocks |= new
             self._reads[request] = reads
 
@@ -83,14 +83,25 @@ class OfferedBlocks:
 
         What of them was offered is revoked, and no longer proved to be good to whoever reads it.
         """
-        self._ends.pop(request, None)
-        reads = self._reads.pop(request, None)
-        if reads is not None:
-            transfer, generation = reads.offering
-            if self._pins.quarantine(("revoked", transfer), reads.blocks):
-                done = self._done.get(transfer, {})
-                self._revoked[transfer] = generation, {rank for rank, until in done.items() if until >= generation}
-        self._pins.drop(request)
+        self._hold_revoked(request)
+        if self._ends.pop(request, None) is not None:
+            self._pins.drop(request)
+
+    def _hold_revoked(self, request: str) -> None:
+        """Keep what we pin of a request's offer until all ranks have said that they no longer read it."""
+        reads = self._reads.get(request)
+        if reads is None:
+            return
+        transfer, generation = reads.offering
+        if self._pins.quarantine(("revoked", transfer), reads.blocks):
+            done = self._done.get(transfer, {})
+            self._revoked[transfer] = generation, {rank for rank, until in done.items() if until >= generation}
+        self._drop_reads(request)
+
+    def _drop_reads(self, request: str) -> None:
+        """Take in that the blocks of a request's offer are not read any more, or are held otherwise."""
+        self._reads.pop(request, None)
+        self._pins.drop(("offered", request))
 
     def revoked(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> None:
         """Take in that some ranks no longer read what was offered of a transfer, up to a generation."""
@@ -114,15 +125,17 @@ class OfferedBlocks:
             found: whether others can find our ranks, so that somebody may be reading.
         """
         end = self._ends.pop(request, None)
-        self._reads.pop(request, None)
         offered = self._schedule.offered(request).ids()
         held = self._schedule.finish(request, table if end is None else table.filled(end), complete)
         if transfer is None:
             return held
         if held:
             self._held[request] = transfer
+            self._drop_reads(request)
             return True
-        if offered and found and self._pins.quarantine(transfer, offered):
+        if request in self._reads:
+            self._hold_revoked(request)
+        elif offered and found and self._pins.quarantine(transfer, offered):
             self._orphans[transfer] = sys.maxsize  # until the revocation is on its way
         self._pins.drop(request)  # last, since what nobody holds any more is not there to be pinned
         return False
@@ -145,11 +158,9 @@ class OfferedBlocks:
         if transfer in self._orphans and reached >= self._orphans[transfer]:
             del self._orphans[transfer]
             self._pins.drop(transfer)
-        for reader, reads in list(self._reads.items()):
+        for running, reads in list(self._reads.items()):
             if reads.offering[0] == transfer and reads.offering[1] <= reached:
-                del self._reads[reader]
-                self._ends.pop(reader, None)
-                self._pins.drop(reader)
+                self._drop_reads(running)
         request = self._schedule.released(transfer, reached)
         if request is not None:
             del self._held[request]

@@ -195,6 +195,22 @@ def test_the_end_of_a_window_is_pinned_while_the_request_goes_on(pair: Any) -> N
     assert request.over
 
 
+def test_the_end_of_a_window_stays_pinned_when_the_request_is_aborted(pair: Any) -> None:
+    """The engine has given these blocks up and only we hold them: a pool that drops them first has nothing left to pin."""
+    _, p, _ = pair
+    request = p.add(PROMPT, 30, TransferId("own/1", 0))
+    while request.computed < 25:
+        p.step(4)
+    (offer,) = p.agents[0].offers.values()
+    given_up = set(offer.blocks.ids()) - set(request.blocks())
+    assert given_up, "the window has not moved past what is offered"
+    p.abort(request)
+    assert all(p.pool.refs[b] for b in offer.blocks.ids())
+    p.step(1)
+    p.step(1)
+    assert not p.pool.used()
+
+
 def test_what_may_still_be_written_is_not_reused(pair: Any) -> None:
     wire, p, d = pair
     request = d.take(*offered(p))

@@ -10,7 +10,7 @@ import pytest
 from kvxfer.failures import Outcome
 from tests.engine.direct import Switchboard
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, FULL, HYBRID, Engine, answer, prompt
+from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -24,8 +24,7 @@ def board(wire: Wire) -> Switchboard:
 
 def offered(p: Engine, seed: int = 0, n: int = N) -> dict[str, Any]:
     name = p.add(prompt(n, seed), {"do_remote_decode": True}, n=1)
-    p.run(until=name)
-    p.step()  # the last offer goes with it, where there is a window
+    p.run(until=name)  # and no further: what it offers it has offered with the step that completed it
     params = p.done[name].params
     assert params is not None
     return params
@@ -33,7 +32,7 @@ def offered(p: Engine, seed: int = 0, n: int = N) -> dict[str, Any]:
 
 def decoder(make: Make, board: Switchboard, groups: Any = FULL, **more: Any) -> Engine:
     """An engine that may wait for what its played link takes."""
-    return make(groups, board=board, **{"extra": {"step_budget": 0.1}} | more)
+    return make(groups, board=board, **{"extra": {"step_budget": 1}} | more)
 
 
 def measured(p: Engine, d: Engine) -> None:
@@ -46,18 +45,28 @@ def measured_as(p: Engine, d: Engine, seed: int) -> None:
     d.run(p, until=name)
 
 
-def steps_until(d: Engine, p: Engine, name: str, *, before: int = 12) -> int:
-    """How many steps come before the one that computes the request."""
+def steps_until(d: Engine, p: Engine, name: str, *, before: int = 12, idle: bool = False) -> int:
+    """How many steps come before the one that computes the request; in which P makes none if it is `idle`."""
     for step in range(before):
         if name in d.step().num_scheduled_tokens:
             return step
-        p.step()
+        if not idle:
+            p.step()
     raise AssertionError("it is not computed")
 
 
 def right(d: Engine, p: Engine, name: str, tokens: list[int]) -> None:
     d.run(p, until=name)
     assert d.done[name].tokens == answer(tokens, 4)
+
+
+@pytest.mark.parametrize("groups", [HYBRID, STATEFUL, ALIGNED], ids=["window", "state", "aligned"])
+def test_a_producer_that_makes_no_further_step_has_offered_all(make: Make, board: Switchboard, groups: Any) -> None:
+    """Its answer goes out with the step that computes a prompt, and the next one may be a whole forward pass."""
+    p, d = make(groups), decoder(make, board, groups)
+    name = d.add(prompt(N), offered(p))
+    steps_until(d, p, name, idle=True)
+    right(d, p, name, prompt(N))
 
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
@@ -183,7 +192,7 @@ def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, m
         now += takes
 
     d.workers[0]._work._side._copy = copy
-    takes = 0.06  # of a budget of 0.1
+    takes = 0.6  # of a budget of 1
     measured(p, d)
     params = [offered(p, i) for i in range(2)]
     names = [d.add(prompt(N, i), params[i]) for i in range(2)]
@@ -192,7 +201,7 @@ def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, m
     assert names[1] in d.step().num_scheduled_tokens
     for i, name in enumerate(names):
         right(d, p, name, prompt(N, i))
-    takes = 0.2
+    takes = 2.0
     for seed in range(8, 12):
         measured_as(p, d, seed)
     slow = d.add(prompt(N, 7), offered(p, 7))

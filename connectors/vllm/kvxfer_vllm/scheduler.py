@@ -13,7 +13,6 @@ from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.identity import Address, digest
-from kvxfer.schedule import ScheduleError
 from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
@@ -104,7 +103,7 @@ class SchedulerHooks:
             if self._recurrent:
                 leave_last_token(request)
             transfer = p.offered_id(params, self.side.source.epoch, external)
-            self.side.offer(name, transfer, content, request.num_prompt_tokens)
+            self.side.offer(name, transfer, content, request.num_prompt_tokens, stops=request.max_tokens == 1)
         if loads:
             want = p.wanted(params, external)
             if isinstance(want, str):
@@ -150,7 +149,7 @@ class SchedulerHooks:
         table = _table(blocks.get_block_ids())
         try:
             self.side.allocated(request.request_id, table, external)
-        except ScheduleError as e:
+        except KvxferError as e:
             # An exception here would end the engine; a load that fails at once costs this request only.
             log.error("request %s cannot be loaded: %s", request.request_id, e)
             self._doomed[request.request_id] = table.ids()
@@ -274,6 +273,13 @@ class SchedulerHooks:
     def bind_cache(self, manager: Any) -> None:
         """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
+        compat.before_reset(manager, lambda: self._preempted_unseen(manager))
+
+    def _preempted_unseen(self, manager: Any) -> None:
+        """Let go of what requests had at the end of their prompts that vLLM has preempted and not told us of yet."""
+        for name in self._seen:
+            if self.side.follows(name) and not any(manager.get_block_ids(name)):
+                self.side.preempted(name)
 
     def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """Take in that the workers' agents are up. A sibling connector's metadata is not ours."""

@@ -42,7 +42,7 @@ class KVXferStats(KVConnectorStats):
             self.reset()
 
     def record(self, event: Ended) -> None:
-        """Return a load or an offer has ended."""
+        """Take in that a load or an offer has ended."""
         outcome = str(event.outcome.kind or DELIVERED)
         if event.role == "producer":
             self._count("offers", outcome, 1)
@@ -50,7 +50,7 @@ class KVXferStats(KVConnectorStats):
             self.data["loads"].append([outcome, event.nbytes, event.seconds, event.waited])
 
     def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
-        """Return a rank's agent says this now, and said that before."""
+        """Take in what a rank's agent says now, and what it said before."""
         for name in COUNTS:
             self._count("counts", name, getattr(now.stats, name) - (getattr(before.stats, name) if before else 0))
         if before.values != now.values if before else any(now.values.values()):
