@@ -201,7 +201,8 @@ def holding(**checks: Callable[[str, Any], Any]) -> Callable[[Callable[P, T]], C
 
 def shown(value: Any) -> str:
     """Return a value for a message, short, with its type where that is what is wrong with it."""
-    words = repr(value) if isinstance(value, str | bytes | int | float | None) else ""
+    plain = isinstance(value, str | bytes | float | None) or (isinstance(value, int) and value.bit_length() <= 256)
+    words = repr(value) if plain else ""  # Python refuses to write out very long numbers
     cut = words if len(words) <= _SHOWN else words[:_SHOWN] + "..."
     kind = type(value)
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
