@@ -35,7 +35,7 @@ from kvxfer.data.traffic import Limits
 from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache
-from kvxfer.identity import TransferId, new_epoch
+from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.memory import with_elastic
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Action, Event, Hashed, Stats
@@ -218,6 +218,24 @@ class Agent:
         self._check_open()
         self._calls.fetch(fetch)
         self._loop.do(partial(self._shell.fetch, fetch, time.monotonic()))
+
+    def prepare(self, source: Source, own: Source | None = None) -> None:
+        """Make the links to an engine from which fetches are to come, so that these need not wait for them.
+
+        That is no promise: if a link cannot be made, the fetch that needs it says why.
+
+        Args:
+            source: The engine's directory.
+            own: Our engine's own directory, if it has several ranks; see ``Fetch.own``.
+
+        Raises:
+            ArgumentError: An argument is of the wrong type.
+        """
+        self._owner.check()
+        arguments.instance("source", source, Source)
+        if own is not None:
+            arguments.instance("own", own, Source)
+        self._loop.do(partial(self._shell.prepare, source, own))
 
     def cancel(self, handle: str, reason: str) -> None:
         """Give up a fetch that the engine no longer wants; one that is over, or never was, is no matter."""

@@ -59,6 +59,8 @@ _held = arguments.holding(
 
 MOST_OVER = 100_000
 """Ended offers that are remembered."""
+MOST_PREPARED = 1024
+"""Engines of which it is remembered that links to them have been asked for."""
 STANDSTILL_S = 2.0
 """After so long without anything to run for want of blocks, blocks that are held for others are given up."""
 
@@ -165,6 +167,7 @@ class SchedulerSide:
         self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
         self._early: list[str] = []  # loads of which the side channel has said that they are here
         self._ahead: list[str] = []  # prefetches that go with the next step
+        self._prepared: set[Source] = set()  # engines to which our workers have been told to make links
         self._step = 0
         self._fetched = 0  # the number of the next step's first fetch
         self._sent = 0  # how many of them went by the side channel
@@ -236,7 +239,17 @@ class SchedulerSide:
                 self._starts.ask(request, transfer, digest, source)
             if offered:
                 self._ready[request] = source, tokens
+            self._prepare(source)
         return taken
+
+    def _prepare(self, source: Source) -> None:
+        """Have the workers make their links to an engine of which a request speaks for the first time."""
+        if source not in self._prepared and self._channel.open:
+            if len(self._prepared) >= MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared.add(source)
+            own = self.source if self._ranks > 1 else None
+            self._channel.send(DirectFetches(self._fetched, prepare=((source, own),)))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from kvxfer.failures import Failure
-from kvxfer.identity import Generation
+from kvxfer.identity import Generation, Source
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
@@ -48,16 +48,18 @@ class ChannelAddress(msgspec.Struct, frozen=True):
 
 
 class DirectFetches(msgspec.Struct, frozen=True):
-    """Fetches that need not wait for their step.
+    """Fetches that need not wait for their step, and word of those that are to come.
 
     Attributes:
         first: the number of the first of them; the others follow. Each comes again with the step that has its number.
         prefetches: those of them, by handle, that are prefetches.
+        prepare: engines from which fetches are to come, and our own directory if there are several workers.
     """
 
     first: int
-    fetches: tuple[Fetch, ...]
+    fetches: tuple[Fetch, ...] = ()
     prefetches: tuple[str, ...] = ()
+    prepare: tuple[tuple[Source, Source | None], ...] = ()
 
 
 class RankResult(msgspec.Struct, frozen=True):

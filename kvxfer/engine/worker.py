@@ -215,6 +215,8 @@ class WorkerSide:
     # --- on the side channel's thread ------------------------------------------------------------------------------
 
     def _take(self, direct: DirectFetches) -> None:
+        for source, own in direct.prepare:
+            self.agent.prepare(source, own)
         with self._lock:
             self._begin(direct.first, direct.fetches, direct.prefetches)
 

@@ -82,6 +82,7 @@ class ConsumerMachine:
         self._fetches: dict[str, FetchRecord] = {}
         self._tries: dict[int, tuple[FetchRecord, RankFetch]] = {}  # by a rank's last attempt
         self._routes: dict[Source, Resolved] = {}
+        self._prepared: set[Source] = set()  # whose links are to be made once there is a route
         self._behind: Index[LinkId, Source] = Index()  # whose route leads over a link
         self._seeking: Index[Source, str] = Index()  # fetches whose route is not known yet
         self._over: Index[LinkId, str] = Index()  # fetches that use a link
@@ -118,6 +119,16 @@ class ConsumerMachine:
         self._seeking.add(spec.source, spec.handle)
         return [Resolve(spec.source, spec.own)]
 
+    def prepare(self, source: Source, own: Source | None) -> list[Action]:
+        """Make the links to a source from which fetches are to come. If there is no way, those will say so."""
+        if self._closed is not None:
+            return []
+        route = self._routes.get(source)
+        if route is not None:
+            return self._dial(route)
+        self._prepared.add(source)
+        return [Resolve(source, own)]
+
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
         """End a fetch that the engine no longer wants. Unknown handles are ignored."""
         f = self._fetches.get(handle)
@@ -144,6 +155,9 @@ class ConsumerMachine:
                 self._behind.add(rank.link, source)
         for f in [self._fetches[handle] for handle in self._seeking.pop(source)]:
             out += self._start(f, route, now) if isinstance(route, Resolved) else self._fail(f, route, now)
+        if source in self._prepared:
+            self._prepared.remove(source)
+            out += self._dial(route) if isinstance(route, Resolved) else []
         return out
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
@@ -298,6 +312,12 @@ class ConsumerMachine:
         for rank in f.ranks.values():
             out += self._link(f, rank, now)
         return out
+
+    def _dial(self, route: Resolved) -> list[Action]:
+        """Make those links of a route that there are not."""
+        links = [rank.link for rank in route.ranks if rank.link not in self._links]
+        self._links |= dict.fromkeys(links)
+        return [Dial(link) for link in links]
 
     def _close(self, link: LinkId, why: Failure) -> list[Action]:
         """Give a link up. The route to what is behind it has to be looked up anew."""

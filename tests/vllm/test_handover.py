@@ -85,6 +85,19 @@ def test_a_short_load_costs_no_further_step(
     assert d.computed[name] - before.get(name, 0) == 1 + 3, "only the last token of its prompt was computed here"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_links_are_made_as_soon_as_a_request_names_its_producer(make: Make, board: Switchboard, ranks: int) -> None:
+    """It waits, since others have all seats; what it will need of its producer need not wait with it."""
+    p, d = make(ranks=ranks), decoder(make, board, ranks=ranks, seqs=1, extra={"step_budget": 0})
+    d.add(prompt(20, 5), n=4)
+    d.step()
+    names = [d.add(prompt(N, i), offered(p, i)) for i in range(2)]
+    source, own = p.address, d.address if ranks > 1 else None
+    assert not d.wire.loads(d) and all(agent.prepared == [(source, own)] for agent in d.agents)
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
+
+
 def test_sixteen_at_once_share_a_step_and_its_budget(make: Make, board: Switchboard) -> None:
     p, d = make(seqs=20, blocks=400), decoder(make, board, seqs=20, blocks=400, budget=512)
     measured(p, d)
