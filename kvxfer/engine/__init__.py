@@ -20,7 +20,7 @@ Nothing here knows an engine, a tensor library or a transport.
 """
 
 from kvxfer.engine.exchange import BlockCopy, Report, Step
-from kvxfer.engine.pins import BlockPins, BlockPool, LendingPool
+from kvxfer.engine.pins import BlockPins, BlockPool, ElasticPool, LendingPool
 from kvxfer.engine.scheduler import SchedulerSide, Update
 from kvxfer.engine.side_channel import ChannelAddress, WorkerChannel
 from kvxfer.engine.worker import WorkerSide
@@ -32,6 +32,7 @@ __all__ = [
     "BlockPins",
     "BlockPool",
     "ChannelAddress",
+    "ElasticPool",
     "LendingPool",
     "Report",
     "ScheduleError",

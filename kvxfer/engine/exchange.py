@@ -63,6 +63,8 @@ class Report:
     Attributes:
         members: where these ranks' agents listen; said once.
         released: for each transfer that was offered, the ranks that are done with it, and up to which generation.
+        revoked: for each transfer that goes on though blocks of it were revoked, the ranks on which nothing reads these any
+            more, and up to which generation.
         delivered: requests whose load has been delivered to some ranks, and the generations that these were delivered.
         over: requests whose load has ended, and the ranks on which it has.
         failed: those whose load has failed, and why.
@@ -80,6 +82,7 @@ class Report:
 
     members: dict[Rank, RankDescriptor] = field(default_factory=dict)
     released: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
+    revoked: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
     delivered: dict[str, set[Generation]] = field(default_factory=dict)
     over: dict[str, set[Rank]] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
@@ -99,6 +102,7 @@ class Report:
         return Report(
             self.members | later.members,
             _join(self.released, later.released),
+            _join(self.revoked, later.revoked),
             _union(self.delivered, later.delivered),
             _union(self.over, later.over),
             later.failed | self.failed,
@@ -115,7 +119,7 @@ class Report:
         )
 
     def __bool__(self) -> bool:
-        ends = self.released or self.delivered or self.over or self.failed or self.quiet or self.arrived
+        ends = self.released or self.revoked or self.delivered or self.over or self.failed or self.quiet or self.arrived
         return bool(ends or self.members or self.channels or self.begun or self.prefetched or self.copied)
 
 

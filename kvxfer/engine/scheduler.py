@@ -521,6 +521,8 @@ class SchedulerSide:
         for request, failure in report.failed.items():
             if request in self._loading:
                 self._failed.setdefault(request, failure)
+        for transfer, revoked in report.revoked.items():
+            self._offered.revoked(transfer, revoked)
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
         over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
         for request, took in report.seconds.items():
@@ -635,6 +637,7 @@ class SchedulerSide:
         Their first reports say it, too.
         """
         self._members |= {member.cache.rank: member for member in members}
+        self._offered.elastic = any(member.cache.elastic for member in self._members.values())
         self._tables = TableCheck(self._tables.groups)
         for member in self._members.values():
             self._tables.learn(member.cache)

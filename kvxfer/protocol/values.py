@@ -93,6 +93,22 @@ class Released(msgspec.Struct, frozen=True):
     generation: Generation | None = None  # producer: as in ``Ended``
 
 
+class GenerationReleased(msgspec.Struct, frozen=True):
+    """The end of all use of blocks that a producer has revoked while their transfer goes on.
+
+    Each such call of ``Agent.revoke`` is followed by one, for its generation or a later one; or by the transfer's ``Released``,
+    which says the same.
+
+    Attributes:
+        generation: nothing reads blocks of this one or of older ones any more.
+    """
+
+    role: Role
+    transfer: TransferId
+    handle: str
+    generation: Generation
+
+
 class Progress(msgspec.Struct, frozen=True):
     """Some more tokens of a fetch have come; see ``Fetch.progress``.
 
@@ -109,7 +125,7 @@ class Progress(msgspec.Struct, frozen=True):
     tokens: int
 
 
-Event = Ended | Released | Progress
+Event = Ended | Released | GenerationReleased | Progress
 
 
 class Stats(msgspec.Struct, frozen=True):
