@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvxfer.control.calls import Calls
+from kvxfer.errors import ArgumentError
 from kvxfer.identity import TransferId
 from tests.conftest import require
 from tests.control.conftest import Ended, FailureKind, Released, fetch, offered
@@ -51,6 +52,19 @@ def test_bytes_arrive_whichever_side_comes_first(engine, options, first):
     assert np.array_equal(d.block(9)[:, :, :3], p.block(7)[:, :, :3])
     assert not d.block(9)[:, :, 3].any(), "the token beyond the transfer was touched"
     assert said.nbytes == end.nbytes == 11 * 3 * 4 * 16
+    s = end.stages
+    assert 0 < s.began <= s.asked <= s.announced <= s.heard <= s.arrived <= s.ended
+
+
+def test_links_can_be_made_before_anything_is_fetched(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    d.agents[0].prepare(p.source)
+    end = time.monotonic() + 10.0
+    while not [link for link in d.agents[0].links() if link.up]:
+        assert time.monotonic() < end, "no link is made"
+        time.sleep(0.002)
+    with pytest.raises(ArgumentError, match="source must be"):
+        d.agents[0].prepare("p:7000")
 
 
 def test_block_tables_that_do_not_join_fail_alone(engine, options, monkeypatch):
