@@ -359,7 +359,7 @@ class ConsumerMachine:
             f.begun, f.deadline = True, now + self._timeout
             self._deadlines.set(f.spec.handle, f.deadline)
         rank.generation, rank.revocations = msg.generation, msg.revocations
-        rank.final |= msg.final
+        rank.end = msg.hi if msg.final else rank.end
         rank.payload = rank.payload or msg.payload
         rank.spans[msg.part] = msg.lo, msg.hi
         try:
@@ -430,7 +430,7 @@ class ConsumerMachine:
         Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
         """
         out = self._progress(f)
-        if not rank.complete(f.spec.start, f.spec.tokens):
+        if not rank.complete(f.spec.start, f.enough):
             return out
         rank.on(E.COMPLETE)
         if any(x.state is not S.ARRIVED for x in f.rank_fetches):
@@ -517,8 +517,9 @@ class ConsumerMachine:
         spec = f.spec
         self._deadlines.cancel(spec.handle)
         seconds, waited = now - f.began, f.heard - f.began
-        payload = f.payload if outcome.delivered else b""
-        ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, f.generation, waited, payload)
+        payload, short = (f.payload, f.short) if outcome.delivered else (b"", None)
+        told = spec.transfer, spec.handle, outcome, f.nbytes, seconds, f.generation
+        ended = Ended("consumer", *told, waited, payload, short)
         out: list[Action] = [Emit(ended)]
         for link, rank in (f.ranks or {}).items():
             if rank.state is S.DELIVERED:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
 from kvxfer.identity import TransferId
@@ -123,7 +125,9 @@ class ProducerMachine:
             out += self._count(h, DELIVERED, now)
         return out
 
-    def revoke(self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float) -> list[Action]:
+    def revoke(
+        self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float, kept: bool = False
+    ) -> list[Action]:
         """Give the blocks of this generation and of older ones up.
 
         Args:
@@ -132,6 +136,8 @@ class ProducerMachine:
             why: what consumers are told.
             gone: nothing will replace the blocks, and the transfer ends, unless its end has been reported before.
             now: the time in seconds.
+            kept: the blocks stay as they are until the release, so that those who are being served may finish with what has
+                been offered, if that is enough for them; the transfer ends after that.
         """
         over = self._over.get(transfer)
         if over is not None and generation < over.least:
@@ -139,12 +145,14 @@ class ProducerMachine:
         if transfer not in self._records and not gone:
             return []
         h = self._record(transfer, now)
+        if kept and gone and h.offer is not None and h.offer.generation == generation and h.offer.tokens and h.served:
+            return self._shorten(h, h.offer, why, now)
         h.give_up(generation)
+        h.known |= gone  # now at the latest, so that it is kept until its end has been told
         out: list[Action] = []
         if h.offer is None or h.offer.generation <= generation:
             out += self._void(h, why, again=not gone, now=now)
         if gone:
-            h.known = True
             out += self._end(h, Outcome(why), now)
         return out
 
@@ -346,6 +354,8 @@ class ProducerMachine:
             return []
         info = link.info
         why = unfit(offer, request, info)
+        if why is not None and serve.record.short is not None and why.kind is K.NEVER_OFFERED:
+            why = told(Outcome(serve.record.short))
         if why is not None:
             serve.record.reject(serve.reader, request.digest)
             return self._stop(serve, why, False, now)
@@ -465,6 +475,14 @@ class ProducerMachine:
                 out += self._stop(serve, why, again, now)
         return out
 
+    def _shorten(self, h: OfferRecord, offer: Offer, why: Failure, now: float) -> list[Action]:
+        """Make what has been offered all that there is, for those who are being served."""
+        h.short, h.offer = why, replace(offer, final=True)
+        out: list[Action] = []
+        for serve in list(h.serves.values()):
+            out += self._advance(serve, now)
+        return out
+
     def _stop(self, serve: RankServe, why: Failure, again: bool, now: float) -> list[Action]:
         """End one rank serve, unless it has ended.
 
@@ -522,6 +540,8 @@ class ProducerMachine:
         self._budgets.cancel(serve.key)
         if not h.known and not h.serves and h.outcome is None:
             del self._records[h.transfer]  # it was wanted only
+        elif h.short is not None and h.outcome is None and not h.served:
+            return self._count(h, DELIVERED, now) + self._end(h, Outcome(h.short), now)
         elif h.settled:  # and this was perhaps the last that others waited for
             return self._release(h) + self._count(h, DELIVERED, now)
         return self._release(h)

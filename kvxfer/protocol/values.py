@@ -71,6 +71,8 @@ class Ended(msgspec.Struct, frozen=True):
             on moving and checking; 0 if it heard of none.
         payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank, where this rank
             reads from several, and empty where it had nothing to read.
+        short: on a consumer to which it was delivered, the token up to which it is here, where the producer has given up before
+            all were computed and so many are enough (``Fetch.enough``); ``None`` where all are.
     """
 
     role: Role
@@ -82,6 +84,7 @@ class Ended(msgspec.Struct, frozen=True):
     generation: Generation | None = None
     waited: float = 0.0
     payload: bytes = b""
+    short: int | None = None
 
 
 class Released(msgspec.Struct, frozen=True):
