@@ -142,7 +142,8 @@ class Directory:
             PeerError: They are more than a message can describe.
         """
         self._owner.check()
-        ranks = [arguments.instance(f"members[{i}]", x, m.RankDescriptor).cache.rank for i, x in enumerate(members)]
+        members = arguments.several("members", members, m.RankDescriptor)
+        ranks = [member.cache.rank for member in members]
         twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
         if twice is not None:
             raise ArgumentError(f"members must be one of each rank, and rank pp{twice.pp}/tp{twice.tp} is there twice")
@@ -181,9 +182,15 @@ class Directory:
         self._sockets.wake()
 
     def tell(self, source: Source, message: m.Renew | m.Decline | m.Await) -> None:
-        """Send a notice to another engine's directory; it may be lost, so what matters is repeated or leased."""
+        """Send a notice to another engine's directory; it may be lost, so what matters is repeated or leased.
+
+        Raises:
+            ArgumentError: An argument is of the wrong type.
+        """
         self._owner.check()
         arguments.instance("source", source, Source)
+        if not isinstance(message, m.Renew | m.Decline | m.Await):
+            raise ArgumentError(f"message must be a notice, not {arguments.shown(message)}")
         named = message.transfers
         for i in range(0, len(named), TOGETHER):
             self._outbox.append((source, msgspec.structs.replace(message, transfers=named[i : i + TOGETHER])))

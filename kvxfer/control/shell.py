@@ -177,6 +177,9 @@ class Shell:
     def fetch(self, fetch: Fetch, called: float, now: float) -> list[Action]:
         return self.consumer.fetch(fetch, now, called)
 
+    def prepare(self, source: Source, own: Source | None, now: float) -> list[Action]:
+        return self.consumer.prepare(source, own)
+
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
         return self.consumer.cancel(handle, reason, now)
 

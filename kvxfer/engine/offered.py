@@ -39,12 +39,12 @@ class OfferedBlocks:
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Take in that the request runs in this step; see ``OfferSchedule.step``."""
-        self._schedule.step(request, computed, scheduled, table)
         total = self._schedule.total(request)
         if computed + scheduled >= total and request not in self._ends and self._windows:
             end = table.only(_end(group, total) for group in self._groups)
             if self._pins.keep(request, end.ids()):
                 self._ends[request] = end
+        self._schedule.step(request, computed, scheduled, table, self._ends.get(request))
 
     def preempted(self, request: str) -> None:
         """Take in that the engine has taken the request's blocks.

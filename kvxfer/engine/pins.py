@@ -11,11 +11,14 @@ import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
+from kvxfer import arguments
+
 __all__ = ["BlockPins", "BlockPool", "LendingPool"]
 
 log = logging.getLogger("kvxfer.engine")
 
 
+@runtime_checkable
 class BlockPool(Protocol):
     """An engine's pool of blocks that counts the references to each."""
 
@@ -49,13 +52,16 @@ class BlockPins:
     """
 
     def __init__(self, limit: int, pool: BlockPool | None = None) -> None:
-        self._pool, self._limit = pool, limit
+        self._limit = arguments.integer("limit", limit, 0)
+        self._pool: BlockPool | None = None
+        if pool is not None:
+            self.bind(pool)
         self._kept: dict[Hashable, list[int]] = {}
         self._quarantined: dict[Hashable, int] = {}
 
     def bind(self, pool: BlockPool) -> None:
-        """Take the engine's pool, once it is there."""
-        self._pool = pool
+        """Take the engine's pool, once it is there. Raises ``ArgumentError`` if it is none."""
+        self._pool = arguments.instance("pool", pool, BlockPool)  # type: ignore[type-abstract]
 
     def keep(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """Pin these blocks for ``holder``, besides those that it has. They must be in use at the time.

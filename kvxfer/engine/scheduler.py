@@ -6,8 +6,10 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvxfer import arguments
+from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory, Unheard
 from kvxfer.engine.exchange import Report, Step
@@ -18,20 +20,50 @@ from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
 from kvxfer.engine.starts import Starts
+from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Renew
 from kvxfer.protocol.timers import Recent
-from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
+from kvxfer.schedule import RankAgreement, Schedule
 from kvxfer.ticket import Ticket
-from kvxfer.values import MOST_CONSUMERS, MOST_TOKENS, BlockTable, Fetch, Group, Rank
+from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Fetch, Group, Rank
 
 __all__ = ["SchedulerSide", "Update"]
 
 log = logging.getLogger("kvxfer.engine")
 
+MOST_RANKS = 1 << 16
+
+_held = arguments.holding(
+    config=partial(arguments.instance, kind=Config),
+    ranks=partial(arguments.integer, least=1, most=MOST_RANKS),
+    request=arguments.string,
+    transfer=partial(arguments.instance, kind=TransferId),
+    digest=partial(arguments.octets, most=MOST_DIGEST),
+    source=partial(arguments.instance, kind=Source),
+    tokens=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    computed=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    scheduled=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    external=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    progress=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
+    enough=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    begun=arguments.flag,
+    offered=arguments.flag,
+    good=arguments.flag,
+    complete=arguments.flag,
+    stops=arguments.flag,
+    report=partial(arguments.instance, kind=Report),
+    members=partial(arguments.several, kind=RankDescriptor),
+    reason=partial(arguments.string, most=MOST_REASON, empty=True),
+)
+
 MOST_OVER = 100_000
 """Ended offers that are remembered."""
+MOST_PREPARED = 1024
+"""Engines of which it is remembered that links to them have been asked for."""
 STANDSTILL_S = 2.0
 """After so long without anything to run for want of blocks, blocks that are held for others are given up."""
 
@@ -67,8 +99,9 @@ class SchedulerSide:
     """One engine's transfers, as its scheduler sees them.
 
     One per engine, called by one thread; no method blocks save ``close``. The directory has a thread of its own. Calls
-    about a request that neither offers nor loads do nothing, so an engine may pass on all that it hears. Raises
-    ``OSError`` if the directory's address cannot be had.
+    about a request that neither offers nor loads do nothing, so an engine may pass on all that it hears.
+
+    A wrong argument is answered by its call, which then does nothing.
 
     Args:
         config: the engine's settings.
@@ -82,8 +115,14 @@ class SchedulerSide:
         source: where other engines find this one.
         directory: what they find there.
         facts: as stated last.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type or range.
+        ConfigError: the facts are too many or too long.
+        OSError: the directory's address cannot be had.
     """
 
+    @_held
     def __init__(
         self,
         config: Config,
@@ -94,8 +133,13 @@ class SchedulerSide:
         *,
         pins: BlockPins | None = None,
     ) -> None:
+        groups = arguments.several("groups", groups, Group, 1)
+        if pins is not None:
+            arguments.instance("pins", pins, BlockPins)
         self._lease, self._ranks = config.lease, ranks
-        self.facts = dict(facts)
+        self.facts = f.check(facts)
+        self._tables = TableCheck(groups)
+        self._closed = False
         self._news: dict[str, str] | None = self.facts  # what the workers have not heard of yet
         self.directory = Directory(config, engine, self.facts)
         self.source = self.directory.source
@@ -130,6 +174,7 @@ class SchedulerSide:
         self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
         self._early: list[str] = []  # loads of which the side channel has said that they are here
         self._ahead: list[str] = []  # prefetches that go with the next step
+        self._prepared: set[Source] = set()  # engines to which our workers have been told to make links
         self._step = 0
         self._fetched = 0  # the number of the next step's first fetch
         self._sent = 0  # how many of them went by the side channel
@@ -138,21 +183,27 @@ class SchedulerSide:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def offer(self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1) -> bool:
+    @_held
+    def offer(
+        self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1, stops: bool = False
+    ) -> bool:
         """Offer the first ``tokens`` tokens of this request's prompt to others, as they are computed.
 
         It is kept until ``consumers`` engines have it or have given it up, or the lease ends; what becomes of one means
-        nothing for the others. Each must be another engine, while requests of one engine share one load.
+        nothing for the others. Each must be another engine, while requests of one engine share one load. ``stops``: nothing is
+        computed for the request behind these tokens. A recurrent state is then offered with the step that completes them, and
+        else once the request has finished.
 
         Returns False if there is nothing to offer, or another request offers this transfer already (a sibling of n > 1,
-        say). Raises ``ScheduleError`` if this one offers another, ``ArgumentError`` for a wrong number.
+        say). Raises ``ScheduleError`` if this one offers another.
         """
-        consumers = arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
-        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers)
+        self._check_open()
+        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
             self._offers[request] = transfer
         return taken
 
+    @_held
     def load(
         self,
         request: str,
@@ -187,9 +238,9 @@ class SchedulerSide:
                 or none. Only where all groups are ``full``.
 
         Returns False if the transfer is in use for other content or from another source, or was given up just now: the
-        request is computed here. Raises ``ScheduleError`` if it loads another, ``ArgumentError`` for a wrong number.
+        request is computed here. Raises ``ScheduleError`` if it loads another.
         """
-        progress = arguments.integer("progress", progress, 0, MOST_TOKENS)
+        self._check_open()
         taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
         if taken:
             self._loads.setdefault(request, 0)
@@ -198,8 +249,23 @@ class SchedulerSide:
                 self._starts.ask(request, transfer, digest, source)
             if offered:
                 self._ready[request] = source, tokens
+            self._prepare(source)
         return taken
 
+    def _prepare(self, source: Source) -> None:
+        """Have the workers make their links to an engine of which a request speaks for the first time."""
+        if source not in self._prepared and self._channel.open:
+            if len(self._prepared) >= MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared.add(source)
+            own = self.source if self._ranks > 1 else None
+            self._channel.send(DirectFetches(self._fetched, prepare=((source, own),)))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvxferError("this scheduler side has been closed: offer and load before that, or make another")
+
+    @_held
     def prefetch(self, request: str, computed: int) -> None:
         """Begin a short load before the request has blocks, so that it may run in the step that admits it.
 
@@ -218,12 +284,14 @@ class SchedulerSide:
             self._ahead.append(request)
             self._hurry()
 
+    @_held
     def ticket(self, request: str) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; None if it offers nothing, or no more."""
         transfer = self._offers.get(request)
         digest = None if transfer is None else self._schedule.producer.digest(transfer)
         return None if transfer is None or digest is None else Ticket(transfer, digest, self.source)
 
+    @_held
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
@@ -257,6 +325,7 @@ class SchedulerSide:
         """
         return request in self._prefetches
 
+    @_held
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
         """Take in that the engine admits the request, and counts on ``external`` tokens from outside.
 
@@ -271,15 +340,18 @@ class SchedulerSide:
         Raises:
             ScheduleError: tokens that ``loadable`` would not promise, or no blocks for them. The load has failed: none
                 of them will come.
+            ArgumentError: a block table that is none of this engine's. The load has failed as well.
         """
         if request not in self._loads:
             return
-        if request in self._prefetches:
-            self._prefetches.admitted(request, table, external)
-            return
         try:
+            self._tables.check("table", table)
+            if request in self._prefetches:
+                self._prefetches.admitted(request, table, external)
+                return
             self._schedule.consumer.allocated(request, table, self._loads[request], external)
-        except ScheduleError as error:
+        except KvxferError as error:
+            self._prefetches.give_up(request)
             self._schedule.consumer.finish(request, f"the consumer cannot load it: {error}")
             raise
         if external:
@@ -334,6 +406,7 @@ class SchedulerSide:
         """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
         return request in self._schedule.producer
 
+    @_held
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Take in that the request runs in this step.
 
@@ -342,26 +415,35 @@ class SchedulerSide:
             computed: tokens computed before this step, prefix-cache hits and loads included.
             scheduled: tokens that this step computes.
             table: the whole block table as this step uses it; never an increment.
+
+        Raises:
+            ArgumentError: a block table that is none of this engine's, or lists too few blocks for what the step computes.
         """
         producer = self._schedule.producer
         if request in producer:
+            self._tables.check("table", table)
+            for g, group in enumerate(self._tables.groups):
+                if group.kind == "full":
+                    self._tables.lists("table", table, g, 0, min(computed + scheduled, producer.total(request)))
             transfer, digest = self._offers[request], producer.digest(self._offers[request]) or b""
             begun = producer.begun(transfer, digest)
             self._offered.runs(request, computed, scheduled, table)
             if not begun:
                 self.directory.begins(transfer, digest)
 
+    @_held
     def preempted(self, request: str) -> None:
         """Take in that the engine takes the request's blocks away; before the ``runs`` calls of the same step."""
         self._schedule.preempt(request)
         self._offered.preempted(request)
 
+    @_held
     def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
         """Take in that the request is over, at whatever point.
 
         Args:
             request: the engine's id of it.
-            table: the whole block table at its end.
+            table: the whole block table at its end; one of empty rows if it has no blocks.
             complete: it ended normally and its KV is good; False for an abort or an error.
             good: though not complete, what has been computed is good, as after an abort. Those who are reading it, and for whom
                 that is enough, may finish with that.
@@ -370,6 +452,7 @@ class SchedulerSide:
             True if the engine must keep the blocks until a ``report`` names the request as ``free``. A load under way
             keeps them as well, until the ``report`` of its end.
         """
+        self._tables.check("table", table)
         self._loads.pop(request, None)
         self._ready.pop(request, None)
         self._prefetches.give_up(request)
@@ -382,6 +465,7 @@ class SchedulerSide:
             self.directory.begins(transfer, digest)  # or is over, of which they hear when they fetch it
         return self._offered.finished(request, transfer, table, complete, found=bool(self._members), good=good)
 
+    @_held
     def freed(self, request: str) -> None:
         """Take in that the engine frees the blocks of a held request on another's word than ours."""
         self._offered.freed(request)
@@ -419,6 +503,7 @@ class SchedulerSide:
         """
         self._prefetches.short_of_blocks()
 
+    @_held
     def report(self, report: Report) -> Update:
         """Take in what workers have reported, of one rank or merged of several, and return what it means.
 
@@ -561,12 +646,16 @@ class SchedulerSide:
 
     # --- life ------------------------------------------------------------------------------------------------------
 
+    @_held
     def announce(self, members: Iterable[RankDescriptor]) -> None:
         """Take in where workers' agents listen; once all have been said, other engines find this one.
 
         Their first reports say it, too.
         """
         self._members |= {member.cache.rank: member for member in members}
+        self._tables = TableCheck(self._tables.groups)
+        for member in self._members.values():
+            self._tables.learn(member.cache)
         if len(self._members) == self._ranks:
             self.directory.publish(tuple(self._members.values()))
 
@@ -580,6 +669,7 @@ class SchedulerSide:
         if len(self._channels) == self._ranks > before:
             self._channel.connect(self._channels)
 
+    @_held
     def withdraw_all(self, reason: str) -> bool:
         """End all offers and loads, since the KV cache is being dropped; True once no block of the pool is in use.
 
@@ -596,11 +686,12 @@ class SchedulerSide:
 
     def identify(self, facts: Mapping[str, str]) -> None:
         """State what all KV of the engine depends on from now on; after ``withdraw_all``, when weights have changed."""
-        self.facts = self._news = dict(facts)
+        self.facts = self._news = f.check(facts)
         self.directory.identify(self.facts)
 
     def close(self) -> None:
-        """Stop serving the directory. Any number of times."""
+        """Stop serving the directory; nothing is offered or loaded any more. Any number of times."""
+        self._closed = True
         self._renewals.close()
         self._channel.close()
         self.directory.close()

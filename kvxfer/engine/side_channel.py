@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from kvxfer.failures import Failure
-from kvxfer.identity import Generation
+from kvxfer.identity import Generation, Source
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
@@ -29,9 +29,13 @@ __all__ = ["ChannelAddress", "DirectFetches", "RankResult", "Results", "SideChan
 
 log = logging.getLogger("kvxfer.engine")
 
+NAMES = "kvxfer-side-"
+"""How the names of the sockets begin, in the abstract namespace."""
 LONGEST = 1 << 17
 """Bytes of a message; what is longer goes with the step only."""
 CONNECT_S = 0.2
+PAUSE_MS = 100
+"""How long nobody is let in once no descriptor was left."""
 MOST_STRANGERS = 4
 """Who has connected and not shown the secret; the longest there goes first."""
 
@@ -44,16 +48,18 @@ class ChannelAddress(msgspec.Struct, frozen=True):
 
 
 class DirectFetches(msgspec.Struct, frozen=True):
-    """Fetches that need not wait for their step.
+    """Fetches that need not wait for their step, and word of those that are to come.
 
     Attributes:
         first: the number of the first of them; the others follow. Each comes again with the step that has its number.
         prefetches: those of them, by handle, that are prefetches.
+        prepare: engines from which fetches are to come, and our own directory if there are several workers.
     """
 
     first: int
-    fetches: tuple[Fetch, ...]
+    fetches: tuple[Fetch, ...] = ()
     prefetches: tuple[str, ...] = ()
+    prepare: tuple[tuple[Source, Source | None], ...] = ()
 
 
 class RankResult(msgspec.Struct, frozen=True):
@@ -100,7 +106,7 @@ class WorkerChannel:
 
     def __init__(self, take: Take, results: Results) -> None:
         self._take, self._results = take, results
-        name = f"kvxfer-{secrets.token_hex(12)}"
+        name = f"{NAMES}{secrets.token_hex(12)}"
         self.address = ChannelAddress(name, secrets.token_bytes(16))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -114,7 +120,7 @@ class WorkerChannel:
         weakref.finalize(self, os.close, self._wake)  # not before: who is just waking us must not write to another file
         self._peer: socket.socket | None = None  # our scheduler side
         self._strangers: dict[int, socket.socket] = {}  # who has not shown the token yet
-        self._closing = False
+        self._closing = self._deaf = False
         self._thread = NamedThread(target=self._run, name="kvxfer-side-channel", daemon=True)
         self._thread.start()
 
@@ -136,7 +142,11 @@ class WorkerChannel:
             poll.register(fd, select.POLLIN)
         try:
             while not self._closing:
-                for fd, _ in poll.poll():
+                events = poll.poll(PAUSE_MS if self._deaf else None)
+                if self._deaf:
+                    self._deaf = False
+                    poll.modify(self._listener.fileno(), select.POLLIN)
+                for fd, _ in events:
                     try:
                         self._ready(fd, poll)
                     except OSError as e:
@@ -160,7 +170,14 @@ class WorkerChannel:
                 if self._peer is not None:
                     self._peer.send(_encode(result), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         elif fd == self._listener.fileno():
-            found, _ = self._listener.accept()
+            try:
+                found, _ = self._listener.accept()
+            except BlockingIOError:
+                return  # whoever it was has gone again
+            except OSError:  # no descriptor is left, and polled at once it would be ready again
+                poll.modify(fd, 0)
+                self._deaf = True
+                return
             found.setblocking(False)
             if len(self._strangers) >= MOST_STRANGERS:
                 self._forget(next(iter(self._strangers)), poll)

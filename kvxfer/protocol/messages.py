@@ -12,13 +12,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvxfer import arguments
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
 from kvxfer.facts import Facts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Rank, ShardAssignment
 from kvxfer.identity import TransferId
-from kvxfer.values import MOST_PAYLOAD, BlockTable
+from kvxfer.values import MOST_DIGEST, MOST_PAYLOAD, BlockTable
 
 __all__ = [
     "MAX_BYTES",
@@ -69,7 +70,7 @@ Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
 Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
-Digest = Annotated[bytes, Meta(max_length=64)]
+Digest = Annotated[bytes, Meta(max_length=MOST_DIGEST)]
 
 
 class _Base(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -371,6 +372,10 @@ class Named(_Base, frozen=True):
 
     transfer: TransferId
     digest: Digest
+
+    def __post_init__(self) -> None:
+        arguments.instance("transfer", self.transfer, TransferId)
+        arguments.octets("digest", self.digest, MOST_DIGEST, empty=True)
 
 
 Names = Annotated[tuple[Named, ...], Meta(max_length=MAX_NAMES)]

@@ -205,7 +205,10 @@ class Transport(ABC):
     guarded: ClassVar[Literal["always", "loopback", "never"]] = "never"
     """Whether whoever reaches what it opens gets nothing from it, unless he shows a secret that this side's endpoint has told the
     peer of a link: ``always``; only while its ``listen`` is a ``loopback`` address; or ``never``, which is also for one that opens
-    ports elsewhere. An agent with a key takes one that is not guarded only if the operator has named it."""
+    ports elsewhere. An agent that has a key, or listens beyond loopback, takes one that is not guarded there only if the operator has
+    named it."""
+    opens_later: ClassVar[str] = ""
+    """Ports that it opens once links are made and used, and not before, in words for ``kvxfer doctor``: where, and by whom."""
 
     costs: ClassVar[Mapping[str, int]] = {}
     """What it costs to move each kind of memory (``cpu``, ``cuda``), in figures by which ``auto`` compares back ends.

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvxfer.control.calls import Calls
+from kvxfer.errors import ArgumentError
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Progress
 from kvxfer.values import BlockTable
@@ -54,6 +55,17 @@ def test_bytes_arrive_whichever_side_comes_first(engine, options, first):
     assert np.array_equal(d.block(9)[:, :, :3], p.block(7)[:, :, :3])
     assert not d.block(9)[:, :, 3].any(), "the token beyond the transfer was touched"
     assert said.nbytes == end.nbytes == 11 * 3 * 4 * 16
+
+
+def test_links_can_be_made_before_anything_is_fetched(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    d.agents[0].prepare(p.source)
+    end = time.monotonic() + 10.0
+    while not [link for link in d.agents[0].links() if link.up]:
+        assert time.monotonic() < end, "no link is made"
+        time.sleep(0.002)
+    with pytest.raises(ArgumentError, match="source must be"):
+        d.agents[0].prepare("p:7000")
 
 
 def test_block_tables_that_do_not_join_fail_alone(engine, options, monkeypatch):

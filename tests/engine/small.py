@@ -80,6 +80,7 @@ class Agent:
     loads: dict[str, Load] = field(default_factory=dict)
     out: list[Event] = field(default_factory=list)
     renewed: list[TransferId] = field(default_factory=list)
+    prepared: list[Any] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,6 +104,9 @@ class Agent:
 
     def renew(self, transfer: TransferId) -> None:
         self.renewed.append(transfer)
+
+    def prepare(self, source: Any, own: Any = None) -> None:
+        self.prepared.append((source, own))
 
     def fetch(self, fetch: Fetch) -> None:
         assert fetch.handle not in self.loads

@@ -10,7 +10,7 @@ import pytest
 from kvxfer.failures import Outcome
 from tests.engine.direct import Switchboard
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, FULL, HYBRID, Engine, answer, prompt
+from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -24,8 +24,7 @@ def board(wire: Wire) -> Switchboard:
 
 def offered(p: Engine, seed: int = 0, n: int = N) -> dict[str, Any]:
     name = p.add(prompt(n, seed), {"do_remote_decode": True}, n=1)
-    p.run(until=name)
-    p.step()  # the last offer goes with it, where there is a window
+    p.run(until=name)  # and no further: what it offers it has offered with the step that completed it
     params = p.done[name].params
     assert params is not None
     return params
@@ -33,7 +32,7 @@ def offered(p: Engine, seed: int = 0, n: int = N) -> dict[str, Any]:
 
 def decoder(make: Make, board: Switchboard, groups: Any = FULL, **more: Any) -> Engine:
     """An engine that may wait for what its played link takes."""
-    return make(groups, board=board, **{"extra": {"step_budget": 0.1}} | more)
+    return make(groups, board=board, **{"extra": {"step_budget": 1}} | more)
 
 
 def measured(p: Engine, d: Engine) -> None:
@@ -46,18 +45,28 @@ def measured_as(p: Engine, d: Engine, seed: int) -> None:
     d.run(p, until=name)
 
 
-def steps_until(d: Engine, p: Engine, name: str, *, before: int = 12) -> int:
-    """How many steps come before the one that computes the request."""
+def steps_until(d: Engine, p: Engine, name: str, *, before: int = 12, idle: bool = False) -> int:
+    """How many steps come before the one that computes the request; in which P makes none if it is `idle`."""
     for step in range(before):
         if name in d.step().num_scheduled_tokens:
             return step
-        p.step()
+        if not idle:
+            p.step()
     raise AssertionError("it is not computed")
 
 
 def right(d: Engine, p: Engine, name: str, tokens: list[int]) -> None:
     d.run(p, until=name)
     assert d.done[name].tokens == answer(tokens, 4)
+
+
+@pytest.mark.parametrize("groups", [HYBRID, STATEFUL, ALIGNED], ids=["window", "state", "aligned"])
+def test_a_producer_that_makes_no_further_step_has_offered_all(make: Make, board: Switchboard, groups: Any) -> None:
+    """Its answer goes out with the step that computes a prompt, and the next one may be a whole forward pass."""
+    p, d = make(groups), decoder(make, board, groups)
+    name = d.add(prompt(N), offered(p))
+    steps_until(d, p, name, idle=True)
+    right(d, p, name, prompt(N))
 
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
@@ -74,6 +83,19 @@ def test_a_short_load_costs_no_further_step(
     assert steps_until(d, p, name) == 0
     right(d, p, name, prompt(N))
     assert d.computed[name] - before.get(name, 0) == 1 + 3, "only the last token of its prompt was computed here"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_links_are_made_as_soon_as_a_request_names_its_producer(make: Make, board: Switchboard, ranks: int) -> None:
+    """It waits, since others have all seats; what it will need of its producer need not wait with it."""
+    p, d = make(ranks=ranks), decoder(make, board, ranks=ranks, seqs=1, extra={"step_budget": 0})
+    d.add(prompt(20, 5), n=4)
+    d.step()
+    names = [d.add(prompt(N, i), offered(p, i)) for i in range(2)]
+    source, own = p.address, d.address if ranks > 1 else None
+    assert not d.wire.loads(d) and all(agent.prepared == [(source, own)] for agent in d.agents)
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
 
 
 def test_sixteen_at_once_share_a_step_and_its_budget(make: Make, board: Switchboard) -> None:
@@ -183,7 +205,7 @@ def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, m
         now += takes
 
     d.workers[0]._work._side._copy = copy
-    takes = 0.06  # of a budget of 0.1
+    takes = 0.6  # of a budget of 1
     measured(p, d)
     params = [offered(p, i) for i in range(2)]
     names = [d.add(prompt(N, i), params[i]) for i in range(2)]
@@ -192,7 +214,7 @@ def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, m
     assert names[1] in d.step().num_scheduled_tokens
     for i, name in enumerate(names):
         right(d, p, name, prompt(N, i))
-    takes = 0.2
+    takes = 2.0
     for seed in range(8, 12):
         measured_as(p, d, seed)
     slow = d.add(prompt(N, 7), offered(p, 7))

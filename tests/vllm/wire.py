@@ -44,6 +44,7 @@ class Agent:
     over: dict[TransferId, int] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
     renewed: list[TransferId] = field(default_factory=list)
+    prepared: list[Any] = field(default_factory=list)
     revoked: list[tuple[TransferId, bool, str]] = field(default_factory=list)
     unwanted: set[TransferId] = field(default_factory=set)  # dropped before they were offered
     out: list[Event] = field(default_factory=list)
@@ -85,6 +86,9 @@ class Agent:
 
     def renew(self, transfer: TransferId) -> None:
         self.renewed.append(transfer)
+
+    def prepare(self, source: Any, own: Any = None) -> None:
+        self.prepared.append((source, own))
 
     def fetch(self, fetch: Fetch) -> None:
         assert fetch.handle not in self.loads, f"{fetch.handle} is wanted twice"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -15,6 +15,7 @@ __all__ = [
     "HIT_SOURCE",
     "HOLDS_BLOCKS",
     "REPORTS_BY_REQUEST",
+    "before_reset",
     "check_groups",
     "correct",
     "stands_alone",
@@ -45,6 +46,21 @@ def correct(output: Any, *, over: Set[str], still: Set[str]) -> None:
     """Have vLLM's scheduler, which looks at this output after our hook, learn that some loads are over, and not that others are."""
     if over or still:
         output.finished_recving = (set(output.finished_recving or ()) | over) - still
+
+
+def before_reset(manager: Any, call: Callable[[], None]) -> None:
+    """Have ``call`` called before vLLM's cache manager drops what it has cached.
+
+    No hook says so. With ``reset_running_requests`` vLLM preempts all that runs and, before it tells anybody, raises if a
+    block is in use.
+    """
+    reset = manager.reset_prefix_cache
+
+    def reset_prefix_cache() -> Any:
+        call()
+        return reset()
+
+    manager.reset_prefix_cache = reset_prefix_cache
 
 
 def stands_alone(connector: Any) -> bool:

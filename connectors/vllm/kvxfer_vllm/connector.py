@@ -186,7 +186,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._work.report()
 
     def get_kv_connector_stats(self) -> KVXferStats | None:
-        return None if self._worker is None else self._work.stats()
+        return self._sched.stats() if self._worker is None else self._work.stats()
 
     # --- both ------------------------------------------------------------------------------------------------------
 
