@@ -80,7 +80,7 @@ class Agent:
         config = arguments.instance("config", config, Config).located()
         arguments.string("engine", engine, empty=True)
         cache = replace(cache, regions=with_elastic(cache.regions, config.elastic))
-        if any(r.elastic for r in cache.regions):
+        if cache.elastic:
             log.info("the cache of %s is elastic: back ends that keep pages move it staged", engine or "this engine")
         self._calls = Calls(cache)
         stated = None if facts is None else f.check(facts)
@@ -178,7 +178,9 @@ class Agent:
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
         """Give up the blocks of a generation; whoever has read them will be told not to trust them.
 
-        Call it before the blocks are used for something else; once it has returned they may be, unless they are ``kept``.
+        Call it before the blocks are used for something else; once it has returned they may be, unless they are ``kept``. They
+        must still have memory until the ``GenerationReleased`` that follows (or the transfer's ``Released``), as those of an
+        elastic cache need not.
 
         Args:
             transfer: The transfer.

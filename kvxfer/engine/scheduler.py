@@ -20,12 +20,14 @@ from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
 from kvxfer.engine.starts import Starts
+from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Renew
 from kvxfer.protocol.timers import Recent
+from kvxfer.protocol.values import Stages
 from kvxfer.schedule import RankAgreement, Schedule
 from kvxfer.ticket import Ticket
 from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Fetch, Group, Rank
@@ -165,13 +167,14 @@ class SchedulerSide:
         self._looked = 0.0  # when it was said last what is to be renewed
         self._still: float | None = None  # since when the engine has stood still for want of blocks
         self._let_go: str | None = None  # the request that was last to give its blocks up for that
+        self._trace = Trace(config.trace, engine)
         self._channel, self._channels = SideChannel(), dict[Rank, ChannelAddress]()
         self._prefetches = Prefetches(
-            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear
+            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear, self._trace
         )
         self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
         self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
-        self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
+        self._stages: dict[str, Stages] = {}  # how far those came when that have ended on some rank
         self._early: list[str] = []  # loads of which the side channel has said that they are here
         self._ahead: list[str] = []  # prefetches that go with the next step
         self._prepared: set[Source] = set()  # engines to which our workers have been told to make links
@@ -250,6 +253,7 @@ class SchedulerSide:
             if offered:
                 self._ready[request] = source, tokens
             self._prepare(source)
+            self._trace.arrived(request, transfer, source)
         return taken
 
     def _prepare(self, source: Source) -> None:
@@ -281,6 +285,7 @@ class SchedulerSide:
             return
         number = self._fetched + len(self._schedule.consumer.wanted)
         if self._prefetches.begin(request, source, computed, tokens, number):
+            self._trace.fetched(request, "within the step", tokens - computed)
             self._ahead.append(request)
             self._hurry()
 
@@ -356,6 +361,7 @@ class SchedulerSide:
             raise
         if external:
             number, fetch = self._last_fetch
+            self._trace.fetched(request, "beside the steps", external)
             self._under_way[request] = fetch.source, external
             self._loading.begins(request, fetch.blocks.ids(), number)
         self._hurry()
@@ -394,11 +400,14 @@ class SchedulerSide:
                 self._came(request, result)
         return bool(news)
 
+    def _reached(self, request: str, stages: Stages) -> None:
+        self._stages[request] = stages.slowest(self._stages.get(request, stages))
+
     def _came(self, request: str, result: RankResult) -> None:
         """Take in that a load beside the steps has come on one rank."""
         if result.generation is not None:
             self._agreement.delivered(request, (result.generation,))
-        self._seconds[request] = max(result.seconds, self._seconds.get(request, 0.0))
+        self._reached(request, result.stages)
         if self._loading.over_on(request, (result.rank,)) and self._agreement.agreed(request):
             self._early.append(request)
 
@@ -455,6 +464,7 @@ class SchedulerSide:
         self._tables.check("table", table)
         self._loads.pop(request, None)
         self._ready.pop(request, None)
+        self._trace.finished(request)
         self._prefetches.give_up(request)
         self._starts.forget(request)
         self._schedule.consumer.finish(request)
@@ -536,11 +546,13 @@ class SchedulerSide:
         for request, failure in report.failed.items():
             if request in self._loading:
                 self._failed.setdefault(request, failure)
+        for transfer, revoked in report.revoked.items():
+            self._offered.revoked(transfer, revoked)
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
         over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
-        for request, took in report.seconds.items():
+        for request, stages in report.stages.items():
             if request in self._loading:
-                self._seconds[request] = max(took, self._seconds.get(request, 0.0))
+                self._reached(request, stages)
         for request, ranks in report.over.items():
             self._loading.said(request, ranks)
         update = self._ended(
@@ -565,7 +577,7 @@ class SchedulerSide:
                 disagreed[request] = self._loading.blocks(request)
                 log.warning("request %s cannot use what was loaded: %s", request, failure)
             source, tokens = self._under_way.pop(request, (None, 0))
-            seconds = self._seconds.pop(request, None)
+            stages = self._stages.pop(request, None)
             payload, short = self._payloads.pop(request, b""), self._short.pop(request, None)
             if failure is None and short is not None:
                 shorter[request] = short
@@ -578,8 +590,10 @@ class SchedulerSide:
                 failed[request] = failure
             if source is not None and failure is not None:
                 self._prefetches.paces.failed(source)
-            elif source is not None and seconds is not None and short is None:
-                self._prefetches.paces.delivered(source, tokens, seconds)
+            elif source is not None and stages is not None and short is None:
+                self._prefetches.paces.delivered(source, tokens, stages.moving)
+            if source is not None:
+                self._trace.seen(request, failure, stages)
             self._loading.over(request)
             self._arrived.pop(request, None)
         return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
@@ -653,6 +667,7 @@ class SchedulerSide:
         Their first reports say it, too.
         """
         self._members |= {member.cache.rank: member for member in members}
+        self._offered.elastic = any(member.cache.elastic for member in self._members.values())
         self._tables = TableCheck(self._tables.groups)
         for member in self._members.values():
             self._tables.learn(member.cache)

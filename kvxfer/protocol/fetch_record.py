@@ -11,7 +11,7 @@ from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import covered, reached
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
-from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, RankRoute
+from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, RankRoute, Stages
 from kvxfer.values import Fetch
 
 __all__ = ["FetchRecord", "RankFetch"]
@@ -95,6 +95,9 @@ class FetchRecord:
     began: float
     deadline: float
     heard: float  # when the last part was announced
+    asked: float = 0.0  # when a rank was asked last, ...
+    announced: float = 0.0  # ... the first part announced
+    arrived_at: float = 0.0  # ... and all ranks had all
     begun: bool = (
         False  # whether one has been; the deadline is that of the outcome then, and before that of the first part
     )
@@ -118,6 +121,10 @@ class FetchRecord:
     def arrived(self) -> int:
         """The token up to which all parts from all ranks are here."""
         return min((min(rank.arrived(self.spec.start), self.spec.tokens) for rank in self.rank_fetches), default=0)
+
+    def stages(self, now: float) -> Stages:
+        """When it came how far, if it ends now."""
+        return Stages(self.began, self.asked, self.announced, self.heard, self.arrived_at, now)
 
     @property
     def enough(self) -> int:

@@ -117,6 +117,7 @@ class OfferRecord:
     offer: Offer | None = None
     generation: Generation | None = None  # the last one that was offered or revoked
     least: Generation = 0  # older ones are given up
+    revoked: Generation | None = None  # the last one that was given up while the transfer goes on, until it is released
     serves: dict[Key, RankServe] = field(default_factory=dict)
     # Readers, by their agents' epochs. They count once their digest is that of the offer: whoever names another is at the
     # wrong door, and changes nothing for those who are not.
@@ -151,6 +152,10 @@ class OfferRecord:
         """Give up what is of this generation or older."""
         self.least = max(self.least, generation + 1)
         self.generation = max(generation, self.next_generation - 1)
+
+    def serves_of(self, generation: Generation) -> bool:
+        """Return whether something that was announced of this generation or of older ones may still move."""
+        return any(s.generation is not None and s.generation <= generation for s in self.serves.values())
 
     @property
     def next_generation(self) -> Generation:

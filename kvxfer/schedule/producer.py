@@ -87,6 +87,11 @@ class OfferSchedule:
         prefill = self._running.get(request)
         return self._nothing if prefill is None else prefill.blocks
 
+    def offering(self, request: str) -> tuple[TransferId, Generation] | None:
+        """Return what a running request offers, and in which generation; None if it is not tracked."""
+        prefill = self._running.get(request)
+        return None if prefill is None else (prefill.transfer, prefill.generation)
+
     def total(self, request: str) -> int:
         """Return how many tokens a running request will offer; 0 if it is not tracked."""
         prefill = self._running.get(request)

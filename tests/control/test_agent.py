@@ -55,6 +55,8 @@ def test_bytes_arrive_whichever_side_comes_first(engine, options, first):
     assert np.array_equal(d.block(9)[:, :, :3], p.block(7)[:, :, :3])
     assert not d.block(9)[:, :, 3].any(), "the token beyond the transfer was touched"
     assert said.nbytes == end.nbytes == 11 * 3 * 4 * 16
+    s = end.stages
+    assert 0 < s.began <= s.asked <= s.announced <= s.heard <= s.arrived <= s.ended
 
 
 def test_links_can_be_made_before_anything_is_fetched(engine, options):

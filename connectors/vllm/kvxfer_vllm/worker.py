@@ -83,7 +83,8 @@ class WorkerHooks:
             table=layout.table,
             before_load=None if self._clearing is None else self._clearing.before,
             on_ended=lambda event: self._stats.record(event),
-            quarantine=self._kv.num_blocks // 4 if compat.HOLDS_BLOCKS else 0,
+            # Of an elastic cache the scheduler side alone knows how much could be held besides what requests have.
+            quarantine=self._kv.num_blocks // 4 if compat.HOLDS_BLOCKS and not agent.cache.elastic else 0,
             copy=copy,
             channel=channel,
         )

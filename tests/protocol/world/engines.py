@@ -12,7 +12,7 @@ import numpy as np
 
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.values import Action, Ended, Released
+from kvxfer.protocol.values import Action, Ended, GenerationReleased, Released
 from kvxfer.schedule import RankAgreement
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.protocol.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, START, TIMEOUT, UNIT, Agent, check, content
@@ -48,6 +48,8 @@ class ProducerEngine:
         self.heard: dict[tuple[int, TransferId], int] = {}
         self.busy: Counter[TransferId] = Counter()  # ranks that have orders for it
         self.revoked: dict[tuple[int, int], int] = {}  # rank and generation -> when it was given up
+        # What each rank has revoked of a transfer that goes on, and has not heard to be read no more.
+        self.read: dict[tuple[int, TransferId], int] = {}
         self.answered: set[TransferId] = set()  # all of it was offered once, on all ranks
 
     @property
@@ -138,6 +140,7 @@ class ProducerEngine:
         life, agent = self.lives[r].get(transfer), self.world.producers[r]
         if life is None or life.over:
             return
+        self.read[r, transfer] = life.generation
         self._revoke(r, life, "preempted", gone=False)
         agent.give(life.blocks)
         life.generation, life.tokens = again, 0
@@ -150,7 +153,14 @@ class ProducerEngine:
         if life is not None and not life.over:
             self._revoke(r, life, "aborted", gone=True, kept=kept)
 
-    def report(self, agent: Agent, event: Ended | Released) -> None:
+    def report(self, agent: Agent, event: Ended | Released | GenerationReleased) -> None:
+        if not isinstance(event, Ended) and event.generation >= self.read.get((agent.rank, event.transfer), 0):
+            self.read.pop((agent.rank, event.transfer), None)
+        if isinstance(event, GenerationReleased):
+            ended = self.ended[agent.rank, event.transfer]
+            before = max((g for g in ended if g < event.generation), default=-1)
+            self.world.backend.check_quiet(agent, event.transfer, range(before + 1, event.generation + 1))
+            return
         life, generation = self.lives[agent.rank].get(event.transfer), event.generation
         ended, released = self.ended[agent.rank, event.transfer], self.released[agent.rank, event.transfer]
         if isinstance(event, Ended):

@@ -297,6 +297,7 @@ class World:
         for _ in range(8):
             self.elapse(START + TIMEOUT + self.setting.lease)
         check(self.prefills.ended == self.prefills.released, "outcomes without a release")
+        check(not self.prefills.read, f"revoked, and read for ever: {self.prefills.read}")
         check(not self.decodes.wishes, f"fetches that never ended: {list(self.decodes.wishes)}")
         for a in self.agents:
             check(a.machine.corrupt == 0, f"{a.role} {a.rank} found right bytes wrong")
