@@ -258,6 +258,7 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "revoke for no reason": (lambda a, _: a.revoke(T, 1, None, True), "reason must be a str"),
     "revoke, gone or not": (lambda a, _: a.revoke(T, 1, "", None), "gone must be True or False"),
     "reason is no Unicode": (lambda a, _: a.revoke(T, 1, "\ud800", True), "reason must be valid Unicode"),
+    "prepare a text": (lambda a, _: a.prepare("x"), "source must be a kvxfer Source"),
     "an older generation": (
         lambda a, _: twice(a, {"generation": 2}, {"generation": 1}),
         "generation must be at least 2, not 1",

@@ -46,7 +46,7 @@ class ControlConnection:
         limit: Bytes of the longest frame that may come.
         guest: Whether its peer has dialled us and is not known yet.
         lost: Why nothing can be said or heard any more, save frames that had come before; ``None`` while it lives.
-        refused: Whether it is lost because nobody listens there.
+        refused: Whether it is lost because nobody listens there, or nothing has that name.
         heard: When something came last, by ``time.monotonic``.
         after: Its owner's mark of what it does before it receives.
         waits: Whether its owner wants to hear nothing of it now.

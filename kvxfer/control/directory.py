@@ -49,7 +49,7 @@ MOST_TOLD = 100_000
 """Notices of ours that wait to be sent."""
 MOST_AWAITED = 100_000
 """Transfers that others wait for us to begin with."""
-_UNPUBLISHED = m.encode(m.Refused(FailureKind.PEER_UNREACHABLE, "its ranks are not published yet", again=True))
+_UNPUBLISHED = m.encode(m.Refused(FailureKind.NOT_PUBLISHED, "its ranks are not published yet", again=True))
 TOGETHER = 1000
 """Transfers that one notice names; more go in several."""
 

@@ -72,7 +72,7 @@ class ControlSockets:
         self._dirty: set[ControlConnection] = set()
         self._ready: dict[ControlConnection, None] = {}  # have frames, or are lost and nobody has been told
         self._more: set[ControlConnection] = set()
-        self._found: deque[tuple[ControlConnection, list[Any] | str]] = deque()  # names that have been looked up
+        self._found: deque[tuple[ControlConnection, list[Any] | OSError]] = deque()  # names that have been looked up
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
     def listen(self, host: str, port: int, owner: Any) -> int:
@@ -328,11 +328,12 @@ class ControlSockets:
             self._epoll.modify(*wanted)
         conn.watched = wanted
 
-    def _begin(self, conn: ControlConnection, targets: list[Any] | str) -> None:
+    def _begin(self, conn: ControlConnection, targets: list[Any] | OSError) -> None:
         if conn.lost is not None:
             return
-        if isinstance(targets, str):
-            conn.lose(targets)
+        if isinstance(targets, OSError):
+            conn.refused = targets.errno == socket.EAI_NONAME
+            conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.strerror or targets}")
         else:
             conn.connect(targets)
         self._settle(conn)
@@ -342,7 +343,7 @@ class ControlSockets:
         try:
             self._found.append((conn, _addresses(host, port)))
         except OSError as e:
-            self._found.append((conn, f"its name {host!r} cannot be looked up: {e.strerror or e}"))
+            self._found.append((conn, e))
         self.wake()
 
 

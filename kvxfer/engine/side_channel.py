@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from kvxfer.failures import Failure
-from kvxfer.identity import Generation
+from kvxfer.identity import Generation, Source
+from kvxfer.protocol.values import Stages
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
@@ -48,16 +49,18 @@ class ChannelAddress(msgspec.Struct, frozen=True):
 
 
 class DirectFetches(msgspec.Struct, frozen=True):
-    """Fetches that need not wait for their step.
+    """Fetches that need not wait for their step, and word of those that are to come.
 
     Attributes:
         first: the number of the first of them; the others follow. Each comes again with the step that has its number.
         prefetches: those of them, by handle, that are prefetches.
+        prepare: engines from which fetches are to come, and our own directory if there are several workers.
     """
 
     first: int
-    fetches: tuple[Fetch, ...]
+    fetches: tuple[Fetch, ...] = ()
     prefetches: tuple[str, ...] = ()
+    prepare: tuple[tuple[Source, Source | None], ...] = ()
 
 
 class RankResult(msgspec.Struct, frozen=True):
@@ -71,7 +74,7 @@ class RankResult(msgspec.Struct, frozen=True):
         generation: of what was delivered; ``None`` if nothing had to come.
         failure: why it was not delivered; None if it was.
         quiet: nothing writes to its blocks any more.
-        seconds: that moving it took, from the word of its producer to the end.
+        stages: when it came how far.
     """
 
     handle: str
@@ -80,7 +83,7 @@ class RankResult(msgspec.Struct, frozen=True):
     generation: Generation | None = None
     failure: Failure | None = None
     quiet: bool = False
-    seconds: float = 0.0
+    stages: Stages = Stages()
 
 
 Take = Callable[[DirectFetches], None]

@@ -244,6 +244,11 @@ class Cache(msgspec.Struct, frozen=True):
         return Cache(regions, self.groups + other.groups, self.views + moved, self.rank)
 
     @property
+    def elastic(self) -> bool:
+        """Whether pages of it may be unmapped, and others mapped in their place, while it is registered."""
+        return any(region.elastic for region in self.regions)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """Flat offset at which each region begins. Regions are laid out in order, ``GAP`` bytes apart."""
         return flat_starts(self.regions)

@@ -82,6 +82,7 @@ class ConsumerMachine:
         self._fetches: dict[str, FetchRecord] = {}
         self._tries: dict[int, tuple[FetchRecord, RankFetch]] = {}  # by a rank's last attempt
         self._routes: dict[Source, Resolved] = {}
+        self._prepared: set[Source] = set()  # whose links are to be made once there is a route
         self._behind: Index[LinkId, Source] = Index()  # whose route leads over a link
         self._seeking: Index[Source, str] = Index()  # fetches whose route is not known yet
         self._over: Index[LinkId, str] = Index()  # fetches that use a link
@@ -118,6 +119,16 @@ class ConsumerMachine:
         self._seeking.add(spec.source, spec.handle)
         return [Resolve(spec.source, spec.own)]
 
+    def prepare(self, source: Source, own: Source | None) -> list[Action]:
+        """Make the links to a source from which fetches are to come. If there is no way, those will say so."""
+        if self._closed is not None:
+            return []
+        route = self._routes.get(source)
+        if route is not None:
+            return self._dial(route)
+        self._prepared.add(source)
+        return [Resolve(source, own)]
+
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
         """End a fetch that the engine no longer wants. Unknown handles are ignored."""
         f = self._fetches.get(handle)
@@ -144,6 +155,9 @@ class ConsumerMachine:
                 self._behind.add(rank.link, source)
         for f in [self._fetches[handle] for handle in self._seeking.pop(source)]:
             out += self._start(f, route, now) if isinstance(route, Resolved) else self._fail(f, route, now)
+        if source in self._prepared:
+            self._prepared.remove(source)
+            out += self._dial(route) if isinstance(route, Resolved) else []
         return out
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
@@ -299,6 +313,12 @@ class ConsumerMachine:
             out += self._link(f, rank, now)
         return out
 
+    def _dial(self, route: Resolved) -> list[Action]:
+        """Make those links of a route that there are not."""
+        links = [rank.link for rank in route.ranks if rank.link not in self._links]
+        self._links |= dict.fromkeys(links)
+        return [Dial(link) for link in links]
+
     def _close(self, link: LinkId, why: Failure) -> list[Action]:
         """Give a link up. The route to what is behind it has to be looked up anew."""
         self._links.pop(link, None)
@@ -324,6 +344,7 @@ class ConsumerMachine:
         self._tries.pop(rank.attempt, None)
         rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.least)
         self._tries[rank.attempt] = f, rank
+        f.asked = now
         return self._ask(f, rank, now)
 
     def _ask(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
@@ -367,10 +388,11 @@ class ConsumerMachine:
         self._questions.cancel(rank.attempt)
         f.heard = now
         if not f.begun:
+            f.announced = now
             f.begun, f.deadline = True, now + self._timeout
             self._deadlines.set(f.spec.handle, f.deadline)
         rank.generation, rank.revocations = msg.generation, msg.revocations
-        rank.final |= msg.final
+        rank.end = msg.hi if msg.final else rank.end
         rank.payload = rank.payload or msg.payload
         rank.spans[msg.part] = msg.lo, msg.hi
         try:
@@ -441,12 +463,12 @@ class ConsumerMachine:
         Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
         """
         out = self._progress(f)
-        if not rank.complete(f.spec.start, f.spec.tokens):
+        if not rank.complete(f.spec.start, f.enough):
             return out
         rank.on(E.COMPLETE)
         if any(x.state is not S.ARRIVED for x in f.rank_fetches):
             return out
-        f.round += 1
+        f.round, f.arrived_at = f.round + 1, now
         for x in f.rank_fetches:
             if x.held(self._links.get(x.spec.link)):
                 x.on(E.SEEN)
@@ -529,8 +551,9 @@ class ConsumerMachine:
         self._deadlines.cancel(spec.handle)
         self._seeking.remove(spec.source, spec.handle)
         seconds, waited = now - f.began, f.heard - f.began
-        payload = f.payload if outcome.delivered else b""
-        ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, f.generation, waited, payload)
+        payload, short = (f.payload, f.short) if outcome.delivered else (b"", None)
+        more = f.generation, waited, payload, f.stages(now), short
+        ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, *more)
         out: list[Action] = [Emit(ended)]
         for link, rank in (f.ranks or {}).items():
             if rank.state is S.DELIVERED:

@@ -19,7 +19,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Region
 from kvxfer.identity import TransferId, new_epoch
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.protocol.values import Ended, Event, Released
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released
 from kvxfer.values import NULL, BlockTable, Fetch, Group, Offer, Rank
 from tests.engine.direct import Switchboard
 
@@ -80,10 +80,13 @@ class Agent:
     loads: dict[str, Load] = field(default_factory=dict)
     out: list[Event] = field(default_factory=list)
     renewed: list[TransferId] = field(default_factory=list)
+    prepared: list[Any] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    elastic: bool = False
+    revoked: dict[TransferId, int] = field(default_factory=dict)  # generations that may still be read
 
     def __post_init__(self) -> None:
-        self.cache = Cache((Region(4096, 4096),), (), (), self.rank)
+        self.cache = Cache((Region(4096, 4096, elastic=self.elastic),), (), (), self.rank)
         self.member = RankDescriptor("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
         self.wire.agents.append(self)
 
@@ -94,15 +97,21 @@ class Agent:
         if offer.generation > self.over.get(offer.transfer, -1):
             self.offers[offer.transfer] = offer
 
-    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
+    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
         offer = self.offers.get(transfer)
         if offer is not None and offer.generation <= generation:
             del self.offers[transfer]
         if gone and generation > self.over.get(transfer, -1):
             self.end(transfer, generation, Outcome(Failure(FailureKind.WITHDRAWN, reason)))
+        elif generation > self.over.get(transfer, -1):
+            self.revoked[transfer] = generation
+            self.release(transfer)
 
     def renew(self, transfer: TransferId) -> None:
         self.renewed.append(transfer)
+
+    def prepare(self, source: Any, own: Any = None) -> None:
+        self.prepared.append((source, own))
 
     def fetch(self, fetch: Fetch) -> None:
         assert fetch.handle not in self.loads
@@ -130,9 +139,13 @@ class Agent:
         self.release(transfer)
 
     def release(self, transfer: TransferId) -> None:
-        reading = any(load.producer is self and load.fetch.transfer == transfer for load in self.wire.loads)
-        if transfer in self.over and not reading:
+        read = [load.offer for load in self.wire.loads if load.producer is self and load.fetch.transfer == transfer]
+        if transfer in self.over and not read:
             self.out.append(Released("producer", transfer, str(transfer), self.over[transfer]))
+        revoked = self.revoked.get(transfer)
+        if revoked is not None and all(offer is None or offer.generation > revoked for offer in read):
+            del self.revoked[transfer]
+            self.out.append(GenerationReleased("producer", transfer, str(transfer), revoked))
 
 
 class Wire:
@@ -237,13 +250,14 @@ class Engine:
         blocks: int,
         early: bool,
         board: Switchboard | None = None,
+        elastic: bool = False,
     ) -> None:
         self.wire, self.groups = wire, list(groups)
         self.pool = Pool(blocks)
-        self.pins = BlockPins(blocks // 4, self.pool)
+        self.pins = BlockPins(blocks if elastic else blocks // 4, self.pool)
         with mock.patch("kvxfer.engine.scheduler.SideChannel", (board or Switchboard()).scheduler):
             self.side = SchedulerSide(Config(), "small", groups, ranks, FACTS, pins=self.pins)
-        self.agents = [Agent(wire, groups, Rank(0, r)) for r in range(ranks)]
+        self.agents = [Agent(wire, groups, Rank(0, r), elastic=elastic) for r in range(ranks)]
         more: Any = {"quarantine": blocks // 4 if early else 0, "channel": board.worker if board else None}
         self.workers = [WorkerSide(a, **more) for a in self.agents]  # type: ignore[arg-type]
         wire.sources[self.side.source] = self.agents
