@@ -24,6 +24,7 @@ from kvxfer.engine.pins import BlockPins, BlockPool, ElasticPool, LendingPool
 from kvxfer.engine.scheduler import SchedulerSide, Update
 from kvxfer.engine.side_channel import ChannelAddress, WorkerChannel
 from kvxfer.engine.worker import WorkerSide
+from kvxfer.schedule import ScheduleError
 from kvxfer.ticket import Ticket
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "ElasticPool",
     "LendingPool",
     "Report",
+    "ScheduleError",
     "SchedulerSide",
     "Step",
     "Ticket",

@@ -9,6 +9,7 @@ from kvxfer.engine.side_channel import ChannelAddress, RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol.messages import RankDescriptor
+from kvxfer.protocol.values import Stages
 from kvxfer.schedule import StepCommands
 from kvxfer.values import BlockTable, Rank
 
@@ -70,9 +71,10 @@ class Report:
         failed: those whose load has failed, and why.
         arrived: of loads that asked for it (``SchedulerSide.load``), the tokens that are here so far on each rank.
         payloads: of requests that have been delivered, what the producer has sent along.
+        short: of requests that have been delivered, the token up to which they are here, where that is not all of it.
         writing: those that are reported as failed though their blocks may still be written to, and on which ranks.
         quiet: those of them that no longer are.
-        seconds: of loads that have been delivered, how long moving them took on the slowest rank.
+        stages: of loads that have ended, when they came how far on the slowest rank.
         invalid: the scheduler's blocks of loads that have failed.
         begun: the last step with revocations that these ranks have begun.
         channels: where these ranks' side channels listen; said once.
@@ -88,9 +90,10 @@ class Report:
     failed: dict[str, Failure] = field(default_factory=dict)
     arrived: dict[str, dict[Rank, int]] = field(default_factory=dict)
     payloads: dict[str, bytes] = field(default_factory=dict)
+    short: dict[str, int] = field(default_factory=dict)
     writing: dict[str, set[Rank]] = field(default_factory=dict)
     quiet: dict[str, set[Rank]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, Stages] = field(default_factory=dict)
     invalid: set[int] = field(default_factory=set)
     begun: dict[Rank, int] = field(default_factory=dict)
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
@@ -108,9 +111,10 @@ class Report:
             later.failed | self.failed,
             _join(self.arrived, later.arrived),
             later.payloads | self.payloads,
+            later.short | {k: min(n, later.short.get(k, n)) for k, n in self.short.items()},
             _union(self.writing, later.writing),
             _union(self.quiet, later.quiet),
-            {k: max(self.seconds.get(k, 0.0), later.seconds.get(k, 0.0)) for k in self.seconds | later.seconds},
+            later.stages | {k: s.slowest(later.stages.get(k, s)) for k, s in self.stages.items()},
             self.invalid | later.invalid,
             self.begun | later.begun,
             self.channels | later.channels,

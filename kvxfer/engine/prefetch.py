@@ -15,13 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from kvxfer.engine.exchange import BlockCopy
 from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import RankResult
+from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure
 from kvxfer.identity import Source
+from kvxfer.protocol.values import Stages
 from kvxfer.schedule import FetchSchedule
 from kvxfer.values import NULL, BlockTable, Group, Rank
 
@@ -61,6 +64,7 @@ class Prefetches:
         budget: seconds of a step that may be spent on waiting and copying.
         receive: passes to ``take_in`` what comes within so many seconds, as soon as there is something; False if nothing
             has come.
+        trace: is told of what is seen to be over.
     """
 
     def __init__(
@@ -71,10 +75,11 @@ class Prefetches:
         ranks: int,
         budget: float,
         receive: Callable[[float], bool],
+        trace: Trace,
     ) -> None:
         self._schedule, self._pins, self._groups, self._ranks = schedule, pins, tuple(groups), ranks
         self._budget = self._left = budget
-        self._receive = receive
+        self._receive, self._trace = receive, trace
         self._all: dict[str, _Prefetch] = {}
         self._copies: list[BlockCopy] = []
         self.paces, self._copying = LinkPaces(), Pace()
@@ -120,6 +125,8 @@ class Prefetches:
         self._wait(found)
         if not self._ended(found):
             return None
+        came = reduce(Stages.slowest, (result.stages for result in found.results.values()))
+        self._trace.seen(request, self._failure(found), came)
         useful = found.start <= computed < found.tokens and found.copying is None and not found.unwanted
         if self._failure(found) is not None or not useful:
             return 0
@@ -220,7 +227,7 @@ class Prefetches:
             found.over = True
             self._schedule.loaded(request)
             if not failed:
-                moved = max(r.seconds for r in found.results.values())
+                moved = max(r.stages.moving for r in found.results.values())
                 self.paces.delivered(found.source, found.tokens - found.start, moved)
         used = found.copying is not None and len(found.copying) == self._ranks
         if used and found.copying:

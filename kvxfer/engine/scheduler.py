@@ -20,12 +20,14 @@ from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
 from kvxfer.engine.starts import Starts
+from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Renew
 from kvxfer.protocol.timers import Recent
+from kvxfer.protocol.values import Stages
 from kvxfer.schedule import RankAgreement, Schedule
 from kvxfer.ticket import Ticket
 from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Fetch, Group, Rank
@@ -49,7 +51,10 @@ _held = arguments.holding(
     external=partial(arguments.integer, least=0, most=MOST_TOKENS),
     progress=partial(arguments.integer, least=0, most=MOST_TOKENS),
     consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
+    enough=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    begun=arguments.flag,
     offered=arguments.flag,
+    good=arguments.flag,
     complete=arguments.flag,
     stops=arguments.flag,
     report=partial(arguments.instance, kind=Report),
@@ -79,6 +84,8 @@ class Update:
         disagreed: those of the failed of which every rank by itself was delivered what it wanted, and the blocks of their
             loads.
         payloads: of the loaded, what the producer has sent along (``WorkerSide.after_forward``), where it has.
+        short: of the loaded that may be so (``SchedulerSide.load``, ``enough``), those that are here in part, since the producer
+            has given up: up to which token. The engine computes the others.
     """
 
     free: frozenset[str] = frozenset()
@@ -87,6 +94,7 @@ class Update:
     arrived: Mapping[str, int] = field(default_factory=dict)
     disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     payloads: Mapping[str, bytes] = field(default_factory=dict)
+    short: Mapping[str, int] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -147,6 +155,7 @@ class SchedulerSide:
         self._failed: dict[str, Failure] = {}  # loads that have, on some rank
         self._arrived: dict[str, dict[Rank, int]] = {}  # of loads under way, the tokens that each rank has
         self._payloads: dict[str, bytes] = {}  # of loads that some rank has
+        self._short: dict[str, int] = {}  # of those, the token up to which it is here, where that is not all
         self._members: dict[Rank, RankDescriptor] = {}
         self._renewals = Renewals(config.lease, self.directory.tell)
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
@@ -158,13 +167,14 @@ class SchedulerSide:
         self._looked = 0.0  # when it was said last what is to be renewed
         self._still: float | None = None  # since when the engine has stood still for want of blocks
         self._let_go: str | None = None  # the request that was last to give its blocks up for that
+        self._trace = Trace(config.trace, engine)
         self._channel, self._channels = SideChannel(), dict[Rank, ChannelAddress]()
         self._prefetches = Prefetches(
-            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear
+            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear, self._trace
         )
         self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
         self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
-        self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
+        self._stages: dict[str, Stages] = {}  # how far those came when that have ended on some rank
         self._early: list[str] = []  # loads of which the side channel has said that they are here
         self._ahead: list[str] = []  # prefetches that go with the next step
         self._prepared: set[Source] = set()  # engines to which our workers have been told to make links
@@ -208,6 +218,7 @@ class SchedulerSide:
         begun: bool = True,
         offered: bool = False,
         progress: int = 0,
+        enough: int = 0,
     ) -> bool:
         """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
 
@@ -226,12 +237,14 @@ class SchedulerSide:
             offered: whether the producer is known to have offered all of them, as when it has answered its request. If it
                 does not know them any more, the load fails within about a second, not at its deadline.
             progress: how many more tokens are news.
+            enough: how many tokens are of use, should the producer give up before it has computed all (``Update.short``). 0: all
+                or none. Only where all groups are ``full``.
 
         Returns False if the transfer is in use for other content or from another source, or was given up just now: the
         request is computed here. Raises ``ScheduleError`` if it loads another.
         """
         self._check_open()
-        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered)
+        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
         if taken:
             self._loads.setdefault(request, 0)
             self._renewals.begin(transfer, digest, source)
@@ -240,6 +253,7 @@ class SchedulerSide:
             if offered:
                 self._ready[request] = source, tokens
             self._prepare(source)
+            self._trace.arrived(request, transfer, source)
         return taken
 
     def _prepare(self, source: Source) -> None:
@@ -271,6 +285,7 @@ class SchedulerSide:
             return
         number = self._fetched + len(self._schedule.consumer.wanted)
         if self._prefetches.begin(request, source, computed, tokens, number):
+            self._trace.fetched(request, "within the step", tokens - computed)
             self._ahead.append(request)
             self._hurry()
 
@@ -346,6 +361,7 @@ class SchedulerSide:
             raise
         if external:
             number, fetch = self._last_fetch
+            self._trace.fetched(request, "beside the steps", external)
             self._under_way[request] = fetch.source, external
             self._loading.begins(request, fetch.blocks.ids(), number)
         self._hurry()
@@ -384,11 +400,14 @@ class SchedulerSide:
                 self._came(request, result)
         return bool(news)
 
+    def _reached(self, request: str, stages: Stages) -> None:
+        self._stages[request] = stages.slowest(self._stages.get(request, stages))
+
     def _came(self, request: str, result: RankResult) -> None:
         """Take in that a load beside the steps has come on one rank."""
         if result.generation is not None:
             self._agreement.delivered(request, (result.generation,))
-        self._seconds[request] = max(result.seconds, self._seconds.get(request, 0.0))
+        self._reached(request, result.stages)
         if self._loading.over_on(request, (result.rank,)) and self._agreement.agreed(request):
             self._early.append(request)
 
@@ -428,13 +447,15 @@ class SchedulerSide:
         self._offered.preempted(request)
 
     @_held
-    def finished(self, request: str, table: BlockTable, complete: bool) -> bool:
+    def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
         """Take in that the request is over, at whatever point.
 
         Args:
             request: the engine's id of it.
             table: the whole block table at its end; one of empty rows if it has no blocks.
             complete: it ended normally and its KV is good; False for an abort or an error.
+            good: though not complete, what has been computed is good, as after an abort. Those who are reading it, and for whom
+                that is enough, may finish with that.
 
         Returns:
             True if the engine must keep the blocks until a ``report`` names the request as ``free``. A load under way
@@ -443,6 +464,7 @@ class SchedulerSide:
         self._tables.check("table", table)
         self._loads.pop(request, None)
         self._ready.pop(request, None)
+        self._trace.finished(request)
         self._prefetches.give_up(request)
         self._starts.forget(request)
         self._schedule.consumer.finish(request)
@@ -451,7 +473,7 @@ class SchedulerSide:
             digest = self._schedule.producer.digest(transfer) or b""
             self._over.put(transfer, digest, time.monotonic())
             self.directory.begins(transfer, digest)  # or is over, of which they hear when they fetch it
-        return self._offered.finished(request, transfer, table, complete, found=bool(self._members))
+        return self._offered.finished(request, transfer, table, complete, found=bool(self._members), good=good)
 
     @_held
     def freed(self, request: str) -> None:
@@ -514,6 +536,9 @@ class SchedulerSide:
         for request, payload in report.payloads.items():
             if request in self._loading:
                 self._payloads.setdefault(request, payload)
+        for request, tokens in report.short.items():
+            if request in self._loading:
+                self._short[request] = min(tokens, self._short.get(request, tokens))
         for request, ranks in report.writing.items():
             self._loading.writing(request, ranks)
         for request, ranks in report.quiet.items():
@@ -525,9 +550,9 @@ class SchedulerSide:
             self._offered.revoked(transfer, revoked)
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
         over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
-        for request, took in report.seconds.items():
+        for request, stages in report.stages.items():
             if request in self._loading:
-                self._seconds[request] = max(took, self._seconds.get(request, 0.0))
+                self._reached(request, stages)
         for request, ranks in report.over.items():
             self._loading.said(request, ranks)
         update = self._ended(
@@ -542,7 +567,7 @@ class SchedulerSide:
 
     def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
         """Return what has become of loads that all ranks have reported."""
-        loaded, failed, disagreed, payloads = set(), {}, {}, {}
+        loaded, failed, disagreed, payloads, shorter = set(), {}, {}, {}, {}
         for request in requests:
             generations, failure = self._agreement.over(request), self._failed.pop(request, None)
             if failure is None and len(generations) > 1:
@@ -552,8 +577,11 @@ class SchedulerSide:
                 disagreed[request] = self._loading.blocks(request)
                 log.warning("request %s cannot use what was loaded: %s", request, failure)
             source, tokens = self._under_way.pop(request, (None, 0))
-            seconds = self._seconds.pop(request, None)
-            payload = self._payloads.pop(request, b"")
+            stages = self._stages.pop(request, None)
+            payload, short = self._payloads.pop(request, b""), self._short.pop(request, None)
+            if failure is None and short is not None:
+                shorter[request] = short
+                log.warning("request %s has come up to token %d, where its producer gave up", request, short)
             if failure is None:
                 loaded.add(request)
                 if payload:
@@ -562,11 +590,13 @@ class SchedulerSide:
                 failed[request] = failure
             if source is not None and failure is not None:
                 self._prefetches.paces.failed(source)
-            elif source is not None and seconds is not None:
-                self._prefetches.paces.delivered(source, tokens, seconds)
+            elif source is not None and stages is not None and short is None:
+                self._prefetches.paces.delivered(source, tokens, stages.moving)
+            if source is not None:
+                self._trace.seen(request, failure, stages)
             self._loading.over(request)
             self._arrived.pop(request, None)
-        return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads)
+        return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
 
     def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
         """Return how far those loads are of which something is new, on all ranks."""
@@ -685,5 +715,5 @@ class SchedulerSide:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
         loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
-        told = len(self._failed) + len(self._arrived) + len(self._payloads)
+        told = len(self._failed) + len(self._arrived) + len(self._payloads) + len(self._short)
         return sides + loads + told + len(self._offers)

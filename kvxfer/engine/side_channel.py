@@ -22,6 +22,7 @@ import msgspec
 
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, Source
+from kvxfer.protocol.values import Stages
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
@@ -73,7 +74,7 @@ class RankResult(msgspec.Struct, frozen=True):
         generation: of what was delivered; ``None`` if nothing had to come.
         failure: why it was not delivered; None if it was.
         quiet: nothing writes to its blocks any more.
-        seconds: that moving it took, from the word of its producer to the end.
+        stages: when it came how far.
     """
 
     handle: str
@@ -82,7 +83,7 @@ class RankResult(msgspec.Struct, frozen=True):
     generation: Generation | None = None
     failure: Failure | None = None
     quiet: bool = False
-    seconds: float = 0.0
+    stages: Stages = Stages()
 
 
 Take = Callable[[DirectFetches], None]

@@ -114,7 +114,7 @@ class WorkerSide:
             self.agent.identify(step.facts)
         for revoke in step.commands.revokes:
             self._payloads.pop(revoke.transfer, None)
-            self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone)
+            self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone, kept=revoke.kept)
         if step.commands.revokes:
             with self._lock:
                 self._report.begun[self._rank] = step.number
@@ -251,20 +251,24 @@ class WorkerSide:
             report.arrived.setdefault(event.handle, {})[self._rank] = event.tokens
 
     def _ended(self, report: Report, event: Ended) -> None:
-        request, failure, seconds = event.handle, event.outcome.failure, event.seconds - event.waited
+        request, failure = event.handle, event.outcome.failure
         self._ends.append(event)
-        result = replace(self._known[request], generation=event.generation, failure=failure, seconds=seconds)
+        result = replace(self._known[request], generation=event.generation, failure=failure, stages=event.stages)
         self._known[request] = result
         if request in self._prefetches:
             self._prefetched(report, result)
-        elif failure is not None:
+            return
+        report.stages[request] = event.stages
+        if failure is not None:
             self._failing[request] = failure
         else:
             if event.generation is not None:
                 report.delivered.setdefault(request, set()).add(event.generation)
-            report.seconds[request] = seconds
-            if event.payload:  # too long for a message, so that the end is said with a step only
+            if event.payload:
                 report.payloads[request] = event.payload
+            if event.short is not None:
+                report.short[request] = event.short
+            if event.payload or event.short is not None:  # of which no message tells: the end is said with a step only
                 del self._known[request]
 
     def _released(self, report: Report, request: str) -> None:

@@ -344,6 +344,7 @@ class ConsumerMachine:
         self._tries.pop(rank.attempt, None)
         rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.least)
         self._tries[rank.attempt] = f, rank
+        f.asked = now
         return self._ask(f, rank, now)
 
     def _ask(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
@@ -387,10 +388,11 @@ class ConsumerMachine:
         self._questions.cancel(rank.attempt)
         f.heard = now
         if not f.begun:
+            f.announced = now
             f.begun, f.deadline = True, now + self._timeout
             self._deadlines.set(f.spec.handle, f.deadline)
         rank.generation, rank.revocations = msg.generation, msg.revocations
-        rank.final |= msg.final
+        rank.end = msg.hi if msg.final else rank.end
         rank.payload = rank.payload or msg.payload
         rank.spans[msg.part] = msg.lo, msg.hi
         try:
@@ -461,12 +463,12 @@ class ConsumerMachine:
         Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
         """
         out = self._progress(f)
-        if not rank.complete(f.spec.start, f.spec.tokens):
+        if not rank.complete(f.spec.start, f.enough):
             return out
         rank.on(E.COMPLETE)
         if any(x.state is not S.ARRIVED for x in f.rank_fetches):
             return out
-        f.round += 1
+        f.round, f.arrived_at = f.round + 1, now
         for x in f.rank_fetches:
             if x.held(self._links.get(x.spec.link)):
                 x.on(E.SEEN)
@@ -549,8 +551,9 @@ class ConsumerMachine:
         self._deadlines.cancel(spec.handle)
         self._seeking.remove(spec.source, spec.handle)
         seconds, waited = now - f.began, f.heard - f.began
-        payload = f.payload if outcome.delivered else b""
-        ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, f.generation, waited, payload)
+        payload, short = (f.payload, f.short) if outcome.delivered else (b"", None)
+        more = f.generation, waited, payload, f.stages(now), short
+        ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, *more)
         out: list[Action] = [Emit(ended)]
         for link, rank in (f.ranks or {}).items():
             if rank.state is S.DELIVERED:

@@ -15,6 +15,7 @@ import pytest
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel, WorkerChannel
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
+from kvxfer.protocol.values import Stages
 from kvxfer.values import BlockTable, Fetch, Rank
 
 LONG_S = 20.0
@@ -64,7 +65,7 @@ def test_fetches_reach_all_workers_and_results_the_scheduler(channel: SideChanne
     assert channel.open and channel.send(fetches())
     assert all(worker.got.get(timeout=LONG_S) == fetches() for worker in workers)
     why = Failure(FailureKind.PEER_LOST, "it went away")
-    sent = [RankResult("r", Rank(0, w.rank), 1, 3, why if w.rank else None, True, 0.5) for w in workers]
+    sent = [RankResult("r", Rank(0, w.rank), 1, 3, why if w.rank else None, True, Stages(1.0, 2.0)) for w in workers]
     for worker, result in zip(workers, sent, strict=True):
         worker.say(result)
     found: list[RankResult] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -249,6 +251,45 @@ def test_an_abort_after_vllm_has_heard_of_the_end_and_before_a_step_says_so_too(
     again = d.add(prompt(N, 3), offered(p, 3))
     right(d, p, again, prompt(N, 3))
     assert d.computed[again] == 1 + 3
+
+
+@pytest.mark.parametrize(("budget", "way"), [(1, "within the step"), (0, "beside the steps")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trace_has_a_line_for_each_load(
+    make: Make, board: Switchboard, wire: Wire, tmp_path: Path, budget: int, way: str, ranks: int
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    p = make(ranks=ranks)
+    d = decoder(make, board, ranks=ranks, extra={"step_budget": budget, "trace": str(path)})
+    names = [d.add(prompt(N, i), offered(p, i)) for i in range(2)]
+    d.step()
+    right(d, p, names[0], prompt(N))
+    right(d, p, names[1], prompt(N, 1))
+    params = offered(p, 2)
+    wire.paused = True
+    names.append(d.add(prompt(N, 2), params))
+    d.step()
+    for load in wire.loads(d):
+        wire.fail(load, "the link broke")
+    wire.paused = False
+    right(d, p, names[2], prompt(N, 2))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["request"] for line in lines] == names
+    assert {line["way"] for line in lines} == {way} and {line["tokens"] for line in lines} == {N - 1}
+    assert [line["failure"] and "the link broke" in line["failure"] for line in lines] == [None, None, True]
+    at = p.address
+    for line in lines:
+        assert line["source"] == f"{at.host}:{at.port}" and line["transfer"].startswith("own/")
+        assert 0 <= line["us"]["fetched"] <= line["us"]["seen"]
+
+
+def test_a_trace_that_cannot_be_written_is_no_matter(
+    make: Make, board: Switchboard, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = make(), decoder(make, board, extra={"step_budget": 1, "trace": str(tmp_path / "no" / "folder")})
+    for i in range(2):
+        right(d, p, d.add(prompt(N, i), offered(p, i)), prompt(N, i))
+    assert len([r for r in caplog.records if "no more lines are written" in r.message]) == 1
 
 
 def _then(result: Any, call: Any) -> Any:
