@@ -61,8 +61,8 @@ def measure(
 
 def _rates(seconds: list[float], nbytes: int) -> dict[str, float]:
     return {
-        "GB_per_s": round(nbytes / statistics.median(seconds) / 1e9, 2),
-        "upper_quartile_GB_per_s": round(nbytes / _quartile(seconds) / 1e9, 2),
+        "GB_per_s": round(nbytes / statistics.median(seconds) / 1e9, 4),
+        "upper_quartile_GB_per_s": round(nbytes / _quartile(seconds) / 1e9, 4),
     }
 
 
