@@ -22,12 +22,14 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Do what ``turns.measure`` does over such a link, with each set of options beside the library with the same options.
 
+    Without sessions: their control connections would not go over it.
+
     To be called in a network namespace of its own, by a back end with options ``listen`` and ``advertise``.
     """
     with link.up():
         for chosen in options:
             placed = {**chosen, "listen": HERE, "advertise": THERE}
-            yield from turns.measure(backend, [placed], "cpu", model, tokens, rounds, 64 << 20)
+            yield from turns.measure(backend, [placed], "cpu", model, tokens, rounds, 64 << 20, sessions=False)
 
 
 def distance(
