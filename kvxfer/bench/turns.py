@@ -26,15 +26,15 @@ WARM = 2
 class _Sessions:
     """Fetches between two agents, one after the other."""
 
-    def __init__(self, both: Pair, request: Request, rounds: int) -> None:
-        self._consumer, self._dst = both.consumer, request.dst
+    def __init__(self, both: Pair, request: Request) -> None:
+        self._both, self._request = both, request
         self._source = both.producer("open_agent", "off")
         both.consumer("open_agent", "off")
-        both.producer("offer", range(rounds), request.src)
 
     def fetch(self, number: int) -> float:
-        """Return the seconds from the producer's word, so that it is there, to the outcome."""
-        [row] = self._consumer("fetch", [number], self._dst, {"off": self._source}, 0.0)
+        """Offer and fetch; return the seconds from the producer's word to the outcome."""
+        self._both.producer("offer", [number], self._request.src)
+        [row] = self._both.consumer("fetch", [number], self._request.dst, {"off": self._source}, 0.0)
         return float(row["off"]["session_s"])
 
 
@@ -83,7 +83,7 @@ def measure(
         for both in pairs:
             both.connect()
         two_sided = pairs[0].connect_raw()
-        agents = [_Sessions(start(chosen), request, rounds + WARM) for chosen in options] if sessions else []
+        agents = [_Sessions(start(chosen), request) for chosen in options] if sessions else []
         for number in range(rounds + WARM):
             if two_sided is not None:
                 runs, one = pairs[0].move_raw(request.src, request.dst, (True, False), two_sided)[0]
