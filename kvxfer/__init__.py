@@ -12,7 +12,7 @@ from kvxfer.errors import ArgumentError, ConfigError, KvxferError, PeerError, Tr
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.values import Ended, Event, Progress, Released
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
 from kvxfer.ticket import Ticket
 from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
 
@@ -31,6 +31,7 @@ __all__ = [
     "Failure",
     "FailureKind",
     "Fetch",
+    "GenerationReleased",
     "Group",
     "KvxferError",
     "Offer",

@@ -6,14 +6,32 @@ here, so that nothing that cannot be encoded reaches a link.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar
 
 from kvxfer.errors import ArgumentError
 
-__all__ = ["MOST_INTEGER", "flag", "instance", "integer", "integers", "octets", "shown", "string"]
+__all__ = [
+    "MOST_INTEGER",
+    "flag",
+    "function",
+    "holding",
+    "instance",
+    "integer",
+    "integers",
+    "mapping",
+    "octets",
+    "seconds",
+    "several",
+    "shown",
+    "string",
+]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_INTEGER = (1 << 63) - 1
@@ -52,6 +70,17 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
     return tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
+def seconds(name: str, value: Any) -> float:
+    """Return a time to wait; what lies in the past is no time at all.
+
+    Raises:
+        ArgumentError: It is no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+        raise ArgumentError(f"{name} must be a number of seconds, not {shown(value)}")
+    return max(0.0, float(value))
+
+
 def flag(name: str, value: Any) -> bool:
     """Return a truth value as a ``bool``; only what means nothing else is one.
 
@@ -82,33 +111,98 @@ def string(name: str, value: Any, most: int = 1 << 12, *, empty: bool = False) -
     return value
 
 
-def octets(name: str, value: Any, most: int) -> bytes:
+def octets(name: str, value: Any, most: int, *, empty: bool = False) -> bytes:
     """Return an argument of bytes.
 
     Raises:
-        ArgumentError: It is not ``bytes``, or longer than ``most``.
+        ArgumentError: It is not ``bytes``, is empty, or longer than ``most``.
     """
     if not isinstance(value, bytes):
         raise ArgumentError(f"{name} must be bytes, not {shown(value)}")
+    if not value and not empty:
+        raise ArgumentError(f"{name} must not be empty")
     if len(value) > most:
         raise ArgumentError(f"{name} must have at most {most} bytes, not {len(value)}")
     return value
 
 
 def instance(name: str, value: Any, kind: type[T]) -> T:
-    """Return an argument that must be of a class of ours.
+    """Return an argument that must be of a class, which is mostly one of ours.
 
     Raises:
         ArgumentError: It is not.
     """
     if not isinstance(value, kind):
-        raise ArgumentError(f"{name} must be a kvxfer {kind.__name__}, not {shown(value)}")
+        ours = "kvxfer " if kind.__module__.startswith("kvxfer") else ""
+        raise ArgumentError(f"{name} must be a {ours}{kind.__name__}, not {shown(value)}")
     return value
+
+
+def several(name: str, values: Any, kind: type[T], least: int = 0) -> tuple[T, ...]:
+    """Return an argument of so many of a class, or more, as a tuple.
+
+    Raises:
+        ArgumentError: There is no series of them, it is too short, or one is of another class.
+    """
+    if isinstance(values, str | bytes | kind) or not isinstance(values, Iterable):
+        raise ArgumentError(f"{name} must be a tuple of {kind.__name__}, not {shown(values)}")
+    found = tuple(instance(f"{name}[{i}]", value, kind) for i, value in enumerate(values))
+    if len(found) < least:
+        raise ArgumentError(f"{name} must be at least {least}, not {len(found)}")
+    return found
+
+
+def mapping(name: str, value: Any, of: str) -> Mapping[Any, Any]:
+    """Return an argument that must be a mapping; ``of`` says what of.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{name} must be a mapping of {of}, not {shown(value)}")
+    return value
+
+
+def function(name: str, value: Any) -> Any:
+    """Return an argument that can be called, or ``None``.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    if value is not None and not callable(value):
+        raise ArgumentError(f"{name} must be a function or None, not {shown(value)}")
+    return value
+
+
+def holding(**checks: Callable[[str, Any], Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return what has methods of a class answer wrong arguments before they do anything.
+
+    Each argument is held to the check of its name, whichever method has it: a function of the argument's name and its
+    value, that returns the value as it is taken, or raises ``ArgumentError``.
+    """
+
+    def held(call: Callable[P, T]) -> Callable[P, T]:
+        code = call.__code__
+        places = [checks.get(name) for name in code.co_varnames[: code.co_argcount]]
+
+        @wraps(call)
+        def checked(*args: Any, **named: Any) -> T:
+            taken = [
+                value if check is None else check(name, value)
+                for name, check, value in zip(code.co_varnames, places, args, strict=False)
+            ]
+            more = {name: checks[name](name, value) if name in checks else value for name, value in named.items()}
+            return call(*taken, *args[len(taken) :], **more)
+
+        return checked
+
+    return held
 
 
 def shown(value: Any) -> str:
     """Return a value for a message, short, with its type where that is what is wrong with it."""
-    words = repr(value) if isinstance(value, str | bytes | int | float | None) else ""
+    plain = isinstance(value, str | bytes | float | None) or (isinstance(value, int) and value.bit_length() <= 256)
+    words = repr(value) if plain else ""  # Python refuses to write out very long numbers
     cut = words if len(words) <= _SHOWN else words[:_SHOWN] + "..."
     kind = type(value)
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."

@@ -57,6 +57,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         model: A name for the weights, in place of what the engine finds out about them. Two engines of one name are
             taken to serve the same model. For checkpoints that differ in form only, or that cannot be read. None lets
             the engine find out.
+        trace: Path of a file to which the scheduler's process appends a line of JSON for each load that ends: what it was,
+            and when it came how far. None writes nothing.
         elastic: Whether pages of the cache may be unmapped and replaced while the engine runs, as kvcached does. Back
             ends whose registration keeps pages then move it staged. None finds out for CUDA memory, by how it is mapped.
 
@@ -80,6 +82,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     integrity: Integrity = "off"
     layout_check: bool = True
     model: ModelName | None = None
+    trace: NonEmpty | None = None
     elastic: bool | None = None
 
     def __post_init__(self) -> None:

@@ -68,8 +68,8 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -
 
 
 def sealed(facts: Mapping[str, str]) -> str:
-    """Return a hash of the facts for digests, whatever their order."""
-    return hashlib.blake2b(key(*sorted(facts.items())), digest_size=16).hexdigest()
+    """Return a hash of the facts for digests, whatever their order. Raises ``ConfigError`` as ``check`` does."""
+    return hashlib.blake2b(key(*sorted(check(facts).items())), digest_size=16).hexdigest()
 
 
 def _value(facts: Mapping[str, str], name: str) -> str:

@@ -19,6 +19,8 @@ class FailureKind(enum.StrEnum):
     REVOKED = "revoked"
     DIGEST_DIFFERS = "digest_differs"
     INCOMPATIBLE = "incompatible"
+    NO_SUCH_ENGINE = "no_such_engine"
+    NOT_PUBLISHED = "not_published"
     PEER_UNREACHABLE = "peer_unreachable"
     PEER_LOST = "peer_lost"
     TIMED_OUT = "timed_out"
@@ -37,12 +39,14 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
         FailureKind.REVOKED: "the producer preempts requests: give it more memory, or fewer requests at a time",
         FailureKind.DIGEST_DIFFERS: "let the router give both engines the params of one request",
         FailureKind.INCOMPATIBLE: "run the same model, configuration and version of kvxfer on both engines",
+        FailureKind.NO_SUCH_ENGINE: "look why the engine that was named ended; the next prefill names its successor",
+        FailureKind.NOT_PUBLISHED: "wait until the engine is up, and name it to others once its ranks are published",
         FailureKind.PEER_UNREACHABLE: "look whether the peer runs, and whether its 'advertise' and 'port' lead to it",
         FailureKind.PEER_LOST: "look whether the peer still runs, and for what its log says last",
         FailureKind.TIMED_OUT: "look at the load of both engines, or raise 'transfer_timeout' or 'lease'",
         FailureKind.CORRUPT: "check the network and memory of both hosts, or use another back end",
         FailureKind.REFUSED: "check 'peers' and 'key_file' on both engines",
-        FailureKind.OVERLOADED: "give the producer fewer requests at a time, or more memory for staging",
+        FailureKind.OVERLOADED: "give this producer fewer requests at a time, or add producers",
         FailureKind.CANCELLED: "nothing needs to be done: an engine or a client changed its mind",
         FailureKind.BACKEND_FAILED: "run `kvxfer doctor` on both hosts, or choose another back end",
         FailureKind.MISUSE: "report it to whoever maintains the connector or the peer: it broke the protocol",

@@ -82,16 +82,20 @@ class Address(msgspec.Struct, frozen=True, order=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """An engine as others reach it: its directory's address, and the epoch that must answer there (`new_epoch`)."""
+    """An engine as others reach it: its directory's address, and the epoch that must answer there (`new_epoch`).
+
+    Raises:
+        ArgumentError: an argument is of the wrong type or range, or the host neither an IP address nor a host name.
+    """
 
     host: str
     port: int
     epoch: int
 
     def __post_init__(self) -> None:
-        arguments.string("host", self.host)
-        for name, most in (("port", 65535), ("epoch", arguments.MOST_INTEGER)):
-            checked = arguments.integer(name, getattr(self, name), 0, most)
+        canonical_host(arguments.string("host", self.host))
+        for name, least, most in (("port", 1, 65535), ("epoch", 0, arguments.MOST_INTEGER)):
+            checked = arguments.integer(name, getattr(self, name), least, most)
             msgspec.structs.force_setattr(self, name, checked)
 
     def __str__(self) -> str:
@@ -148,8 +152,9 @@ def digest(
         embeds: a hash of prompt embeddings.
 
     Raises:
-        IdentityError: token ids that are not integers, or text that is not valid Unicode.
+        ArgumentError: token ids that are not integers, a model that is no text, or text that is not valid Unicode.
     """
+    arguments.string("model", model, empty=True)
     ids = None if tokens is None else _token_bytes(tokens)
     items = tuple((str(content), int(first), int(length)) for content, first, length in media)
     return hashlib.blake2b(key(ids, model, items, lora, salt, embeds), digest_size=16).digest()
@@ -194,8 +199,8 @@ def _token_bytes(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
 
 
 def _named(argument: str, value: str) -> str:
-    if not isinstance(value, str):
-        raise IdentityError(f"{argument} must be a str, not {arguments.shown(value)}")
+    if not isinstance(value, str) or not value:
+        raise IdentityError(f"{argument} must be a str that is not empty, not {arguments.shown(value)}")
     return value
 
 
@@ -213,9 +218,9 @@ def canonical_host(text: str) -> str:
         name = text.lower()
         if _NAME.fullmatch(name) and len(name) < 254 and not _NUMBER.fullmatch(name.rpartition(".")[2]):
             return name
-        raise IdentityError(f"{text!r} is neither an IP address nor a host name") from None
+        raise IdentityError(f"host {text!r:.300} is neither an IP address nor a host name") from None
     if "%" in bare or (bracketed and address.version == 4):
-        raise IdentityError(f"{text!r} is neither an IP address nor a host name")
+        raise IdentityError(f"host {text!r:.300} is neither an IP address nor a host name")
     return str(address)
 
 

@@ -54,6 +54,8 @@ def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
         ConfigError: A setting is unknown (the message names the nearest known one) or a value has the wrong type or
             range (the message names setting, value and what is expected).
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"settings must be a mapping by name, not a {type(values).__name__}")
     types = _types(kind)
     for key in values:
         if key not in types:

@@ -32,6 +32,8 @@ MOST_TOKENS, MOST_DIGEST = 1 << 48, 64
 """Tokens of a transfer, and bytes of a digest."""
 MOST_PAYLOAD, MOST_CONSUMERS = 64 << 10, 1 << 16
 """Bytes of a payload, and consumers of an offer."""
+MOST_REASON = 1 << 20
+"""Characters of a reason that an engine gives; peers are told the beginning."""
 
 _LITTLE = np.dtype("<i4")
 _ID_BYTES = 4
@@ -55,9 +57,8 @@ class Rank(msgspec.Struct, frozen=True, order=True):
     tp: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.pp) is not int or type(self.tp) is not int:
-            force_setattr(self, "pp", arguments.integer("pp", self.pp))
-            force_setattr(self, "tp", arguments.integer("tp", self.tp))
+        force_setattr(self, "pp", arguments.integer("pp", self.pp, 0))
+        force_setattr(self, "tp", arguments.integer("tp", self.tp, 0))
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -73,6 +74,9 @@ class Group(msgspec.Struct, frozen=True):
             token is taken over. ``local`` is moved by nobody and listed in no offer and no fetch; a cache that peers
             see has none.
         window: of a ``window``, how many tokens a token attends to at most, itself included; else 0.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type or range.
     """
 
     block_tokens: int
@@ -80,10 +84,11 @@ class Group(msgspec.Struct, frozen=True):
     window: int = 0
 
     def __post_init__(self) -> None:
-        force_setattr(self, "block_tokens", arguments.integer("block_tokens", self.block_tokens))
-        force_setattr(self, "window", arguments.integer("window", self.window))
+        force_setattr(self, "block_tokens", arguments.integer("block_tokens", self.block_tokens, 1, MOST_TOKENS))
         if self.kind not in get_args(Kind):
             raise ArgumentError(f"kind must be one of {', '.join(get_args(Kind))}, not {arguments.shown(self.kind)}")
+        least, most = (1, MOST_TOKENS) if self.kind == "window" else (0, 0)
+        force_setattr(self, "window", arguments.integer("window", self.window, least, most))
 
     def blocks(self, tokens: int) -> int:
         """Return how many blocks ``tokens`` tokens take."""
@@ -107,12 +112,14 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         rows: each group's ids as little-endian int32, one after the other.
 
     Raises:
-        ArgumentError: a row is not of whole int32, or holds an id below -1. From a peer: ``PeerError`` at the decoder.
+        ArgumentError: a row is not of whole int32, or holds an id below -1; more than 128 rows. From a peer: ``PeerError`` at the decoder.
     """
 
     rows: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_GROUPS)] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rows, tuple) or len(self.rows) > _MOST_GROUPS:
+            raise ArgumentError(f"rows must be a tuple of up to {_MOST_GROUPS}, not {arguments.shown(self.rows)}")
         for g, row in enumerate(self.rows):
             if not isinstance(row, bytes):
                 raise ArgumentError(f"rows[{g}] must be bytes, not {arguments.shown(row)}; BlockTable.of takes numbers")
@@ -132,6 +139,8 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         Raises:
             ArgumentError: ids that are not integers, or are below -1 or above 2**31 - 1.
         """
+        if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+            raise ArgumentError(f"rows must be one row of block ids for each group, not {arguments.shown(rows)}")
         return cls(tuple(_packed(g, row, null) for g, row in enumerate(rows)))
 
     def __getitem__(self, g: int) -> Ints:
@@ -234,7 +243,7 @@ class Offer(msgspec.Struct, frozen=True):
         force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MOST_TOKENS))
         force_setattr(self, "final", arguments.flag("final", self.final))
         force_setattr(self, "consumers", arguments.integer("consumers", self.consumers, 1, MOST_CONSUMERS))
-        arguments.octets("payload", self.payload, MOST_PAYLOAD)
+        arguments.octets("payload", self.payload, MOST_PAYLOAD, empty=True)
         if self.final and not self.tokens:
             raise ArgumentError("tokens must be positive in a final offer, not 0")
 
@@ -248,12 +257,15 @@ class Fetch(msgspec.Struct, frozen=True):
         source: the producer's directory.
         blocks: for each group the destination by position; -1 where nothing is wanted (no block there, or it is cached).
             A block that is wanted may begin before ``start``; those tokens are the engine's own and are not overwritten.
+            A ``full`` group has one at each position from that of ``start`` on, or an empty row.
         tokens: where a group is a ``state``, the number that the producer's final offer must have: a state of more or
             fewer tokens is another state.
         own: this engine's directory, for an engine of several ranks.
         progress: a ``Progress`` event comes each time that so many more tokens are here, or more; 0: never.
         offered: the producer is known to have offered all of it. If it does not know it (any more), the fetch fails within
             about a second; else it waits for the offer until its deadline.
+        enough: how many tokens are of use, should the producer give up before all are computed: the fetch is then delivered with
+            those that it has offered (``Ended.short``). 0: all tokens or none. Only where all groups are ``full``.
 
     Raises:
         ArgumentError: an argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
@@ -269,6 +281,7 @@ class Fetch(msgspec.Struct, frozen=True):
     own: Source | None = None
     progress: int = 0
     offered: bool = False
+    enough: int = 0
 
     def __post_init__(self) -> None:
         arguments.string("handle", self.handle)
@@ -277,9 +290,10 @@ class Fetch(msgspec.Struct, frozen=True):
         if self.own is not None:
             arguments.instance("own", self.own, Source)
         force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 1, MOST_TOKENS))
-        force_setattr(self, "start", arguments.integer("start", self.start, 0, self.tokens))
+        force_setattr(self, "start", arguments.integer("start", self.start, 0, self.tokens - 1))
         force_setattr(self, "progress", arguments.integer("progress", self.progress, 0, MOST_TOKENS))
         force_setattr(self, "offered", arguments.flag("offered", self.offered))
+        force_setattr(self, "enough", arguments.integer("enough", self.enough, 0, self.tokens))
 
 
 def _named(value: Offer | Fetch) -> None:

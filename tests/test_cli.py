@@ -1,18 +1,22 @@
 """The program `kvxfer`: commands by entry point, what `doctor` tells, and how errors reach the user."""
 
 import json
+import socket
 import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 import kvxfer
+from kvxfer.cli.addresses import address_problems
 from kvxfer.cli.demo import demo
 from kvxfer.cli.main import _Program, build
 from kvxfer.cli.probing import probe_all
+from kvxfer.config import Config
 from kvxfer.security import make_key
 from tests.conftest import require
 
@@ -245,7 +249,7 @@ def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_p
     make_key(tmp_path / "key")
     settings = {
         "listen": "0.0.0.0",
-        "advertise": "node-7",
+        "advertise": "localhost",
         "port": 7001,
         "key_file": str(tmp_path / "key"),
         "backend": "auto",
@@ -272,6 +276,34 @@ def test_doctor_on_loopback(backend: str) -> None:
     assert found and all(port == "none" or port.startswith("unix:") for port in found)
     shown = run("doctor").stdout
     assert "who may speak to it" in shown
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"key_file": "/nonexistent"}, "'/nonexistent'"),
+        ({"peers": ["not a network"]}, "'peers'"),
+        ({"listen": "203.0.113.7"}, "cannot listen on 203.0.113.7 port 0"),
+        ({"advertise": "no-such-host.invalid"}, "'advertise' is 'no-such-host.invalid', which has no address here"),
+    ],
+)
+def test_where_an_engine_would_not_be_found(settings: dict[str, Any], words: str) -> None:
+    [problem] = address_problems(Config.from_mapping(settings))
+    assert words in problem
+
+
+def test_a_port_that_is_taken_and_free_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = Config(port=taken.getsockname()[1])
+        [problem] = address_problems(config)
+    assert f"cannot listen on 127.0.0.1 port {config.port}: Address already in use" in problem
+    assert not address_problems(config) and not address_problems(config), "nothing is left open"
+
+
+@pytest.mark.usefixtures("installed")
+def test_doctor_fails_where_an_engine_would_not_be_found() -> None:
+    result = run("doctor", "--json", "--config", '{"backend": "prints", "advertise": "no-such-host.invalid"}')
+    assert result.exit_code == 1 and "no-such-host.invalid" in json.loads(result.stdout)["problems"][0]
 
 
 def test_settings_that_are_none_are_told() -> None:

@@ -35,6 +35,7 @@ def test_all_keys_are_read() -> None:
         "integrity": "full",
         "layout_check": False,
         "model": "policy-v3",
+        "trace": "/var/log/kvxfer.jsonl",
         "elastic": True,
     }
     read = msgspec.structs.asdict(Config.from_mapping(settings))

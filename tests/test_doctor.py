@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from kvxfer.backend.ports import listening
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.main import build
 from kvxfer.cli.visit import carried_by, visit
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
+from kvxfer.engine import WorkerChannel
 from kvxfer.identity import Source
 from kvxfer.security import make_key
+from kvxfer.testing.fake import FakeTransport
+from kvxfer.transport import registry
 from tests.conftest import require
 from tests.control.conftest import make_cache
 from tests.control.node import Node
@@ -117,6 +121,44 @@ def test_people_are_told_the_same(node: Any) -> None:
     assert (
         shown.exit_code == 0 and "zmq, up, ping" in words and "GB/s: not measured" in words and "ptrace_scope" in words
     )
+
+
+class Later(FakeTransport):
+    """Opens ports once its links are used."""
+
+    name = "later"
+    guarded = "never"
+    opens_later = "any free ones, by its library"
+
+
+def _kind(port: str) -> str:
+    """A port without its number or its secret name."""
+    return port.rpartition("@")[0] if port.startswith("unix:") else port.rpartition(":")[0]
+
+
+@pytest.mark.parametrize("backend", ["tcp", "cma"])
+def test_every_port_that_an_engine_opens_is_listed(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    require(backend)
+    installed = registry.available()
+    monkeypatch.setattr(registry, "available", lambda: {backend: installed[backend]})  # the others cost time
+    config = Config(backend=backend)
+    shown = CliRunner().invoke(build(), ["doctor", "--json", "--config", json.dumps({"backend": backend})])
+    rows = json.loads(shown.stdout)["ports"]
+    before = listening()
+    memory = np.zeros(1 << 16, np.uint8)
+    channel = WorkerChannel(lambda _: None, list)
+    with Agent(make_cache(memory, 1, 0, 16), config), Directory(config):
+        opened = [str(port) for port in listening() - before]
+    channel.close()
+    assert sorted(map(_kind, opened)) == sorted(_kind(row["port"]) for row in rows)
+    assert all("secret" in row["who"] for row in rows if row["port"].startswith("unix:"))
+
+
+def test_ports_that_are_opened_later_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "available", dict)
+    shown = CliRunner().invoke(build(), ["doctor", "--json", "--config", '{"backend": "tests.test_doctor:Later"}'])
+    row = next(row for row in json.loads(shown.stdout)["ports"] if row["opened_by"].endswith("later"))
+    assert row["port"] == Later.opens_later and "firewall" in row["who"]
 
 
 def test_what_libraries_say_of_their_transports() -> None:

@@ -12,9 +12,12 @@ from kvxfer import ArgumentError, BlockTable, Source, Ticket, TransferId
 
 ids = st.builds(TransferId, st.text(st.characters(exclude_categories=["Cs"]), max_size=200), st.integers(0, 1 << 40))
 sources = st.builds(
-    Source, st.text(min_size=1, max_size=50, alphabet="abc.:[]019"), st.integers(0, 65535), st.integers(0, 2**63 - 1)
+    Source,
+    st.ip_addresses().map(str) | st.from_regex(r"[a-c1]{1,9}\.[a-c]{2}", fullmatch=True),
+    st.integers(1, 65535),
+    st.integers(0, 2**63 - 1),
 )
-tickets = st.builds(Ticket, ids, st.binary(max_size=64), sources)
+tickets = st.builds(Ticket, ids, st.binary(min_size=1, max_size=64), sources)
 
 
 @given(tickets)

@@ -155,8 +155,10 @@ class Engine:
             self.drop(self.held.pop(name))
         for request in self.requests:
             if request.name in update.loaded:
-                request.loading, request.computed = False, request.prompt
-                request.tokens.append(int.from_bytes(update.payloads[request.name], "little"))
+                first = update.payloads.get(request.name)
+                request.loading, request.computed = False, request.prompt - (first is None)
+                if first is not None:  # else the prompt's last token is computed again, for the one that follows it
+                    request.tokens.append(int.from_bytes(first, "little"))
                 self.counts["loaded"] += 1
             elif request.name in update.failed:  # its policy: compute it here, in blocks that nobody writes to any more
                 request.loading = False

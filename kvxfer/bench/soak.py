@@ -44,7 +44,7 @@ STEP_S, LOAD = 0.05, 4
 TIMES = {"transfer_timeout": 5.0, "lease": 5.0, "peer_timeout": 2.0}
 FATES = {"good": 70, "cancelled": 6, "revoked": 6, "anew": 6, "never fetched": 6, "never offered": 6}
 K = FailureKind
-LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE}, 0.01
+LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE}, 0.01
 """Failures that a busy machine brings about, and the share of transfers for which they are no complaint."""
 ROWS = 20
 WATCHED = ("producer", "consumer")

@@ -15,10 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvxfer
+from kvxfer.cli.addresses import address_problems
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
+from kvxfer.engine.side_channel import NAMES
 from kvxfer.errors import ConfigError
 from kvxfer.identity import IdentityError, parse_address
 from kvxfer.transport import Probe, Transport, registry
@@ -63,7 +65,7 @@ def doctor(
         "auto": {memory: _auto(memory, by_class, settings) for memory in _kinds(classes.values())},
         "ports": _ports(found, classes, settings),
     }
-    report["problems"] = _problems(report, settings)
+    report["problems"] = [*address_problems(settings), *_backend_problems(report, settings)]
     if peer:
         report["peer"] = visit(peer, settings)
         report["problems"] += _peer_problems(report["peer"])
@@ -90,8 +92,8 @@ def _names(config: Config) -> list[str]:
     return [*installed, *(name for name in named if name not in {*installed, *installed.values()})]
 
 
-def _problems(report: Mapping[str, Any], config: Config) -> list[str]:
-    """Return why an engine with these settings would not start, or would move nothing."""
+def _backend_problems(report: Mapping[str, Any], config: Config) -> list[str]:
+    """Return why an engine with these settings has no back end, or would move nothing."""
     if config.backend == AUTO:
         none = "found none that works"
         return list(dict.fromkeys(why for why in report["auto"].values() if none in why)) if _all_fail(report) else []
@@ -148,6 +150,11 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
     rows = [
         {"port": f"{config.listen}:0", "opened_by": "control, in each worker", "who": anybody},
         {"port": f"{config.listen}:{config.port}", "opened_by": "directory, in the scheduler", "who": anybody},
+        {
+            "port": f"unix:@{NAMES}*",
+            "opened_by": "side channel, in each worker of an engine that has one",
+            "who": "the engine's own scheduler, which knows a secret of each worker",
+        },
     ]
     for name, f in found.items():
         if not f.probe.usable:
@@ -159,6 +166,8 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
             rows.append({"port": "none", "opened_by": by, "who": "nobody"})
         else:
             rows += [{"port": str(port), "opened_by": by, "who": who(classes[name], config.listen)} for port in f.ports]
+        if later := classes[name].opens_later:
+            rows.append({"port": later, "opened_by": f"{by}, later", "who": who(classes[name], config.listen)})
     return rows
 
 

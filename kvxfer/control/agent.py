@@ -32,17 +32,17 @@ from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.data.traffic import Limits
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ArgumentError, KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache
-from kvxfer.identity import TransferId, new_epoch
+from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.memory import with_elastic
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Action, Event, Hashed, Stats
 from kvxfer.security import Security
 from kvxfer.transport import Fence, Transport
 from kvxfer.transport.auto import candidates, options_for
-from kvxfer.values import Fetch, Offer
+from kvxfer.values import MOST_REASON, Fetch, Offer
 
 __all__ = ["Agent"]
 
@@ -50,8 +50,6 @@ log = logging.getLogger("kvxfer.agent")
 
 START_S = 60.0
 DRAIN_LOOK_S = 0.02
-MOST_REASON = 1 << 20
-"""Characters of a reason that an engine gives; peers are told the beginning."""
 
 
 class Agent:
@@ -82,7 +80,7 @@ class Agent:
         config = arguments.instance("config", config, Config).located()
         arguments.string("engine", engine, empty=True)
         cache = replace(cache, regions=with_elastic(cache.regions, config.elastic))
-        if any(r.elastic for r in cache.regions):
+        if cache.elastic:
             log.info("the cache of %s is elastic: back ends that keep pages move it staged", engine or "this engine")
         self._calls = Calls(cache)
         stated = None if facts is None else f.check(facts)
@@ -166,25 +164,31 @@ class Agent:
             after: The fence behind which the blocks' content is complete; ``None`` when it is complete already.
 
         Raises:
-            ArgumentError: The blocks are not the cache's, are too few for the tokens, or are others than those in which the
-                same generation has offered the same tokens.
+            ArgumentError: The blocks are not the cache's or too few for the tokens, or the offer takes back what was offered
+                of its transfer before: an older generation, or fewer tokens, other blocks, another payload of the same one.
             KvxferError: The agent has been closed.
         """
         self._check_open()
+        if after is not None:
+            arguments.instance("after", after, Fence)  # type: ignore[type-abstract]
         self._calls.offer(offer)
         self._revocations.offered(offer.transfer, offer.generation)
         self._loop.do(partial(self._shell.offer, offer, after, time.monotonic()))
 
-    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
+    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
         """Give up the blocks of a generation; whoever has read them will be told not to trust them.
 
-        Call it before the blocks are used for something else; once it has returned they may be.
+        Call it before the blocks are used for something else; once it has returned they may be, unless they are ``kept``. They
+        must still have memory until the ``GenerationReleased`` that follows (or the transfer's ``Released``), as those of an
+        elastic cache need not.
 
         Args:
             transfer: The transfer.
             generation: The generation whose blocks are given up.
             reason: Why, for the consumer and the log.
             gone: Whether it is for good. Then the transfer ends, with its two events unless they have come before.
+            kept: Whether the blocks stay as they are until its ``Released``. Consumers that are reading it, and for which that is
+                enough (``Fetch.enough``), then get what has been offered. Only together with ``gone``.
 
         Raises:
             ArgumentError: An argument is of the wrong type or range.
@@ -194,8 +198,12 @@ class Agent:
         generation = arguments.integer("generation", generation, 0)
         arguments.string("reason", reason, MOST_REASON, empty=True)
         gone = arguments.flag("gone", gone)
-        declared = self._revocations.declare(transfer)  # the engine may use the blocks before our thread comes to it
-        self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, declared))
+        if arguments.flag("kept", kept) and not gone:
+            raise ArgumentError("kept must come with gone: blocks that are computed anew are others")
+        declared = not kept and self._revocations.declare(
+            transfer
+        )  # the engine may use the blocks before our thread comes to it
+        self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
 
     def renew(self, transfer: TransferId) -> None:
         """Keep an offer's lease: its consumer is alive, though it has not come yet."""
@@ -217,6 +225,24 @@ class Agent:
         self._check_open()
         self._calls.fetch(fetch)
         self._loop.do(partial(self._shell.fetch, fetch, time.monotonic()))
+
+    def prepare(self, source: Source, own: Source | None = None) -> None:
+        """Make the links to an engine from which fetches are to come, so that these need not wait for them.
+
+        That is no promise: if a link cannot be made, the fetch that needs it says why.
+
+        Args:
+            source: The engine's directory.
+            own: Our engine's own directory, if it has several ranks; see ``Fetch.own``.
+
+        Raises:
+            ArgumentError: An argument is of the wrong type.
+        """
+        self._owner.check()
+        arguments.instance("source", source, Source)
+        if own is not None:
+            arguments.instance("own", own, Source)
+        self._loop.do(partial(self._shell.prepare, source, own))
 
     def cancel(self, handle: str, reason: str) -> None:
         """Give up a fetch that the engine no longer wants; one that is over, or never was, is no matter."""
@@ -243,7 +269,7 @@ class Agent:
         Without it, or with ``None``, whoever wants to know asks ``events``.
         """
         self._owner.check()
-        self._events.heard = heard
+        self._events.heard = arguments.function("heard", heard)
 
     def events(self, timeout: float = 0.0) -> list[Event]:
         """Return what has happened since the last call, in order; after ``close``, what is left of it.
@@ -252,7 +278,7 @@ class Agent:
             timeout: Seconds to wait if nothing has happened yet. This costs no CPU. Nobody waits for a closed agent.
         """
         self._owner.check()
-        return self._events.take(timeout)
+        return self._events.take(arguments.seconds("timeout", timeout))
 
     def fileno(self) -> int:
         """Return a descriptor that polls readable while ``events`` has something to return, and for good after ``close``.
@@ -295,6 +321,7 @@ class Agent:
             cache must not be freed: transfers whose memory may still be touched are not released (a late release may
             follow).
         """
+        timeout = arguments.seconds("timeout", timeout)
         return self._loop.close(timeout) if self._owner.here else False
 
     def drain(self, timeout: float) -> bool:
@@ -308,7 +335,7 @@ class Agent:
             Whether all memory is quiet, as ``close`` has it.
         """
         self._owner.check()
-        until = time.monotonic() + timeout
+        until = time.monotonic() + arguments.seconds("timeout", timeout)
         heard = threading.Event()
 
         def hear(now: float) -> list[Action]:

@@ -46,9 +46,10 @@ class ControlConnection:
         limit: Bytes of the longest frame that may come.
         guest: Whether its peer has dialled us and is not known yet.
         lost: Why nothing can be said or heard any more, save frames that had come before; ``None`` while it lives.
-        refused: Whether it is lost because nobody listens there.
+        refused: Whether it is lost because nobody listens there, or nothing has that name.
         heard: When something came last, by ``time.monotonic``.
         after: Its owner's mark of what it does before it receives.
+        waits: Whether its owner wants to hear nothing of it now.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ControlConnection:
         self.refused = False
         self.heard = time.monotonic()
         self.after = 0
+        self.waits = False
         self.watched: tuple[int, int] | None = None  # descriptor and events that the hub polls it for
         self.told = False  # its owner need not hear any more that it is lost
         self.counted = 0  # of ``held``, as the hub knows it
@@ -119,6 +121,11 @@ class ControlConnection:
             self._split()  # what was too long may not be any more
         return frame
 
+    def put_back(self, frame: bytes) -> None:
+        """Have the frame that was received last received again."""
+        self._frames.appendleft(frame)
+        self._framed += len(frame)
+
     def finish(self) -> None:
         """Say no more and hear no more: it is closed once the last words have left."""
         self._finished = True
@@ -132,7 +139,7 @@ class ControlConnection:
     @property
     def ready(self) -> bool:
         """Whether a frame can be received."""
-        return bool(self._frames) and not self._choked
+        return bool(self._frames) and not self._choked and not self.waits
 
     @property
     def opened(self) -> bool:

@@ -1,7 +1,7 @@
 """The engine's directory: one address, served by the scheduler side, that leads to all of the engine's ranks.
 
 It also carries what scheduler sides say to each other about requests that no worker knows yet: keep the lease
-of those (``Renew``), free those (``Decline``).
+of those (``Renew``), free those (``Decline``), say when you have begun with those (``Await``, ``Begun``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 
 import msgspec
@@ -22,14 +22,14 @@ from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.errors import ArgumentError, PeerError
 from kvxfer.failures import FailureKind
-from kvxfer.identity import Source, new_epoch
+from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import PeerBudgets
+from kvxfer.protocol.budgets import Keep, PeerBudgets
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import Complaints, Security
 from kvxfer.threads import NamedThread
 
-__all__ = ["Directory"]
+__all__ = ["Directory", "Unheard"]
 
 log = logging.getLogger("kvxfer.directory")
 
@@ -47,9 +47,22 @@ MOST_NOTICES = 4 << 20
 that have hung up one together."""
 MOST_TOLD = 100_000
 """Notices of ours that wait to be sent."""
-_UNPUBLISHED = m.encode(m.Refused(FailureKind.PEER_UNREACHABLE, "its ranks are not published yet", again=True))
+MOST_AWAITED = 100_000
+"""Transfers that others wait for us to begin with."""
+_UNPUBLISHED = m.encode(m.Refused(FailureKind.NOT_PUBLISHED, "its ranks are not published yet", again=True))
 TOGETHER = 1000
 """Transfers that one notice names; more go in several."""
+
+
+class Unheard(msgspec.Struct, frozen=True):
+    """The directory at an address does not hear us, or no more: what was said to it, and its answers, may be lost."""
+
+    host: str
+    port: int
+
+
+Notice = m.Renew | m.Decline | m.Begun | Unheard
+"""What others have said of transfers that they load from us, or we from them."""
 
 
 class Directory:
@@ -68,6 +81,8 @@ class Directory:
 
     Attributes:
         source: Where others find the engine.
+        begun: Answers, on a thread of ours, whether the engine has begun with a transfer of this digest, or is over with it;
+            may be set at any time. At first it says yes to all.
 
     Raises:
         ArgumentError: An argument is of the wrong type or range.
@@ -85,7 +100,7 @@ class Directory:
         self._facts: Mapping[str, str] = f.check(facts or {})
         self._members: tuple[m.RankDescriptor, ...] = ()
         self._card = b""  # as it is sent
-        self._outbox: deque[tuple[Source, m.Renew | m.Decline]] = deque(maxlen=MOST_TOLD)
+        self._outbox: deque[tuple[Source, m.Renew | m.Decline | m.Await]] = deque(maxlen=MOST_TOLD)
         self._sockets = sockets.ControlSockets(Security.of(config), self._outbox)
         try:
             bound = self._sockets.listen(config.listen, config.port, None)
@@ -93,7 +108,10 @@ class Directory:
             self._sockets.close()
             raise
         self.source = Source(config.advertise or config.listen, bound, self.epoch)
-        self._notices: dict[int, m.Renew | m.Decline] = {}
+        self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
+        self._begins: deque[m.Named] = deque(maxlen=MOST_TOLD)
+        self._awaited: Keep[sockets.ControlConnection, TransferId, bytes] = Keep(config.lease, MOST_AWAITED)
+        self._notices: dict[int, Notice] = {}
         self._numbers = count()
         self._room: PeerBudgets[sockets.ControlConnection | None, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
@@ -124,7 +142,8 @@ class Directory:
             PeerError: They are more than a message can describe.
         """
         self._owner.check()
-        ranks = [arguments.instance(f"members[{i}]", x, m.RankDescriptor).cache.rank for i, x in enumerate(members)]
+        members = arguments.several("members", members, m.RankDescriptor)
+        ranks = [member.cache.rank for member in members]
         twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
         if twice is not None:
             raise ArgumentError(f"members must be one of each rank, and rank pp{twice.pp}/tp{twice.tp} is there twice")
@@ -148,8 +167,8 @@ class Directory:
         )
         self._members, self._facts, self._card = members, facts, card
 
-    def notices(self) -> list[m.Renew | m.Decline]:
-        """Return what other engines' scheduler sides have said about our transfers since the last call."""
+    def notices(self) -> list[Notice]:
+        """Return what other engines have said since the last call of our transfers, and of theirs that we await."""
         self._owner.check()
         with self._lock:
             out = list(self._notices.values())
@@ -157,10 +176,21 @@ class Directory:
             self._room = PeerBudgets(MOST_NOTICES)
         return out
 
-    def tell(self, source: Source, message: m.Renew | m.Decline) -> None:
-        """Send a notice to another engine's directory; it may be lost, so what matters is repeated or leased."""
+    def begins(self, transfer: TransferId, digest: bytes) -> None:
+        """Tell those who await it that the engine has begun with a transfer; ``begun`` says so already."""
+        self._begins.append(m.Named(transfer, digest))
+        self._sockets.wake()
+
+    def tell(self, source: Source, message: m.Renew | m.Decline | m.Await) -> None:
+        """Send a notice to another engine's directory; it may be lost, so what matters is repeated or leased.
+
+        Raises:
+            ArgumentError: An argument is of the wrong type.
+        """
         self._owner.check()
         arguments.instance("source", source, Source)
+        if not isinstance(message, m.Renew | m.Decline | m.Await):
+            raise ArgumentError(f"message must be a notice, not {arguments.shown(message)}")
         named = message.transfers
         for i in range(0, len(named), TOGETHER):
             self._outbox.append((source, msgspec.structs.replace(message, transfers=named[i : i + TOGETHER])))
@@ -200,6 +230,11 @@ class Directory:
         until = now + SLICE_S
         while self._outbox and time.monotonic() < until:
             self._deliver(*self._outbox.popleft())
+        self._awaited.forget(now)
+        while self._begins and time.monotonic() < until:
+            named = self._begins.popleft()
+            for connection in self._awaited.owners(named.transfer):
+                self._say_begun(connection, named)
         until = time.monotonic() + SLICE_S
         for connection in self._sockets.ready():
             self._hear(connection)
@@ -212,10 +247,10 @@ class Directory:
             frame = connection.receive()
             if frame is None:
                 break
-            if (
-                connection.owner is None
-            ):  # directories do not answer notices; what a stranger says in their place is not kept
+            if connection.owner is None:
                 self._answer(connection, frame)
+            else:
+                self._take(connection, frame)
         if connection.lost is None or connection.ready:
             return
         key = connection.owner
@@ -225,7 +260,7 @@ class Directory:
         elif self._peers.get(key) is connection:
             del self._peers[key]
             self._idle.cancel(key)
-            self._complain("directory: notices for %s:%s may be lost: %s", *key, connection.lost)
+            self._unheard(key, connection.lost)
 
     def _answer(self, connection: sockets.ControlConnection, frame: bytes) -> None:
         try:
@@ -243,10 +278,43 @@ class Directory:
             case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
                 with self._lock:
                     self._notice(msg, connection, len(frame))
+            case m.Await() if msg.epoch in (self.epoch, ANY_EPOCH):
+                for named in msg.transfers:
+                    self._await(connection, named)
             case _:
                 pass  # news for an engine that was here before, or nothing for a directory
 
-    def _notice(self, notice: m.Renew | m.Decline, connection: sockets.ControlConnection, nbytes: int) -> None:
+    def _take(self, connection: sockets.ControlConnection, frame: bytes) -> None:
+        """Take what a directory says to whom we have spoken: that is ``Begun``, and what a stranger says in its place is not kept."""
+        try:
+            msg = m.decode(frame)
+        except PeerError as e:
+            self._complain("directory: ignored a message from %s: %s", connection.host, e)
+            return
+        if isinstance(msg, m.Begun):
+            with self._lock:
+                self._notice(msg, connection, len(frame))
+
+    def _unheard(self, key: tuple[str, int], why: object) -> None:
+        self._complain("directory: notices for %s:%s may be lost: %s", *key, why)
+        with self._lock:
+            if len(self._notices) < MOST_TOLD:
+                self._notices[next(self._numbers)] = Unheard(*key)
+
+    def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
+        """Have somebody told when the engine has begun; first noted and then looked at, so that nothing falls in between."""
+        self._awaited.put(connection, named.transfer, named.digest, time.monotonic())
+        if self.begun(named.transfer, named.digest):
+            self._say_begun(connection, named)
+
+    def _say_begun(self, connection: sockets.ControlConnection, named: m.Named) -> None:
+        if self._awaited.get(connection, named.transfer) == named.digest:
+            self._awaited.pop(connection, named.transfer)
+            connection.send(m.Begun((named,)))
+
+    def _notice(
+        self, notice: m.Renew | m.Decline | m.Begun, connection: sockets.ControlConnection, nbytes: int
+    ) -> None:
         number = next(self._numbers)
         lost = self._room.take(connection, number, nbytes)
         if lost is None:
@@ -264,7 +332,7 @@ class Directory:
             if connection is None:
                 connection = self._peers[key] = self._sockets.dial(sockets.address(*key), key, sockets.GUEST_FRAME)
         except PeerError as e:
-            self._complain("directory: a notice for %s is lost: %s", source, e)
+            self._unheard(key, e)
             return
         self._idle.set(key, time.monotonic() + IDLE_S)
         if not connection.send(message):

@@ -8,8 +8,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from kvxfer import arguments
 from kvxfer.protocol.values import Event
 
 __all__ = ["EventQueue", "Readable", "readable"]
@@ -17,6 +18,7 @@ __all__ = ["EventQueue", "Readable", "readable"]
 _LONGEST_S = 3600.0
 
 
+@runtime_checkable
 class Readable(Protocol):
     """What has a descriptor that polls readable while there is something to take."""
 
@@ -93,9 +95,14 @@ async def readable(source: Readable, timeout: float) -> bool:
 
     Returns:
         Whether there is something; false after ``timeout`` seconds.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type.
     """
     import asyncio  # nobody else needs it
 
+    arguments.instance("source", source, Readable)  # type: ignore[type-abstract]
+    timeout = arguments.seconds("timeout", timeout)
     fd = os.dup(source.fileno())  # a loop knows one reader of a descriptor
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.sockets import ControlConnection, ControlSockets
+from kvxfer.control.turns import Turns
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import check_facts
@@ -43,14 +44,16 @@ class _Dialled(LinkRecord):
 class Inbound(LinkTable[_Dialled]):
     """Links that consumers have dialled to us, by the names of their connections.
 
+    One hello is looked at after the other, of each host in its turn; those that wait are left where they have come, where what
+    strangers may cost is bounded.
+
     Args:
         sockets: The agent's control sockets.
         data: The agent's data plane.
         silence: Seconds without a word after which a link is lost.
         epoch: Our epoch.
         revocations: Where consumers on this host find our revocation counter.
-        examine: Has a hello looked at off the control thread, and its answer given to ``examined``; returns false when
-            too many wait for that.
+        examine: Has a hello looked at off the control thread, and its answer given to ``examined``.
         serving: Says whether something moves over a link.
     """
 
@@ -63,11 +66,13 @@ class Inbound(LinkTable[_Dialled]):
         silence: float,
         epoch: int,
         revocations: str,
-        examine: Callable[[LinkId, m.Hello, int], bool],
+        examine: Callable[[LinkId, m.Hello], object],
         serving: Callable[[LinkId], bool],
     ) -> None:
         super().__init__(sockets, data, silence)
         self._epoch, self._revocations, self._examine, self._serving = epoch, revocations, examine, serving
+        self._turn: ControlConnection | None = None  # that of whom we do not know and hear now
+        self._turns: Turns[str, ControlConnection] = Turns()
 
     def receive(self, connection: ControlConnection, frame: bytes, now: float) -> tuple[LinkId, m.ToProducer] | None:
         """Take in a frame.
@@ -78,8 +83,31 @@ class Inbound(LinkTable[_Dialled]):
         Raises:
             PeerError: It makes no sense; its sender has been told if it might be a consumer of another version.
         """
+        known = self._links.get(connection.name)
+        if known is not None:
+            return self._message(connection, known, frame, now)
+        if self._turn not in (None, connection):
+            self._sockets.put_back(connection, frame)
+            self._turns.add(connection.host, connection)
+            return None
+        self._turn = connection
+        try:
+            return self._message(connection, None, frame, now)
+        finally:
+            if connection.name not in self._links:
+                self._next_turn()
+
+    def _next_turn(self) -> None:
+        """Let the next stranger be heard, of those who have said something and can be answered."""
+        self._turn = None
+        while self._turn is None and (connection := self._turns.next()) is not None:
+            if self._sockets.go_on(connection):
+                self._turn = connection
+
+    def _message(
+        self, connection: ControlConnection, known: _Dialled | None, frame: bytes, now: float
+    ) -> tuple[LinkId, m.ToProducer] | None:
         link = connection.name
-        known = self._links.get(link)
         who = f"a stranger at {connection.host}" if known is None else known.name
         try:
             msg = m.decode(frame)
@@ -91,7 +119,10 @@ class Inbound(LinkTable[_Dialled]):
             raise PeerError(f"{who}: {e}", kind=e.kind) from None
         match msg:
             case m.Hello() if known is None:
-                self._hello(connection, msg, len(frame), now)
+                name = f"{msg.engine[:100]} at {connection.host}"
+                self._links[link] = _Dialled(link, msg.backend, connection, name, msg, now)
+                self._clock.set(link, now + self._silence)
+                self._examine(link, msg)
             case m.Ping() if known is not None:
                 self.send(link, m.Pong(msg.number))
             case m.SlotReady() | m.SlotFree() if known is not None and known.up:
@@ -116,14 +147,6 @@ class Inbound(LinkTable[_Dialled]):
                 raise PeerError(f"{who}: a {type(msg).__name__} makes no sense here", kind=K.MISUSE)
         return None
 
-    def _hello(self, connection: ControlConnection, hello: m.Hello, nbytes: int, now: float) -> None:
-        link = connection.name
-        if not self._examine(link, hello, nbytes):
-            self._turn_away(connection, hello, Failure(K.OVERLOADED, "too many hellos at once"))
-        name = f"{hello.engine[:100]} at {connection.host}"
-        self._links[link] = _Dialled(link, hello.backend, connection, name, hello, now)
-        self._clock.set(link, now + self._silence)
-
     def examined(self, link: LinkId, found: Planner | Failure) -> Lost | None:
         """Take in what has come of looking at a hello.
 
@@ -137,16 +160,23 @@ class Inbound(LinkTable[_Dialled]):
         Raises:
             PeerError: It is refused; for the log.
         """
-        known = self._links.get(link)
-        if known is None:
-            return None
+        try:
+            known = self._links.get(link)
+            return None if known is None else self._examined(known, found)
+        finally:
+            self._next_turn()
+
+    def _examined(self, known: _Dialled, found: Planner | Failure) -> Lost | None:
         try:
             lost = None if isinstance(found, Failure) else self._make_room()
         except PeerError as e:
             found = Failure.of(e)
         if isinstance(found, Failure):
-            self._forget(link)
-            self._turn_away(known.connection, known.hello, found)
+            self._forget(known.id)
+            _refuse(known.connection, found, again=False)
+            self._sockets.finish(known.connection)
+            who = f"{known.hello.engine[:100]!r} at {known.connection.host}"
+            raise PeerError(f"refused a link from {who}: {found.detail}", kind=found.kind)
         known.planner = found
         self._sockets.keep(known.connection, PEER_FRAME)
         self._begin(known)
@@ -167,11 +197,6 @@ class Inbound(LinkTable[_Dialled]):
         if spare is None:
             raise PeerError(f"{MOST} links are open already, all of them in use", kind=K.OVERLOADED)
         return self.close(spare.id, Failure(K.OVERLOADED, f"of {MOST} links it was not in use", spare.name))
-
-    def _turn_away(self, connection: ControlConnection, hello: m.Hello, why: Failure) -> NoReturn:
-        _refuse(connection, why, again=False)
-        self._sockets.finish(connection)
-        raise PeerError(f"refused a link from {hello.engine[:100]!r} at {connection.host}: {why.detail}", kind=why.kind)
 
     def _result(self, link: _Dialled, news: LinkNews, now: float) -> LinkInfo | Lost | None:
         why = news.failure

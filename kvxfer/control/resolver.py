@@ -74,7 +74,7 @@ class _Query:
         since: When the question was put first.
         wanted: When somebody has last asked for the answer.
         silent: What those are told who ask, once it has been silent for too long.
-        excuse: What it has answered in place of its descriptor.
+        excuse: What it has answered in place of its descriptor, or why it could not be asked.
     """
 
     connection: sockets.ControlConnection | None
@@ -82,7 +82,7 @@ class _Query:
     since: float
     wanted: float
     silent: Failure | None = None
-    excuse: str = ""
+    excuse: Failure | None = None
 
 
 class Resolver:
@@ -165,16 +165,18 @@ class Resolver:
     def hung_up(self, directory: Source, connection: sockets.ControlConnection) -> Iterator[tuple[Source, Failure]]:
         """Take in the loss of a connection; another is made when the question would be repeated.
 
-        Where nobody listens, the engine of that epoch is gone for good: a directory lives as long as its epoch.
+        Where nobody listens, or nothing has that name, the engine of that epoch is gone for good: a directory lives as long
+        as its epoch.
         """
         q = self._queries.get(directory)
         if q is None or q.connection is not connection:
             return
-        q.connection = None
+        q.connection, q.excuse = None, Failure(K.PEER_UNREACHABLE, str(connection.lost))
         if connection.refused and directory.epoch:
             self._close(directory)
-            gone = Failure(FailureKind.PEER_UNREACHABLE, f"the engine there is gone: {connection.lost}")
-            yield from self._failed(directory, gone)
+            yield from self._failed(
+                directory, Failure(K.NO_SUCH_ENGINE, f"the engine there is gone: {connection.lost}")
+            )
 
     def doubt(self, link: LinkId, why: Failure, now: float) -> None:
         """Take in that a link has gone silent: so are the directories behind it, until they answer."""
@@ -205,9 +207,7 @@ class Resolver:
             return
         self._close(directory)
         if not self._examine(len(frame), partial(_card, frame, directory), partial(self._checked, directory)):
-            yield from self._failed(
-                directory, Failure(FailureKind.OVERLOADED, "too many directories are being looked at")
-            )
+            yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being looked at"))
 
     def _checked(
         self, directory: Source, card: m.EngineDescriptor | Failure
@@ -226,9 +226,7 @@ class Resolver:
         if directory in self._wanted and (own is None or own in self._own):
             path = partial(self._path, card, directory, self._own.get(own) if own else None)
             if not self._examine(len(card.members), path, partial(self._found, directory)):
-                yield from self._failed(
-                    directory, Failure(FailureKind.OVERLOADED, "too many directories are being looked at")
-                )
+                yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being looked at"))
 
     def _found(self, directory: Source, path: Path | Failure) -> Iterator[tuple[Source, Path | Failure]]:
         if self._wanted.pop(directory, self) is not self:
@@ -257,7 +255,7 @@ class Resolver:
                 rank: self._target(ranks[rank], assignments) for rank, assignments in sorted(mine.assignments.items())
             }
         except (PeerError, Incompatible, ValueError, LookupError) as e:
-            return Failure.of(e, FailureKind.INCOMPATIBLE, f"engine {card.engine[:100]!r} at {source}")
+            return Failure.of(e, K.INCOMPATIBLE, f"engine {card.engine[:100]!r} at {source}")
         routes = tuple(RankRoute(target.link, mine.readers[rank], rank) for rank, target in targets.items())
         return Path(tuple(targets.values()), Resolved(routes))
 
@@ -275,8 +273,9 @@ class Resolver:
             if q is None:
                 continue
             if q.silent is None and now - q.since >= self._patience:
-                what = f"it answers: {q.excuse}, for" if q.excuse else "it did not answer within"
-                silent = Failure(FailureKind.PEER_UNREACHABLE, f"{what} {self._patience:g} s")
+                silent = Failure(K.PEER_UNREACHABLE, f"it did not answer within {self._patience:g} s")
+                if q.excuse is not None:
+                    silent = Failure(q.excuse.kind, f"{q.excuse.detail}, for {self._patience:g} s")
                 self._silence(q, silent)
                 yield from self._failed(directory, silent)
             if directory not in self._queries:
@@ -329,16 +328,18 @@ def _check_alone(mine: Cache, card: m.EngineDescriptor) -> None:
 
 
 def _misfit(why: str) -> PeerError:
-    return PeerError(why, kind=FailureKind.INCOMPATIBLE)
+    return PeerError(why, kind=K.INCOMPATIBLE)
 
 
-def _excuse(frame: bytes) -> str:
-    """Return why there is no descriptor yet; empty where the answer is a descriptor, or stays what it is."""
+def _excuse(frame: bytes) -> Failure | None:
+    """Return why there is no descriptor yet; ``None`` where the answer is a descriptor, or stays what it is."""
     try:
         answer = m.decode(frame)
     except PeerError:
-        return ""
-    return answer.reason if isinstance(answer, m.Refused) and answer.again else ""
+        return None
+    if isinstance(answer, m.Refused) and answer.again:
+        return Failure(answer.kind, f"it answers: {answer.reason}")
+    return None
 
 
 def _card(frame: bytes, directory: Source) -> m.EngineDescriptor:
@@ -352,11 +353,11 @@ def _card(frame: bytes, directory: Source) -> m.EngineDescriptor:
     if isinstance(card, m.Refused):
         raise PeerError(f"it refused: {card.reason}", kind=card.kind)
     if not isinstance(card, m.EngineDescriptor):
-        raise PeerError(f"it answered with a {type(card).__name__}", kind=FailureKind.MISUSE)
+        raise PeerError(f"it answered with a {type(card).__name__}", kind=K.MISUSE)
     if card.protocol != m.PROTOCOL:
         raise _misfit(f"its protocol {card.protocol} is not ours ({m.PROTOCOL}); update one side")
     if directory.epoch and card.epoch != directory.epoch:
-        raise PeerError("the engine there has restarted since it was named", kind=FailureKind.PEER_LOST)
+        raise PeerError("the engine there has restarted since it was named", kind=K.NO_SUCH_ENGINE)
     until = time.monotonic() + CHECK_S
     for member in card.members:
         member.cache.check()

@@ -73,7 +73,7 @@ __all__ = ["Shell"]
 log = logging.getLogger("kvxfer.agent")
 
 MOST_EXAMINED = 256
-"""Hellos and descriptors that may wait to be looked at."""
+"""Descriptors that may wait to be looked at."""
 
 Paths = Iterator[tuple[Source, Path | Failure]]
 
@@ -118,7 +118,8 @@ class Shell:
         self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._fences = Fences()
-        self._examiner = Worker("kvxfer-examine", MOST_EXAMINED)
+        self._hellos = Worker("kvxfer-hellos", 1)
+        self._descriptors = Worker("kvxfer-descriptors", MOST_EXAMINED)
         silence, stated = config.peer_timeout, facts or {}
         self._in = Inbound(
             loop.sockets, data, silence, me.epoch, revocations.place, self._examine_hello, self.producer.serving
@@ -147,11 +148,11 @@ class Shell:
         return out
 
     def revoke(
-        self, transfer: TransferId, generation: int, reason: str, gone: bool, declared: bool, now: float
+        self, transfer: TransferId, generation: int, reason: str, gone: bool, kept: bool, declared: bool, now: float
     ) -> list[Action]:
         self._fences.forget(transfer, generation)
         why = Failure(FailureKind.WITHDRAWN if gone else FailureKind.REVOKED, reason)
-        out = self.producer.revoke(transfer, generation, why, gone, now)
+        out = self.producer.revoke(transfer, generation, why, gone, now, kept)
         if declared:
             self._revocations.take_in()
         self._forget_if_over(transfer, generation)
@@ -175,6 +176,9 @@ class Shell:
 
     def fetch(self, fetch: Fetch, called: float, now: float) -> list[Action]:
         return self.consumer.fetch(fetch, now, called)
+
+    def prepare(self, source: Source, own: Source | None, now: float) -> list[Action]:
+        return self.consumer.prepare(source, own)
 
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
         return self.consumer.cancel(handle, reason, now)
@@ -234,27 +238,24 @@ class Shell:
             out += self.consumer.resolved(source, path.resolved if isinstance(path, Path) else path, now)
         return out
 
-    def _examine_hello(self, link: LinkId, hello: m.Hello, nbytes: int) -> bool:
+    def _examine_hello(self, link: LinkId, hello: m.Hello) -> bool:
         job = partial(admit, hello, self._data.candidates, self._me.cache, self._me.epoch, self._facts)
-        return self._examine(nbytes, job, partial(self._examined, link))
+        return self._hellos.submit(0, self._examination(job, partial(self._examined, link)))
 
     def _examined(self, link: LinkId, found: Planner | Failure, now: float) -> list[Action]:
         return self._lost(self._in.examined(link, found), now)
 
     def _examine_descriptor(self, weight: int, job: Callable[[], Any], done: Callable[[Any], Paths]) -> bool:
-        return self._examine(weight, job, lambda found, now: self._resolved(done(found), now))
+        take = self._examination(job, lambda found, now: self._resolved(done(found), now))
+        return self._descriptors.submit(weight, take)
 
-    def _examine(self, weight: int, job: Callable[[], Any], done: Callable[[Any, float], list[Action]]) -> bool:
-        """Have a job done off the control thread, and its result taken in there.
+    def _examination(self, job: Callable[[], Any], done: Callable[[Any, float], list[Action]]) -> Callable[[], None]:
+        """Return what does a job off the control thread, and has its result taken in there.
 
         Args:
-            weight: About what the job costs, in any unit; light jobs go first.
             job: What is done.
             done: Called on the control thread with the job's result, or the ``Failure`` why there is none, and the
                 time.
-
-        Returns:
-            False when too many jobs wait already; then this one is not done.
         """
 
         def examine() -> None:
@@ -267,7 +268,7 @@ class Shell:
                 found = Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")
             self._loop.do(partial(done, found))
 
-        return self._examiner.submit(weight, examine)
+        return examine
 
     # --- what the data plane says ----------------------------------------------------------------------------------
 
@@ -420,7 +421,8 @@ class Shell:
     def stop(self, timeout: float) -> None:
         until = time.monotonic() + timeout
         self._revocations.close()
-        self._examiner.close(timeout)
+        for examiner in (self._hellos, self._descriptors):
+            examiner.close(max(until - time.monotonic(), 0.1))
         self._hasher.close(max(until - time.monotonic(), 0.1))
         self._data.close(max(until - time.monotonic(), 0.1))
 

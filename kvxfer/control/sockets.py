@@ -1,8 +1,8 @@
 """The control connections of one thread: what is polled, who may connect, and how much of it there may be.
 
 Those who dial us are *guests* until their owner knows them (``ControlSockets.keep``). What guests may cost is bounded for all of them
-together, so that strangers take nothing from peers: when there are too many, the one that has been silent for longest goes; when
-they fill too much memory, the one that fills most.
+together, so that strangers take nothing from peers: when there are too many, one of the host that has most goes, the one that has
+been silent for longest; when they fill too much memory, the one that fills most.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sized
 from contextlib import suppress
 from functools import partial
@@ -72,7 +72,7 @@ class ControlSockets:
         self._dirty: set[ControlConnection] = set()
         self._ready: dict[ControlConnection, None] = {}  # have frames, or are lost and nobody has been told
         self._more: set[ControlConnection] = set()
-        self._found: deque[tuple[ControlConnection, list[Any] | str]] = deque()  # names that have been looked up
+        self._found: deque[tuple[ControlConnection, list[Any] | OSError]] = deque()  # names that have been looked up
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
     def listen(self, host: str, port: int, owner: Any) -> int:
@@ -136,6 +136,18 @@ class ControlSockets:
         if self._guests.pop(conn, True) is None:
             self._guest_bytes -= conn.counted
         conn.guest, conn.limit = False, limit
+
+    def put_back(self, conn: ControlConnection, frame: bytes) -> None:
+        """Have the frame that was received last, and what follows it, wait until the connection may ``go_on``."""
+        conn.put_back(frame)
+        conn.waits = True
+
+    def go_on(self, conn: ControlConnection) -> bool:
+        """Hear a connection again; return whether there is something to receive now."""
+        conn.waits = False
+        if conn.lost is None:
+            self._settle(conn)
+        return conn.lost is None and conn.ready
 
     def drop(self, conn: ControlConnection) -> None:
         """Close a connection once what the peer takes at once has left; nobody is told. Idempotent."""
@@ -260,7 +272,9 @@ class ControlSockets:
             self._guests[conn] = None
             conn.accepted(sock)
             if len(self._guests) > GUESTS:
-                self._lose(next(iter(self._guests)), f"there are more than {GUESTS} who have said nothing yet")
+                ((most, _),) = Counter(guest.host for guest in self._guests).most_common(1)
+                oldest = next(guest for guest in self._guests if guest.host == most)
+                self._lose(oldest, f"there are more than {GUESTS} who have said nothing yet")
             self._settle(conn)
 
     def _hear_knocks(self, whether: bool) -> None:
@@ -314,11 +328,12 @@ class ControlSockets:
             self._epoll.modify(*wanted)
         conn.watched = wanted
 
-    def _begin(self, conn: ControlConnection, targets: list[Any] | str) -> None:
+    def _begin(self, conn: ControlConnection, targets: list[Any] | OSError) -> None:
         if conn.lost is not None:
             return
-        if isinstance(targets, str):
-            conn.lose(targets)
+        if isinstance(targets, OSError):
+            conn.refused = targets.errno == socket.EAI_NONAME
+            conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.strerror or targets}")
         else:
             conn.connect(targets)
         self._settle(conn)
@@ -328,7 +343,7 @@ class ControlSockets:
         try:
             self._found.append((conn, _addresses(host, port)))
         except OSError as e:
-            self._found.append((conn, f"its name {host!r} cannot be looked up: {e.strerror or e}"))
+            self._found.append((conn, e))
         self.wake()
 
 

@@ -20,10 +20,11 @@ Nothing here knows an engine, a tensor library or a transport.
 """
 
 from kvxfer.engine.exchange import BlockCopy, Report, Step
-from kvxfer.engine.pins import BlockPins, BlockPool, LendingPool
+from kvxfer.engine.pins import BlockPins, BlockPool, ElasticPool, LendingPool
 from kvxfer.engine.scheduler import SchedulerSide, Update
 from kvxfer.engine.side_channel import ChannelAddress, WorkerChannel
 from kvxfer.engine.worker import WorkerSide
+from kvxfer.schedule import ScheduleError
 from kvxfer.ticket import Ticket
 
 __all__ = [
@@ -31,8 +32,10 @@ __all__ = [
     "BlockPins",
     "BlockPool",
     "ChannelAddress",
+    "ElasticPool",
     "LendingPool",
     "Report",
+    "ScheduleError",
     "SchedulerSide",
     "Step",
     "Ticket",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvxfer.engine.side_channel import ChannelAddress, PrefetchResult
+from kvxfer.engine.side_channel import ChannelAddress, RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol.messages import RankDescriptor
+from kvxfer.protocol.values import Stages
 from kvxfer.schedule import StepCommands
 from kvxfer.values import BlockTable, Rank
 
@@ -63,14 +64,17 @@ class Report:
     Attributes:
         members: where these ranks' agents listen; said once.
         released: for each transfer that was offered, the ranks that are done with it, and up to which generation.
+        revoked: for each transfer that goes on though blocks of it were revoked, the ranks on which nothing reads these any
+            more, and up to which generation.
         delivered: requests whose load has been delivered to some ranks, and the generations that these were delivered.
         over: requests whose load has ended, and the ranks on which it has.
         failed: those whose load has failed, and why.
         arrived: of loads that asked for it (``SchedulerSide.load``), the tokens that are here so far on each rank.
         payloads: of requests that have been delivered, what the producer has sent along.
+        short: of requests that have been delivered, the token up to which they are here, where that is not all of it.
         writing: those that are reported as failed though their blocks may still be written to, and on which ranks.
         quiet: those of them that no longer are.
-        seconds: of loads that have been delivered, how long moving them took on the slowest rank.
+        stages: of loads that have ended, when they came how far on the slowest rank.
         invalid: the scheduler's blocks of loads that have failed.
         begun: the last step with revocations that these ranks have begun.
         channels: where these ranks' side channels listen; said once.
@@ -80,18 +84,20 @@ class Report:
 
     members: dict[Rank, RankDescriptor] = field(default_factory=dict)
     released: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
+    revoked: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
     delivered: dict[str, set[Generation]] = field(default_factory=dict)
     over: dict[str, set[Rank]] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
     arrived: dict[str, dict[Rank, int]] = field(default_factory=dict)
     payloads: dict[str, bytes] = field(default_factory=dict)
+    short: dict[str, int] = field(default_factory=dict)
     writing: dict[str, set[Rank]] = field(default_factory=dict)
     quiet: dict[str, set[Rank]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, Stages] = field(default_factory=dict)
     invalid: set[int] = field(default_factory=set)
     begun: dict[Rank, int] = field(default_factory=dict)
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
-    prefetched: dict[tuple[str, Rank], PrefetchResult] = field(default_factory=dict)
+    prefetched: dict[tuple[str, Rank], RankResult] = field(default_factory=dict)
     copied: dict[str, dict[Rank, float]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:
@@ -99,14 +105,16 @@ class Report:
         return Report(
             self.members | later.members,
             _join(self.released, later.released),
+            _join(self.revoked, later.revoked),
             _union(self.delivered, later.delivered),
             _union(self.over, later.over),
             later.failed | self.failed,
             _join(self.arrived, later.arrived),
             later.payloads | self.payloads,
+            later.short | {k: min(n, later.short.get(k, n)) for k, n in self.short.items()},
             _union(self.writing, later.writing),
             _union(self.quiet, later.quiet),
-            {k: max(self.seconds.get(k, 0.0), later.seconds.get(k, 0.0)) for k in self.seconds | later.seconds},
+            later.stages | {k: s.slowest(later.stages.get(k, s)) for k, s in self.stages.items()},
             self.invalid | later.invalid,
             self.begun | later.begun,
             self.channels | later.channels,
@@ -115,7 +123,7 @@ class Report:
         )
 
     def __bool__(self) -> bool:
-        ends = self.released or self.delivered or self.over or self.failed or self.quiet or self.arrived
+        ends = self.released or self.revoked or self.delivered or self.over or self.failed or self.quiet or self.arrived
         return bool(ends or self.members or self.channels or self.begun or self.prefetched or self.copied)
 
 

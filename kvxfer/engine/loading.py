@@ -1,7 +1,8 @@
 """The consumer's blocks: which requests are being loaded, on which ranks that is over, and what must not be reused yet.
 
 Of a load that has failed, some blocks may still be written to. The engine is told of the failure at once and goes on
-elsewhere, while we pin those blocks until all ranks have reported them quiet.
+elsewhere, while we pin those blocks until all ranks have reported them quiet. Of one that has come, ranks say so by the
+side channel and again with a step: only after that may another load have its name.
 """
 
 from __future__ import annotations
@@ -27,17 +28,24 @@ class LoadingBlocks:
     def __init__(self, schedule: FetchSchedule, pins: BlockPins, ranks: int) -> None:
         self._schedule, self._pins, self._ranks = schedule, pins, ranks
         self._blocks: dict[str, tuple[int, ...]] = {}  # of requests whose load is under way
+        self._numbers: dict[str, int] = {}  # of the fetches of those
         self._over: dict[str, set[Rank]] = {}  # where it is over, of those
+        self._said: dict[str, set[Rank]] = {}  # the ranks of which a step has said so, of loads that wait for one
         self._writing: dict[str, set[Rank]] = {}  # failed, and where it still writes
         self._reported: set[str] = set()  # those of them that the engine knows to be over
 
-    def begins(self, request: str, blocks: tuple[int, ...]) -> None:
-        """Take in that a load into these blocks is on its way to the workers."""
-        self._blocks[request] = blocks
+    def begins(self, request: str, blocks: tuple[int, ...], number: int) -> None:
+        """Take in that a load into these blocks is on its way to the workers, as the fetch of that number."""
+        self._blocks[request], self._numbers[request] = blocks, number
+        self._said[request] = set()
 
     def __contains__(self, request: str) -> bool:
         """Whether its load is under way."""
         return request in self._blocks
+
+    def is_of(self, request: str, number: int) -> bool:
+        """Whether its load is under way, and the fetch of that number."""
+        return self._numbers.get(request) == number
 
     def blocks(self, request: str) -> tuple[int, ...]:
         """Return those of a request whose load is under way."""
@@ -71,21 +79,35 @@ class LoadingBlocks:
         over.update(ranks)
         return len(over) >= self._ranks
 
+    def said(self, request: str, ranks: Iterable[Rank]) -> None:
+        """Take in that a step has said so of these ranks."""
+        if request in self._said:
+            self._said[request].update(ranks)
+            if len(self._said[request]) >= self._ranks:
+                self.all_said(request)
+
+    def all_said(self, request: str) -> None:
+        """Take in that no step will say so any more."""
+        known = self._said.pop(request, None)
+        if known is not None and request not in self and request not in self._writing:
+            self._schedule.loaded(request)
+
     def over(self, request: str) -> None:
-        """Take in that all ranks have reported the load, well or badly."""
+        """Take in that the load is over, well or badly."""
         if self._blocks.pop(request, None) is None:
             return
+        del self._numbers[request]
         self._over.pop(request, None)
         if request in self._writing:
             self._reported.add(request)
-        else:
+        elif request not in self._said:
             self._schedule.loaded(request)
 
     @property
     def waiting(self) -> bool:
-        """Whether blocks are pinned of which the engine may know no request."""
-        return bool(self._writing)
+        """Whether blocks are pinned of which the engine may know no request, or a step has still to say what we know."""
+        return bool(self._writing) or len(self._said) > len(self._blocks)
 
     def __len__(self) -> int:
         """Return how much is remembered."""
-        return len(self._blocks) + len(self._over) + len(self._writing) + len(self._reported)
+        return len(self._blocks) + len(self._over) + len(self._said) + len(self._writing) + len(self._reported)

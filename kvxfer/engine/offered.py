@@ -3,12 +3,15 @@
 - A request that ended well: the engine keeps its blocks itself, until it is told that they are to be freed.
 - The end of a prompt in a window: given up while the request goes on, so we pin it.
 - A request that is aborted: freed at once, so we pin what it has offered.
+- A request that is preempted: the engine needs its blocks, and what others may read of them is revoked, so we do not pin them.
+  Only where the cache is elastic: there a block that is freed has no memory any more, which who reads it must not see.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvxfer.engine.pins import BlockPins
 from kvxfer.identity import Generation, TransferId
@@ -16,6 +19,14 @@ from kvxfer.schedule import OfferSchedule, StepCommands
 from kvxfer.values import BlockTable, Group, Rank
 
 __all__ = ["OfferedBlocks"]
+
+
+@dataclass(slots=True)
+class _Reads:
+    """The blocks that others may be reading of a running request, and what they were offered as."""
+
+    offering: tuple[TransferId, Generation]
+    blocks: set[int] = field(default_factory=set)
 
 
 class OfferedBlocks:
@@ -26,37 +37,83 @@ class OfferedBlocks:
         pins: holds what the engine gives up.
         groups: the engine's KV-cache groups.
         ranks: how many ranks report.
+
+    Attributes:
+        elastic: whether a block has memory only as long as it is in use.
     """
 
     def __init__(self, schedule: OfferSchedule, pins: BlockPins, groups: Sequence[Group], ranks: int) -> None:
         self._schedule, self._pins, self._ranks = schedule, pins, ranks
         self._groups = tuple(groups)
         self._windows = any(group.window for group in groups)
+        self.elastic = False
         self._ends: dict[str, BlockTable] = {}  # what windows held at the end of a prompt
         self._held: dict[str, TransferId] = {}  # finished requests whose blocks the engine keeps
         self._orphans: dict[TransferId, Generation] = {}  # aborted, with blocks that may be read: the last generation
         self._done: dict[TransferId, dict[Rank, Generation]] = {}  # ranks that are done, up to which generation
+        self._reads: dict[str, _Reads] = {}  # of running requests, where we pin it
+        self._revoked: dict[TransferId, tuple[Generation, set[Rank]]] = {}  # preempted: where that is not read any more
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Take in that the request runs in this step; see ``OfferSchedule.step``."""
-        self._schedule.step(request, computed, scheduled, table)
         total = self._schedule.total(request)
         if computed + scheduled >= total and request not in self._ends and self._windows:
             end = table.only(_end(group, total) for group in self._groups)
             if self._pins.keep(request, end.ids()):
                 self._ends[request] = end
+        self._schedule.step(request, computed, scheduled, table, self._ends.get(request))
+        if self.elastic:
+            self._pin(request)
+
+    def _pin(self, request: str) -> None:
+        """Pin what is new in a running request's offer."""
+        offering = self._schedule.offering(request)
+        if request in self._reads and self._reads[request].offering != offering:
+            self._hold_revoked(request)  # preempted, which nobody has told of
+        if offering is None:
+            return
+        reads = self._reads.get(request, _Reads(offering))
+        new = set(self._schedule.offered(request).ids()) - reads.blocks
+        if new and self._pins.keep(("offered", request), new):
+            reads.blocks |= new
+            self._reads[request] = reads
 
     def preempted(self, request: str) -> None:
         """Take in that the engine has taken the request's blocks.
 
-        What of them was offered is revoked, and no longer proved to be good to whoever reads it. It is not kept, since
-        the engine needs the room.
+        What of them was offered is revoked, and no longer proved to be good to whoever reads it.
         """
+        self._hold_revoked(request)
         if self._ends.pop(request, None) is not None:
             self._pins.drop(request)
 
+    def _hold_revoked(self, request: str) -> None:
+        """Keep what we pin of a request's offer until all ranks have said that they no longer read it."""
+        reads = self._reads.get(request)
+        if reads is None:
+            return
+        transfer, generation = reads.offering
+        if self._pins.quarantine(("revoked", transfer), reads.blocks):
+            done = self._done.get(transfer, {})
+            self._revoked[transfer] = generation, {rank for rank, until in done.items() if until >= generation}
+        self._drop_reads(request)
+
+    def _drop_reads(self, request: str) -> None:
+        """Take in that the blocks of a request's offer are not read any more, or are held otherwise."""
+        self._reads.pop(request, None)
+        self._pins.drop(("offered", request))
+
+    def revoked(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> None:
+        """Take in that some ranks no longer read what was offered of a transfer, up to a generation."""
+        if transfer in self._revoked:
+            generation, quiet = self._revoked[transfer]
+            quiet.update(rank for rank, until in ranks.items() if until >= generation)
+            if len(quiet) >= self._ranks:
+                del self._revoked[transfer]
+                self._pins.drop(("revoked", transfer))
+
     def finished(
-        self, request: str, transfer: TransferId | None, table: BlockTable, complete: bool, *, found: bool
+        self, request: str, transfer: TransferId | None, table: BlockTable, complete: bool, *, found: bool, good: bool
     ) -> bool:
         """Take in that the request is over; True if the engine must keep its blocks.
 
@@ -66,19 +123,28 @@ class OfferedBlocks:
             table: the whole block table at its end.
             complete: it ended normally and its KV is good.
             found: whether others can find our ranks, so that somebody may be reading.
+            good: though not complete, what it has offered is good.
         """
         end = self._ends.pop(request, None)
         offered = self._schedule.offered(request).ids()
-        held = self._schedule.finish(request, table if end is None else table.filled(end), complete)
+        kept = not complete and found and request not in self._reads and self._quarantine(transfer, offered)
+        held = self._schedule.finish(request, table if end is None else table.filled(end), complete, kept and good)
         if transfer is None:
             return held
         if held:
             self._held[request] = transfer
+            self._drop_reads(request)
             return True
-        if offered and found and self._pins.quarantine(transfer, offered):
+        if request in self._reads:
+            self._hold_revoked(request)
+        elif kept or (complete and found and self._quarantine(transfer, offered)):
             self._orphans[transfer] = sys.maxsize  # until the revocation is on its way
         self._pins.drop(request)  # last, since what nobody holds any more is not there to be pinned
         return False
+
+    def _quarantine(self, transfer: TransferId | None, blocks: tuple[int, ...]) -> bool:
+        """Keep blocks that others may be reading; whether they are kept."""
+        return transfer is not None and bool(blocks) and self._pins.quarantine(transfer, blocks)
 
     def shipped(self, commands: StepCommands) -> None:
         """Take in that these commands go to the workers."""
@@ -88,6 +154,7 @@ class OfferedBlocks:
 
     def released(self, transfer: TransferId, ranks: dict[Rank, Generation]) -> str | None:
         """Take in that some ranks are done with an offer, up to a generation; return a held request that may be freed."""
+        self.revoked(transfer, ranks)
         done = self._done.setdefault(transfer, {})
         for rank, generation in ranks.items():
             done[rank] = max(generation, done.get(rank, generation))
@@ -97,6 +164,9 @@ class OfferedBlocks:
         if transfer in self._orphans and reached >= self._orphans[transfer]:
             del self._orphans[transfer]
             self._pins.drop(transfer)
+        for running, reads in list(self._reads.items()):
+            if reads.offering[0] == transfer and reads.offering[1] <= reached:
+                self._drop_reads(running)
         request = self._schedule.released(transfer, reached)
         if request is not None:
             del self._held[request]
@@ -123,11 +193,12 @@ class OfferedBlocks:
     @property
     def waiting(self) -> bool:
         """Whether blocks are pinned of which the engine knows no request."""
-        return bool(self._orphans)
+        return bool(self._orphans or self._revoked)
 
     def __len__(self) -> int:
         """Return how much is remembered."""
-        return len(self._ends) + len(self._held) + len(self._orphans) + len(self._done)
+        read = len(self._reads) + len(self._revoked)
+        return len(self._ends) + len(self._held) + len(self._orphans) + len(self._done) + read
 
 
 def _end(group: Group, total: int) -> tuple[int, int]:

@@ -11,11 +11,14 @@ import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-__all__ = ["BlockPins", "BlockPool", "LendingPool"]
+from kvxfer import arguments
+
+__all__ = ["BlockPins", "BlockPool", "ElasticPool", "LendingPool"]
 
 log = logging.getLogger("kvxfer.engine")
 
 
+@runtime_checkable
 class BlockPool(Protocol):
     """An engine's pool of blocks that counts the references to each."""
 
@@ -40,22 +43,34 @@ class LendingPool(BlockPool, Protocol):
         """Return unused blocks, each with one reference, which ``free`` takes back; None if the engine may need them."""
 
 
+@runtime_checkable
+class ElasticPool(BlockPool, Protocol):
+    """A pool whose blocks have memory only while they are in use, so that fewer can be than there are."""
+
+    def capacity(self) -> int:
+        """Return how many blocks could be in use now, those included that are."""
+
+
 class BlockPins:
     """References to blocks, by holder.
 
     Args:
-        limit: how many blocks ``quarantine`` may hold at a time; a quarter of the pool, say.
+        limit: how many blocks ``quarantine`` may hold at a time; a quarter of the pool, say. Of an elastic pool it may not hold
+            more than a quarter of what can be in use.
         pool: the engine's pool; may be bound later, until which nothing is held.
     """
 
     def __init__(self, limit: int, pool: BlockPool | None = None) -> None:
-        self._pool, self._limit = pool, limit
+        self._limit = arguments.integer("limit", limit, 0)
+        self._pool: BlockPool | None = None
+        if pool is not None:
+            self.bind(pool)
         self._kept: dict[Hashable, list[int]] = {}
         self._quarantined: dict[Hashable, int] = {}
 
     def bind(self, pool: BlockPool) -> None:
-        """Take the engine's pool, once it is there."""
-        self._pool = pool
+        """Take the engine's pool, once it is there. Raises ``ArgumentError`` if it is none."""
+        self._pool = arguments.instance("pool", pool, BlockPool)  # type: ignore[type-abstract]
 
     def keep(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """Pin these blocks for ``holder``, besides those that it has. They must be in use at the time.
@@ -73,7 +88,8 @@ class BlockPins:
     def quarantine(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """Do the same for blocks of which no more use is made, within the limit; False if they are not held."""
         wanted = list(blocks)
-        if sum(self._quarantined.values()) + len(wanted) > self._limit or not self.keep(holder, wanted):
+        limit = self._limit if not isinstance(self._pool, ElasticPool) else min(self._limit, self._pool.capacity() // 4)
+        if sum(self._quarantined.values()) + len(wanted) > limit or not self.keep(holder, wanted):
             log.warning("%s: %d blocks are given back while a transfer may still touch them", holder, len(wanted))
             return False
         self._quarantined[holder] = self._quarantined.get(holder, 0) + len(wanted)

@@ -15,13 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from kvxfer.engine.exchange import BlockCopy
 from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
-from kvxfer.engine.side_channel import PrefetchResult
+from kvxfer.engine.side_channel import RankResult
+from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure
 from kvxfer.identity import Source
+from kvxfer.protocol.values import Stages
 from kvxfer.schedule import FetchSchedule
 from kvxfer.values import NULL, BlockTable, Group, Rank
 
@@ -32,16 +35,17 @@ __all__ = ["Prefetches"]
 class _Prefetch:
     """One request's.
 
-    ``ended``: all ranks have, or one has failed; ``quiet``: nothing writes to the blocks on any rank.
+    ``number``: of its fetch. ``ended``: all ranks have, or one has failed; ``quiet``: nothing writes to the blocks on any rank.
     ``expected``: seconds that it should take.
     """
 
+    number: int
     source: Source
     expected: float
     start: int
     tokens: int
     blocks: BlockTable
-    results: dict[Rank, PrefetchResult] = field(default_factory=dict)
+    results: dict[Rank, RankResult] = field(default_factory=dict)
     waited: bool = False  # a step has waited for it in vain
     over: bool = False  # the schedule knows that it is
     promised: bool = False  # the engine was told that it is here
@@ -60,6 +64,7 @@ class Prefetches:
         budget: seconds of a step that may be spent on waiting and copying.
         receive: passes to ``take_in`` what comes within so many seconds, as soon as there is something; False if nothing
             has come.
+        trace: is told of what is seen to be over.
     """
 
     def __init__(
@@ -70,17 +75,18 @@ class Prefetches:
         ranks: int,
         budget: float,
         receive: Callable[[float], bool],
+        trace: Trace,
     ) -> None:
         self._schedule, self._pins, self._groups, self._ranks = schedule, pins, tuple(groups), ranks
         self._budget = self._left = budget
-        self._receive = receive
+        self._receive, self._trace = receive, trace
         self._all: dict[str, _Prefetch] = {}
         self._copies: list[BlockCopy] = []
         self.paces, self._copying = LinkPaces(), Pace()
         self._possible = budget > 0 and all(group.kind in ("full", "window") for group in groups)
 
-    def begin(self, request: str, source: Source, start: int, tokens: int) -> bool:
-        """Borrow blocks and queue the fetch of ``[start, tokens)``.
+    def begin(self, request: str, source: Source, start: int, tokens: int, number: int) -> bool:
+        """Borrow blocks and queue the fetch of ``[start, tokens)``, which will have that number.
 
         False: this load is one for beside the steps. It is long, its link has failed or the pool is short.
         """
@@ -96,7 +102,7 @@ class Prefetches:
         rows = [[NULL] * first + [taken.pop() for _ in range(first, past)] for first, past in spans]
         blocks = BlockTable.of(rows)
         self._schedule.allocated(request, blocks, start, tokens - start)
-        self._all[request] = _Prefetch(source, expected, start, tokens, blocks)
+        self._all[request] = _Prefetch(number, source, expected, start, tokens, blocks)
         return True
 
     @staticmethod
@@ -119,6 +125,8 @@ class Prefetches:
         self._wait(found)
         if not self._ended(found):
             return None
+        came = reduce(Stages.slowest, (result.stages for result in found.results.values()))
+        self._trace.seen(request, self._failure(found), came)
         useful = found.start <= computed < found.tokens and found.copying is None and not found.unwanted
         if self._failure(found) is not None or not useful:
             return 0
@@ -161,11 +169,11 @@ class Prefetches:
         drained, self._copies, self._left = tuple(self._copies), [], self._budget
         return drained
 
-    def take_in(self, result: PrefetchResult) -> None:
+    def take_in(self, result: RankResult) -> None:
         """Take in what has become of one on one rank; the same may come again, and earlier words after later ones."""
         found = self._all.get(result.handle)
         known = None if found is None else found.results.get(result.rank)
-        if found is None or (known is not None and known.quiet):
+        if found is None or found.number != result.number or (known is not None and known.quiet):
             return
         found.results[result.rank] = result
         if result.failure is not None:
@@ -219,7 +227,7 @@ class Prefetches:
             found.over = True
             self._schedule.loaded(request)
             if not failed:
-                moved = max(r.seconds for r in found.results.values())
+                moved = max(r.stages.moving for r in found.results.values())
                 self.paces.delivered(found.source, found.tokens - found.start, moved)
         used = found.copying is not None and len(found.copying) == self._ranks
         if used and found.copying:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Container, Mapping
@@ -11,6 +12,8 @@ from kvxfer.protocol.messages import Named, Renew
 from kvxfer.threads import NamedThread
 
 __all__ = ["RENEWED", "Renewals"]
+
+log = logging.getLogger("kvxfer.engine")
 
 RENEWED = 10
 """For so many leases of ours a transfer is renewed that no worker has begun to fetch. Then its producer may free the blocks: two
@@ -64,4 +67,7 @@ class Renewals:
         for transfer, (digest, source) in waiting.items():
             by_source.setdefault(source, []).append(Named(transfer, digest))
         for source, named in by_source.items():
-            self._tell(source, Renew(source.epoch, tuple(named)))
+            try:
+                self._tell(source, Renew(source.epoch, tuple(named)))
+            except Exception:  # the others' leases would end as well
+                log.exception("%d transfers of %s could not be renewed", len(named), source)

@@ -6,28 +6,66 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvxfer import arguments
+from kvxfer import facts as f
 from kvxfer.config import Config
-from kvxfer.control.directory import Directory
+from kvxfer.control.directory import Directory, Unheard
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loading import LoadingBlocks
 from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.renewals import Renewals
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, SideChannel
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
+from kvxfer.engine.starts import Starts
+from kvxfer.engine.trace import Trace
+from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Decline, Named, RankDescriptor, Renew
-from kvxfer.schedule import RankAgreement, Schedule, ScheduleError
+from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Renew
+from kvxfer.protocol.timers import Recent
+from kvxfer.protocol.values import Stages
+from kvxfer.schedule import RankAgreement, Schedule
 from kvxfer.ticket import Ticket
-from kvxfer.values import MOST_CONSUMERS, MOST_TOKENS, BlockTable, Group, Rank
+from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Fetch, Group, Rank
 
 __all__ = ["SchedulerSide", "Update"]
 
 log = logging.getLogger("kvxfer.engine")
 
+MOST_RANKS = 1 << 16
+
+_held = arguments.holding(
+    config=partial(arguments.instance, kind=Config),
+    ranks=partial(arguments.integer, least=1, most=MOST_RANKS),
+    request=arguments.string,
+    transfer=partial(arguments.instance, kind=TransferId),
+    digest=partial(arguments.octets, most=MOST_DIGEST),
+    source=partial(arguments.instance, kind=Source),
+    tokens=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    computed=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    scheduled=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    external=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    progress=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
+    enough=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    begun=arguments.flag,
+    offered=arguments.flag,
+    good=arguments.flag,
+    complete=arguments.flag,
+    stops=arguments.flag,
+    report=partial(arguments.instance, kind=Report),
+    members=partial(arguments.several, kind=RankDescriptor),
+    reason=partial(arguments.string, most=MOST_REASON, empty=True),
+)
+
+MOST_OVER = 100_000
+"""Ended offers that are remembered."""
+MOST_PREPARED = 1024
+"""Engines of which it is remembered that links to them have been asked for."""
 STANDSTILL_S = 2.0
 """After so long without anything to run for want of blocks, blocks that are held for others are given up."""
 
@@ -46,6 +84,8 @@ class Update:
         disagreed: those of the failed of which every rank by itself was delivered what it wanted, and the blocks of their
             loads.
         payloads: of the loaded, what the producer has sent along (``WorkerSide.after_forward``), where it has.
+        short: of the loaded that may be so (``SchedulerSide.load``, ``enough``), those that are here in part, since the producer
+            has given up: up to which token. The engine computes the others.
     """
 
     free: frozenset[str] = frozenset()
@@ -54,14 +94,16 @@ class Update:
     arrived: Mapping[str, int] = field(default_factory=dict)
     disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     payloads: Mapping[str, bytes] = field(default_factory=dict)
+    short: Mapping[str, int] = field(default_factory=dict)
 
 
 class SchedulerSide:
     """One engine's transfers, as its scheduler sees them.
 
     One per engine, called by one thread; no method blocks save ``close``. The directory has a thread of its own. Calls
-    about a request that neither offers nor loads do nothing, so an engine may pass on all that it hears. Raises
-    ``OSError`` if the directory's address cannot be had.
+    about a request that neither offers nor loads do nothing, so an engine may pass on all that it hears.
+
+    A wrong argument is answered by its call, which then does nothing.
 
     Args:
         config: the engine's settings.
@@ -75,8 +117,14 @@ class SchedulerSide:
         source: where other engines find this one.
         directory: what they find there.
         facts: as stated last.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type or range.
+        ConfigError: the facts are too many or too long.
+        OSError: the directory's address cannot be had.
     """
 
+    @_held
     def __init__(
         self,
         config: Config,
@@ -87,8 +135,13 @@ class SchedulerSide:
         *,
         pins: BlockPins | None = None,
     ) -> None:
+        groups = arguments.several("groups", groups, Group, 1)
+        if pins is not None:
+            arguments.instance("pins", pins, BlockPins)
         self._lease, self._ranks = config.lease, ranks
-        self.facts = dict(facts)
+        self.facts = f.check(facts)
+        self._tables = TableCheck(groups)
+        self._closed = False
         self._news: dict[str, str] | None = self.facts  # what the workers have not heard of yet
         self.directory = Directory(config, engine, self.facts)
         self.source = self.directory.source
@@ -102,19 +155,29 @@ class SchedulerSide:
         self._failed: dict[str, Failure] = {}  # loads that have, on some rank
         self._arrived: dict[str, dict[Rank, int]] = {}  # of loads under way, the tokens that each rank has
         self._payloads: dict[str, bytes] = {}  # of loads that some rank has
+        self._short: dict[str, int] = {}  # of those, the token up to which it is here, where that is not all
         self._members: dict[Rank, RankDescriptor] = {}
         self._renewals = Renewals(config.lease, self.directory.tell)
+        self._renewed: list[TransferId] = []  # that the workers have not heard of yet
+        self._starts = Starts(config.start, self.directory.tell)
+        self._over: Recent[TransferId, bytes] = Recent(
+            config.lease, MOST_OVER
+        )  # offers of requests that are, by digest
+        self.directory.begun = self._has_begun
         self._looked = 0.0  # when it was said last what is to be renewed
         self._still: float | None = None  # since when the engine has stood still for want of blocks
         self._let_go: str | None = None  # the request that was last to give its blocks up for that
+        self._trace = Trace(config.trace, engine)
         self._channel, self._channels = SideChannel(), dict[Rank, ChannelAddress]()
         self._prefetches = Prefetches(
-            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear
+            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear, self._trace
         )
         self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
         self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
-        self._seconds: dict[str, float] = {}  # how long moving them took, of those that some rank has
+        self._stages: dict[str, Stages] = {}  # how far those came when that have ended on some rank
+        self._early: list[str] = []  # loads of which the side channel has said that they are here
         self._ahead: list[str] = []  # prefetches that go with the next step
+        self._prepared: set[Source] = set()  # engines to which our workers have been told to make links
         self._step = 0
         self._fetched = 0  # the number of the next step's first fetch
         self._sent = 0  # how many of them went by the side channel
@@ -123,21 +186,27 @@ class SchedulerSide:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def offer(self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1) -> bool:
+    @_held
+    def offer(
+        self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1, stops: bool = False
+    ) -> bool:
         """Offer the first ``tokens`` tokens of this request's prompt to others, as they are computed.
 
         It is kept until ``consumers`` engines have it or have given it up, or the lease ends; what becomes of one means
-        nothing for the others. Each must be another engine, while requests of one engine share one load.
+        nothing for the others. Each must be another engine, while requests of one engine share one load. ``stops``: nothing is
+        computed for the request behind these tokens. A recurrent state is then offered with the step that completes them, and
+        else once the request has finished.
 
         Returns False if there is nothing to offer, or another request offers this transfer already (a sibling of n > 1,
-        say). Raises ``ScheduleError`` if this one offers another, ``ArgumentError`` for a wrong number.
+        say). Raises ``ScheduleError`` if this one offers another.
         """
-        consumers = arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
-        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers)
+        self._check_open()
+        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
             self._offers[request] = transfer
         return taken
 
+    @_held
     def load(
         self,
         request: str,
@@ -146,8 +215,10 @@ class SchedulerSide:
         source: Source,
         tokens: int,
         *,
+        begun: bool = True,
         offered: bool = False,
         progress: int = 0,
+        enough: int = 0,
     ) -> bool:
         """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
 
@@ -161,22 +232,44 @@ class SchedulerSide:
             digest: what its KV depends on.
             source: the directory of the engine that offers it.
             tokens: how many.
+            begun: whether the producer may be taken to have begun. If not, it is asked, and ``loadable`` says None until it
+                has, for ``start_timeout`` at the most.
             offered: whether the producer is known to have offered all of them, as when it has answered its request. If it
                 does not know them any more, the load fails within about a second, not at its deadline.
             progress: how many more tokens are news.
+            enough: how many tokens are of use, should the producer give up before it has computed all (``Update.short``). 0: all
+                or none. Only where all groups are ``full``.
 
         Returns False if the transfer is in use for other content or from another source, or was given up just now: the
-        request is computed here. Raises ``ScheduleError`` if it loads another, ``ArgumentError`` for a wrong number.
+        request is computed here. Raises ``ScheduleError`` if it loads another.
         """
-        progress = arguments.integer("progress", progress, 0, MOST_TOKENS)
-        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered)
+        self._check_open()
+        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
         if taken:
             self._loads.setdefault(request, 0)
             self._renewals.begin(transfer, digest, source)
+            if not begun:
+                self._starts.ask(request, transfer, digest, source)
             if offered:
                 self._ready[request] = source, tokens
+            self._prepare(source)
+            self._trace.arrived(request, transfer, source)
         return taken
 
+    def _prepare(self, source: Source) -> None:
+        """Have the workers make their links to an engine of which a request speaks for the first time."""
+        if source not in self._prepared and self._channel.open:
+            if len(self._prepared) >= MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared.add(source)
+            own = self.source if self._ranks > 1 else None
+            self._channel.send(DirectFetches(self._fetched, prepare=((source, own),)))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvxferError("this scheduler side has been closed: offer and load before that, or make another")
+
+    @_held
     def prefetch(self, request: str, computed: int) -> None:
         """Begin a short load before the request has blocks, so that it may run in the step that admits it.
 
@@ -188,29 +281,47 @@ class SchedulerSide:
             computed: local tokens that it will find, as far as is known.
         """
         source, tokens = self._ready.pop(request, (None, 0))
-        if source is not None and self._directly and self._prefetches.begin(request, source, computed, tokens):
+        if source is None or not self._directly:
+            return
+        number = self._fetched + len(self._schedule.consumer.wanted)
+        if self._prefetches.begin(request, source, computed, tokens, number):
+            self._trace.fetched(request, "within the step", tokens - computed)
             self._ahead.append(request)
             self._hurry()
 
+    @_held
     def ticket(self, request: str) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; None if it offers nothing, or no more."""
         transfer = self._offers.get(request)
         digest = None if transfer is None else self._schedule.producer.digest(transfer)
         return None if transfer is None or digest is None else Ticket(transfer, digest, self.source)
 
+    @_held
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
-        0: none, for good. None: a sibling is loading them, or a prefetch is on its way; ask again in the next step. May
-        be asked as often as the engine likes.
+        0: none, for good. None: a sibling is loading them, a prefetch is on its way, or the producer has not begun; ask again
+        in the next step. May be asked as often as the engine likes.
         """
         if request not in self._loads:
             return 0
+        if request in self._starts and not self._starting(request):
+            return None
         self._loads[request] = computed
         self.prefetch(request, computed)
         if request in self._prefetches:
             return self._prefetches.tokens(request, computed)
         return self._schedule.consumer.matched(request, computed)
+
+    def _starting(self, request: str) -> bool:
+        """Whether the producer has begun, or is not waited for any more: then nothing can be had."""
+        self._notices()
+        if request in self._starts and self._starts.late(request):
+            why = f"the producer has not begun within {self._starts.patience:g} s"
+            log.warning("request %s is computed here: %s", request, why)
+            self._starts.forget(request)
+            self._schedule.consumer.finish(request, why)
+        return request not in self._starts
 
     def here(self, request: str) -> bool:
         """Whether what ``loadable`` has promised is here: then the request runs in this step, whose workers copy it first.
@@ -219,6 +330,7 @@ class SchedulerSide:
         """
         return request in self._prefetches
 
+    @_held
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
         """Take in that the engine admits the request, and counts on ``external`` tokens from outside.
 
@@ -233,19 +345,25 @@ class SchedulerSide:
         Raises:
             ScheduleError: tokens that ``loadable`` would not promise, or no blocks for them. The load has failed: none
                 of them will come.
+            ArgumentError: a block table that is none of this engine's. The load has failed as well.
         """
         if request not in self._loads:
             return
-        if request in self._prefetches:
-            self._prefetches.admitted(request, table, external)
-            return
         try:
+            self._tables.check("table", table)
+            if request in self._prefetches:
+                self._prefetches.admitted(request, table, external)
+                return
             self._schedule.consumer.allocated(request, table, self._loads[request], external)
-        except ScheduleError as error:
+        except KvxferError as error:
+            self._prefetches.give_up(request)
             self._schedule.consumer.finish(request, f"the consumer cannot load it: {error}")
             raise
-        for fetch in self._schedule.consumer.wanted[self._sent :]:
-            self._under_way[fetch.handle] = fetch.source, fetch.tokens - fetch.start
+        if external:
+            number, fetch = self._last_fetch
+            self._trace.fetched(request, "beside the steps", external)
+            self._under_way[request] = fetch.source, external
+            self._loading.begins(request, fetch.blocks.ids(), number)
         self._hurry()
 
     @property
@@ -265,17 +383,39 @@ class SchedulerSide:
             self._channel.send(DirectFetches(self._fetched + self._sent, fetches[self._sent :], tuple(self._ahead)))
             self._sent = len(fetches)
 
+    @property
+    def _last_fetch(self) -> tuple[int, Fetch]:
+        """The number of the fetch that was queued last, and that fetch."""
+        fetches = self._schedule.consumer.wanted
+        return self._fetched + len(fetches) - 1, fetches[-1]
+
     def _hear(self, timeout: float = 0.0) -> bool:
         """Take in what workers say within so many seconds, as soon as there is something; False if there is nothing."""
         news = self._channel.receive(timeout)
         for result in news:
-            self._prefetches.take_in(result)
+            request = result.handle
+            if request in self._prefetches:
+                self._prefetches.take_in(result)
+            elif self._loading.is_of(request, result.number) and result.quiet and result.failure is None:
+                self._came(request, result)
         return bool(news)
+
+    def _reached(self, request: str, stages: Stages) -> None:
+        self._stages[request] = stages.slowest(self._stages.get(request, stages))
+
+    def _came(self, request: str, result: RankResult) -> None:
+        """Take in that a load beside the steps has come on one rank."""
+        if result.generation is not None:
+            self._agreement.delivered(request, (result.generation,))
+        self._reached(request, result.stages)
+        if self._loading.over_on(request, (result.rank,)) and self._agreement.agreed(request):
+            self._early.append(request)
 
     def follows(self, request: str) -> bool:
         """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
         return request in self._schedule.producer
 
+    @_held
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Take in that the request runs in this step.
 
@@ -284,34 +424,58 @@ class SchedulerSide:
             computed: tokens computed before this step, prefix-cache hits and loads included.
             scheduled: tokens that this step computes.
             table: the whole block table as this step uses it; never an increment.
-        """
-        if request in self._schedule.producer:
-            self._offered.runs(request, computed, scheduled, table)
 
+        Raises:
+            ArgumentError: a block table that is none of this engine's, or lists too few blocks for what the step computes.
+        """
+        producer = self._schedule.producer
+        if request in producer:
+            self._tables.check("table", table)
+            for g, group in enumerate(self._tables.groups):
+                if group.kind == "full":
+                    self._tables.lists("table", table, g, 0, min(computed + scheduled, producer.total(request)))
+            transfer, digest = self._offers[request], producer.digest(self._offers[request]) or b""
+            begun = producer.begun(transfer, digest)
+            self._offered.runs(request, computed, scheduled, table)
+            if not begun:
+                self.directory.begins(transfer, digest)
+
+    @_held
     def preempted(self, request: str) -> None:
         """Take in that the engine takes the request's blocks away; before the ``runs`` calls of the same step."""
         self._schedule.preempt(request)
         self._offered.preempted(request)
 
-    def finished(self, request: str, table: BlockTable, complete: bool) -> bool:
+    @_held
+    def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
         """Take in that the request is over, at whatever point.
 
         Args:
             request: the engine's id of it.
-            table: the whole block table at its end.
+            table: the whole block table at its end; one of empty rows if it has no blocks.
             complete: it ended normally and its KV is good; False for an abort or an error.
+            good: though not complete, what has been computed is good, as after an abort. Those who are reading it, and for whom
+                that is enough, may finish with that.
 
         Returns:
             True if the engine must keep the blocks until a ``report`` names the request as ``free``. A load under way
             keeps them as well, until the ``report`` of its end.
         """
+        self._tables.check("table", table)
         self._loads.pop(request, None)
         self._ready.pop(request, None)
+        self._trace.finished(request)
         self._prefetches.give_up(request)
+        self._starts.forget(request)
         self._schedule.consumer.finish(request)
         transfer = self._offers.pop(request, None)
-        return self._offered.finished(request, transfer, table, complete, found=bool(self._members))
+        if transfer is not None:
+            digest = self._schedule.producer.digest(transfer) or b""
+            self._over.put(transfer, digest, time.monotonic())
+            self.directory.begins(transfer, digest)  # or is over, of which they hear when they fetch it
+        return self._offered.finished(request, transfer, table, complete, found=bool(self._members), good=good)
 
+    @_held
     def freed(self, request: str) -> None:
         """Take in that the engine frees the blocks of a held request on another's word than ours."""
         self._offered.freed(request)
@@ -320,19 +484,19 @@ class SchedulerSide:
 
     def step(self) -> Step:
         """Return what the workers must know with this step; once a step, after what happens in it has been said."""
-        renewals = self._notices()
+        self._notices()
+        renewals, self._renewed = tuple(self._renewed), []
         for decline in self._schedule.consumer.declines():
             named = Named(decline.transfer, decline.digest)
             self.directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason))
         now = time.monotonic()
         if now - self._looked >= self._renewals.interval:
             self._looked = now
+            self._over.forget(now)
             self._renewals.keep(self._schedule.consumer.waiting)
+        self._starts.ask_again()
         commands = self._schedule.commands()
         ahead, self._ahead = tuple(self._ahead), []
-        for fetch in commands.fetches:
-            if fetch.handle not in ahead:
-                self._loading.begins(fetch.handle, fetch.blocks.ids())
         self._offered.shipped(commands)
         news, self._news = self._news, None
         self._step += 1
@@ -349,8 +513,14 @@ class SchedulerSide:
         """
         self._prefetches.short_of_blocks()
 
+    @_held
     def report(self, report: Report) -> Update:
-        """Take in what workers have reported, of one rank or merged of several, and return what it means."""
+        """Take in what workers have reported, of one rank or merged of several, and return what it means.
+
+        Includes what they have said by the side channel, so that it may be worth a call without a report of theirs.
+        """
+        self._hear()
+        early, self._early = self._early, []
         if report.members:
             self.announce(report.members.values())
         if report.channels:
@@ -361,10 +531,14 @@ class SchedulerSide:
         for request, copied in report.copied.items():
             self._prefetches.copied(request, copied)
         for request, generations in report.delivered.items():
-            self._agreement.delivered(request, generations)
+            if request in self._loading:
+                self._agreement.delivered(request, generations)
         for request, payload in report.payloads.items():
             if request in self._loading:
                 self._payloads.setdefault(request, payload)
+        for request, tokens in report.short.items():
+            if request in self._loading:
+                self._short[request] = min(tokens, self._short.get(request, tokens))
         for request, ranks in report.writing.items():
             self._loading.writing(request, ranks)
         for request, ranks in report.quiet.items():
@@ -372,20 +546,28 @@ class SchedulerSide:
         for request, failure in report.failed.items():
             if request in self._loading:
                 self._failed.setdefault(request, failure)
+        for transfer, revoked in report.revoked.items():
+            self._offered.revoked(transfer, revoked)
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
         over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
-        for request, took in report.seconds.items():
-            self._seconds[request] = max(took, self._seconds.get(request, 0.0))
-        update = self._ended(over, frozenset(request for request in free if request is not None))
+        for request, stages in report.stages.items():
+            if request in self._loading:
+                self._reached(request, stages)
+        for request, ranks in report.over.items():
+            self._loading.said(request, ranks)
+        update = self._ended(
+            dict.fromkeys([*early, *over]), frozenset(request for request in free if request is not None)
+        )
         return replace(update, arrived=self._progress(report.arrived))
 
     def load_over(self, request: str) -> None:
         """Take in from elsewhere that a load is over on all ranks; nothing if a ``report`` has said so."""
+        self._loading.all_said(request)
         self._ended([request], frozenset())
 
     def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
         """Return what has become of loads that all ranks have reported."""
-        loaded, failed, disagreed, payloads = set(), {}, {}, {}
+        loaded, failed, disagreed, payloads, shorter = set(), {}, {}, {}, {}
         for request in requests:
             generations, failure = self._agreement.over(request), self._failed.pop(request, None)
             if failure is None and len(generations) > 1:
@@ -395,8 +577,11 @@ class SchedulerSide:
                 disagreed[request] = self._loading.blocks(request)
                 log.warning("request %s cannot use what was loaded: %s", request, failure)
             source, tokens = self._under_way.pop(request, (None, 0))
-            seconds = self._seconds.pop(request, None)
-            payload = self._payloads.pop(request, b"")
+            stages = self._stages.pop(request, None)
+            payload, short = self._payloads.pop(request, b""), self._short.pop(request, None)
+            if failure is None and short is not None:
+                shorter[request] = short
+                log.warning("request %s has come up to token %d, where its producer gave up", request, short)
             if failure is None:
                 loaded.add(request)
                 if payload:
@@ -405,11 +590,13 @@ class SchedulerSide:
                 failed[request] = failure
             if source is not None and failure is not None:
                 self._prefetches.paces.failed(source)
-            elif source is not None and seconds is not None:
-                self._prefetches.paces.delivered(source, tokens, seconds)
+            elif source is not None and stages is not None and short is None:
+                self._prefetches.paces.delivered(source, tokens, stages.moving)
+            if source is not None:
+                self._trace.seen(request, failure, stages)
             self._loading.over(request)
             self._arrived.pop(request, None)
-        return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads)
+        return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
 
     def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
         """Return how far those loads are of which something is new, on all ranks."""
@@ -422,18 +609,26 @@ class SchedulerSide:
                     out[request] = min(known.values())
         return out
 
-    def _notices(self) -> tuple[TransferId, ...]:
-        """Take in what consumers' scheduler sides have told our directory; return the transfers to renew."""
-        renewals: list[TransferId] = []
+    def _notices(self) -> None:
+        """Take in what other engines have told our directory."""
         for notice in self.directory.notices():
+            if isinstance(notice, Begun):
+                self._starts.begun(notice.transfers)
+                continue
+            if isinstance(notice, Unheard):
+                self._starts.unheard(notice.host, notice.port)
+                continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):
                     continue  # over, or somebody guessed its name
                 if isinstance(notice, Renew):
-                    renewals.append(named.transfer)
+                    self._renewed.append(named.transfer)
                 else:
                     self._schedule.producer.decline(named.transfer, notice.reason)
-        return tuple(renewals)
+
+    def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Whether we have begun with an offer, or are over with it. Any thread."""
+        return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
 
     def stands_still(self, whether: bool) -> None:
         """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
@@ -465,12 +660,17 @@ class SchedulerSide:
 
     # --- life ------------------------------------------------------------------------------------------------------
 
+    @_held
     def announce(self, members: Iterable[RankDescriptor]) -> None:
         """Take in where workers' agents listen; once all have been said, other engines find this one.
 
         Their first reports say it, too.
         """
         self._members |= {member.cache.rank: member for member in members}
+        self._offered.elastic = any(member.cache.elastic for member in self._members.values())
+        self._tables = TableCheck(self._tables.groups)
+        for member in self._members.values():
+            self._tables.learn(member.cache)
         if len(self._members) == self._ranks:
             self.directory.publish(tuple(self._members.values()))
 
@@ -484,6 +684,7 @@ class SchedulerSide:
         if len(self._channels) == self._ranks > before:
             self._channel.connect(self._channels)
 
+    @_held
     def withdraw_all(self, reason: str) -> bool:
         """End all offers and loads, since the KV cache is being dropped; True once no block of the pool is in use.
 
@@ -494,16 +695,18 @@ class SchedulerSide:
         for request in self._loads:
             self._ready.pop(request, None)
             self._prefetches.give_up(request)
+            self._starts.forget(request)
             self._schedule.consumer.finish(request, reason)
         return self._pins.pool_unused
 
     def identify(self, facts: Mapping[str, str]) -> None:
         """State what all KV of the engine depends on from now on; after ``withdraw_all``, when weights have changed."""
-        self.facts = self._news = dict(facts)
+        self.facts = self._news = f.check(facts)
         self.directory.identify(self.facts)
 
     def close(self) -> None:
-        """Stop serving the directory. Any number of times."""
+        """Stop serving the directory; nothing is offered or loaded any more. Any number of times."""
+        self._closed = True
         self._renewals.close()
         self._channel.close()
         self.directory.close()
@@ -511,6 +714,6 @@ class SchedulerSide:
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
-        loads = len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
-        told = len(self._failed) + len(self._arrived) + len(self._payloads)
+        loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
+        told = len(self._failed) + len(self._arrived) + len(self._payloads) + len(self._short)
         return sides + loads + told + len(self._offers)

@@ -1,8 +1,8 @@
 """The scheduler side and the worker sides of one host, speaking without waiting for a step of the engine.
 
 An engine carries commands and reports between its scheduler and its workers once a step, and with other requests
-decoding a step takes as long as a forward pass. Here a fetch reaches the worker at once, and the result of a prefetch
-the scheduler. All that is said here is said again with a step: a message that is lost, or a worker on another host,
+decoding a step takes as long as a forward pass. Here a fetch reaches the worker at once, and the result of a load the
+scheduler. All that is said here is said again with a step: a message that is lost, or a worker on another host,
 costs time and nothing else.
 """
 
@@ -21,17 +21,22 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from kvxfer.failures import Failure
-from kvxfer.identity import Generation
+from kvxfer.identity import Generation, Source
+from kvxfer.protocol.values import Stages
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
-__all__ = ["ChannelAddress", "DirectFetches", "PrefetchResult", "Results", "SideChannel", "Take", "WorkerChannel"]
+__all__ = ["ChannelAddress", "DirectFetches", "RankResult", "Results", "SideChannel", "Take", "WorkerChannel"]
 
 log = logging.getLogger("kvxfer.engine")
 
+NAMES = "kvxfer-side-"
+"""How the names of the sockets begin, in the abstract namespace."""
 LONGEST = 1 << 17
 """Bytes of a message; what is longer goes with the step only."""
 CONNECT_S = 0.2
+PAUSE_MS = 100
+"""How long nobody is let in once no descriptor was left."""
 MOST_STRANGERS = 4
 """Who has connected and not shown the secret; the longest there goes first."""
 
@@ -44,42 +49,48 @@ class ChannelAddress(msgspec.Struct, frozen=True):
 
 
 class DirectFetches(msgspec.Struct, frozen=True):
-    """Fetches that need not wait for their step.
+    """Fetches that need not wait for their step, and word of those that are to come.
 
     Attributes:
         first: the number of the first of them; the others follow. Each comes again with the step that has its number.
         prefetches: those of them, by handle, that are prefetches.
+        prepare: engines from which fetches are to come, and our own directory if there are several workers.
     """
 
     first: int
-    fetches: tuple[Fetch, ...]
+    fetches: tuple[Fetch, ...] = ()
     prefetches: tuple[str, ...] = ()
+    prepare: tuple[tuple[Source, Source | None], ...] = ()
 
 
-class PrefetchResult(msgspec.Struct, frozen=True):
-    """What has become of a prefetch on one rank.
+class RankResult(msgspec.Struct, frozen=True):
+    """What has become of a load on one rank.
+
+    Of a prefetch, its end, and once more when it is quiet; of any other load, one that was delivered and is quiet.
 
     Attributes:
         rank: that rank.
+        number: of the fetch, as the scheduler side counts them: a later load may have the same name.
         generation: of what was delivered; ``None`` if nothing had to come.
         failure: why it was not delivered; None if it was.
         quiet: nothing writes to its blocks any more.
-        seconds: that moving it took, from the word of its producer to the end.
+        stages: when it came how far.
     """
 
     handle: str
     rank: Rank
+    number: int
     generation: Generation | None = None
     failure: Failure | None = None
     quiet: bool = False
-    seconds: float = 0.0
+    stages: Stages = Stages()
 
 
 Take = Callable[[DirectFetches], None]
-Results = Callable[[], Iterable[PrefetchResult]]
+Results = Callable[[], Iterable[RankResult]]
 
 _decode_fetches = msgspec.msgpack.Decoder(DirectFetches).decode
-_decode_result = msgspec.msgpack.Decoder(PrefetchResult).decode
+_decode_result = msgspec.msgpack.Decoder(RankResult).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -96,7 +107,7 @@ class WorkerChannel:
 
     def __init__(self, take: Take, results: Results) -> None:
         self._take, self._results = take, results
-        name = f"kvxfer-{secrets.token_hex(12)}"
+        name = f"{NAMES}{secrets.token_hex(12)}"
         self.address = ChannelAddress(name, secrets.token_bytes(16))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -110,7 +121,7 @@ class WorkerChannel:
         weakref.finalize(self, os.close, self._wake)  # not before: who is just waking us must not write to another file
         self._peer: socket.socket | None = None  # our scheduler side
         self._strangers: dict[int, socket.socket] = {}  # who has not shown the token yet
-        self._closing = False
+        self._closing = self._deaf = False
         self._thread = NamedThread(target=self._run, name="kvxfer-side-channel", daemon=True)
         self._thread.start()
 
@@ -132,7 +143,11 @@ class WorkerChannel:
             poll.register(fd, select.POLLIN)
         try:
             while not self._closing:
-                for fd, _ in poll.poll():
+                events = poll.poll(PAUSE_MS if self._deaf else None)
+                if self._deaf:
+                    self._deaf = False
+                    poll.modify(self._listener.fileno(), select.POLLIN)
+                for fd, _ in events:
                     try:
                         self._ready(fd, poll)
                     except OSError as e:
@@ -156,7 +171,14 @@ class WorkerChannel:
                 if self._peer is not None:
                     self._peer.send(_encode(result), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         elif fd == self._listener.fileno():
-            found, _ = self._listener.accept()
+            try:
+                found, _ = self._listener.accept()
+            except BlockingIOError:
+                return  # whoever it was has gone again
+            except OSError:  # no descriptor is left, and polled at once it would be ready again
+                poll.modify(fd, 0)
+                self._deaf = True
+                return
             found.setblocking(False)
             if len(self._strangers) >= MOST_STRANGERS:
                 self._forget(next(iter(self._strangers)), poll)
@@ -229,9 +251,9 @@ class SideChannel:
             return False
         return True
 
-    def receive(self, timeout: float = 0.0) -> list[PrefetchResult]:
+    def receive(self, timeout: float = 0.0) -> list[RankResult]:
         """Return what workers have sent, as soon as there is something, and after ``timeout`` seconds at the latest."""
-        out: list[PrefetchResult] = []
+        out: list[RankResult] = []
         until = time.monotonic() + timeout
         while self._sockets and not out:
             ready = {fd for fd, _ in self._poll.poll(max(0.0, until - time.monotonic()) * 1000)}
@@ -244,7 +266,7 @@ class SideChannel:
         return out
 
     @staticmethod
-    def _read(s: socket.socket, out: list[PrefetchResult]) -> bool:
+    def _read(s: socket.socket, out: list[RankResult]) -> bool:
         """Take all that has come; False if the other end is gone."""
         while True:
             try:

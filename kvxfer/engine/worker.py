@@ -6,26 +6,40 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from msgspec.structs import replace
 
 from kvxfer import arguments, memory
 from kvxfer.control.agent import Agent
 from kvxfer.engine.exchange import Report, Step
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, PrefetchResult, Results, Take, WorkerChannel
-from kvxfer.errors import KvxferError
-from kvxfer.failures import Failure
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
+from kvxfer.errors import ArgumentError, KvxferError
+from kvxfer.failures import Failure, Outcome
 from kvxfer.identity import TransferId
-from kvxfer.protocol.values import Ended, Progress, Released
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
 from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
 
 __all__ = ["WorkerSide"]
 
 log = logging.getLogger("kvxfer.engine")
 
+_held = arguments.holding(
+    table=arguments.function,
+    before_load=arguments.function,
+    on_ended=arguments.function,
+    copy=arguments.function,
+    channel=arguments.function,
+    quarantine=partial(arguments.integer, least=0),
+    step=partial(arguments.instance, kind=Step),
+    timeout=arguments.seconds,
+)
+
 
 class WorkerSide:
     """One rank. All methods are called by the worker's own thread, and none blocks save ``collect`` with a timeout.
+
+    A load or an offer that the agent refuses ends with the reason, and costs no other.
 
     Args:
         agent: the rank's agent, over its cache.
@@ -42,8 +56,12 @@ class WorkerSide:
             where both have one, ahead of the step's forward pass. None: this engine makes no use of prefetches.
         channel: makes the end of a side channel, ``WorkerChannel``: fetches then come at once from a scheduler side on the
             same host, besides with each step. None: with steps only.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type or range.
     """
 
+    @_held
     def __init__(
         self,
         agent: Agent,
@@ -55,7 +73,7 @@ class WorkerSide:
         copy: Callable[[BlockTable, BlockTable], None] | None = None,
         channel: Callable[[Take, Results], WorkerChannel] | None = None,
     ) -> None:
-        self.agent, self._table, self._before_load, self._on_ended = agent, table, before_load, on_ended
+        self.agent, self._table, self._before_load, self._on_ended = _agent(agent), table, before_load, on_ended
         self._rank, self._device = agent.cache.rank, agent.cache.regions[0].device
         self._quarantine, self._copy = quarantine, copy
         self._payloads: dict[TransferId, bytes] = {}  # for offers that are still to come
@@ -65,8 +83,9 @@ class WorkerSide:
         self._blocks: dict[str, tuple[int, ...]] = {}  # request -> the scheduler's blocks that its load fills
         self._failing: dict[str, Failure] = {}  # loads that ended badly and are not quiet yet
         self._early: set[str] = set()  # those of them that are reported
-        self._prefetches: dict[str, PrefetchResult] = {}  # under way, and as they were reported last
-        self._news: list[PrefetchResult] = []  # for the side channel
+        self._known: dict[str, RankResult] = {}  # of loads under way, as far as they are known
+        self._prefetches: set[str] = set()  # those of them that are prefetches
+        self._news: list[RankResult] = []  # for the side channel
         self._ends: list[Ended] = []  # for ``on_ended``
         self._direct: set[int] = set()  # numbers of fetches that have begun, and come again with their step
         self._next = 0  # the number after those of the last step
@@ -87,6 +106,7 @@ class WorkerSide:
         """Where the side channel listens, for the scheduler side; the first report says it, too."""
         return None if self._channel is None else self._channel.address
 
+    @_held
     def begin(self, step: Step) -> None:
         """Apply what must be known before this step's forward pass reuses a block: revocations, and other weights."""
         if step.facts is not None:
@@ -94,13 +114,14 @@ class WorkerSide:
             self.agent.identify(step.facts)
         for revoke in step.commands.revokes:
             self._payloads.pop(revoke.transfer, None)
-            self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone)
+            self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone, kept=revoke.kept)
         if step.commands.revokes:
             with self._lock:
                 self._report.begun[self._rank] = step.number
         for transfer in step.renewals:
             self.agent.renew(transfer)
 
+    @_held
     def load(self, step: Step) -> None:
         """Copy what has been prefetched, begin this step's loads, and end those that are no longer wanted.
 
@@ -126,16 +147,26 @@ class WorkerSide:
         for number, fetch in enumerate(fetches, first):
             if number < self._next or number in self._direct:
                 continue
+            self._known[fetch.handle] = RankResult(fetch.handle, self._rank, number)
             if fetch.handle in prefetches:
-                self._prefetches[fetch.handle] = PrefetchResult(fetch.handle, self._rank)
+                self._prefetches.add(fetch.handle)
             else:
                 self._blocks[fetch.handle] = fetch.blocks.ids()
-            blocks = self._own(fetch.blocks)
-            if self._before_load is not None:
-                self._before_load(blocks, fetch.start, fetch.tokens)
-            self.agent.fetch(replace(fetch, blocks=blocks))
             self._direct.add(number)
+            try:
+                blocks = self._own(fetch.blocks)
+                if self._before_load is not None:
+                    self._before_load(blocks, fetch.start, fetch.tokens)
+                self.agent.fetch(replace(fetch, blocks=blocks))
+            except KvxferError as e:
+                log.error("request %s cannot be loaded: %s", fetch.handle, e)
+                outcome = Outcome(Failure.of(e))
+                self._take_in(Ended("consumer", fetch.transfer, fetch.handle, outcome, 0, 0.0))
+                self._take_in(Released("consumer", fetch.transfer, fetch.handle))
+                if self._channel is not None:
+                    self._channel.wake()
 
+    @_held
     def after_forward(self, step: Step, payloads: Mapping[TransferId, bytes] | None = None) -> None:
         """Offer what this step has computed, behind a fence on the device; once all its kernels are launched.
 
@@ -145,16 +176,23 @@ class WorkerSide:
                 ranks: a first token that the engine has sampled, say.
 
         Raises:
-            ArgumentError: a payload is no ``bytes``, or too long. Call it again without that one: nothing is offered yet.
+            ArgumentError: a payload is no ``bytes``, too long, or of no ``TransferId``. Call it again without that one:
+                nothing is offered yet.
         """
-        for transfer, payload in (payloads or {}).items():
-            self._payloads[transfer] = arguments.octets(f"payloads[{transfer}]", payload, MOST_PAYLOAD)
+        for transfer, payload in arguments.mapping("payloads", payloads or {}, "bytes by transfer").items():
+            arguments.instance("payloads", transfer, TransferId)
+            self._payloads[transfer] = arguments.octets(f"payloads[{transfer}]", payload, MOST_PAYLOAD, empty=True)
         if step.commands.offers:
             fence = memory.fence(self._device)
             for offer in step.commands.offers:
                 payload = self._payloads.pop(offer.transfer, b"")
-                self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence)
+                try:
+                    self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence)
+                except KvxferError as e:
+                    log.error("transfer %s cannot be offered: %s", offer.transfer, e)
+                    self.agent.revoke(offer.transfer, offer.generation, f"the producer could not offer it: {e}", True)
 
+    @_held
     def collect(self, timeout: float = 0.0) -> Report:
         """Return what has ended since the last call; false if nothing has.
 
@@ -177,10 +215,12 @@ class WorkerSide:
     # --- on the side channel's thread ------------------------------------------------------------------------------
 
     def _take(self, direct: DirectFetches) -> None:
+        for source, own in direct.prepare:
+            self.agent.prepare(source, own)
         with self._lock:
             self._begin(direct.first, direct.fetches, direct.prefetches)
 
-    def _results(self) -> list[PrefetchResult]:
+    def _results(self) -> list[RankResult]:
         with self._lock:
             self._listen()
             self._lock.notify_all()
@@ -191,43 +231,64 @@ class WorkerSide:
 
     def _listen(self, timeout: float = 0.0) -> None:
         """Take in what the agent has to say."""
-        report = self._report
         for event in self.agent.events(timeout):
-            if event.role == "producer":
-                if isinstance(event, Ended):
-                    self._ends.append(event)
-                if isinstance(event, Released) and event.generation is not None:
-                    self._done(report, event.transfer, event.generation)
-            elif event.handle in self._prefetches:
-                if not isinstance(event, Progress):
-                    self._prefetched(report, self._prefetches[event.handle], event)
-            elif isinstance(event, Ended):
-                self._ends.append(event)
-                if event.outcome.failure is None:
-                    if event.generation is not None:
-                        report.delivered.setdefault(event.handle, set()).add(event.generation)
-                    report.seconds[event.handle] = event.seconds - event.waited
-                    if event.payload:
-                        report.payloads[event.handle] = event.payload
-                else:
-                    self._failing[event.handle] = event.outcome.failure
-            elif isinstance(event, Progress):
-                report.arrived.setdefault(event.handle, {})[self._rank] = event.tokens
-            else:
-                self._quiet(report, event.handle)
+            self._take_in(event)
 
-    def _prefetched(self, report: Report, known: PrefetchResult, ended: Ended | Released) -> None:
-        if isinstance(ended, Released):
-            del self._prefetches[known.handle]
-            result = replace(known, quiet=True)
+    def _take_in(self, event: Event) -> None:
+        report = self._report
+        if event.role == "producer":
+            if isinstance(event, Ended):
+                self._ends.append(event)
+            if isinstance(event, Released) and event.generation is not None:
+                self._done(report, event.transfer, event.generation)
+            if isinstance(event, GenerationReleased):
+                report.revoked.setdefault(event.transfer, {})[self._rank] = event.generation
+        elif isinstance(event, Ended):
+            self._ended(report, event)
+        elif isinstance(event, Released):
+            self._released(report, event.handle)
+        elif isinstance(event, Progress) and event.handle not in self._prefetches:
+            report.arrived.setdefault(event.handle, {})[self._rank] = event.tokens
+
+    def _ended(self, report: Report, event: Ended) -> None:
+        request, failure = event.handle, event.outcome.failure
+        self._ends.append(event)
+        result = replace(self._known[request], generation=event.generation, failure=failure, stages=event.stages)
+        self._known[request] = result
+        if request in self._prefetches:
+            self._prefetched(report, result)
+            return
+        report.stages[request] = event.stages
+        if failure is not None:
+            self._failing[request] = failure
         else:
-            self._ends.append(ended)
-            result = self._prefetches[known.handle] = replace(
-                known, generation=ended.generation, failure=ended.outcome.failure, seconds=ended.seconds - ended.waited
-            )
+            if event.generation is not None:
+                report.delivered.setdefault(request, set()).add(event.generation)
+            if event.payload:
+                report.payloads[request] = event.payload
+            if event.short is not None:
+                report.short[request] = event.short
+            if event.payload or event.short is not None:  # of which no message tells: the end is said with a step only
+                del self._known[request]
+
+    def _released(self, report: Report, request: str) -> None:
+        ended = self._known.pop(request, None)
+        result = None if ended is None else replace(ended, quiet=True)
+        if request in self._prefetches and result is not None:
+            self._prefetches.remove(request)
+            self._prefetched(report, result)
+            return
+        if result is not None and result.failure is None:
+            self._say(result)
+        self._quiet(report, request)
+
+    def _prefetched(self, report: Report, result: RankResult) -> None:
+        self._say(result)
+        report.prefetched[result.handle, self._rank] = result
+
+    def _say(self, result: RankResult) -> None:
         if self._channel is not None:
             self._news.append(result)
-        report.prefetched[known.handle, self._rank] = result
 
     def fileno(self) -> int:
         """Return a descriptor that polls readable while ``collect`` has something to return (``kvxfer.readable``).
@@ -296,7 +357,7 @@ class WorkerSide:
         Raises:
             KvxferError: the agent is of another rank.
         """
-        if agent.cache.rank != self._rank:
+        if _agent(agent).cache.rank != self._rank:
             raise KvxferError(f"the new agent must be of rank {self._rank}, not {agent.cache.rank}")
         self.agent, self._device = agent, agent.cache.regions[0].device
         if self._facts is not None:
@@ -320,5 +381,12 @@ class WorkerSide:
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        kept = len(self._blocks) + len(self._failing) + len(self._early) + len(self._prefetches) + len(self._payloads)
-        return kept + bool(self._report)
+        loads = len(self._blocks) + len(self._prefetches) + len(self._failing) + len(self._early)
+        return loads + len(self._known) + len(self._payloads) + bool(self._report)
+
+
+def _agent(agent: Agent) -> Agent:
+    """Refuse what cannot stand for an agent."""
+    if not hasattr(agent, "cache"):
+        raise ArgumentError(f"agent must be a kvxfer Agent, not {arguments.shown(agent)}")
+    return agent

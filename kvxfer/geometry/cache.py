@@ -221,8 +221,7 @@ class Cache(msgspec.Struct, frozen=True):
             optional: see ``View``.
 
         Raises:
-            ArgumentError: An argument is wrong; the message begins with its name.
-            ValueError: The tensors are not a cache that ``check`` lets pass.
+            ArgumentError: An argument is wrong, or the tensors are not a cache that ``check`` lets pass.
         """
         from kvxfer.geometry.tensors import cache_of
 
@@ -245,6 +244,11 @@ class Cache(msgspec.Struct, frozen=True):
         return Cache(regions, self.groups + other.groups, self.views + moved, self.rank)
 
     @property
+    def elastic(self) -> bool:
+        """Whether pages of it may be unmapped, and others mapped in their place, while it is registered."""
+        return any(region.elastic for region in self.regions)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """Flat offset at which each region begins. Regions are laid out in order, ``GAP`` bytes apart."""
         return flat_starts(self.regions)
@@ -256,25 +260,19 @@ class Cache(msgspec.Struct, frozen=True):
         ids are disjoint.
 
         Raises:
-            ValueError: A number is impossible, a view leaves its region, two pieces of content of one group share
+            ArgumentError: A number is impossible, a view leaves its region, two pieces of content of one group share
                 bytes, the description is larger than any engine's, or its planes interleave in a way that no engine
                 uses and that would take long to check.
         """
         self._check_size()
         for i, r in enumerate(self.regions):
             if r.address < 0 or not 0 < r.nbytes <= _MOST_BYTES:
-                raise ValueError(f"region {i}: {r.nbytes} bytes at {r.address} is not a piece of memory")
+                raise ArgumentError(f"region {i}: {r.nbytes} bytes at {r.address} is not a piece of memory")
         if sum(r.nbytes for r in self.regions) > _MOST_BYTES:
-            raise ValueError("the regions together are larger than any memory")
-        if self.rank.pp < 0 or self.rank.tp < 0:
-            raise ValueError(f"{self.rank} is not a rank: stages and ranks count from 0")
+            raise ArgumentError("the regions together are larger than any memory")
         for g, group in enumerate(self.groups):
-            if not 0 < group.block_tokens <= _MOST_BYTES:
-                raise ValueError(f"group {g}: block_tokens must be positive, not {group.block_tokens}")
             if group.kind == "local":
-                raise ValueError(f"group {g}: a local group is moved by nobody, and peers have no use for it")
-            if (group.window > 0) != (group.kind == "window") or group.window < 0:
-                raise ValueError(f"group {g} is of kind {group.kind!r} and has a window of {group.window} tokens")
+                raise ArgumentError(f"group {g}: a local group is moved by nobody, and peers have no use for it")
         starts = self.starts
         for v in self.views:
             self._check_view(v, starts)
@@ -294,40 +292,40 @@ class Cache(msgspec.Struct, frozen=True):
             ),
         ):
             if n > most:
-                raise ValueError(f"{n} {what} are more than {most}")
+                raise ArgumentError(f"{n} {what} are more than {most}")
 
     def _check_view(self, v: View, starts: tuple[int, ...]) -> None:
         what = f"view {v.plane!r} of group {v.group}"
         if not 0 <= v.group < len(self.groups):
-            raise ValueError(f"{what}: no such group; there are {len(self.groups)}")
+            raise ArgumentError(f"{what}: no such group; there are {len(self.groups)}")
         group = self.groups[v.group]
         if len(v.layers) != len(v.offsets) or not v.layers or len(set(v.layers)) != len(v.layers):
-            raise ValueError(f"{what}: needs one offset for each of its (distinct) layers")
+            raise ArgumentError(f"{what}: needs one offset for each of its (distinct) layers")
         if min(v.blocks, v.unit, v.block_stride) <= 0:
-            raise ValueError(f"{what}: blocks, unit and block_stride must be positive")
+            raise ArgumentError(f"{what}: blocks, unit and block_stride must be positive")
         if v.heads is not None and not 0 <= v.heads.start < v.heads.start + v.heads.count <= v.heads.total:
-            raise ValueError(f"{what}: heads {v.heads} are not a range within the total")
+            raise ArgumentError(f"{what}: heads {v.heads} are not a range within the total")
         if group.kind == "state" and v.token_stride is not None:
-            raise ValueError(f"{what}: a state has no token axis; leave token_stride out")
+            raise ArgumentError(f"{what}: a state has no token axis; leave token_stride out")
         cells = len(v.layers)
         for n, stride in v.axes(group.block_tokens):
             cells *= n
             if stride <= 0:
-                raise ValueError(f"{what}: strides must be positive, not {stride}")
+                raise ArgumentError(f"{what}: strides must be positive, not {stride}")
         if cells > _MOST_CELLS:
-            raise ValueError(f"{what}: {cells} pieces in one block are more than {_MOST_CELLS}")
+            raise ArgumentError(f"{what}: {cells} pieces in one block are more than {_MOST_CELLS}")
         extent = v.extent(group.block_tokens)
         for layer, offset in zip(v.layers, v.offsets, strict=True):
             r = bisect_right(starts, offset) - 1
             if r < 0 or offset + extent > starts[r] + self.regions[r].nbytes:
-                raise ValueError(f"{what}: layer {layer!r} at {offset} (+{extent} bytes) leaves every region")
+                raise ArgumentError(f"{what}: layer {layer!r} at {offset} (+{extent} bytes) leaves every region")
 
     def _check_overlaps(self) -> None:
         seen: set[tuple[str, str]] = set()
         for v in self.views:
             for layer in v.layers:
                 if (v.plane, layer) in seen:
-                    raise ValueError(f"plane {v.plane!r} of layer {layer!r} is described twice")
+                    raise ArgumentError(f"plane {v.plane!r} of layer {layer!r} is described twice")
                 seen.add((v.plane, layer))
         of_group: dict[int, list[View]] = defaultdict(list)
         for v in self.views:
@@ -336,7 +334,7 @@ class Cache(msgspec.Struct, frozen=True):
         if found is not None:
             g, views = list(of_group.items())[found[0]]
             one, other = (views[i].plane for i in found[1:])
-            raise ValueError(f"group {g}: content of planes {one!r} and {other!r} lies in the same bytes")
+            raise ArgumentError(f"group {g}: content of planes {one!r} and {other!r} lies in the same bytes")
 
     def _strided(self, v: View) -> Strided:
         n = self.groups[v.group].block_tokens

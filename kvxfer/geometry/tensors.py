@@ -70,11 +70,19 @@ def cache_of(
     planes = tensors if isinstance(tensors, Mapping) else {"kv": tensors}
     if not planes:
         raise ArgumentError("tensors must be at least one")
-    names = None if layers is None else tuple(arguments.string(f"layers[{i}]", x) for i, x in enumerate(layers))
+    names = None if layers is None else arguments.several("layers", layers, str)
+    if names is not None and len(set(names)) < len(names):
+        raise ArgumentError(f"layers must be named apart, not {', '.join(map(repr, names))}")
+    if group is not None:
+        arguments.instance("group", group, Group)
+    if heads is not None and not isinstance(heads, tuple):
+        raise ArgumentError(f"heads must be (first head, heads of the model), not {arguments.shown(heads)}")
     read: dict[str, tuple[list[_Tensor], list[str]]] = {}
     for plane, held in planes.items():
         arguments.string("plane", plane)
         axes = _axes(dims[plane] if isinstance(dims, Mapping) and plane in dims else dims)
+        if heads is not None and "head" not in axes:
+            raise ArgumentError(f"heads must be left out, since the axes of plane {plane!r} have no 'head'")
         found = [_read(t, f"tensors[{plane!r}]") for t in _each(held)]
         if not found:
             raise ArgumentError("tensors must be at least one for each plane")
@@ -168,9 +176,10 @@ def _shape(plane: str, t: _Tensor, axes: list[str]) -> tuple[int, int, int, tupl
 def _heads(where: tuple[int, int] | None, count: int, stride: int) -> Heads:
     if where is None:
         return Heads(0, count, count, stride)
-    if not isinstance(where, tuple) or len(where) != 2:
-        raise ArgumentError(f"heads must be (first head, heads of the model), not {arguments.shown(where)}")
-    return Heads(where[0], count, where[1], stride)
+    if len(where) != 2:
+        raise ArgumentError(f"heads must be (first head, heads of the model), not {len(where)} numbers")
+    total = arguments.integer("heads[1]", where[1], count)
+    return Heads(arguments.integer("heads[0]", where[0], 0, total - count), count, total, stride)
 
 
 def _layers(plane: str, found: list[_Tensor], axes: list[str], names: tuple[str, ...] | None) -> list[_Layer]:
@@ -261,6 +270,8 @@ def _array(tensor: Any, what: str) -> _Tensor | None:
     if interface is None:
         return None
     dtype, shape = np.dtype(interface["typestr"]), tuple(map(int, interface["shape"]))
+    if dtype.hasobject:
+        raise ArgumentError(f"{what} must hold numbers, not objects of Python")
     address, read_only = interface["data"]
     if read_only:
         raise ArgumentError(f"{what} must be writable")

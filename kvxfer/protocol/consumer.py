@@ -18,6 +18,7 @@ from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
+from kvxfer.protocol.index import Index
 from kvxfer.protocol.parts import PIECE_LEAST, plan_part, to_hash
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState
@@ -81,6 +82,10 @@ class ConsumerMachine:
         self._fetches: dict[str, FetchRecord] = {}
         self._tries: dict[int, tuple[FetchRecord, RankFetch]] = {}  # by a rank's last attempt
         self._routes: dict[Source, Resolved] = {}
+        self._prepared: set[Source] = set()  # whose links are to be made once there is a route
+        self._behind: Index[LinkId, Source] = Index()  # whose route leads over a link
+        self._seeking: Index[Source, str] = Index()  # fetches whose route is not known yet
+        self._over: Index[LinkId, str] = Index()  # fetches that use a link
         self._links: dict[LinkId, LinkInfo | None] = {}  # None: dialled, not up
         self._deadlines: Timers[str] = Timers()
         self._questions: Timers[int] = Timers()
@@ -109,7 +114,20 @@ class ConsumerMachine:
             return self._fail(f, self._closed, now)
         self._deadlines.set(spec.handle, f.deadline)
         route = self._routes.get(spec.source)
-        return [Resolve(spec.source, spec.own)] if route is None else self._start(f, route, now)
+        if route is not None:
+            return self._start(f, route, now)
+        self._seeking.add(spec.source, spec.handle)
+        return [Resolve(spec.source, spec.own)]
+
+    def prepare(self, source: Source, own: Source | None) -> list[Action]:
+        """Make the links to a source from which fetches are to come. If there is no way, those will say so."""
+        if self._closed is not None:
+            return []
+        route = self._routes.get(source)
+        if route is not None:
+            return self._dial(route)
+        self._prepared.add(source)
+        return [Resolve(source, own)]
 
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
         """End a fetch that the engine no longer wants. Unknown handles are ignored."""
@@ -133,8 +151,13 @@ class ConsumerMachine:
         out: list[Action] = []
         if isinstance(route, Resolved):
             self._routes[source] = route
-        for f in [f for f in self._fetches.values() if f.spec.source == source and f.ranks is None and not f.outcome]:
+            for rank in route.ranks:
+                self._behind.add(rank.link, source)
+        for f in [self._fetches[handle] for handle in self._seeking.pop(source)]:
             out += self._start(f, route, now) if isinstance(route, Resolved) else self._fail(f, route, now)
+        if source in self._prepared:
+            self._prepared.remove(source)
+            out += self._dial(route) if isinstance(route, Resolved) else []
         return out
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
@@ -275,13 +298,14 @@ class ConsumerMachine:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _on_link(self, link: LinkId) -> Iterator[tuple[FetchRecord, RankFetch]]:
-        for f in self._fetches.values():
-            rank = (f.ranks or {}).get(link)
-            if rank is not None:
-                yield f, rank
+        for f in [self._fetches[handle] for handle in self._over.of(link)]:
+            if f.ranks is not None:
+                yield f, f.ranks[link]
 
     def _start(self, f: FetchRecord, route: Resolved, now: float) -> list[Action]:
         f.ranks = {rank.link: RankFetch(rank) for rank in route.ranks}
+        for link in f.ranks:
+            self._over.add(link, f.spec.handle)
         if not f.ranks:
             return self._end(f, DELIVERED, now)  # this rank has nothing to fetch
         out: list[Action] = []
@@ -289,10 +313,17 @@ class ConsumerMachine:
             out += self._link(f, rank, now)
         return out
 
+    def _dial(self, route: Resolved) -> list[Action]:
+        """Make those links of a route that there are not."""
+        links = [rank.link for rank in route.ranks if rank.link not in self._links]
+        self._links |= dict.fromkeys(links)
+        return [Dial(link) for link in links]
+
     def _close(self, link: LinkId, why: Failure) -> list[Action]:
         """Give a link up. The route to what is behind it has to be looked up anew."""
         self._links.pop(link, None)
-        self._routes = {s: r for s, r in self._routes.items() if all(rank.link != link for rank in r.ranks)}
+        for source in self._behind.pop(link):
+            self._routes.pop(source, None)
         return [Close(link, why)]
 
     def _link(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
@@ -313,6 +344,7 @@ class ConsumerMachine:
         self._tries.pop(rank.attempt, None)
         rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.least)
         self._tries[rank.attempt] = f, rank
+        f.asked = now
         return self._ask(f, rank, now)
 
     def _ask(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
@@ -356,10 +388,11 @@ class ConsumerMachine:
         self._questions.cancel(rank.attempt)
         f.heard = now
         if not f.begun:
+            f.announced = now
             f.begun, f.deadline = True, now + self._timeout
             self._deadlines.set(f.spec.handle, f.deadline)
         rank.generation, rank.revocations = msg.generation, msg.revocations
-        rank.final |= msg.final
+        rank.end = msg.hi if msg.final else rank.end
         rank.payload = rank.payload or msg.payload
         rank.spans[msg.part] = msg.lo, msg.hi
         try:
@@ -430,12 +463,12 @@ class ConsumerMachine:
         Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
         """
         out = self._progress(f)
-        if not rank.complete(f.spec.start, f.spec.tokens):
+        if not rank.complete(f.spec.start, f.enough):
             return out
         rank.on(E.COMPLETE)
         if any(x.state is not S.ARRIVED for x in f.rank_fetches):
             return out
-        f.round += 1
+        f.round, f.arrived_at = f.round + 1, now
         for x in f.rank_fetches:
             if x.held(self._links.get(x.spec.link)):
                 x.on(E.SEEN)
@@ -516,9 +549,11 @@ class ConsumerMachine:
         f.outcome = outcome
         spec = f.spec
         self._deadlines.cancel(spec.handle)
+        self._seeking.remove(spec.source, spec.handle)
         seconds, waited = now - f.began, f.heard - f.began
-        payload = f.payload if outcome.delivered else b""
-        ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, f.generation, waited, payload)
+        payload, short = (f.payload, f.short) if outcome.delivered else (b"", None)
+        more = f.generation, waited, payload, f.stages(now), short
+        ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, *more)
         out: list[Action] = [Emit(ended)]
         for link, rank in (f.ranks or {}).items():
             if rank.state is S.DELIVERED:
@@ -537,6 +572,7 @@ class ConsumerMachine:
         if f.outcome is None or not f.quiet or self._fetches.get(f.spec.handle) is not f:
             return []
         del self._fetches[f.spec.handle]
-        for rank in (f.ranks or {}).values():
+        for link, rank in (f.ranks or {}).items():
+            self._over.remove(link, f.spec.handle)
             self._tries.pop(rank.attempt, None)
         return [Emit(Released("consumer", f.spec.transfer, f.spec.handle))]

@@ -12,13 +12,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvxfer import arguments
 from kvxfer.config import Integrity
 from kvxfer.errors import PeerError
 from kvxfer.facts import Facts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Rank, ShardAssignment
 from kvxfer.identity import TransferId
-from kvxfer.values import MOST_PAYLOAD, BlockTable
+from kvxfer.values import MOST_DIGEST, MOST_PAYLOAD, BlockTable
 
 __all__ = [
     "MAX_BYTES",
@@ -28,6 +29,8 @@ __all__ = [
     "Committed",
     "CloseAttempt",
     "AttemptClosed",
+    "Await",
+    "Begun",
     "PartReady",
     "Hello",
     "Lookup",
@@ -67,7 +70,7 @@ Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
 Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
-Digest = Annotated[bytes, Meta(max_length=64)]
+Digest = Annotated[bytes, Meta(max_length=MOST_DIGEST)]
 
 
 class _Base(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -149,6 +152,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
         least: older generations are of no use, because another rank of the producer has this one already.
         moving: how long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
         offered: see ``Fetch``.
+        enough: see ``Fetch``.
     """
 
     transfer: TransferId
@@ -162,6 +166,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
     least: Number = 0
     moving: Seconds = 0.0
     offered: bool = False
+    enough: Count = 0
 
 
 class PartReady(_Base, frozen=True, tag="part"):
@@ -171,7 +176,8 @@ class PartReady(_Base, frozen=True, tag="part"):
     onwards. Write: they are in the consumer's memory or, if staged, will be written into the slots that it lends.
 
     Attributes:
-        final: the part is the last one, and holds the window and state groups, too.
+        final: the part is the last one, and holds the window and state groups, too. It ends before the last token that is wanted
+            only if the producer has given up, and so many tokens are enough.
         piece_bytes: size of the pieces in which the part comes packed; 0 for direct runs.
         revocations: the revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
         payload: what came with the offer, with the final part.
@@ -367,6 +373,10 @@ class Named(_Base, frozen=True):
     transfer: TransferId
     digest: Digest
 
+    def __post_init__(self) -> None:
+        arguments.instance("transfer", self.transfer, TransferId)
+        arguments.octets("digest", self.digest, MOST_DIGEST, empty=True)
+
 
 Names = Annotated[tuple[Named, ...], Meta(max_length=MAX_NAMES)]
 
@@ -389,6 +399,19 @@ class Decline(_Base, frozen=True, tag="decline"):
         _shorten(self)
 
 
+class Await(_Base, frozen=True, tag="await"):
+    """A consumer's scheduler side to the producer's directory: say when you have begun with these."""
+
+    epoch: Number
+    transfers: Names
+
+
+class Begun(_Base, frozen=True, tag="begun"):
+    """The directory's answer to ``Await``, at once or later: the engine has begun with these, or they are over."""
+
+    transfers: Names
+
+
 Message = (
     Hello
     | Welcome
@@ -409,6 +432,8 @@ Message = (
     | EngineDescriptor
     | Renew
     | Decline
+    | Await
+    | Begun
 )
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt

@@ -117,6 +117,7 @@ class OfferRecord:
     offer: Offer | None = None
     generation: Generation | None = None  # the last one that was offered or revoked
     least: Generation = 0  # older ones are given up
+    revoked: Generation | None = None  # the last one that was given up while the transfer goes on, until it is released
     serves: dict[Key, RankServe] = field(default_factory=dict)
     # Readers, by their agents' epochs. They count once their digest is that of the offer: whoever names another is at the
     # wrong door, and changes nothing for those who are not.
@@ -131,11 +132,14 @@ class OfferRecord:
     nbytes: int = 0
     outcome: Outcome | None = None
     known: bool = False  # the engine has spoken of it and waits for its end
+    short: Failure | None = (
+        None  # why the engine has given it up, where those who are being served may finish with what there is
+    )
 
     def take(self, offer: Offer) -> None:
         """Take what the engine offers."""
         if offer.generation != self.generation:
-            self.payload = b""
+            self.payload, self.short = b"", None
         self.payload = offer.payload or self.payload
         self.known, self.generation, self.offer, self.consumers = True, offer.generation, offer, offer.consumers
         self.handle = offer.handle
@@ -148,6 +152,10 @@ class OfferRecord:
         """Give up what is of this generation or older."""
         self.least = max(self.least, generation + 1)
         self.generation = max(generation, self.next_generation - 1)
+
+    def serves_of(self, generation: Generation) -> bool:
+        """Return whether something that was announced of this generation or of older ones may still move."""
+        return any(s.generation is not None and s.generation <= generation for s in self.serves.values())
 
     @property
     def next_generation(self) -> Generation:
@@ -177,6 +185,11 @@ class OfferRecord:
     def drop(self, reader: int) -> None:
         """Note that a reader that counts has given the transfer up."""
         self.dropped.add(reader)
+
+    @property
+    def served(self) -> bool:
+        """Whether it is being served to anybody."""
+        return any(serve.live for serve in self.serves.values())
 
     def lives(self, reader: int, but: RankServe | None = None) -> bool:
         """Return whether the transfer is being served to this reader by an attempt other than ``but``."""
@@ -211,28 +224,13 @@ class Over:
 class Early(Keep[int, TransferId, tuple[bytes, int]]):
     """Who has given a transfer up before it was offered, by reader and transfer: its digest, and how many its engine has."""
 
-    def __init__(self, seconds: float, most: int) -> None:
-        super().__init__(seconds, most)
-        self._readers: dict[TransferId, set[int]] = {}
-
-    def put(self, owner: int, key: TransferId, value: tuple[bytes, int], now: float) -> None:
-        super().put(owner, key, value, now)
-        self._readers.setdefault(key, set()).add(owner)
-
-    def pop(self, owner: int, key: TransferId) -> None:
-        super().pop(owner, key)
-        readers = self._readers.get(key, set())
-        readers.discard(owner)
-        if not readers:
-            self._readers.pop(key, None)
-
     def take(self, transfer: TransferId, digest: bytes) -> dict[int, int]:
         """Return who gave the transfer up under this digest, and how many readers their engines have.
 
         All that is known of the transfer is forgotten.
         """
         fit = {}
-        for r in sorted(self._readers.get(transfer, ())):
+        for r in sorted(self.owners(transfer)):
             known, readers = self.get(r, transfer) or (b"", 0)
             if readers and known == digest:
                 fit[r] = readers
@@ -254,7 +252,9 @@ def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | No
     if offer.digest != request.digest:
         why = "the digests differ: it is not the KV of the consumer's prompt"
         return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
-    if offer.final and offer.tokens < request.tokens:
+    few = offer.tokens < request.tokens
+    partly = all(g.kind == "full" for cache in (info.planner.src, info.planner.dst) for g in cache.groups)
+    if offer.final and few and not (partly and 0 < request.enough <= offer.tokens):
         why = f"the producer holds {offer.tokens} tokens, the consumer wants {request.tokens}"
         return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     if offer.final and offer.tokens != request.tokens and any(g.kind == "state" for g in info.planner.src.groups):

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
-from kvxfer.identity import TransferId
+from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep, PeerBudgets
 from kvxfer.protocol.offer_record import (
@@ -34,7 +36,19 @@ from kvxfer.protocol.parts import aligned, cuts
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.timers import Recent, Timers
 from kvxfer.protocol.transitions import ServeEvent, ServeState
-from kvxfer.protocol.values import Action, Close, Emit, Ended, Hashed, LinkId, LinkInfo, Moved, Released, Send
+from kvxfer.protocol.values import (
+    Action,
+    Close,
+    Emit,
+    Ended,
+    GenerationReleased,
+    Hashed,
+    LinkId,
+    LinkInfo,
+    Moved,
+    Released,
+    Send,
+)
 from kvxfer.values import Offer
 
 __all__ = ["ProducerMachine"]
@@ -123,7 +137,9 @@ class ProducerMachine:
             out += self._count(h, DELIVERED, now)
         return out
 
-    def revoke(self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float) -> list[Action]:
+    def revoke(
+        self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float, kept: bool = False
+    ) -> list[Action]:
         """Give the blocks of this generation and of older ones up.
 
         Args:
@@ -132,21 +148,26 @@ class ProducerMachine:
             why: what consumers are told.
             gone: nothing will replace the blocks, and the transfer ends, unless its end has been reported before.
             now: the time in seconds.
+            kept: the blocks stay as they are until the release, so that those who are being served may finish with what has
+                been offered, if that is enough for them; the transfer ends after that.
         """
         over = self._over.get(transfer)
         if over is not None and generation < over.least:
             return []
         if transfer not in self._records and not gone:
-            return []
+            return [_generation_released(OfferRecord(transfer, now, now), generation)]
         h = self._record(transfer, now)
+        if kept and gone and h.offer is not None and h.offer.generation == generation and h.offer.tokens and h.served:
+            return self._shorten(h, h.offer, why, now)
         h.give_up(generation)
+        h.known |= gone  # now at the latest, so that it is kept until its end has been told
         out: list[Action] = []
         if h.offer is None or h.offer.generation <= generation:
             out += self._void(h, why, again=not gone, now=now)
         if gone:
-            h.known = True
-            out += self._end(h, Outcome(why), now)
-        return out
+            return out + self._end(h, Outcome(why), now)
+        h.revoked = generation if h.revoked is None else max(generation, h.revoked)
+        return out + self._release_revoked(h)
 
     def renew(self, transfer: TransferId, now: float) -> None:
         """Renew the lease of a transfer that somebody still means to fetch."""
@@ -346,6 +367,8 @@ class ProducerMachine:
             return []
         info = link.info
         why = unfit(offer, request, info)
+        if why is not None and serve.record.short is not None and why.kind is K.NEVER_OFFERED:
+            why = told(Outcome(serve.record.short))
         if why is not None:
             serve.record.reject(serve.reader, request.digest)
             return self._stop(serve, why, False, now)
@@ -465,6 +488,14 @@ class ProducerMachine:
                 out += self._stop(serve, why, again, now)
         return out
 
+    def _shorten(self, h: OfferRecord, offer: Offer, why: Failure, now: float) -> list[Action]:
+        """Make what has been offered all that there is, for those who are being served."""
+        h.short, h.offer = why, replace(offer, final=True)
+        out: list[Action] = []
+        for serve in list(h.serves.values()):
+            out += self._advance(serve, now)
+        return out
+
     def _stop(self, serve: RankServe, why: Failure, again: bool, now: float) -> list[Action]:
         """End one rank serve, unless it has ended.
 
@@ -520,11 +551,14 @@ class ProducerMachine:
             del self._links[serve.link].serves[serve.request.attempt]
         self._room.give(serve.link, serve.key)
         self._budgets.cancel(serve.key)
+        out = self._release_revoked(h) + self._release(h)
         if not h.known and not h.serves and h.outcome is None:
             del self._records[h.transfer]  # it was wanted only
+        elif h.short is not None and h.outcome is None and not h.served:
+            out += self._count(h, DELIVERED, now) + self._end(h, Outcome(h.short), now)
         elif h.settled:  # and this was perhaps the last that others waited for
-            return self._release(h) + self._count(h, DELIVERED, now)
-        return self._release(h)
+            out += self._count(h, DELIVERED, now)
+        return out
 
     def _end(self, h: OfferRecord, outcome: Outcome, now: float) -> list[Action]:
         if h.outcome is not None:
@@ -551,6 +585,17 @@ class ProducerMachine:
         if h.outcome is None or h.serves or not h.known:
             return []
         return [Emit(Released("producer", h.transfer, h.handle or str(h.transfer), h.generation))]
+
+    def _release_revoked(self, h: OfferRecord) -> list[Action]:
+        """Release what was revoked of a transfer that goes on, once nothing of that moves."""
+        if h.revoked is None or h.outcome is not None or h.serves_of(h.revoked):
+            return []
+        generation, h.revoked = h.revoked, None
+        return [_generation_released(h, generation)]
+
+
+def _generation_released(h: OfferRecord, generation: Generation) -> Emit:
+    return Emit(GenerationReleased("producer", h.transfer, h.handle or str(h.transfer), generation))
 
 
 def _overdue(serve: RankServe, now: float) -> tuple[Failure, bool]:

@@ -42,6 +42,7 @@ __all__ = [
     "Resolved",
     "Role",
     "Send",
+    "Stages",
     "Stats",
     "in_order",
     "link_name",
@@ -54,6 +55,35 @@ by the peer's socket identity, which is another one each time."""
 
 Role = Literal["producer", "consumer"]
 Mode = Literal["read", "write", "sendrecv"]
+
+
+class Stages(msgspec.Struct, frozen=True):
+    """When a fetch reached its stages on one rank: by ``time.monotonic``, which all processes of a host share; 0: it did not.
+
+    Attributes:
+        began: the engine asked for it.
+        asked: the last of the producer ranks was asked, over a link that was up.
+        announced: the first of them had said where the first bytes are.
+        heard: they had said so of the last bytes.
+        arrived: the last bytes were here.
+        ended: it had its outcome.
+    """
+
+    began: float = 0.0
+    asked: float = 0.0
+    announced: float = 0.0
+    heard: float = 0.0
+    arrived: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def moving(self) -> float:
+        """The seconds from the word of the producer to the outcome."""
+        return self.ended - self.heard
+
+    def slowest(self, other: Stages) -> Stages:
+        """Return the later time of each stage, of two ranks."""
+        return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -71,6 +101,9 @@ class Ended(msgspec.Struct, frozen=True):
             on moving and checking; 0 if it heard of none.
         payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank, where this rank
             reads from several, and empty where it had nothing to read.
+        stages: on a consumer, when it came how far.
+        short: on a consumer to which it was delivered, the token up to which it is here, where the producer has given up before
+            all were computed and so many are enough (``Fetch.enough``); ``None`` where all are.
     """
 
     role: Role
@@ -82,6 +115,8 @@ class Ended(msgspec.Struct, frozen=True):
     generation: Generation | None = None
     waited: float = 0.0
     payload: bytes = b""
+    stages: Stages = Stages()
+    short: int | None = None
 
 
 class Released(msgspec.Struct, frozen=True):
@@ -91,6 +126,22 @@ class Released(msgspec.Struct, frozen=True):
     transfer: TransferId
     handle: str
     generation: Generation | None = None  # producer: as in ``Ended``
+
+
+class GenerationReleased(msgspec.Struct, frozen=True):
+    """The end of all use of blocks that a producer has revoked while their transfer goes on.
+
+    Each such call of ``Agent.revoke`` is followed by one, for its generation or a later one; or by the transfer's ``Released``,
+    which says the same.
+
+    Attributes:
+        generation: nothing reads blocks of this one or of older ones any more.
+    """
+
+    role: Role
+    transfer: TransferId
+    handle: str
+    generation: Generation
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -109,7 +160,7 @@ class Progress(msgspec.Struct, frozen=True):
     tokens: int
 
 
-Event = Ended | Released | Progress
+Event = Ended | Released | GenerationReleased | Progress
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -21,6 +21,10 @@ class RankAgreement:
         """Note the generations that some ranks were delivered."""
         self._generations.setdefault(request, set()).update(generations)
 
+    def agreed(self, request: str) -> bool:
+        """Whether all that was noted of a load is of one generation."""
+        return len(self._generations.get(request, ())) <= 1
+
     def over(self, request: str) -> tuple[Generation, ...]:
         """Forget a load that all ranks have reported.
 

@@ -21,6 +21,7 @@ class _Prefill:
     digest: bytes
     total: int  # tokens to be had when all is done
     consumers: int  # that have not declined it
+    stops: bool  # nothing is computed behind ``total``
     born: Generation
     generation: Generation
     blocks: BlockTable
@@ -44,7 +45,9 @@ class OfferSchedule:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = tuple(groups)
-        self._at_once = all(group.kind in ("full", "local") for group in self._groups)
+        self._fulls = any(group.kind == "full" for group in self._groups)
+        self._windows = any(group.kind == "window" for group in self._groups)
+        self._states = any(group.kind == "state" for group in self._groups)
         self._nothing = BlockTable((b"",) * len(self._groups))
         self._generation: Generation = 0
         self._running: dict[str, _Prefill] = {}
@@ -52,8 +55,12 @@ class OfferSchedule:
         self._offers: dict[TransferId, Offer] = {}
         self._revokes: list[Revoke] = []
 
-    def arrive(self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int = 1) -> bool:
+    def arrive(
+        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int = 1, stops: bool = False
+    ) -> bool:
         """Track a request of whose prompt the first ``tokens`` tokens will be asked for, by so many engines.
+
+        ``stops``: nothing is computed for it behind these, so that a recurrent state stays as they leave it.
 
         Returns False, and does not track it, if there is nothing to offer or another request, running or
         held, offers this transfer already (a sibling of n > 1, say). Asking again for a tracked request
@@ -67,7 +74,7 @@ class OfferSchedule:
         if tokens <= 0:
             return False
         generation = self._next_generation()
-        prefill = _Prefill(request, transfer, digest, tokens, consumers, generation, generation, self._nothing)
+        prefill = _Prefill(request, transfer, digest, tokens, consumers, stops, generation, generation, self._nothing)
         self._running[request] = self._transfers[transfer] = prefill
         return True
 
@@ -80,12 +87,19 @@ class OfferSchedule:
         prefill = self._running.get(request)
         return self._nothing if prefill is None else prefill.blocks
 
+    def offering(self, request: str) -> tuple[TransferId, Generation] | None:
+        """Return what a running request offers, and in which generation; None if it is not tracked."""
+        prefill = self._running.get(request)
+        return None if prefill is None else (prefill.transfer, prefill.generation)
+
     def total(self, request: str) -> int:
         """Return how many tokens a running request will offer; 0 if it is not tracked."""
         prefill = self._running.get(request)
         return 0 if prefill is None else prefill.total
 
-    def step(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
+    def step(
+        self, request: str, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
+    ) -> None:
         """Take in that the request runs in this step.
 
         Args:
@@ -94,13 +108,18 @@ class OfferSchedule:
             scheduled: tokens that this step computes.
             table: the WHOLE block table as this step uses it; never an increment. A row may be longer than the
                 tokens need.
+            end: what windows hold of the end of the prompt, if that stays until ``finish`` whatever the request computes.
         """
         prefill = self._running.get(request)
         if prefill is None:
             return
         prefill.progress = computed + scheduled
+        if self._states and prefill.final and prefill.progress > prefill.total:
+            self._restart(prefill, "the producer went on, and its recurrent state with it")
         tokens, blocks = self._complete(prefill, table)
-        self._offer(prefill, tokens, blocks, final=self._at_once and tokens == prefill.total)
+        whole = prefill.progress >= prefill.total and (tokens == prefill.total or not self._fulls)
+        last = self._last(prefill, table, end) if whole else None
+        self._offer(prefill, tokens if last is None else prefill.total, blocks, last)
 
     def preempt(self, request: str) -> None:
         """Take in that the engine takes the request's blocks away and will start it again, as new or as cached."""
@@ -109,13 +128,14 @@ class OfferSchedule:
             self._restart(prefill, "the producer preempted the request")
             prefill.progress = 0
 
-    def finish(self, request: str, table: BlockTable, complete: bool) -> bool:
+    def finish(self, request: str, table: BlockTable, complete: bool, kept: bool = False) -> bool:
         """Take in that the request is over.
 
         Args:
             request: the engine's id of it.
             table: the whole block table at its end.
             complete: it ended normally and its KV is good; False for an abort or an error, at whatever point.
+            kept: though not complete, the blocks that it has offered stay as they are until they are released.
 
         Returns:
             True: the engine must keep the blocks until ``released`` names the request. False: it frees them
@@ -126,11 +146,11 @@ class OfferSchedule:
             return False
         reason = self._unusable(prefill, table) if complete else "the producer's request was aborted or failed"
         if reason is not None:
-            self._revoke(prefill, reason, gone=True)
+            self._revoke(prefill, reason, gone=True, kept=kept and not (self._windows or self._states))
             del self._transfers[prefill.transfer]
             return False
         prefill.finished = True
-        self._offer(prefill, prefill.total, self._cut(table, prefill.total), final=True)
+        self._offer(prefill, prefill.total, self._full(table, prefill.total), table)
         return True
 
     def digest(self, transfer: TransferId) -> bytes | None:
@@ -142,6 +162,11 @@ class OfferSchedule:
         """Whether this transfer is offered, or will be, and of this content. Any thread."""
         prefill = self._transfers.get(transfer)
         return prefill is not None and prefill.digest == digest
+
+    def begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Whether some of this transfer, of this content, is computed or is being computed. Any thread."""
+        prefill = self._transfers.get(transfer)
+        return prefill is not None and prefill.digest == digest and (prefill.progress > 0 or prefill.finished)
 
     def withdraw(self, transfer: TransferId, reason: str) -> None:
         """Nobody will read this transfer any more: its lease ran out, or the consumer gave it up unread.
@@ -221,10 +246,18 @@ class OfferSchedule:
         check_table(self._groups, table)
         ready = min(prefill.progress, prefill.total)
         full = [(group, table.count(g)) for g, group in enumerate(self._groups) if group.kind == "full"]
-        if not full:
-            return 0, self._nothing
-        tokens = min(_whole(group, present, ready, ready == prefill.total) for group, present in full)
-        return tokens, self._cut(table, tokens, late=False)
+        tokens = min((_whole(group, present, ready, ready == prefill.total) for group, present in full), default=0)
+        return tokens, self._full(table, tokens)
+
+    def _last(self, prefill: _Prefill, table: BlockTable, end: BlockTable | None) -> BlockTable | None:
+        """Return the table of a prompt that this step completes, if all of it stays as it is; None: that is seen at its end."""
+        if self._windows and end is None:
+            return None
+        if self._states and not (
+            prefill.stops and prefill.progress == prefill.total and self._has_state(prefill, table)
+        ):
+            return None
+        return table if end is None else self._join(table, end)
 
     def _unusable(self, prefill: _Prefill, table: BlockTable) -> str | None:
         """Return why a finished request cannot be offered whole; None if it can."""
@@ -234,26 +267,45 @@ class OfferSchedule:
         total = prefill.total
         if any(table.count(g) < group.moved(total)[1] for g, group in enumerate(self._groups)):
             return f"the producer finished with too few blocks for {total} tokens"
-        last = self._cut(table, total)
-        if any(group.kind == "state" and last[g][-1] == NULL for g, group in enumerate(self._groups)):
+        if not self._has_state(prefill, table):
             return f"the producer finished without its recurrent state of {total} tokens"
-        if prefill.progress > prefill.total and any(group.kind == "state" for group in self._groups):
+        if prefill.progress > prefill.total and self._states:
             return (
                 f"the producer's recurrent state holds {prefill.progress} tokens instead of {prefill.total}: "
                 "limit the prefill request to one output token"
             )
         return None
 
-    def _cut(self, table: BlockTable, tokens: int, late: bool = True) -> BlockTable:
-        """Return the blocks of ``tokens`` tokens; of ``full`` groups only unless ``late``."""
-        return table.only(group.moved(tokens) if late or group.kind == "full" else (0, 0) for group in self._groups)
+    def _has_state(self, prefill: _Prefill, table: BlockTable) -> bool:
+        """Whether each recurrent state after the prompt has its block."""
+        last = table.only(group.moved(prefill.total) for group in self._groups)
+        rows = [last[g] for g, group in enumerate(self._groups) if group.kind == "state"]
+        return all(len(row) and row[-1] != NULL for row in rows)
 
-    def _offer(self, prefill: _Prefill, tokens: int, blocks: BlockTable, final: bool) -> None:
-        """Queue what is new; if it contradicts what was offered, a preemption went unseen: start anew."""
-        if not blocks.continues(prefill.blocks):
+    def _full(self, table: BlockTable, tokens: int) -> BlockTable:
+        """Return the blocks of ``tokens`` tokens, of ``full`` groups only."""
+        return table.only(group.moved(tokens) if group.kind == "full" else (0, 0) for group in self._groups)
+
+    def _join(self, table: BlockTable, late: BlockTable) -> BlockTable:
+        """Return a table with the windows of another."""
+        rows = zip(self._groups, table.rows, late.rows, strict=True)
+        return BlockTable(tuple(b if group.kind == "window" else a for group, a, b in rows))
+
+    def _offer(self, prefill: _Prefill, tokens: int, full: BlockTable, last: BlockTable | None) -> None:
+        """Queue what is new; if it contradicts what was offered, a preemption went unseen: start anew.
+
+        Args:
+            prefill: the request's.
+            tokens: complete in all ``full`` groups.
+            full: the blocks that hold them.
+            last: the table of the whole prompt, once all of it can be had.
+        """
+        if not full.continues(self._full(prefill.blocks, prefill.tokens)):
             self._restart(prefill, "the producer's blocks changed")
-        if tokens > prefill.tokens or final > prefill.final:
-            prefill.tokens, prefill.blocks, prefill.final = tokens, blocks, final
+        if tokens > prefill.tokens or (last is not None and not prefill.final):
+            if last is not None:
+                full = last.only(group.moved(prefill.total) for group in self._groups)
+            prefill.tokens, prefill.blocks, prefill.final = tokens, full, last is not None
             self._state(prefill)
 
     def _state(self, prefill: _Prefill) -> None:
@@ -269,12 +321,12 @@ class OfferSchedule:
             prefill.generation = self._next_generation()
             prefill.blocks, prefill.tokens, prefill.final = self._nothing, 0, False
 
-    def _revoke(self, prefill: _Prefill, reason: str, gone: bool) -> None:
+    def _revoke(self, prefill: _Prefill, reason: str, gone: bool, kept: bool = False) -> None:
         if prefill.gone:
             return
         prefill.gone = gone
         self._offers.pop(prefill.transfer, None)
-        self._revokes.append(Revoke(prefill.transfer, prefill.generation, reason, gone))
+        self._revokes.append(Revoke(prefill.transfer, prefill.generation, reason, gone, kept))
 
     def _forget(self, prefill: _Prefill) -> None:
         del self._transfers[prefill.transfer]

@@ -1,4 +1,7 @@
-"""Which back ends an engine with a key takes: those whose connections ask for a secret, too, or that the operator has named."""
+"""Which back ends an engine takes that has a key, or that others than this host reach.
+
+Those whose connections ask for a secret, too, or that the operator has named.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,15 @@ def guard(config: Config) -> Callable[[type[Transport]], str | None]:
     """
 
     def objection(backend: type[Transport]) -> str | None:
-        if config.key_file is None or guarded(backend, config.listen):
+        if guarded(backend, config.listen) or (config.key_file is None and loopback(config.listen)):
             return None
+        why = "a key is set" if config.key_file is not None else f"others reach {config.listen}"
         where = "" if backend.guarded == "never" else f"at {config.listen}"
         what = _ANYBODY.format(where=where).replace("  ", " ")
         if any(called(backend, name) for name in (config.backend, *config.backend_options)):
-            _log.warning(
-                "back end %s is used although a key is set, since it was asked for by name: %s", backend.name, what
-            )
+            _log.warning("back end %s is used although %s, since it was asked for by name: %s", backend.name, why, what)
             return None
-        return f"a key is set, and {what} (name it in 'backend' or 'backend_options' to take it all the same)"
+        return f"{why}, and {what} (name it in 'backend' or 'backend_options' to take it all the same)"
 
     return objection
 

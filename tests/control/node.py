@@ -89,7 +89,7 @@ class Engine:
 
     def notices(self) -> list[TransferId]:
         """What other engines have told this one of, since the last call."""
-        return [n.transfer for notice in self.directory.notices() for n in notice.transfers]
+        return [n.transfer for notice in self.directory.notices() for n in getattr(notice, "transfers", ())]
 
     def vitals(self) -> tuple[int, int]:
         """Threads and file descriptors."""

@@ -14,6 +14,8 @@ from itertools import count
 
 import pytest
 
+from kvxfer.control import sockets
+from kvxfer.control.turns import Turns
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
@@ -58,13 +60,14 @@ def honest(p: Engine, d: Engine, name: str) -> tuple[float, float]:
 POUR = """
 import select, socket, sys, time
 host, port, connections, seconds, reads = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5] == "reads"
+source = sys.argv[6]
 first, _, then = sys.stdin.buffer.read().partition(b"<again and again>")
 then = then and then * max(1, (1 << 18) // len(then))
 socks, until = {}, time.monotonic() + seconds
 while time.monotonic() < until:
     while len(socks) < connections and time.monotonic() < until:
         try:
-            sock = socket.create_connection((host, port), 1)
+            sock = socket.create_connection((host, port), 1, (source, 0))
         except OSError:
             time.sleep(0.01)
             continue
@@ -90,7 +93,13 @@ while time.monotonic() < until:
 
 @contextmanager
 def strangers(
-    address: str, first: bytes, again: bytes = b"", connections: int = 1, seconds: int = 4, reads: bool = True
+    address: str,
+    first: bytes,
+    again: bytes = b"",
+    connections: int = 1,
+    seconds: int = 4,
+    reads: bool = True,
+    source: str = "127.0.0.1",
 ) -> Iterator[None]:
     """A process that speaks over so many connections, ``first`` and then ``again`` and again; whatever is cut off is made
     anew."""
@@ -104,6 +113,7 @@ def strangers(
         str(connections),
         str(seconds),
         "reads" if reads else "never reads",
+        source,
     ]
     process = subprocess.Popen(words, stdin=subprocess.PIPE)
     assert process.stdin is not None
@@ -205,6 +215,44 @@ def test_no_hello_freezes_an_agent(pair: tuple[Engine, Engine]) -> None:
     assert peak < 64 * MIB, f"{peak / MIB:.0f} MiB more"
 
 
+def test_hellos_without_end_keep_no_engine_out(engine) -> None:
+    """Hundreds of connections from another host, each with a short hello that takes long to look at, and none is left for long
+    without another. Engines that are new come in, and what they ask a directory for is looked at."""
+    calm = {"transfer_timeout": 60.0, "peer_timeout": 30.0}
+    p = engine({"verbs": ["read"]}, seed=1, **calm)
+    frame = min((m.encode(hello(p, cache=cache)) for cache in HOSTILE.values()), key=len)
+    assert len(frame) < 400
+    with strangers(p.agents[0].member.address, framed(frame), connections=400, seconds=6, source="127.0.0.9"):
+        until(lambda: len(p.agents[0].links()) > 0)
+        for i in range(3):
+            honest(p, engine({"verbs": ["read"]}, **calm), f"new {i}")
+    until(lambda: len(p.agents[0].links()) == 3, 20)
+
+
+def test_of_too_many_who_say_nothing_one_goes_of_the_host_that_has_most(
+    engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "GUESTS", 4)
+    p = engine({"verbs": ["read"]}, seed=1)
+    other = FakeTransport("other", {"verbs": ["read"]})
+    with ExitStack() as stack:
+        stack.callback(other.close)
+        s = stack.enter_context(Stranger(p.agents[0].member.address))
+        many = [stack.enter_context(Stranger(p.agents[0].member.address, source="127.0.0.9")) for _ in range(8)]
+        assert all(x.hung_up_on() for x in many[:5])
+        s.say(hello(p, endpoint=other.endpoint()))
+        assert isinstance(s.answer(), m.Welcome)
+
+
+def test_each_has_its_turn() -> None:
+    turns: Turns[str, str] = Turns()
+    for who, what in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
+        turns.add(who, what)
+    assert [turns.next() for _ in range(3)] == ["a1", "b1", "c1"]
+    turns.add("c", "c2")
+    assert [turns.next() for _ in range(5)] == ["a2", "b2", "c2", "a3", None]
+
+
 class Sluggish:
     """A fence that makes whoever asks it wait, once."""
 
@@ -217,6 +265,13 @@ class Sluggish:
         seconds, self.seconds = self.seconds, 0.0
         time.sleep(seconds)
         return True
+
+
+class Never:
+    """A fence that does not pass."""
+
+    def passed(self) -> bool:
+        return False
 
 
 class Slow:
@@ -320,7 +375,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def test_a_turn_costs_the_same_however_much_is_under_way(engine) -> None:
-    """Alone, and beside 200 links, 10,000 offers and 10,000 fetches that wait: counted in calls."""
+    """Alone, and beside 200 links, 10,000 offers, 10,000 more behind fences and 10,000 fetches that wait: counted in calls."""
     long = {"transfer_timeout": 600.0, "peer_timeout": 600.0, "lease": 600.0}
     with counted() as events:
         p, d = engine({"verbs": ["read"]}, seed=1, **long), engine({"verbs": ["read"]}, **long)
@@ -343,8 +398,10 @@ def test_a_turn_costs_the_same_however_much_is_under_way(engine) -> None:
         nobody = Source("127.0.0.1", silent.getsockname()[1], 1)
         for i in range(10_000):
             p.agents[0].offer(offered([2], 4, transfer=TransferId("own/1/waits", i)))
+            p.agents[0].offer(offered([2], 4, transfer=TransferId("own/1/computed later", i)), Never())
             d.agents[0].fetch(fetch(nobody, [6], 4, transfer=TransferId("own/2/waits", i), handle=f"waits {i}"))
         until(lambda: p.agents[0].stats().offers >= 10_000 and d.agents[0].stats().fetches >= 10_000, 60)
+        until(lambda: len(p.agents[0]._shell._fences) == 10_000, 60)
         among = cost("among others")
     assert among < 1.5 * alone, f"{among:.0f} calls a transfer, {alone:.0f} with nothing else under way"
     other.close()

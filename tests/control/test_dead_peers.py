@@ -43,7 +43,7 @@ def load(d: Node, source: Source, i: int | str) -> Ended:
 
 def known_to_be_dead(d: Node, source: Source) -> None:
     ends = [load(d, source, f"later {i}") for i in range(5)]
-    assert all(end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE} for end in ends), ends
+    assert all(end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE} for end in ends), ends
     assert min(end.seconds for end in ends) < SOON and max(end.seconds for end in ends) < SILENCE / 2, ends
 
 
@@ -108,7 +108,9 @@ def test_restarted_at_the_same_address(node: Make) -> None:
     p = node(seed=2, port=old.port)
     for i in range(3):
         end = load(d, old, i)
-        assert end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE} and end.seconds < SILENCE + 1, end
+        assert end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE} and end.seconds < SILENCE + 1, (
+            end
+        )
     known_to_be_dead(d, old)
     deliver(p, d, "next")
 

@@ -16,9 +16,10 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.control import directory, inbound
 from kvxfer.control.directory import Directory
+from kvxfer.errors import ArgumentError
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
-from kvxfer.identity import TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer.protocol.values import Ended
@@ -253,7 +254,10 @@ def test_directory_outlives_addresses_that_are_none() -> None:
     d = Directory(Config(), "e")
     try:
         for host, port in (("no such host !", 5), ("127.0.0.1", 0), ("ipc:///tmp/x", 1), ("\u0000", 1)):
-            d.tell(type(d.source)(host, port, 1), Renew(1, (Named(T, b"d"),)))
+            with pytest.raises(ArgumentError):
+                Source(host, port, 1)
+        for host in ("gone.invalid", "127.0.0.1"):
+            d.tell(Source(host, 1, 1), Renew(1, (Named(T, b"d"),)))
         d.publish((m.RankDescriptor("tcp://127.0.0.1:1", 1, make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16), ()),))
         with Stranger(f"tcp://127.0.0.1:{d.source.port}") as s:
             s.say(m.Lookup(m.PROTOCOL))

@@ -19,7 +19,7 @@ def test_a_load_ends_with_what_it_waited_for(engine) -> None:
         until(lambda: bool(ends.extend(e for e in agent.events() if isinstance(e, Ended)) or ends))
         assert 0.9 < time.monotonic() - begin < 4.0, "it waits for peer_timeout, and no longer"
     failure = ends[0].outcome.failure
-    assert failure.kind is FailureKind.PEER_UNREACHABLE
+    assert failure.kind is FailureKind.NOT_PUBLISHED
     assert "its ranks are not published yet" in failure.detail and "did not answer" not in failure.detail
 
 

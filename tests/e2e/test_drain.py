@@ -1,7 +1,5 @@
 """A prefill server that gets SIGTERM: what it has promised is fetched before it ends, or fails at once and is computed elsewhere."""
 
-import os
-import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,11 +14,6 @@ from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 SHUTDOWN_S = 20
-
-
-def asked_to_stop(server: Server) -> None:
-    """SIGTERM to its first process, as a cluster manager sends it."""
-    os.kill(server._process.pid, signal.SIGTERM)
 
 
 def test_a_prefill_server_that_is_asked_to_stop(cluster: Cluster, model: Path, tmp_path: Path) -> None:
@@ -44,16 +37,14 @@ def test_a_prefill_server_that_is_asked_to_stop(cluster: Cluster, model: Path, t
         params.append(complete(hasty, prompts[2], 1, PREFILL_PARAMS).kv_transfer_params)
 
         before = received(decode)
-        asked_to_stop(patient)
-        asked_to_stop(hasty)
+        patient.ask_to_stop()
+        hasty.ask_to_stop()
         time.sleep(2)
         assert complete(decode, prompts[0], 8, params[0]).tokens == expected[0]
         assert complete(decode, prompts[1], 8, params[1]).tokens == expected[1]
         found = received(decode) - before
         assert found.failed == 0 and found.tokens > 0
-        ended = time.monotonic()
-        patient._process.wait(SHUTDOWN_S)
-        assert time.monotonic() - ended < SHUTDOWN_S / 2, "nothing is left to wait for"
+        assert patient.ended(SHUTDOWN_S / 2), "nothing is left to wait for"
 
         began = time.monotonic()
         assert complete(decode, prompts[2], 8, params[2]).tokens == expected[2]

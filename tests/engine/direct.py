@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, PrefetchResult, Results, Take
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take
 from kvxfer.values import Rank
 
 
@@ -17,6 +17,8 @@ class Switchboard:
 
     waited: called when a scheduler side waits for results: what happens in that time.
     deaf, mute: nothing comes through to workers, or from them.
+    waits, said: for how long scheduler sides have waited, and what has come from workers.
+    late: what comes with the next word of a worker, though it is old.
     """
 
     waited: Callable[[], None] = lambda: None
@@ -25,6 +27,8 @@ class Switchboard:
     ends: dict[str, WorkerEnd] = field(default_factory=dict)
     names: Any = field(default_factory=itertools.count)
     waits: list[float] = field(default_factory=list)
+    said: list[RankResult] = field(default_factory=list)
+    late: list[RankResult] = field(default_factory=list)
 
     def worker(self, take: Take, results: Results) -> Any:
         name = f"end {next(self.names)}"
@@ -65,12 +69,16 @@ class SchedulerEnd:
             worker.take(fetches)
         return not self._board.deaf
 
-    def receive(self, timeout: float = 0.0) -> list[PrefetchResult]:
+    def receive(self, timeout: float = 0.0) -> list[RankResult]:
         self._board.waits.append(timeout)
         if timeout:
             self._board.waited()
         found = [result for worker in self._workers for result in worker.results()]
-        return [] if self._board.mute else found
+        late, self._board.late = self._board.late, []
+        if self._board.mute:
+            return []
+        self._board.said += found
+        return late + found
 
     def close(self) -> None:
         self._workers = []

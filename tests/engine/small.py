@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from kvxfer.config import Config
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Ticket, WorkerSide
@@ -18,8 +19,9 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Region
 from kvxfer.identity import TransferId, new_epoch
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.protocol.values import Ended, Event, Released
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released
 from kvxfer.values import NULL, BlockTable, Fetch, Group, Offer, Rank
+from tests.engine.direct import Switchboard
 
 FACTS = {"model": "small"}
 JUNK = ("junk",)
@@ -78,10 +80,13 @@ class Agent:
     loads: dict[str, Load] = field(default_factory=dict)
     out: list[Event] = field(default_factory=list)
     renewed: list[TransferId] = field(default_factory=list)
+    prepared: list[Any] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    elastic: bool = False
+    revoked: dict[TransferId, int] = field(default_factory=dict)  # generations that may still be read
 
     def __post_init__(self) -> None:
-        self.cache = Cache((Region(4096, 4096),), (), (), self.rank)
+        self.cache = Cache((Region(4096, 4096, elastic=self.elastic),), (), (), self.rank)
         self.member = RankDescriptor("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
         self.wire.agents.append(self)
 
@@ -92,15 +97,21 @@ class Agent:
         if offer.generation > self.over.get(offer.transfer, -1):
             self.offers[offer.transfer] = offer
 
-    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
+    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
         offer = self.offers.get(transfer)
         if offer is not None and offer.generation <= generation:
             del self.offers[transfer]
         if gone and generation > self.over.get(transfer, -1):
             self.end(transfer, generation, Outcome(Failure(FailureKind.WITHDRAWN, reason)))
+        elif generation > self.over.get(transfer, -1):
+            self.revoked[transfer] = generation
+            self.release(transfer)
 
     def renew(self, transfer: TransferId) -> None:
         self.renewed.append(transfer)
+
+    def prepare(self, source: Any, own: Any = None) -> None:
+        self.prepared.append((source, own))
 
     def fetch(self, fetch: Fetch) -> None:
         assert fetch.handle not in self.loads
@@ -128,9 +139,13 @@ class Agent:
         self.release(transfer)
 
     def release(self, transfer: TransferId) -> None:
-        reading = any(load.producer is self and load.fetch.transfer == transfer for load in self.wire.loads)
-        if transfer in self.over and not reading:
+        read = [load.offer for load in self.wire.loads if load.producer is self and load.fetch.transfer == transfer]
+        if transfer in self.over and not read:
             self.out.append(Released("producer", transfer, str(transfer), self.over[transfer]))
+        revoked = self.revoked.get(transfer)
+        if revoked is not None and all(offer is None or offer.generation > revoked for offer in read):
+            del self.revoked[transfer]
+            self.out.append(GenerationReleased("producer", transfer, str(transfer), revoked))
 
 
 class Wire:
@@ -225,15 +240,26 @@ class Request:
 
 
 class Engine:
-    """One engine: what an author writes around `SchedulerSide` and `WorkerSide`."""
+    """One engine: what an author writes around `SchedulerSide` and `WorkerSide`. `board`: it has side channels."""
 
-    def __init__(self, wire: Wire, groups: Sequence[Group], ranks: int, blocks: int, early: bool) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        groups: Sequence[Group],
+        ranks: int,
+        blocks: int,
+        early: bool,
+        board: Switchboard | None = None,
+        elastic: bool = False,
+    ) -> None:
         self.wire, self.groups = wire, list(groups)
         self.pool = Pool(blocks)
-        self.pins = BlockPins(blocks // 4, self.pool)
-        self.side = SchedulerSide(Config(), "small", groups, ranks, FACTS, pins=self.pins)
-        self.agents = [Agent(wire, groups, Rank(0, r)) for r in range(ranks)]
-        self.workers = [WorkerSide(a, quarantine=blocks // 4 if early else 0) for a in self.agents]  # type: ignore[arg-type]
+        self.pins = BlockPins(blocks if elastic else blocks // 4, self.pool)
+        with mock.patch("kvxfer.engine.scheduler.SideChannel", (board or Switchboard()).scheduler):
+            self.side = SchedulerSide(Config(), "small", groups, ranks, FACTS, pins=self.pins)
+        self.agents = [Agent(wire, groups, Rank(0, r), elastic=elastic) for r in range(ranks)]
+        more: Any = {"quarantine": blocks // 4 if early else 0, "channel": board.worker if board else None}
+        self.workers = [WorkerSide(a, **more) for a in self.agents]  # type: ignore[arg-type]
         wire.sources[self.side.source] = self.agents
         self.waiting: list[Request] = []
         self.held: dict[str, Request] = {}
@@ -301,6 +327,10 @@ class Engine:
         for request, _, end in batch:
             if not request.over and request.running and end == len(request.prompt) + request.extra:
                 self.finish(request, complete=True)
+
+    def hear(self) -> None:
+        """Between two steps, take in what came by the side channel."""
+        self.take_in(Report())
 
     def plan(self, request: Request, budget: int) -> tuple[Request, int, int] | None:
         if request.loading:

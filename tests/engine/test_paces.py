@@ -36,6 +36,6 @@ def test_a_link_has_a_first_chance_and_after_a_failure_none_until_something_has_
 def test_of_links_without_number_the_oldest_are_forgotten() -> None:
     links = LinkPaces()
     links.failed(HERE)
-    for port in range(2000):
+    for port in range(1, 2001):
         links.failed(Source("c", port, 1))
     assert links.estimate(HERE, 1) == 0.0 and links.estimate(Source("c", 1999, 1), 1) is None

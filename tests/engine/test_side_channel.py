@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, PrefetchResult, SideChannel, WorkerChannel
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel, WorkerChannel
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
+from kvxfer.protocol.values import Stages
 from kvxfer.values import BlockTable, Fetch, Rank
 
 LONG_S = 20.0
@@ -27,16 +31,16 @@ def fetches(blocks: int = 3) -> DirectFetches:
 class Worker:
     rank: int
     got: queue.Queue[DirectFetches] = field(default_factory=queue.Queue)
-    said: list[PrefetchResult] = field(default_factory=list)
+    said: list[RankResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.channel = WorkerChannel(self.got.put, self.take)
 
-    def take(self) -> list[PrefetchResult]:
+    def take(self) -> list[RankResult]:
         out, self.said = self.said, []
         return out
 
-    def say(self, result: PrefetchResult) -> None:
+    def say(self, result: RankResult) -> None:
         self.said.append(result)
         self.channel.wake()
 
@@ -61,10 +65,10 @@ def test_fetches_reach_all_workers_and_results_the_scheduler(channel: SideChanne
     assert channel.open and channel.send(fetches())
     assert all(worker.got.get(timeout=LONG_S) == fetches() for worker in workers)
     why = Failure(FailureKind.PEER_LOST, "it went away")
-    sent = [PrefetchResult("r", Rank(0, w.rank), 3, why if w.rank else None, True, 0.5) for w in workers]
+    sent = [RankResult("r", Rank(0, w.rank), 1, 3, why if w.rank else None, True, Stages(1.0, 2.0)) for w in workers]
     for worker, result in zip(workers, sent, strict=True):
         worker.say(result)
-    found: list[PrefetchResult] = []
+    found: list[RankResult] = []
     while len(found) < 2:
         news = channel.receive(LONG_S)
         assert news
@@ -109,4 +113,35 @@ def test_who_does_not_know_the_secret_is_not_heard(workers: list[Worker]) -> Non
     ours.connect({Rank(): address})
     assert ours.send(fetches()) and workers[0].got.get(timeout=LONG_S) == fetches()
     assert workers[0].got.empty()
+    ours.close()
+
+
+class Full:
+    """A listener of a process that has no descriptor left, for as long as ``full``; counts how often it was asked."""
+
+    def __init__(self, inner: socket.socket) -> None:
+        self.inner, self.full, self.asked = inner, True, 0
+
+    def fileno(self) -> int:
+        return self.inner.fileno()
+
+    def accept(self) -> Any:
+        self.asked += 1
+        if self.full:
+            raise OSError(errno.EMFILE, "too many open files")
+        return self.inner.accept()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def test_without_a_descriptor_it_waits_and_then_goes_on(workers: list[Worker]) -> None:
+    worker = workers[0]
+    listener = worker.channel._listener = Full(worker.channel._listener)  # type: ignore[assignment]
+    ours = SideChannel()
+    ours.connect({Rank(): worker.channel.address})
+    time.sleep(0.5)
+    assert 0 < listener.asked < 50
+    listener.full = False
+    assert ours.send(fetches()) and worker.got.get(timeout=LONG_S) == fetches()
     ours.close()

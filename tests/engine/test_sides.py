@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import ScheduleError
 from kvxfer.values import BlockTable, Group, Rank
+from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, JUNK, Engine, Pool, Request, Wire
 
 FULL, HYBRID = [Group(4)], [Group(4), Group(2, "window", 5)]
@@ -25,10 +27,17 @@ PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 class Machine(RuleBasedStateMachine):
     """Whatever happens: nobody attends to another's bytes, no block leaks, and both sides forget all."""
 
-    @initialize(groups=st.sampled_from([FULL, HYBRID]), ranks=st.integers(1, 2), early=st.booleans())
-    def start(self, groups: list[Group], ranks: int, early: bool) -> None:
-        self.wire = Wire()
-        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early) for _ in "pd")
+    @initialize(
+        groups=st.sampled_from([FULL, HYBRID]),
+        ranks=st.integers(1, 2),
+        early=st.booleans(),
+        direct=st.booleans(),
+        elastic=st.booleans(),
+    )
+    def start(self, groups: list[Group], ranks: int, early: bool, direct: bool, elastic: bool) -> None:
+        self.wire, self.elastic = Wire(), elastic
+        board = Switchboard() if direct else None
+        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early, board, elastic) for _ in "pd")
         self.engines = self.p, self.d
         self.transfers = 0
 
@@ -58,6 +67,10 @@ class Machine(RuleBasedStateMachine):
                 if load.ended:
                     self.wire.scribble(load)
             self.engines[which].step(budget)
+
+    @rule()
+    def hear(self) -> None:
+        self.d.hear()
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -98,6 +111,15 @@ class Machine(RuleBasedStateMachine):
             owned = [b for r in [*engine.waiting, *engine.held.values(), *engine.loading.values()] for b in r.blocks()]
             assert sum(engine.pool.refs) == len(set(owned)) + len(engine.pins)
 
+    @invariant()
+    def what_is_read_has_memory(self) -> None:
+        """In an elastic cache a block has memory only as long as somebody holds it."""
+        for load in self.wire.loads if self.elastic else ():
+            if load.producer is not None and load.offer is not None:
+                assert all(self.p.pool.refs[b] for b in load.offer.blocks.ids()), (
+                    f"{load.offer} is read and has no memory"
+                )
+
     def teardown(self) -> None:
         for engine, request in self.alive:
             engine.abort(request)
@@ -132,11 +154,11 @@ def pair() -> Any:
         engine.side.close()
 
 
-def offered(p: Engine, extra: int = 1) -> tuple[Any, tuple[int, ...]]:
-    p.add(PROMPT, extra, TransferId("own/1", 0))
+def offered(p: Engine, extra: int = 1, name: str = "own/1") -> tuple[Any, tuple[int, ...]]:
+    p.add(PROMPT, extra, TransferId(name, 0))
     for _ in range(12):
         p.step(4)
-    return p.tickets[0]
+    return p.tickets[-1]
 
 
 def test_a_load_comes_and_its_blocks_are_freed(pair: Any) -> None:
@@ -173,6 +195,22 @@ def test_the_end_of_a_window_is_pinned_while_the_request_goes_on(pair: Any) -> N
     assert request.over
 
 
+def test_the_end_of_a_window_stays_pinned_when_the_request_is_aborted(pair: Any) -> None:
+    """The engine has given these blocks up and only we hold them: a pool that drops them first has nothing left to pin."""
+    _, p, _ = pair
+    request = p.add(PROMPT, 30, TransferId("own/1", 0))
+    while request.computed < 25:
+        p.step(4)
+    (offer,) = p.agents[0].offers.values()
+    given_up = set(offer.blocks.ids()) - set(request.blocks())
+    assert given_up, "the window has not moved past what is offered"
+    p.abort(request)
+    assert all(p.pool.refs[b] for b in offer.blocks.ids())
+    p.step(1)
+    p.step(1)
+    assert not p.pool.used()
+
+
 def test_what_may_still_be_written_is_not_reused(pair: Any) -> None:
     wire, p, d = pair
     request = d.take(*offered(p))
@@ -192,6 +230,37 @@ def test_what_may_still_be_written_is_not_reused(pair: Any) -> None:
     for _ in range(4):
         d.step(4)
     assert request.over and not d.side.waiting and not d.pool.used()
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
+def test_what_is_preempted_has_memory_until_nobody_reads_it(elastic: bool) -> None:
+    """An elastic cache unmaps what is freed, at once. Elsewhere the engine needs the room, and late bytes are revoked."""
+    wire = Wire()
+    p, d = (Engine(wire, FULL, 2, 64, True, elastic=elastic) for _ in "pd")
+    try:
+        request = p.add(PROMPT, 9, TransferId("own/1", 0))
+        while not any(offer.final for offer in p.agents[0].offers.values()):
+            p.step(4)
+        d.take(*p.tickets[0])
+        d.step(4)
+        for load in wire.loads:
+            assert wire.begin(load)
+        read = {b for load in wire.loads if load.offer is not None for b in load.offer.blocks.ids()}
+        p.preempt(request)
+        assert len(read) == 3 and all(bool(p.pool.refs[b]) is elastic for b in read)
+        for _ in range(3):
+            p.step(4)
+        assert request.running and len(p.pins) == (6 if elastic else 0), "what was read, and what it has now"
+        (one, other) = wire.loads
+        wire.settle(one)
+        p.step(1)
+        assert all(p.pool.refs[b] for b in read) or not elastic, "the other rank still reads"
+        wire.settle(other)
+        p.step(1)
+        assert len(p.pins) == (3 if elastic else 0) and not any(p.pool.refs[b] for b in read - set(request.blocks()))
+    finally:
+        p.side.close()
+        d.side.close()
 
 
 def test_ranks_that_were_delivered_different_generations_have_not_loaded(pair: Any) -> None:
@@ -218,6 +287,48 @@ def test_a_load_is_as_far_as_all_ranks_are(pair: Any) -> None:
     assert d.side.report(Report(arrived={name: {b: 8}})).arrived == {name: 8}
     over = d.side.report(Report(delivered={name: {1}}, over={name: {a, b}}, arrived={name: {b: 8}}))
     assert over.loaded == {name} and over.arrived == {}
+
+
+def test_what_the_side_channel_has_said_is_not_said_again(pair: Any) -> None:
+    """Neither by a step, nor of a later load that has the same name."""
+    wire, p, _ = pair
+    board = Switchboard()
+    d = Engine(wire, HYBRID, 2, 64, True, board)
+    try:
+        d.step(4)  # its workers introduce themselves
+        ticket = offered(p)
+        for _ in range(2):
+            d.names = itertools.count()
+            request = d.take(*ticket)
+            d.step(4)
+            said = board.said
+            board.late, board.said = said, []
+            assert d.side.report(Report()).loaded == set(), "nothing has come yet for this one"
+            for load in wire.loads:
+                wire.begin(load)
+                wire.settle(load)
+            d.hear()
+            assert not request.loading and len(board.said) == 2
+            ticket = offered(p, name="own/2")
+            for _ in range(4):
+                d.step(4)
+            assert request.over and len(d.side) == 0
+    finally:
+        d.side.close()
+
+
+def test_a_load_is_as_long_as_on_the_rank_that_has_least(pair: Any) -> None:
+    _, p, d = pair
+    d.take(*offered(p))
+    d.step(4)
+    (name,) = d.loading
+    a, b = Rank(0, 0), Rank(0, 1)
+    one = Report(delivered={name: {1}}, over={name: {a}}, short={name: 6})
+    two = Report(delivered={name: {1}}, over={name: {b}}, short={name: 4})
+    assert one.merge(two).short == two.merge(one).short == {name: 4}
+    assert not d.side.report(one).loaded
+    update = d.side.report(two)
+    assert update.loaded == {name} and update.short == {name: 4}
 
 
 def test_a_load_without_blocks_is_refused_by_the_call_that_asks_for_it(pair: Any) -> None:

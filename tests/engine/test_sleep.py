@@ -22,7 +22,7 @@ from kvxfer.values import BlockTable, Fetch, Offer, Rank
 from tests.data.elastic_pages import PAGE, ElasticPages
 
 BLOCKS, TOKENS = 8, 4
-GONE = {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE}
+GONE = {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}
 """Whether a connection ends first, or a new one is refused, is the network's business."""
 SETTINGS = {"transfer_timeout": 20.0, "peer_timeout": 5.0, "staging_bytes": 1 << 20}
 

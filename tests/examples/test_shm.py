@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tokenize
@@ -12,24 +13,38 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.testing import ConformanceSuite
-
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "kvxfer-shm"
+SOURCE = EXAMPLE / "kvxfer_shm" / "__init__.py"
+PAGE = ROOT / "docs" / "writing-a-backend.md"
 
-sys.path.append(str(EXAMPLE))
-from kvxfer_shm import ShmTransport  # noqa: E402
+sys.path.append(str(EXAMPLE))  # its own test file is the one on the page
+import test_kvxfer_shm  # noqa: E402
 
 
-class TestShm(ConformanceSuite):
-    backend = ShmTransport
+class TestShm(test_kvxfer_shm.TestShm):
     gigabytes = False
     rounds = 50
 
 
+def test_the_page_shows_all_of_it_in_order() -> None:
+    shown = re.findall(rf'^--8<-- "{SOURCE.relative_to(ROOT)}:(.*)"$', PAGE.read_text(), re.M)
+    [module] = ast.parse(source := SOURCE.read_text()).body[:1]
+    marked: list[str] = []
+    inside = False
+    for line in source.splitlines()[module.end_lineno :]:
+        if mark := re.match(r" *# --8<-- \[(start|end):(\w+)\]$", line):
+            inside = mark[1] == "start"
+            marked += [mark[2]] * inside
+        else:
+            assert inside or not line.strip(), f"{line!r} is not on the page"
+    assert shown == marked
+    assert '--8<-- "examples/kvxfer-shm/test_kvxfer_shm.py"' in PAGE.read_text()
+
+
 def test_it_stays_small() -> None:
     """Lines with code on them: neither blank, nor comments, nor docstrings."""
-    source = (EXAMPLE / "kvxfer_shm" / "__init__.py").read_text()
+    source = SOURCE.read_text()
     text: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):

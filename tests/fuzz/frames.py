@@ -30,7 +30,7 @@ MESSAGES: list[m.Message] = [
     ),
     m.Welcome(7, b"endpoint", 4096),
     m.Refused(FailureKind.INCOMPATIBLE, "no", True, True),
-    m.FetchRequest(T, 1, b"digest", 0, 12, BlockTable.of([ROW] * 3), 1, 30.0),
+    m.FetchRequest(T, 1, b"digest", 0, 12, BlockTable.of([ROW] * 3), 1, 30.0, 0, 20.0),
     m.PartReady(T, 1, 1, 0, 0, 12, True, BlockTable.of([ROW] * 3), 0, 0),
     m.PartReady(T, 1, 1, 1, 4, 8, False, BlockTable.of([ROW]), 3, 4096),
     m.SlotReady(T, 1, 0, 0, 4096, 512),
@@ -49,6 +49,8 @@ MESSAGES: list[m.Message] = [
     m.Renew(7, (m.Named(T, b"digest"),)),
     m.Decline(7, (m.Named(T, b"digest"),), "rejected"),
     m.Committed(T, 3, b"digest"),
+    m.Await(7, (m.Named(T, b"digest"),)),
+    m.Begun((m.Named(T, b"digest"),)),
 ]
 FRAMES = [m.encode(x) for x in MESSAGES]
 _SPICE = [

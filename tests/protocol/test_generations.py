@@ -23,7 +23,21 @@ from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState, Transitions
-from kvxfer.protocol.values import Abort, Action, Dial, Emit, Ended, LinkInfo, Move, Moved, RankRoute, Resolved, Send
+from kvxfer.protocol.values import (
+    Abort,
+    Action,
+    Dial,
+    Emit,
+    Ended,
+    GenerationReleased,
+    LinkInfo,
+    Move,
+    Moved,
+    RankRoute,
+    Released,
+    Resolved,
+    Send,
+)
 from kvxfer.schedule import RankAgreement
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.control.conftest import Engine, fetch, offered, until
@@ -377,3 +391,15 @@ def test_what_one_rank_gave_up_is_not_delivered_with_what_the_other_computed_ane
     for rank in range(2):
         (given,) = p.wait(Ended, rank)
         assert given.outcome.delivered and given.generation == 2
+
+
+def test_blocks_that_were_revoked_before_anybody_heard_of_them_are_released_at_once() -> None:
+    """An engine that waits for that word (of blocks whose memory it is to unmap) waits for every revocation."""
+    preempted, aborted = Failure(FailureKind.REVOKED, "preempted"), Failure(FailureKind.WITHDRAWN, "aborted")
+    producer = ProducerMachine(FOREVER, FOREVER)
+    released = Emit(GenerationReleased("producer", T, str(T), 3))
+    assert producer.revoke(T, 3, preempted, False, 0.0) == [released]
+    producer.offer(Offer(T, DIGEST, 4, 2, BLOCKS, False), 0.0)
+    assert producer.revoke(T, 4, preempted, False, 0.0) == [Emit(GenerationReleased("producer", T, str(T), 4))]
+    ends = [action.event for action in producer.revoke(T, 5, aborted, True, 0.0) if isinstance(action, Emit)]
+    assert [type(event) for event in ends] == [Ended, Released], "for good: that is the release of all"

@@ -19,7 +19,10 @@ PEER = Source("::1", 1, 2**63 - 1)
 ALL = StepCommands(
     offers=(Offer(T, bytes(range(16)), 2**40, 20, table((1, -1), ()), True),),
     revokes=(Revoke(T, 1, "why", False),),
-    fetches=(Fetch("r", T, b"", PEER, table((-1, 2)), 16, 20, None), Fetch("r", T, b"", PEER, table(()), 0, 20, PEER)),
+    fetches=(
+        Fetch("r", T, b"d", PEER, table((-1, 2)), 16, 20, None),
+        Fetch("r", T, b"d", PEER, table(()), 0, 20, PEER),
+    ),
     cancels=(Cancel("r", "why"),),
 )
 

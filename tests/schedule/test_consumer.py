@@ -65,7 +65,7 @@ class TestWant:
 
     def test_null_blocks_are_not_wanted(self) -> None:
         """vLLM, 200 tokens, window 64, block 32: the head of the window group is null."""
-        intake = expecting([Group(32), Group(32, "window"), Group(1024, "state")], 200)
+        intake = expecting([Group(32), Group(32, "window", 64), Group(1024, "state")], 200)
         blocks = table(range(8, 15), (-1, -1, -1, -1, 5, 6, 7), (3,))
         intake.allocated("r", blocks, 0, 200)
         assert only_want(intake).blocks == blocks

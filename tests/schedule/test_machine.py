@@ -14,20 +14,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, DeclinedTransfer, Revoke, StepCommands
 from kvxfer.values import Fetch, Group, Offer
-from tests.schedule.engine import STATE, Engine, Request, Scheduled, ceil
+from tests.schedule.engine import STATE, WINDOW, Engine, Request, Scheduled, ceil
 
 PEER = Source("peer", 1, 7)
 OWN = Source("own", 2, 8)
 CACHES = [
     [Group(4)],
     [Group(4), Group(6)],
-    [Group(4), Group(2, "window")],
-    [Group(3, "window")],
+    [Group(4), Group(2, "window", WINDOW)],
+    [Group(3, "window", WINDOW)],
     [Group(4), Group(STATE, "state")],
     [Group(STATE, "state")],
     [Group(4), Group(4, "state")],
-    [Group(3, "local"), Group(4), Group(2, "window"), Group(5, "local")],
-    [Group(3, "window"), Group(4, "local")],
+    [Group(3, "local"), Group(4), Group(2, "window", WINDOW), Group(5, "local")],
+    [Group(3, "window", WINDOW), Group(4, "local")],
 ]
 
 

@@ -14,7 +14,7 @@ def table(*rows: Sequence[int]) -> BlockTable:
 
 
 FULL = [Group(16)]
-MIXED = [Group(16), Group(16, "window")]
+MIXED = [Group(16), Group(16, "window", 16)]
 STATE = [Group(16), Group(1024, "state")]
 DIGEST = b"d" * 16
 T = TransferId.derived("t")
@@ -102,8 +102,28 @@ class TestChunks:
             T, DIGEST, offer.generation, 40, table((1, 2, 3), (-1, 5, 6)), True, handle="r"
         )
 
+    def test_windows_whose_end_stays_are_offered_with_the_step(self) -> None:
+        """And what the request gives up, or takes, behind that changes nothing."""
+        tracker = tracking(MIXED, 40)
+        tracker.step("r", 0, 40, table([1, 2, 3], [4, 5, 6]), table([], [-1, 5, 6]))
+        offer = only_offer(tracker)
+        assert (offer.tokens, offer.blocks, offer.final) == (40, table((1, 2, 3), (-1, 5, 6)), True)
+        tracker.step("r", 40, 10, table([1, 2, 3, 7], [-1, -1, 6, 8]), table([], [-1, 5, 6]))
+        assert tracker.finish("r", table([1, 2, 3, 7], [-1, 5, 6, 8]), True)
+        assert not tracker.commands()
+
+    def test_windows_alone_whose_end_stays_are_offered_once(self) -> None:
+        tracker = tracking([Group(16, "window", 16)], 40)
+        tracker.step("r", 0, 20, table([4, 5]))
+        assert not tracker.commands()
+        tracker.step("r", 20, 20, table([-1, 5, 6]), table([-1, 5, 6]))
+        offer = only_offer(tracker)
+        assert (offer.tokens, offer.blocks, offer.final) == (40, table((-1, 5, 6)), True)
+        assert tracker.finish("r", table([-1, 5, 6]), True)
+        assert not tracker.commands()
+
     def test_windows_alone_are_offered_once(self) -> None:
-        tracker = tracking([Group(16, "window")], 40)
+        tracker = tracking([Group(16, "window", 16)], 40)
         tracker.step("r", 0, 40, table([4, 5, 6]))
         assert not tracker.commands()
         assert tracker.finish("r", table([-1, 5, 6]), True)
@@ -163,6 +183,34 @@ class TestFinish:
         tracker.step("r", 0, 20, table([1, 2], [3]))
         assert tracker.finish("r", table([1, 2], [3]), True)
         assert only_offer(tracker).blocks == table((1, 2), (3,))
+
+    def test_state_of_a_request_that_stops_is_offered_with_the_step(self) -> None:
+        tracker = OfferSchedule(STATE)
+        assert tracker.arrive("r", T, DIGEST, 20, stops=True)
+        tracker.step("r", 0, 16, table([1], [3]))
+        assert not only_offer(tracker).final
+        tracker.step("r", 16, 4, table([1, 2], [3]))
+        offer = only_offer(tracker)
+        assert (offer.tokens, offer.blocks, offer.final) == (20, table((1, 2), (3,)), True)
+        assert tracker.finish("r", table([1, 2], [3]), True)
+        assert not tracker.commands()
+
+    def test_state_of_a_request_that_did_not_stop_after_all_is_taken_back(self) -> None:
+        tracker = OfferSchedule(STATE)
+        assert tracker.arrive("r", T, DIGEST, 20, stops=True)
+        tracker.step("r", 0, 20, table([1, 2], [3]))
+        assert only_offer(tracker).final
+        tracker.step("r", 20, 1, table([1, 2], [3]))
+        commands = tracker.commands()
+        assert [r.reason for r in commands.revokes] == ["the producer went on, and its recurrent state with it"]
+        assert not any(offer.final for offer in commands.offers)
+        assert not tracker.finish("r", table([1, 2], [3]), True)
+
+    def test_state_without_a_block_waits(self) -> None:
+        tracker = OfferSchedule(STATE)
+        assert tracker.arrive("r", T, DIGEST, 20, stops=True)
+        tracker.step("r", 0, 20, table([1, 2], [-1]))
+        assert not only_offer(tracker).final
 
     def test_read_before_it_finished_holds_nothing(self) -> None:
         tracker = tracking(FULL, 20)

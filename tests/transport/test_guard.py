@@ -1,20 +1,29 @@
-"""With a key, a back end that cannot authenticate is taken only where nobody reaches it, or where the operator has named it."""
+"""A back end that cannot authenticate is taken only where nobody but this host reaches it and no key is set, or where the operator has
+named it."""
 
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvxfer.backend.ports import listening
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
+from kvxfer.errors import ConfigError
+from kvxfer.failures import FailureKind
+from kvxfer.protocol import messages as m
 from kvxfer.security import make_key
+from kvxfer.settings import own_address
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import auto, load
 from kvxfer.transport.auto import candidates
 from tests.control.conftest import engine
+from tests.control.stranger import Stranger
+from tests.control.test_strangers import hello
 
 __all__ = ["engine"]
 
@@ -51,7 +60,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("key", "listen", "options", "left"),
     [
-        (False, "0.0.0.0", {}, ("loose", "open", "near")),
+        (False, "127.0.0.1", {}, ("loose", "open", "near")),
+        (False, "0.0.0.0", {}, ("near",)),
+        (False, "10.0.0.7", {LOOSE: {}}, ("loose", "near")),
         (True, "127.0.0.1", {}, ("loose", "near")),
         (True, "10.0.0.7", {}, ("near",)),
         (True, "10.0.0.7", {LOOSE: {}}, ("loose", "near")),
@@ -67,7 +78,8 @@ def test_what_auto_takes(key: bool, listen: str, options: dict[str, Any], left: 
     for name in {"loose", "open", "near"} - set(left):
         assert name in caplog.text and "needs no key" in caplog.text
     for name in options:
-        assert f"back end {load(name).name} is used although a key is set" in caplog.text
+        why = "a key is set" if key else f"others reach {listen}"
+        assert f"back end {load(name).name} is used although {why}" in caplog.text
 
 
 def test_who_names_one_has_it_and_is_warned(caplog: Any) -> None:
@@ -83,3 +95,40 @@ def test_an_engine_with_a_key_says_what_it_left_out(engine: Any, tmp_path: Path,
     agent: Agent = e.agents[0]
     assert agent.member.backends == ("loose", "near")
     assert "open not, a key is set" in caplog.text
+
+
+class Ajar(Loose):
+    """A back end that stands by, and opens a port once it is loaded."""
+
+    name = "ajar"
+    costs = {"cpu": 4}
+
+    def __init__(self, agent: str, options: Any) -> None:
+        super().__init__(agent, {})
+        self.port = socket.create_server(("", 0))
+
+    def close(self) -> None:
+        super().close()
+        self.port.close()
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["not named", "named"])
+def test_no_hello_opens_a_port_that_asks_nobody(engine: Any, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:  # noqa: F811
+    """Also without a key, where others than this host reach the engine."""
+    try:
+        here = own_address()
+    except ConfigError:
+        pytest.skip("no route leads out of this host")
+    ajar = "tests.transport.test_guard:Ajar"
+    monkeypatch.setattr(auto, "available", lambda: dict.fromkeys((NEAR, ajar), ""))
+    options = {ajar: {}} if named else {}
+    e = engine({"backend": "auto", **options}, listen=here)
+    before = listening()
+    with Stranger(e.agents[0].member.address) as s:
+        s.say(hello(e, backend="ajar"))
+        answer = s.answer()
+    assert isinstance(answer, m.Refused)
+    if named:
+        assert len(listening() - before) == 1
+    else:
+        assert answer.kind is FailureKind.INCOMPATIBLE and listening() == before

@@ -65,6 +65,22 @@ def test_a_remote_worker_with_the_head_s_environment(monkeypatch: pytest.MonkeyP
     assert (found.listen, found.advertise) == (OURS, OURS)
 
 
+@pytest.mark.parametrize("settings", [{}, {"listen": "127.0.0.3"}, {"advertise": "localhost"}])
+def test_an_engine_of_several_hosts_does_not_send_peers_to_their_own(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="set 'advertise' to 'auto'"):
+        settings_of(config(settings, nnodes=2))
+    assert settings_of(config({"advertise": "auto"}, nnodes=2)).advertise == OURS
+    settings_of(config(settings, nnodes=1))
+
+
+def test_ray_may_place_workers_on_other_hosts(caplog: pytest.LogCaptureFixture) -> None:
+    for workers, settings in (1, {}), (2, {"advertise": "auto"}):
+        settings_of(config(settings, distributed_executor_backend="ray", world_size=workers))
+    assert "Ray" not in caplog.text
+    settings_of(config({}, distributed_executor_backend="ray", world_size=2))
+    assert "Ray may place them on others; set 'advertise' to 'auto'" in caplog.text
+
+
 @pytest.mark.parametrize("port", ["0", "70000", "http"])
 def test_an_environment_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     monkeypatch.setenv(PORT, port)

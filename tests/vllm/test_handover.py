@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from kvxfer.failures import Outcome
 from tests.engine.direct import Switchboard
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, FULL, HYBRID, Engine, answer, prompt
+from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -24,8 +26,7 @@ def board(wire: Wire) -> Switchboard:
 
 def offered(p: Engine, seed: int = 0, n: int = N) -> dict[str, Any]:
     name = p.add(prompt(n, seed), {"do_remote_decode": True}, n=1)
-    p.run(until=name)
-    p.step()  # the last offer goes with it, where there is a window
+    p.run(until=name)  # and no further: what it offers it has offered with the step that completed it
     params = p.done[name].params
     assert params is not None
     return params
@@ -33,7 +34,7 @@ def offered(p: Engine, seed: int = 0, n: int = N) -> dict[str, Any]:
 
 def decoder(make: Make, board: Switchboard, groups: Any = FULL, **more: Any) -> Engine:
     """An engine that may wait for what its played link takes."""
-    return make(groups, board=board, **{"extra": {"step_budget": 0.1}} | more)
+    return make(groups, board=board, **{"extra": {"step_budget": 1}} | more)
 
 
 def measured(p: Engine, d: Engine) -> None:
@@ -46,18 +47,28 @@ def measured_as(p: Engine, d: Engine, seed: int) -> None:
     d.run(p, until=name)
 
 
-def steps_until(d: Engine, p: Engine, name: str, *, before: int = 12) -> int:
-    """How many steps come before the one that computes the request."""
+def steps_until(d: Engine, p: Engine, name: str, *, before: int = 12, idle: bool = False) -> int:
+    """How many steps come before the one that computes the request; in which P makes none if it is `idle`."""
     for step in range(before):
         if name in d.step().num_scheduled_tokens:
             return step
-        p.step()
+        if not idle:
+            p.step()
     raise AssertionError("it is not computed")
 
 
 def right(d: Engine, p: Engine, name: str, tokens: list[int]) -> None:
     d.run(p, until=name)
     assert d.done[name].tokens == answer(tokens, 4)
+
+
+@pytest.mark.parametrize("groups", [HYBRID, STATEFUL, ALIGNED], ids=["window", "state", "aligned"])
+def test_a_producer_that_makes_no_further_step_has_offered_all(make: Make, board: Switchboard, groups: Any) -> None:
+    """Its answer goes out with the step that computes a prompt, and the next one may be a whole forward pass."""
+    p, d = make(groups), decoder(make, board, groups)
+    name = d.add(prompt(N), offered(p))
+    steps_until(d, p, name, idle=True)
+    right(d, p, name, prompt(N))
 
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
@@ -74,6 +85,19 @@ def test_a_short_load_costs_no_further_step(
     assert steps_until(d, p, name) == 0
     right(d, p, name, prompt(N))
     assert d.computed[name] - before.get(name, 0) == 1 + 3, "only the last token of its prompt was computed here"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_links_are_made_as_soon_as_a_request_names_its_producer(make: Make, board: Switchboard, ranks: int) -> None:
+    """It waits, since others have all seats; what it will need of its producer need not wait with it."""
+    p, d = make(ranks=ranks), decoder(make, board, ranks=ranks, seqs=1, extra={"step_budget": 0})
+    d.add(prompt(20, 5), n=4)
+    d.step()
+    names = [d.add(prompt(N, i), offered(p, i)) for i in range(2)]
+    source, own = p.address, d.address if ranks > 1 else None
+    assert not d.wire.loads(d) and all(agent.prepared == [(source, own)] for agent in d.agents)
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
 
 
 def test_sixteen_at_once_share_a_step_and_its_budget(make: Make, board: Switchboard) -> None:
@@ -151,6 +175,26 @@ def test_who_stands_behind_a_load_that_does_not_come_is_not_held_up(make: Make, 
         right(d, p, name, prompt(N, i))
 
 
+def test_what_comes_while_another_is_waited_for_is_there_in_the_next_step(
+    make: Make, board: Switchboard, wire: Wire
+) -> None:
+    """Though nothing can run in this one, blocks are not what the engine lacks."""
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    params = [offered(p, i) for i in range(2)]
+    wire.paused = True
+    names = [d.add(prompt(N, i), params[i]) for i in range(2)]
+    first, _ = wire.loads(d)
+    waits = iter(range(9))
+    board.waited = lambda: next(waits) == 1 and wire.read(first) and wire.settle(first)
+    assert not d.step().num_scheduled_tokens
+    assert names[0] in d.step().num_scheduled_tokens
+    wire.paused, board.waited = False, wire.pump
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
+    assert d.computed[names[0]] == 1 + 3
+
+
 def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = make(blocks=100), decoder(make, board, blocks=100)
     now = 0.0
@@ -163,7 +207,7 @@ def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, m
         now += takes
 
     d.workers[0]._work._side._copy = copy
-    takes = 0.06  # of a budget of 0.1
+    takes = 0.6  # of a budget of 1
     measured(p, d)
     params = [offered(p, i) for i in range(2)]
     names = [d.add(prompt(N, i), params[i]) for i in range(2)]
@@ -172,7 +216,7 @@ def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, m
     assert names[1] in d.step().num_scheduled_tokens
     for i, name in enumerate(names):
         right(d, p, name, prompt(N, i))
-    takes = 0.2
+    takes = 2.0
     for seed in range(8, 12):
         measured_as(p, d, seed)
     slow = d.add(prompt(N, 7), offered(p, 7))
@@ -189,9 +233,63 @@ def test_beside_the_steps_it_costs_one(make: Make, board: Switchboard) -> None:
     name = d.add(prompt(N), params)
     seen = d.scheduler.schedule
     d.scheduler.schedule = lambda *a, **k: _then(seen(*a, **k), d.wire.pump)  # type: ignore[method-assign]
-    assert steps_until(d, p, name) == 1 + d.overlap
+    assert steps_until(d, p, name) == 1
     right(d, p, name, prompt(N))
     assert other
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_abort_after_vllm_has_heard_of_the_end_and_before_a_step_says_so_too(
+    make: Make, board: Switchboard, ranks: int
+) -> None:
+    p, d = make(ranks=ranks), decoder(make, board, ranks=ranks, extra={"step_budget": 0})
+    name = d.add(prompt(N), offered(p))
+    d.step()
+    d.steps(1 + d.overlap)
+    d.abort(name)
+    d.run(p)
+    again = d.add(prompt(N, 3), offered(p, 3))
+    right(d, p, again, prompt(N, 3))
+    assert d.computed[again] == 1 + 3
+
+
+@pytest.mark.parametrize(("budget", "way"), [(1, "within the step"), (0, "beside the steps")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trace_has_a_line_for_each_load(
+    make: Make, board: Switchboard, wire: Wire, tmp_path: Path, budget: int, way: str, ranks: int
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    p = make(ranks=ranks)
+    d = decoder(make, board, ranks=ranks, extra={"step_budget": budget, "trace": str(path)})
+    names = [d.add(prompt(N, i), offered(p, i)) for i in range(2)]
+    d.step()
+    right(d, p, names[0], prompt(N))
+    right(d, p, names[1], prompt(N, 1))
+    params = offered(p, 2)
+    wire.paused = True
+    names.append(d.add(prompt(N, 2), params))
+    d.step()
+    for load in wire.loads(d):
+        wire.fail(load, "the link broke")
+    wire.paused = False
+    right(d, p, names[2], prompt(N, 2))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["request"] for line in lines] == names
+    assert {line["way"] for line in lines} == {way} and {line["tokens"] for line in lines} == {N - 1}
+    assert [line["failure"] and "the link broke" in line["failure"] for line in lines] == [None, None, True]
+    at = p.address
+    for line in lines:
+        assert line["source"] == f"{at.host}:{at.port}" and line["transfer"].startswith("own/")
+        assert 0 <= line["us"]["fetched"] <= line["us"]["seen"]
+
+
+def test_a_trace_that_cannot_be_written_is_no_matter(
+    make: Make, board: Switchboard, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = make(), decoder(make, board, extra={"step_budget": 1, "trace": str(tmp_path / "no" / "folder")})
+    for i in range(2):
+        right(d, p, d.add(prompt(N, i), offered(p, i)), prompt(N, i))
+    assert len([r for r in caplog.records if "no more lines are written" in r.message]) == 1
 
 
 def _then(result: Any, call: Any) -> Any:
@@ -307,7 +405,7 @@ def test_a_transfer_that_its_router_named_is_not_waited_for(make: Make, board: S
     )
     board.waits.clear()
     d.steps(3)
-    assert not board.waits
+    assert not any(board.waits)
     p.add(prompt(N), {"do_remote_decode": True, "transfer_id": "t1"}, n=1)
     d.run(p, until=name)
     assert d.done[name].tokens == answer(prompt(N), 4) and d.computed[name] == 1 + 3

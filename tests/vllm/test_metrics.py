@@ -22,6 +22,10 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.stats import Gauges, KVXferPromMetrics, KVXferStats
+from tests.vllm.cases import decode, prefill
+from tests.vllm.conftest import Make
+from tests.vllm.engine import prompt
+from tests.vllm.wire import Wire
 
 ROOT = Path(__file__).parents[2]
 LABELS, VALUES = ["model_name", "engine"], ["tiny", "0"]
@@ -77,6 +81,22 @@ def test_all_that_ranks_count_is_exported(registry: CollectorRegistry) -> None:
     assert value(registry, "kvxfer_offers_in_hand") == 3
     assert value(registry, "kvxfer_quarantined_bytes") == 7
     assert value(registry, "kvxfer_links", role="consumer", backend="zmq") == 2
+
+
+def test_requests_by_what_became_of_their_loads(make: Make, wire: Wire) -> None:
+    """Each counts once, whatever the number of ranks."""
+    p, d = make(ranks=2), make(ranks=2)
+    text = prompt(49)
+    decode(d, text, prefill(p, text), p)
+    decode(d, text, prefill(p, text), p)  # all but the last token is cached here by now
+    wire.paused = True
+    name = d.add(prompt(70), prefill(p, prompt(70)))
+    d.steps(2)
+    d.abort(name)
+    wire.paused = False
+    d.run(p)
+    told = [outcome for stats in d.stats for outcome, _ in stats["requests"]]
+    assert told == ["delivered", "computed", "cancelled"]
 
 
 def test_gauges_are_sums_over_ranks_and_fall_again(registry: CollectorRegistry) -> None:

@@ -143,6 +143,9 @@ def test_statistics(make: Make, wire: Wire) -> None:
     assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "delivered"}) == 2
     assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "peer_lost"}) == 2
     assert registry.get_sample_value("kvxfer_transfer_seconds_count", {"engine": "0"}) == 2
+    for outcome in ("delivered", "peer_lost"):
+        assert registry.get_sample_value("kvxfer_requests_total", {"engine": "0", "outcome": outcome}) == 1
+    assert registry.get_sample_value("kvxfer_request_seconds_count", {"engine": "0"}) == 1
     assert registry.get_sample_value("kvxfer_parts_total", {"engine": "0", "way": "direct"}) == 6
     assert registry.get_sample_value("kvxfer_parts_total", {"engine": "0", "way": "staged"}) == 4
     assert registry.get_sample_value("kvxfer_corrupt_total", {"engine": "0"}) == 2

@@ -18,7 +18,7 @@ from kvxfer_vllm.migration import ConnectorConfig
 from kvxfer_vllm.settings import groups_of, settings_of
 
 
-def config(extra: dict[str, Any] | None = None, **parallel: int) -> Any:
+def config(extra: dict[str, Any] | None = None, **parallel: Any) -> Any:
     sizes = {
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,

@@ -43,6 +43,9 @@ class NcclTransport(Base[Endpoint, Link]):
     name = "nccl"
     contract = 2
     inherits = frozenset({"listen", "advertise"})
+    opens_later = (
+        "any free ones, opened by NCCL at the interfaces of NCCL_SOCKET_IFNAME, else at the first that it finds"
+    )
     costs = {"cuda": 40}
     libraries = {"nccl": ("nccl4py", "nvidia-nccl-cu13", "nvidia-nccl-cu12")}
     endpoint_type = Endpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -10,13 +11,15 @@ import msgspec
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.settings import AUTO_ADDRESS, everywhere
+from kvxfer.settings import AUTO_ADDRESS, everywhere, loopback
 
 __all__ = ["HOST", "PORT", "defaults", "located"]
 
 HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 C = TypeVar("C", bound=Config)
+
+log = logging.getLogger("kvxfer.vllm")
 
 
 def defaults(settings: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -55,15 +58,34 @@ def located(config: C, parallel: Any) -> C:
     whichever host it runs and whoever balances between them.
 
     Raises:
-        ConfigError: There is no such port, or no address.
+        ConfigError: There is no such port, or no address, or one that other hosts of this engine do not reach.
     """
     config = config.located(_own_address)
+    _check_reach(config, parallel)
     rank = getattr(parallel, "data_parallel_index", 0)
     if not config.port or not rank:
         return config
     if config.port + rank > 65535:
         raise ConfigError(f"data-parallel rank {rank} has no port: 'port' {config.port} and {rank} are above 65535")
     return msgspec.structs.replace(config, port=config.port + rank)
+
+
+def _check_reach(config: Config, parallel: Any) -> None:
+    """Refuse an engine of several hosts of which each would tell peers to look on their own one."""
+    address = config.advertise or config.listen
+    if not loopback(address):
+        return
+    nodes = getattr(parallel, "nnodes", 1)
+    if nodes > 1:
+        raise ConfigError(
+            f"an engine of {nodes} hosts cannot be found at {address}, which each host takes for itself: set 'advertise' to 'auto'"
+        )
+    if getattr(parallel, "distributed_executor_backend", None) == "ray" and parallel.world_size > 1:
+        log.warning(
+            "peers are told to find this engine's workers at %s: that does for workers on this host, but Ray may place them on "
+            "others; set 'advertise' to 'auto'",
+            address,
+        )
 
 
 def _own_address() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -15,8 +15,9 @@ __all__ = [
     "HIT_SOURCE",
     "HOLDS_BLOCKS",
     "REPORTS_BY_REQUEST",
+    "before_reset",
     "check_groups",
-    "hold_back",
+    "correct",
     "stands_alone",
     "transfer_results",
 ]
@@ -41,9 +42,25 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
     return _Results(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
 
-def hold_back(output: Any, request: str) -> None:
-    """Keep vLLM's scheduler, which looks at this output after our hook, from learning that a load is over."""
-    output.finished_recving = output.finished_recving - {request}
+def correct(output: Any, *, over: Set[str], still: Set[str]) -> None:
+    """Have vLLM's scheduler, which looks at this output after our hook, learn that some loads are over, and not that others are."""
+    if over or still:
+        output.finished_recving = (set(output.finished_recving or ()) | over) - still
+
+
+def before_reset(manager: Any, call: Callable[[], None]) -> None:
+    """Have ``call`` called before vLLM's cache manager drops what it has cached.
+
+    No hook says so. With ``reset_running_requests`` vLLM preempts all that runs and, before it tells anybody, raises if a
+    block is in use.
+    """
+    reset = manager.reset_prefix_cache
+
+    def reset_prefix_cache() -> Any:
+        call()
+        return reset()
+
+    manager.reset_prefix_cache = reset_prefix_cache
 
 
 def stands_alone(connector: Any) -> bool:

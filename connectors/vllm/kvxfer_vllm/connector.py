@@ -179,15 +179,14 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Empty where failed loads are reported by request."""
-        blocks = self._work.failed_blocks()
-        return set() if compat.REPORTS_BY_REQUEST else blocks
+        """Return those behind what is here of a load; of failed loads only where these are not reported by request."""
+        return self._work.failed_blocks()
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         return self._work.report()
 
     def get_kv_connector_stats(self) -> KVXferStats | None:
-        return None if self._worker is None else self._work.stats()
+        return self._sched.stats() if self._worker is None else self._work.stats()
 
     # --- both ------------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,9 @@ def wanted(params: Mapping[str, Any], external: ExternalId) -> tuple[TransferId,
 
 
 def _routed(name: object, external: ExternalId) -> TransferId:
-    if not isinstance(name, str | int) or len(str(name)) > LONGEST:
+    """Return what a router names by a text or, since some count, by a number of up to 64 bits."""
+    number = isinstance(name, int) and -(1 << 63) <= name < 1 << 64  # Python refuses to write out very long ones
+    if not number and not (isinstance(name, str) and len(name) <= LONGEST):
         raise IdentityError(f"transfer_id is no text of up to {LONGEST} characters: {shown(name)}")
     return TransferId.routed(str(name), external.prompt)
 

@@ -31,6 +31,10 @@ class VllmBlockPool:
         except ValueError:  # free a moment ago: kvcached shares memory with other engines
             return None
 
+    def capacity(self) -> int:
+        """See ``kvxfer.engine.ElasticPool``. Of kvcached's blocks only those in use have memory, and the free ones could get some."""
+        return self.used() + int(self._pool.get_num_free_blocks())
+
     def used(self) -> int:
         """See ``kvxfer.engine.BlockPool``. vLLM's null block is nobody's; kvcached's free blocks are not all that are unused."""
         return sum(block.ref_cnt > 0 for block in self._pool.blocks if not block.is_null)

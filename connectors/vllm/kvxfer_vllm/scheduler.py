@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import BlockPins, SchedulerSide
+from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
+from kvxfer.failures import FailureKind
 from kvxfer.identity import Address, digest
-from kvxfer.schedule import ScheduleError
 from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
@@ -23,7 +23,9 @@ from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.recurrent import leave_last_token
+from kvxfer_vllm.requests import LoadingRequests
 from kvxfer_vllm.settings import counts_media, groups_of
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,15 +59,22 @@ class SchedulerHooks:
             )
         self._counts_media = counts_media(vllm_config)
         groups = groups_of(kv_cache_config)
+        # vLLM goes on behind the blocks of a load that are good where a table is of one row.
+        self._partly = len(groups) == 1 and groups[0].kind == "full"
+        self._block_tokens = groups[0].block_tokens
         self._recurrent = any(group.kind == "state" for group in groups)
         self._pins = BlockPins(kv_cache_config.num_blocks // 4)
         facts = facts_of(vllm_config, config)
         self.side = SchedulerSide(config, self._engine, groups, parallel.world_size, facts, pins=self._pins)
         self._seen: set[str] = set()
+        self._loading = LoadingRequests()
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
+        self._partial: dict[str, tuple[int, ...]] = {}  # loads that are here in part, and their blocks behind that
+        self._loads: dict[str, BlockTable] = {}  # of loads that may be so
         self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
         self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
+        self._told: set[str] = set()  # loads that vLLM knows to be over, and hears of once more from its workers
         self._freed: list[str] = []  # requests whose blocks vLLM may free, and has to hear of that
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -103,7 +112,7 @@ class SchedulerHooks:
             if self._recurrent:
                 leave_last_token(request)
             transfer = p.offered_id(params, self.side.source.epoch, external)
-            self.side.offer(name, transfer, content, request.num_prompt_tokens)
+            self.side.offer(name, transfer, content, request.num_prompt_tokens, stops=request.max_tokens == 1)
         if loads:
             want = p.wanted(params, external)
             if isinstance(want, str):
@@ -114,8 +123,10 @@ class SchedulerHooks:
             tokens = request.num_prompt_tokens - 1
             if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
                 content = p.digest_of(params) or content
-            offered = not p.is_routed(params)  # else P may not have begun
-            self.side.load(name, transfer, content, source, tokens, offered=offered)
+            answered = not p.is_routed(params)  # else P may not have begun
+            enough = self._block_tokens if self._partly and not answered else 0
+            self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered, enough=enough)
+            self._loading.arrived(name)
             if self._hits is not None and not request.skip_reading_prefix_cache:
                 self.side.prefetch(name, self._hits(request))
 
@@ -147,12 +158,17 @@ class SchedulerHooks:
         """Take in ``update_state_after_alloc``."""
         self._unplaced.discard(request.request_id)
         table = _table(blocks.get_block_ids())
+        if external and self._partly:
+            self._loads[request.request_id] = table
+        if not external or self.side.here(request.request_id):
+            self._loading.ended(request.request_id, DELIVERED if external else COMPUTED)
         try:
             self.side.allocated(request.request_id, table, external)
-        except ScheduleError as e:
+        except KvxferError as e:
             # An exception here would end the engine; a load that fails at once costs this request only.
             log.error("request %s cannot be loaded: %s", request.request_id, e)
             self._doomed[request.request_id] = table.ids()
+            self._loading.ended(request.request_id, str(FailureKind.MISUSE))
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Take in that the request is over. True: its blocks stay until all ranks have reported them quiet."""
@@ -161,9 +177,11 @@ class SchedulerHooks:
         name = request.request_id
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         self._seen.discard(name)
+        self._loads.pop(name, None)
         self._tables.pop(name, None)
-        ticket = self.side.ticket(name)
-        if not self.side.finished(name, _table(block_ids), whole) or ticket is None:
+        self._loading.ended(name, CANCELLED)
+        ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
+        if not self.side.finished(name, _table(block_ids), whole, good=aborted) or ticket is None:
             return False, None
         return True, p.answer(ticket, self._engine, name, self._tp, len(block_ids), request.num_prompt_tokens)
 
@@ -190,13 +208,14 @@ class SchedulerHooks:
         """Follow what this step computes, and say what the workers must know with it."""
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
-        if output.preempted_req_ids or not output.total_num_scheduled_tokens:
+        stuck = bool(self._unplaced) and not output.total_num_scheduled_tokens
+        if output.preempted_req_ids or stuck:
             self.side.short_of_blocks()
         self._follow(output)
-        self.side.stands_still(bool(self._unplaced) and not output.total_num_scheduled_tokens)
+        self.side.stands_still(stuck)
         self._unplaced.clear()
-        step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed))
-        self._doomed, self._freed = {}, []
+        step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed), self._partial)
+        self._doomed, self._freed, self._partial = {}, [], {}
         return step
 
     def _follow(self, output: SchedulerOutput) -> None:
@@ -231,22 +250,39 @@ class SchedulerHooks:
         """Take in what the workers have reported: loads that are over, offers that all ranks are done with."""
         found = output.kv_connector_worker_meta
         over = set(output.finished_recving or ())
-        if isinstance(found, ReportMetadata):
-            update = self.side.report(found.report)
-            self._freed += update.free
-            for name in update.disagreed.keys() & self._seen:
-                # vLLM hears of the failure with the next step, from our workers.
-                self._doomed[name] = update.disagreed[name]
-                compat.hold_back(output, name)
+        update = self.side.report(found.report if isinstance(found, ReportMetadata) else Report())
+        self._freed += update.free
+        for name in update.loaded:
+            self._loading.ended(name, DELIVERED)
+        for name, failure in update.failed.items():
+            self._loading.ended(name, str(failure.kind))
+        for name in update.disagreed.keys() & self._seen:
+            # vLLM hears of the failure with the next step, from our workers.
+            self._doomed[name] = update.disagreed[name]
+            compat.correct(output, over=frozenset(), still=frozenset((name,)))
+        for name in [*update.loaded, *update.failed]:
+            table = self._loads.pop(name, None)
+            if name in update.short and table is not None:  # vLLM hears with the next step, from our workers
+                self._partial[name] = tuple(table[0][update.short[name] // self._block_tokens :].tolist())
+                compat.correct(output, over=frozenset(), still=frozenset((name,)))
         for name in over:
             self.side.load_over(name)
+            self._loading.ended(name, DELIVERED)
+        # What the side channel has said vLLM hears now, and not again when a step says so, too.
+        early = update.loaded - over - self._partial.keys()
+        compat.correct(output, over=early, still=self._told & over)
+        self._told = (self._told - over) | early
         for name in output.finished_sending or ():
             self.side.freed(name)
+
+    def stats(self) -> KVXferStats | None:
+        """Return what there is to tell of requests since the last call, if anything."""
+        return self._loading.stats()
 
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
-        return self.side.waiting or bool(self._doomed)
+        return self.side.waiting or bool(self._doomed or self._partial)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -269,6 +305,13 @@ class SchedulerHooks:
     def bind_cache(self, manager: Any) -> None:
         """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
+        compat.before_reset(manager, lambda: self._preempted_unseen(manager))
+
+    def _preempted_unseen(self, manager: Any) -> None:
+        """Let go of what requests had at the end of their prompts that vLLM has preempted and not told us of yet."""
+        for name in self._seen:
+            if self.side.follows(name) and not any(manager.get_block_ids(name)):
+                self.side.preempted(name)
 
     def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """Take in that the workers' agents are up. A sibling connector's metadata is not ours."""
@@ -282,7 +325,8 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        return len(self.side) + len(self._seen) + len(self._tables)
+        kept = len(self._seen) + len(self._tables) + len(self._loading) + len(self._loads) + len(self._partial)
+        return len(self.side) + kept
 
 
 def _table(block_ids: Sequence[Sequence[int]]) -> BlockTable:

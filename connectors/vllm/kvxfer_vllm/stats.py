@@ -13,11 +13,13 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.nixl_metrics import NixlNamedMetrics
 
-__all__ = ["KVXferPromMetrics", "KVXferStats"]
+__all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferStats"]
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
-DELIVERED = "delivered"
+DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
+"""What becomes of a request's load, besides the kinds of failure. Computed here without one: all was cached, or what was fetched
+ahead of its step failed."""
 
 COUNTS = ("corrupt", "direct", "staged")
 """What of an agent's stats only ever grows."""
@@ -29,7 +31,8 @@ class KVXferStats(KVConnectorStats):
     """What vLLM is told of the ranks.
 
     ``data["loads"]``: one ``[outcome, bytes, seconds, seconds of them waited]`` for each load that has ended on a rank.
-    Its outcome is ``delivered`` or the kind of its failure. ``data["offers"]``: how many offers have ended with each outcome.
+    Its outcome is ``delivered`` or the kind of its failure. ``data["requests"]``: one ``[outcome, seconds]`` for each request of
+    the engine whose load has ended; see ``requests.py``. ``data["offers"]``: how many offers have ended with each outcome.
     ``data["counts"]``: by how much the agents' counts have grown. ``data["gauges"]``: by rank, of those where it has changed, what
     there is now: ``quarantined`` bytes, ``loads``, ``leases``, and ``links`` by ``"role/back end"``.
     """
@@ -42,15 +45,19 @@ class KVXferStats(KVConnectorStats):
             self.reset()
 
     def record(self, event: Ended) -> None:
-        """Return a load or an offer has ended."""
+        """Take in that a load or an offer has ended."""
         outcome = str(event.outcome.kind or DELIVERED)
         if event.role == "producer":
             self._count("offers", outcome, 1)
         else:
             self.data["loads"].append([outcome, event.nbytes, event.seconds, event.waited])
 
+    def request(self, outcome: str, seconds: float) -> None:
+        """Take in that a request's load has ended, so many seconds after the request arrived."""
+        self.data["requests"].append([outcome, seconds])
+
     def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
-        """Return a rank's agent says this now, and said that before."""
+        """Take in what a rank's agent says now, and what it said before."""
         for name in COUNTS:
             self._count("counts", name, getattr(now.stats, name) - (getattr(before.stats, name) if before else 0))
         if before.values != now.values if before else any(now.values.values()):
@@ -61,10 +68,11 @@ class KVXferStats(KVConnectorStats):
             self.data[of][name] = self.data[of].get(name, 0) + n
 
     def reset(self) -> None:
-        self.data = {"loads": [], "offers": {}, "counts": {}, "gauges": {}}
+        self.data = {"loads": [], "requests": [], "offers": {}, "counts": {}, "gauges": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        self.data["loads"] += other.data["loads"]
+        for of in ("loads", "requests"):
+            self.data[of] += other.data[of]
         for of in ("offers", "counts"):
             for name, n in other.data[of].items():
                 self._count(of, name, n)
@@ -131,6 +139,18 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             "Loads that have ended: delivered, or by the kind of their failure.",
             "outcome",
         )
+        self._requests = make(
+            "counter",
+            "kvxfer_requests",
+            "Requests whose load has ended on all ranks: delivered, computed here, or by the kind of its failure.",
+            "outcome",
+        )
+        self._request_seconds = make(
+            "histogram",
+            "kvxfer_request_seconds",
+            "From a request's arrival to the end of its load, of requests whose load was delivered.",
+            buckets=BUCKETS,
+        )
         self._offers = make(
             "counter", "kvxfer_offers", "Offers that have ended: delivered, or by the kind of their failure.", "outcome"
         )
@@ -147,10 +167,12 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         self._by_rank: dict[int, dict[str, dict[str, Any]]] = {}
         self._nixl = NixlNamedMetrics.of(vllm_config, make)
         for values in per_engine_labelvalues.values():
-            for metric in (self._corrupt, self._bytes, self._seconds, *self._gauges.values()):
+            for metric in (self._corrupt, self._bytes, self._seconds, self._request_seconds, *self._gauges.values()):
                 metric.labels(*values)
             for way in ("direct", "staged"):
                 self._parts.labels(*values, way)
+            for outcome in (DELIVERED, COMPUTED, *FailureKind):
+                self._requests.labels(*values, str(outcome))
             for outcome in (DELIVERED, *FailureKind):
                 self._loads.labels(*values, str(outcome))
                 self._offers.labels(*values, str(outcome))
@@ -164,6 +186,10 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             if outcome == DELIVERED:
                 self._bytes.labels(*values).inc(nbytes)
                 self._seconds.labels(*values).observe(seconds)
+        for outcome, seconds in data["requests"]:
+            self._requests.labels(*values, outcome).inc()
+            if outcome == DELIVERED:
+                self._request_seconds.labels(*values).observe(seconds)
         for outcome, n in data["offers"].items():
             self._offers.labels(*values, outcome).inc(n)
         counts = data["counts"]

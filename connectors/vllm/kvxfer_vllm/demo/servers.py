@@ -152,6 +152,18 @@ class Server:
             pass  # killed next, as is whatever outlived a server that went in time
         self.kill()
 
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to its first process alone, as a cluster manager does, and do not wait."""
+        os.kill(self._process.pid, signal.SIGTERM)
+
+    def ended(self, timeout: float) -> bool:
+        """Whether its first process has ended, or does within so many seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def kill(self) -> None:
         """End all its processes at once, as a failing machine would. Idempotent."""
         self._signal(signal.SIGKILL)

@@ -1,0 +1,38 @@
+"""Requests that load, as a user meets them: each counted once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import time
+
+from kvxfer_vllm.stats import KVXferStats
+
+__all__ = ["LoadingRequests"]
+
+
+class LoadingRequests:
+    """From a request's arrival until it is known what becomes of its load; one thread."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._stats = KVXferStats()
+
+    def arrived(self, request: str) -> None:
+        """Take in that a request has come whose KV is to be loaded."""
+        self._since[request] = time.monotonic()
+
+    def ended(self, request: str, outcome: str) -> None:
+        """Take in what has become of its load; the first word of a request counts, and what follows changes nothing."""
+        since = self._since.pop(request, None)
+        if since is not None:
+            self._stats.request(outcome, time.monotonic() - since)
+
+    def stats(self) -> KVXferStats | None:
+        """Return what there is to tell since the last call, if anything."""
+        if self._stats.is_empty():
+            return None
+        out, self._stats = self._stats, KVXferStats()
+        return out
+
+    def __len__(self) -> int:
+        """Return how many are remembered."""
+        return len(self._since)

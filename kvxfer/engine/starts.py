@@ -1,0 +1,87 @@
+"""Loads whose producers have not begun, as far as is known: they need no blocks yet.
+
+A router may send a request to both engines at once. Then it may wait in the producer's queue for long, and blocks that
+were set aside here for what comes at its end would be missing to all others. So the producer's directory is asked, and
+says when its engine has begun. Where it cannot be asked, the load goes on, and fails in the way of all loads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol.messages import Await, Named
+
+__all__ = ["Starts"]
+
+AGAIN_S = 1.0
+"""After so long a producer is asked again: it may not have been there, or its answer is lost."""
+
+
+@dataclass(slots=True)
+class _Start:
+    named: Named
+    source: Source
+    since: float
+    asked: float
+
+
+class Starts:
+    """Requests that wait for their producers to begin; one thread.
+
+    Args:
+        patience: seconds for which each waits at the most.
+        tell: sends a notice to an engine's directory.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self, patience: float, tell: Callable[[Source, Await], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.patience, self._tell, self._clock = patience, tell, clock
+        self._waiting: dict[str, _Start] = {}
+
+    def ask(self, request: str, transfer: TransferId, digest: bytes, source: Source) -> None:
+        """Have the producer asked, unless it has been."""
+        if request not in self._waiting:
+            now = self._clock()
+            start = self._waiting[request] = _Start(Named(transfer, digest), source, now, now)
+            self._tell(source, Await(source.epoch, (start.named,)))
+
+    def ask_again(self) -> None:
+        """Ask those again who have not answered for a while; once a step."""
+        now, silent = self._clock(), dict[Source, list[Named]]()
+        for start in self._waiting.values():
+            if now - start.asked >= AGAIN_S:
+                start.asked = now
+                silent.setdefault(start.source, []).append(start.named)
+        for source, named in silent.items():
+            self._tell(source, Await(source.epoch, tuple(named)))
+
+    def begun(self, named: tuple[Named, ...]) -> None:
+        """Take in that producers have begun with these."""
+        self._waiting = {request: start for request, start in self._waiting.items() if start.named not in named}
+
+    def unheard(self, host: str, port: int) -> None:
+        """Take in that the directory at this address cannot be asked."""
+        for request, start in list(self._waiting.items()):
+            if (start.source.host, start.source.port) == (host, port):
+                del self._waiting[request]
+
+    def __contains__(self, request: str) -> bool:
+        """Whether it has still to wait."""
+        return request in self._waiting
+
+    def late(self, request: str) -> bool:
+        """Whether it has waited for too long."""
+        return self._clock() - self._waiting[request].since >= self.patience
+
+    def forget(self, request: str) -> None:
+        """Take in that nobody needs this load any more."""
+        self._waiting.pop(request, None)
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._waiting)

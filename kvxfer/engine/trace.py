@@ -1,0 +1,88 @@
+"""What became of each load, stage by stage, as lines of JSON: where a user's wait for the first token went."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from kvxfer.failures import Failure
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol.values import Stages
+
+__all__ = ["Trace"]
+
+log = logging.getLogger("kvxfer.engine")
+
+Way = Literal["within the step", "beside the steps"]
+
+
+@dataclass(slots=True)
+class _Load:
+    transfer: TransferId
+    source: Source
+    arrived: float
+    fetched: float = 0.0
+    way: Way | None = None
+    tokens: int = 0
+
+
+class Trace:
+    """The loads of one engine; one thread.
+
+    A line has ``engine``, ``request``, ``transfer``, ``source``, ``way``, ``tokens``, ``failure`` (null: it was delivered), ``at``
+    (when the request came, by the clock of the day), and ``us``: the microseconds from there to each stage that it reached.
+    ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: as in ``Stages``, on the slowest rank; they are of
+    this clock if the workers are on the scheduler's host. ``seen``: the scheduler side knew the outcome.
+
+    Args:
+        path: the file that lines are appended to; None: nothing is written.
+        engine: its name.
+    """
+
+    def __init__(self, path: str | None, engine: str) -> None:
+        self._path, self._engine = path, engine
+        self._loads: dict[str, _Load] = {}
+
+    def arrived(self, request: str, transfer: TransferId, source: Source) -> None:
+        """Take in that a request speaks of a load."""
+        if self._path is not None:
+            self._loads.setdefault(request, _Load(transfer, source, time.monotonic()))
+
+    def fetched(self, request: str, way: Way, tokens: int) -> None:
+        """Take in that the fetch of so many tokens leaves."""
+        load = self._loads.get(request)
+        if load is not None:
+            load.fetched, load.way, load.tokens = time.monotonic(), way, tokens
+
+    def seen(self, request: str, failure: Failure | str | None, stages: Stages | None) -> None:
+        """Take in that it is over, and write its line."""
+        load = self._loads.pop(request, None)
+        if load is None or self._path is None:
+            return
+        now = time.monotonic()
+        reached = {} if stages is None else {name: getattr(stages, name) for name in Stages.__struct_fields__}
+        times = {"fetched": load.fetched, **reached, "seen": now}
+        record = {
+            "engine": self._engine,
+            "request": request,
+            "transfer": str(load.transfer),
+            "source": f"{load.source.host}:{load.source.port}",
+            "way": load.way,
+            "tokens": load.tokens,
+            "failure": None if failure is None else str(failure),
+            "at": round(time.time() - (now - load.arrived), 6),
+            "us": {stage: round(1e6 * (t - load.arrived)) for stage, t in times.items() if t},
+        }
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as e:
+            log.warning("trace: no more lines are written to %s: %s", self._path, e)
+            self._path, self._loads = None, {}
+
+    def finished(self, request: str) -> None:
+        """Take in that the request is over, loaded or not."""
+        self._loads.pop(request, None)

@@ -1,0 +1,83 @@
+"""Block tables, held to the groups that an engine has and to the blocks that its caches have.
+
+A wrong table would otherwise show after the whole timeout, on the other host, as tables that do not join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvxfer import arguments
+from kvxfer.errors import ArgumentError
+from kvxfer.geometry.cache import Cache
+from kvxfer.values import NULL, BlockTable, Group, Ints
+
+__all__ = ["TableCheck"]
+
+MOST_TABLE = 3 << 20
+"""Bytes of a block table's ids: 780,000 blocks, with which a message stays below what a peer takes."""
+
+
+class TableCheck:
+    """What block tables of an engine are held to. Any thread.
+
+    Args:
+        groups: The KV-cache groups, in the order of the tables' rows.
+
+    Attributes:
+        groups: The same.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = tuple(groups)
+        self._blocks = [1 << 31] * len(self.groups)
+
+    def learn(self, cache: Cache) -> None:
+        """Take in that a rank has this cache, whose blocks may be a fraction of ours; see ``Group.block_tokens``."""
+        if len(cache.groups) != len(self.groups):
+            return  # whoever has it turns our tables into others
+        for view in cache.views:
+            blocks = view.blocks * cache.groups[view.group].block_tokens // self.groups[view.group].block_tokens
+            self._blocks[view.group] = min(blocks, self._blocks[view.group])
+
+    def check(self, name: str, table: BlockTable) -> BlockTable:
+        """Refuse what is no table of these groups and blocks.
+
+        Raises:
+            ArgumentError: It is not; the message begins with the argument's name.
+        """
+        arguments.instance(name, table, BlockTable)
+        if len(table) != len(self.groups):
+            raise ArgumentError(
+                f"{name} must have one row for each of the cache's {len(self.groups)} groups, not {len(table)}"
+            )
+        if table.nbytes > MOST_TABLE:
+            raise ArgumentError(f"{name} must be at most {MOST_TABLE} bytes of ids, not {table.nbytes}")
+        for g, limit in enumerate(self._blocks):
+            most = int(np.frombuffer(table.rows[g], "<i4").max(initial=NULL))
+            if most >= limit:
+                raise ArgumentError(f"{name}[{g}] must be ids below {limit}, the cache's blocks, not {most}")
+        return table
+
+    def lists(self, name: str, table: BlockTable, g: int, first: int, tokens: int) -> None:
+        """Refuse a row that has not one block of its own for each position from ``first`` on, up to those of ``tokens``.
+
+        Raises:
+            ArgumentError: It is too short, lacks a block, or has one twice.
+        """
+        past = self.groups[g].blocks(tokens)
+        if table.count(g) < past:
+            size = self.groups[g].block_tokens
+            raise ArgumentError(
+                f"{name}[{g}] must list {past} blocks of {size} tokens for {tokens} tokens, not {table.count(g)}"
+            )
+        ids: Ints = table[g][:past]
+        lacking = np.flatnonzero(ids[first:] == NULL)
+        if len(lacking):
+            raise ArgumentError(f"{name}[{g}] must have a block at position {first + int(lacking[0])}, not {NULL}")
+        there = np.sort(ids[ids != NULL])
+        twice = np.flatnonzero(there[1:] == there[:-1])
+        if len(twice):
+            raise ArgumentError(f"{name}[{g}] must list each block once, and block {there[twice[0]]} is there twice")

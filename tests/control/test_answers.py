@@ -1,0 +1,87 @@
+"""What only the other side can know comes back with its own kind at once, though the deadlines are far."""
+
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from kvxfer import Source
+from kvxfer.config import Config
+from kvxfer.control.directory import Directory
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import TransferId
+from tests.control.conftest import Ended, fetch, offered, until
+
+K = FailureKind
+T = TransferId("own/1/x", 0)
+FAR = {"transfer_timeout": 300.0, "peer_timeout": 100.0, "lease": 300.0}
+"""Far behind the end of a test that waits for an answer."""
+
+
+def nobody() -> int:
+    """A port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def told(agent, source: Source, **more) -> Failure:
+    ends: list[Ended] = []
+    agent.fetch(replace(fetch(source, [5, 2, 9], 11, transfer=T), **more))
+    until(lambda: bool(ends.extend(e for e in agent.events() if isinstance(e, Ended)) or ends))
+    failure = ends[0].outcome.failure
+    assert failure is not None
+    return failure
+
+
+ANSWERS: dict[str, tuple[Callable[..., tuple[Source, dict]], FailureKind, str]] = {
+    "nobody listens": (lambda p: (Source("127.0.0.1", nobody(), 7), {}), K.NO_SUCH_ENGINE, "Connection refused"),
+    "no such name": (
+        lambda p: (Source("gone.invalid", 7000, 7), {}),
+        K.NO_SUCH_ENGINE,
+        "'gone.invalid' cannot be looked up",
+    ),
+    "another engine": (lambda p: (Source("127.0.0.1", p.source.port, 7), {}), K.NO_SUCH_ENGINE, "has restarted since"),
+    "forgotten": (lambda p: (p.source, {"offered": True}), K.WITHDRAWN, "not known here any more"),
+    "less offered": (
+        lambda p: (p.agents[0].offer(offered([3], 4, transfer=T)), (p.source, {}))[1],
+        K.NEVER_OFFERED,
+        "4 tokens",
+    ),
+    "another prompt": (
+        lambda p: (p.agents[0].offer(offered([3, 1, 7], 11, transfer=T, digest=b"other")), (p.source, {}))[1],
+        K.DIGEST_DIFFERS,
+        "",
+    ),
+}
+"""The case, what is there, and what a load is told."""
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_the_other_side_answers_at_once(engine, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+
+    def look_up(host, *args, **more):
+        if str(host).endswith(".invalid"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    there, kind, words = ANSWERS[case]
+    p, d = engine({}, seed=1, **FAR), engine({}, **FAR)
+    source, more = there(p)
+    failure = told(d.agents[0], source, **more)
+    assert failure.kind is kind and words in failure.detail, failure
+
+
+def test_where_a_router_named_the_engine_it_is_waited_for_and_the_reason_stays(engine) -> None:
+    """It may be about to start; who waits in vain is told what stood in the way, not that nobody answered."""
+    begun = time.monotonic()
+    failure = told(engine({}, peer_timeout=0.6).agents[0], Source("127.0.0.1", nobody(), 0))
+    assert time.monotonic() - begun >= 0.6
+    assert failure.kind is K.PEER_UNREACHABLE
+    assert "it cannot be reached: Connection refused, for 0.6 s" in failure.detail
+    with Directory(Config(), "late") as late:
+        failure = told(engine({}, peer_timeout=0.6).agents[0], late.source)
+    assert failure.kind is K.NOT_PUBLISHED and "name it to others once its ranks are published" in failure.advice

@@ -1,0 +1,53 @@
+"""Offers behind fences: each is found once its fence has passed, and a turn asks few of those that have not."""
+
+from __future__ import annotations
+
+from kvxfer.control.fences import LOOKS, Fences
+from kvxfer.identity import TransferId
+from kvxfer.values import BlockTable, Offer
+
+
+class Flag:
+    """A fence that counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.up, self.asked = False, 0
+
+    def passed(self) -> bool:
+        self.asked += 1
+        return self.up
+
+
+def offer(i: int, tokens: int = 4) -> Offer:
+    return Offer(TransferId("t", i), b"d", 1, tokens, BlockTable.of([[1]]), False)
+
+
+def test_a_turn_asks_few_and_comes_to_each() -> None:
+    fences, flags = Fences(), [Flag() for _ in range(1000)]
+    for i, flag in enumerate(flags):
+        assert fences.hold(offer(i), flag, 0.0)
+    for i in (0, 500, 999):
+        flags[i].up = True
+    found = []
+    for _ in range(1000 // LOOKS + 1):
+        before = sum(flag.asked for flag in flags)
+        found += [o.transfer.prompt for o, _, _ in fences.passed()]
+        assert sum(flag.asked for flag in flags) - before <= LOOKS + 3
+    assert sorted(found) == [0, 500, 999] and len(fences) == 997
+
+
+def test_those_of_one_fence_pass_together_and_in_order() -> None:
+    fences, one, later = Fences(), Flag(), Flag()
+    for i in range(100):
+        assert fences.hold(offer(i), one, 0.0)
+        assert fences.hold(offer(i, 8), None, 0.0)
+    assert fences.hold(offer(0, 12), later, 0.0)
+    assert list(fences.passed()) == []
+    one.up = True
+    found = []
+    while len(fences) > 1:
+        found += [(o.transfer.prompt, o.tokens) for o, _, _ in fences.passed()]
+    assert sorted(found) == [(i, tokens) for i in range(100) for tokens in (4, 8)]
+    assert all(found.index((i, 4)) < found.index((i, 8)) for i in range(100))
+    fences.forget(TransferId("t", 0), 1)
+    assert not fences and list(fences.passed()) == []

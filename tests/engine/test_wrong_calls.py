@@ -1,0 +1,313 @@
+"""Wrong calls of the two sides, each in the middle of honest ones: it is answered by itself, and all of those go through."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer import Agent, BlockTable, Cache, Config, Group, KvxferError, Source, Ticket, TransferId
+from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
+from kvxfer.engine.renewals import Renewals
+from kvxfer.protocol.messages import Named, Renew
+
+FACTS = {"model": "small"}
+BLOCKS = 16
+CONFIG = Config(backend="kvxfer.testing.fake:FakeTransport", transfer_timeout=20.0, lease=20.0)
+DIGEST, TABLE = b"d", BlockTable.of([[14, 15]])
+HONEST = 6
+NAMES = itertools.count()
+
+
+class Engine:
+    """One rank of two tokens a block; its step does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.memory = np.zeros((1, BLOCKS, 2, 8), np.uint8)
+        cache = Cache.of_tensors(self.memory, "layer block token unit", encoding="e")
+        self.scheduler = SchedulerSide(CONFIG, name, cache.groups, 1, FACTS)
+        self.worker = WorkerSide(Agent(cache, CONFIG, name, FACTS))
+        self.loaded: set[str] = set()
+        self.failed: dict[str, str] = {}
+
+    def turn(self) -> None:
+        step = self.scheduler.step()
+        self.worker.begin(step)
+        self.worker.load(step)
+        self.worker.after_forward(step)
+        update = self.scheduler.report(self.worker.collect(0.002))
+        self.loaded |= update.loaded
+        self.failed |= {request: str(failure) for request, failure in update.failed.items()}
+
+    def close(self) -> None:
+        self.worker.close()
+        self.scheduler.close()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    p, d = Engine("p"), Engine("d")
+    p.turn()
+    d.turn()
+    yield p, d
+    p.close()
+    d.close()
+
+
+def fresh() -> tuple[str, TransferId]:
+    name = f"r{next(NAMES)}"
+    return name, TransferId.mint(1, name)
+
+
+def offered(s: SchedulerSide) -> str:
+    request, transfer = fresh()
+    assert s.offer(request, transfer, DIGEST, 4)
+    return request
+
+
+def loading(s: SchedulerSide) -> str:
+    request, transfer = fresh()
+    assert s.load(request, transfer, DIGEST, s.source, 4)
+    s.loadable(request, 0)
+    return request
+
+
+def offer(s: SchedulerSide, **wrong: Any) -> None:
+    request, transfer = fresh()
+    s.offer(**{"request": request, "transfer": transfer, "digest": DIGEST, "tokens": 4, **wrong})
+
+
+def load(s: SchedulerSide, **wrong: Any) -> None:
+    request, transfer = fresh()
+    good = {"request": request, "transfer": transfer, "digest": DIGEST, "source": s.source, "tokens": 4}
+    s.load(**{**good, **wrong})
+
+
+def runs(s: SchedulerSide, computed: Any = 0, scheduled: Any = 4, table: Any = TABLE) -> None:
+    s.runs(offered(s), computed, scheduled, table)
+
+
+def allocated(s: SchedulerSide, table: Any = TABLE, external: Any = 4) -> None:
+    s.allocated(loading(s), table, external)
+
+
+def ticket(s: SchedulerSide) -> Ticket:
+    return Ticket(fresh()[1], DIGEST, s.source)
+
+
+SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
+    "a request is a number": (lambda s: offer(s, request=1), "request must be a str, not 1"),
+    "a request is none": (lambda s: s.preempted(None), "request must be a str, not None"),  # type: ignore[arg-type]
+    "a ticket of a number": (lambda s: s.ticket(5), "request must be a str"),  # type: ignore[arg-type]
+    "offer a text": (lambda s: offer(s, transfer="x"), "transfer must be a kvxfer TransferId, not 'x'"),
+    "offer a digest of text": (lambda s: offer(s, digest="d"), "digest must be bytes, not 'd'"),
+    "offer an empty digest": (lambda s: offer(s, digest=b""), "digest must not be empty"),
+    "offer tokens of text": (lambda s: offer(s, tokens="4"), "tokens must be an integer, not '4'"),
+    "offer tokens by halves": (lambda s: offer(s, tokens=4.0), "tokens must be an integer, not 4.0"),
+    "offer negative tokens": (lambda s: offer(s, tokens=-1), "tokens must be at least 0, not -1"),
+    "offer to nobody": (lambda s: offer(s, consumers=0), "consumers must be at least 1"),
+    "offer, and stop or not": (lambda s: offer(s, stops=None), "stops must be True or False"),
+    "load a text": (lambda s: load(s, transfer="x"), "transfer must be a kvxfer TransferId"),
+    "load a ticket": (
+        lambda s: load(s, transfer=ticket(s)),
+        "transfer must be a kvxfer TransferId, not a kvxfer.ticket",
+    ),
+    "load a digest of text": (lambda s: load(s, digest="d"), "digest must be bytes"),
+    "load a long digest": (lambda s: load(s, digest=bytes(100)), "digest must have at most 64 bytes"),
+    "load from an address": (lambda s: load(s, source="h:1"), "source must be a kvxfer Source, not 'h:1'"),
+    "load from nowhere": (lambda s: load(s, source=None), "source must be a kvxfer Source, not None"),
+    "load tokens of text": (lambda s: load(s, tokens="4"), "tokens must be an integer"),
+    "load half a token": (lambda s: load(s, tokens=4.5), "tokens must be an integer"),
+    "load negative tokens": (lambda s: load(s, tokens=-3), "tokens must be at least 0"),
+    "load, offered or not": (lambda s: load(s, offered=None), "offered must be True or False"),
+    "load with negative progress": (lambda s: load(s, progress=-1), "progress must be at least 0"),
+    "computed is a text": (lambda s: s.loadable(loading(s), "0"), "computed must be an integer"),  # type: ignore[arg-type]
+    "computed is negative": (lambda s: s.loadable(loading(s), -1), "computed must be at least 0"),
+    "prefetch behind nothing": (lambda s: s.prefetch(loading(s), -1), "computed must be at least 0"),
+    "a list of blocks": (lambda s: allocated(s, [[1, 2]]), "table must be a kvxfer BlockTable, not a list"),
+    "count on nothing": (lambda s: allocated(s, external=None), "external must be an integer, not None"),
+    "count on a text": (lambda s: allocated(s, external="4"), "external must be an integer"),
+    "count on less than nothing": (lambda s: allocated(s, external=-4), "external must be at least 0"),
+    "count on too much": (lambda s: allocated(s, external=5), "counts on 5 tokens where 4 can be had"),
+    "load into too few blocks": (lambda s: allocated(s, BlockTable.of([[1]])), "no blocks for tokens 0 to 4"),
+    "load into two groups": (
+        lambda s: allocated(s, BlockTable.of([[1, 2], [3]])),
+        "one row for each .* 1 groups, not 2",
+    ),
+    "load beyond the cache": (lambda s: allocated(s, BlockTable.of([[1, 99]])), r"table\[0\] must be ids below 16"),
+    "runs in a list": (lambda s: runs(s, table=[[1, 2]]), "table must be a kvxfer BlockTable"),
+    "runs in nothing": (lambda s: runs(s, table=None), "table must be a kvxfer BlockTable, not None"),
+    "runs behind a text": (lambda s: runs(s, computed="0"), "computed must be an integer"),
+    "runs behind less than nothing": (lambda s: runs(s, computed=-1), "computed must be at least 0"),
+    "runs half a token": (lambda s: runs(s, scheduled=4.0), "scheduled must be an integer"),
+    "runs in too few blocks": (
+        lambda s: runs(s, table=BlockTable.of([[1]])),
+        r"table\[0\] must list 2 blocks of 2 tokens",
+    ),
+    "runs with a hole": (
+        lambda s: runs(s, table=BlockTable.of([[1, -1]])),
+        r"table\[0\] must have a block at position 1",
+    ),
+    "runs in one block twice": (lambda s: runs(s, table=BlockTable.of([[1, 1]])), "each block once, and block 1"),
+    "runs beyond the cache": (lambda s: runs(s, table=BlockTable.of([[1, 99]])), r"table\[0\] must be ids below 16"),
+    "runs in two groups": (
+        lambda s: runs(s, table=BlockTable.of([[1, 2], [3]])),
+        "one row for each .* 1 groups, not 2",
+    ),
+    "ends in nothing": (lambda s: s.finished(offered(s), None, True), "table must be a kvxfer BlockTable"),  # type: ignore[arg-type]
+    "ends in a list": (lambda s: s.finished(offered(s), [[1, 2]], True), "table must be a kvxfer BlockTable"),  # type: ignore[arg-type]
+    "ends well or not": (lambda s: s.finished(offered(s), TABLE, None), "complete must be True or False"),  # type: ignore[arg-type]
+    "no report": (lambda s: s.report(None), "report must be a kvxfer Report, not None"),  # type: ignore[arg-type]
+    "a step as a report": (lambda s: s.report(Step()), "report must be a kvxfer Report"),  # type: ignore[arg-type]
+    "announce one": (lambda s: s.announce(s.directory), "members must be a tuple of RankDescriptor"),  # type: ignore[arg-type]
+    "identify as nothing": (lambda s: s.identify(None), "facts must be a mapping"),  # type: ignore[arg-type]
+    "withdraw for no reason": (lambda s: s.withdraw_all(None), "reason must be a str"),  # type: ignore[arg-type]
+    "tell a text": (lambda s: s.directory.tell(s.source, "x"), "message must be a notice, not 'x'"),  # type: ignore[arg-type]
+    "tell of a text": (lambda s: s.directory.tell(s.source, Renew(1, (Named("t", DIGEST),))), "transfer must be"),  # type: ignore[arg-type]
+    "publish nothing": (lambda s: s.directory.publish(None), "members must be a tuple"),  # type: ignore[arg-type]
+}
+
+WORKER: dict[str, tuple[Callable[[WorkerSide], Any], str]] = {
+    "begin nothing": (lambda w: w.begin(None), "step must be a kvxfer Step, not None"),  # type: ignore[arg-type]
+    "load a report": (lambda w: w.load(Report()), "step must be a kvxfer Step"),  # type: ignore[arg-type]
+    "after nothing": (lambda w: w.after_forward(None), "step must be a kvxfer Step"),  # type: ignore[arg-type]
+    "payloads by request": (lambda w: w.after_forward(Step(), {"r1": b"x"}), "payloads must be a kvxfer TransferId"),  # type: ignore[dict-item]
+    "payloads in a list": (lambda w: w.after_forward(Step(), [b"x"]), "payloads must be a mapping"),  # type: ignore[arg-type]
+    "a payload of a number": (lambda w: w.after_forward(Step(), {fresh()[1]: 5}), "must be bytes, not 5"),  # type: ignore[dict-item]
+    "collect for a text": (lambda w: w.collect("x"), "timeout must be a number of seconds, not 'x'"),  # type: ignore[arg-type]
+    "collect for ever": (lambda w: w.collect(None), "timeout must be a number of seconds"),  # type: ignore[arg-type]
+    "resume with nothing": (lambda w: w.resume(None), "agent must be a kvxfer Agent, not None"),  # type: ignore[arg-type]
+    "no agent": (lambda w: WorkerSide(None), "agent must be a kvxfer Agent"),  # type: ignore[arg-type]
+    "a negative quarantine": (lambda w: WorkerSide(w.agent, quarantine=-1), "quarantine must be at least 0"),
+    "a quarantine of text": (lambda w: WorkerSide(w.agent, quarantine="x"), "quarantine must be an integer"),  # type: ignore[arg-type]
+    "tables by a number": (lambda w: WorkerSide(w.agent, table=5), "table must be a function or None"),  # type: ignore[arg-type]
+}
+
+MADE: dict[str, tuple[Callable[[], Any], str]] = {
+    "no configuration": (lambda: made(config=None), "config must be a kvxfer Config"),
+    "a name of a number": (lambda: made(engine=1), "engine must be a str"),
+    "one group": (lambda: made(groups=Group(4)), "groups must be a tuple of Group, not a kvxfer.values.Group"),
+    "groups of numbers": (lambda: made(groups=[4]), r"groups\[0\] must be a kvxfer Group, not 4"),
+    "no groups": (lambda: made(groups=[]), "groups must be at least 1"),
+    "no ranks": (lambda: made(ranks=0), "ranks must be at least 1"),
+    "ranks of text": (lambda: made(ranks="2"), "ranks must be an integer"),
+    "no facts": (lambda: made(facts=None), "facts must be a mapping"),
+    "pins of a number": (lambda: made(pins=4), "pins must be a kvxfer BlockPins"),
+    "a negative limit": (lambda: BlockPins(-1), "limit must be at least 0"),
+    "a limit of text": (lambda: BlockPins("x"), "limit must be an integer"),  # type: ignore[arg-type]
+    "no pool": (lambda: BlockPins(4, object()), "pool must be a kvxfer BlockPool, not a object"),  # type: ignore[arg-type]
+}
+
+
+def made(**wrong: Any) -> SchedulerSide:
+    good = {"config": CONFIG, "engine": "e", "groups": (Group(4),), "ranks": 1, "facts": FACTS}
+    return SchedulerSide(**{**good, **wrong})
+
+
+@pytest.mark.parametrize("wrong", MADE)
+def test_what_cannot_be_made_says_why(wrong: str) -> None:
+    call, told = MADE[wrong]
+    with pytest.raises(KvxferError, match=told):
+        call()
+
+
+def honest(engines: tuple[Engine, Engine], amid: Callable[[Engine, Engine], None]) -> None:
+    """Six transfers, in the middle of which both engines do something wrong; all six must come."""
+    p, d = engines
+    requests = [fresh() for _ in range(HONEST)]
+    tables = [BlockTable.of([[2 * i, 2 * i + 1]]) for i in range(HONEST)]
+    p.memory[0, : 2 * HONEST] = np.random.default_rng(len(requests[0][0])).integers(1, 255, (2 * HONEST, 2, 8))
+    for i, (request, transfer) in enumerate(requests):
+        assert p.scheduler.offer(request, transfer, DIGEST, 4)
+        if i == HONEST // 2:
+            amid(p, d)
+        p.scheduler.runs(request, 0, 4, tables[i])
+    p.turn()
+    for i, (request, _) in enumerate(requests):
+        told = p.scheduler.ticket(request)
+        assert told is not None
+        assert d.scheduler.load(request, told.transfer, told.digest, told.source, 4)
+        if i == HONEST // 2:
+            amid(d, p)
+        assert d.scheduler.loadable(request, 0) == 4
+        d.scheduler.allocated(request, tables[i], 4)
+    names = {request for request, _ in requests}
+    until = time.monotonic() + 20.0
+    while not names <= d.loaded | d.failed.keys() and time.monotonic() < until:
+        d.turn()
+        p.turn()
+    assert names <= d.loaded, d.failed
+    assert np.array_equal(p.memory[0, : 2 * HONEST], d.memory[0, : 2 * HONEST])
+    for request, _ in requests:
+        d.scheduler.finished(request, BlockTable.of([[]]), False)
+        p.scheduler.finished(request, BlockTable.of([[]]), False)
+
+
+@pytest.mark.parametrize("wrong", [*SCHEDULER, *WORKER])
+def test_a_wrong_call_costs_no_other(wrong: str, engines: tuple[Engine, Engine]) -> None:
+    def amid(one: Engine, _: Engine) -> None:
+        with pytest.raises(KvxferError, match=told) as caught:
+            call(getattr(one, side))
+        assert "\n" not in str(caught.value)
+
+    side, (call, told) = ("scheduler", SCHEDULER[wrong]) if wrong in SCHEDULER else ("worker", WORKER[wrong])
+    honest(engines, amid)
+
+
+def test_a_worker_that_is_told_nonsense_reports_it_and_goes_on() -> None:
+    """A scheduler side that has heard of no worker yet knows no bounds, and passes it on."""
+    p, d = Engine("p"), Engine("d")
+    beyond = BlockTable.of([[1, 99]])
+    name, transfer = fresh()
+
+    def amid(one: Engine, other: Engine) -> None:
+        if one is p:
+            assert p.scheduler.offer(name, transfer, DIGEST, 4)
+            p.scheduler.runs(name, 0, 4, beyond)
+        else:
+            assert d.scheduler.load(name, fresh()[1], DIGEST, other.scheduler.source, 4)
+            d.scheduler.loadable(name, 0)
+            d.scheduler.allocated(name, beyond, 4)
+
+    honest((p, d), amid)
+    assert "must be ids below 16" in d.failed[name]
+    for engine in (p, d):
+        engine.scheduler.finished(name, BlockTable.of([[]]), False)
+    until = time.monotonic() + 20.0
+    while (len(p.scheduler) or len(d.scheduler)) and time.monotonic() < until:
+        p.turn()  # the offer is over, too: nothing is remembered of it
+        d.turn()
+    assert len(p.scheduler) == len(d.scheduler) == len(d.worker) == 0
+    p.close()
+    d.close()
+
+
+def test_a_renewal_that_cannot_be_sent_ends_no_other() -> None:
+    told: list[Source] = []
+    bad, good = Source("127.0.0.1", 1, 1), Source("127.0.0.1", 2, 1)
+
+    def tell(source: Source, _: Renew) -> None:
+        if source == bad:
+            raise ValueError("cannot be sent")
+        told.append(source)
+
+    renewals = Renewals(0.02, tell)
+    renewals.begin(fresh()[1], DIGEST, bad)
+    renewals.begin(fresh()[1], DIGEST, good)
+    until = time.monotonic() + 20.0
+    while len(told) < 3 and time.monotonic() < until:
+        time.sleep(0.005)
+    renewals.close()
+    assert len(told) >= 3
+
+
+def test_what_is_closed_takes_nothing_up() -> None:
+    side = made()
+    side.close()
+    for call in (offer, load):
+        with pytest.raises(KvxferError, match="has been closed"):
+            call(side)
