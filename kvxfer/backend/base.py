@@ -43,6 +43,9 @@ class Base(Transport, Generic[E, L]):
     something to do. All of these are called on the thread that made the object (``shut_down`` after that has ended, perhaps
     on another), and raise ``TransportError`` when they cannot do what is asked; then nothing has changed.
 
+    It also holds the order of streams: of a link's SENDs, and of its RECVs, each has a higher number than those before, or ``submit``
+    refuses it. A batch that was refused for another reason has not used its number up.
+
     ``E`` is the class of endpoints and ``L`` that of links, anything with an attribute ``broken``.
 
     Attributes:

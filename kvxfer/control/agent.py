@@ -32,7 +32,7 @@ from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.data.traffic import Limits
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ArgumentError, KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache
 from kvxfer.identity import Source, TransferId, new_epoch
@@ -175,17 +175,20 @@ class Agent:
         self._revocations.offered(offer.transfer, offer.generation)
         self._loop.do(partial(self._shell.offer, offer, after, time.monotonic()))
 
-    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
+    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
         """Give up the blocks of a generation; whoever has read them will be told not to trust them.
 
-        Call it before the blocks are used for something else; once it has returned they may be. They must still have memory
-        until the ``GenerationReleased`` that follows (or the transfer's ``Released``), as those of an elastic cache need not.
+        Call it before the blocks are used for something else; once it has returned they may be, unless they are ``kept``. They
+        must still have memory until the ``GenerationReleased`` that follows (or the transfer's ``Released``), as those of an
+        elastic cache need not.
 
         Args:
             transfer: The transfer.
             generation: The generation whose blocks are given up.
             reason: Why, for the consumer and the log.
             gone: Whether it is for good. Then the transfer ends, with its two events unless they have come before.
+            kept: Whether the blocks stay as they are until its ``Released``. Consumers that are reading it, and for which that is
+                enough (``Fetch.enough``), then get what has been offered. Only together with ``gone``.
 
         Raises:
             ArgumentError: An argument is of the wrong type or range.
@@ -195,8 +198,12 @@ class Agent:
         generation = arguments.integer("generation", generation, 0)
         arguments.string("reason", reason, MOST_REASON, empty=True)
         gone = arguments.flag("gone", gone)
-        declared = self._revocations.declare(transfer)  # the engine may use the blocks before our thread comes to it
-        self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, declared))
+        if arguments.flag("kept", kept) and not gone:
+            raise ArgumentError("kept must come with gone: blocks that are computed anew are others")
+        declared = not kept and self._revocations.declare(
+            transfer
+        )  # the engine may use the blocks before our thread comes to it
+        self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
 
     def renew(self, transfer: TransferId) -> None:
         """Keep an offer's lease: its consumer is alive, though it has not come yet."""

@@ -148,11 +148,11 @@ class Shell:
         return out
 
     def revoke(
-        self, transfer: TransferId, generation: int, reason: str, gone: bool, declared: bool, now: float
+        self, transfer: TransferId, generation: int, reason: str, gone: bool, kept: bool, declared: bool, now: float
     ) -> list[Action]:
         self._fences.forget(transfer, generation)
         why = Failure(FailureKind.WITHDRAWN if gone else FailureKind.REVOKED, reason)
-        out = self.producer.revoke(transfer, generation, why, gone, now)
+        out = self.producer.revoke(transfer, generation, why, gone, now, kept)
         if declared:
             self._revocations.take_in()
         self._forget_if_over(transfer, generation)

@@ -71,6 +71,7 @@ class Report:
         failed: those whose load has failed, and why.
         arrived: of loads that asked for it (``SchedulerSide.load``), the tokens that are here so far on each rank.
         payloads: of requests that have been delivered, what the producer has sent along.
+        short: of requests that have been delivered, the token up to which they are here, where that is not all of it.
         writing: those that are reported as failed though their blocks may still be written to, and on which ranks.
         quiet: those of them that no longer are.
         stages: of loads that have ended, when they came how far on the slowest rank.
@@ -89,6 +90,7 @@ class Report:
     failed: dict[str, Failure] = field(default_factory=dict)
     arrived: dict[str, dict[Rank, int]] = field(default_factory=dict)
     payloads: dict[str, bytes] = field(default_factory=dict)
+    short: dict[str, int] = field(default_factory=dict)
     writing: dict[str, set[Rank]] = field(default_factory=dict)
     quiet: dict[str, set[Rank]] = field(default_factory=dict)
     stages: dict[str, Stages] = field(default_factory=dict)
@@ -109,6 +111,7 @@ class Report:
             later.failed | self.failed,
             _join(self.arrived, later.arrived),
             later.payloads | self.payloads,
+            later.short | {k: min(n, later.short.get(k, n)) for k, n in self.short.items()},
             _union(self.writing, later.writing),
             _union(self.quiet, later.quiet),
             later.stages | {k: s.slowest(later.stages.get(k, s)) for k, s in self.stages.items()},

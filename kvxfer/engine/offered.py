@@ -113,7 +113,7 @@ class OfferedBlocks:
                 self._pins.drop(("revoked", transfer))
 
     def finished(
-        self, request: str, transfer: TransferId | None, table: BlockTable, complete: bool, *, found: bool
+        self, request: str, transfer: TransferId | None, table: BlockTable, complete: bool, *, found: bool, good: bool
     ) -> bool:
         """Take in that the request is over; True if the engine must keep its blocks.
 
@@ -123,10 +123,12 @@ class OfferedBlocks:
             table: the whole block table at its end.
             complete: it ended normally and its KV is good.
             found: whether others can find our ranks, so that somebody may be reading.
+            good: though not complete, what it has offered is good.
         """
         end = self._ends.pop(request, None)
         offered = self._schedule.offered(request).ids()
-        held = self._schedule.finish(request, table if end is None else table.filled(end), complete)
+        kept = not complete and found and request not in self._reads and self._quarantine(transfer, offered)
+        held = self._schedule.finish(request, table if end is None else table.filled(end), complete, kept and good)
         if transfer is None:
             return held
         if held:
@@ -135,10 +137,14 @@ class OfferedBlocks:
             return True
         if request in self._reads:
             self._hold_revoked(request)
-        elif offered and found and self._pins.quarantine(transfer, offered):
+        elif kept or (complete and found and self._quarantine(transfer, offered)):
             self._orphans[transfer] = sys.maxsize  # until the revocation is on its way
         self._pins.drop(request)  # last, since what nobody holds any more is not there to be pinned
         return False
+
+    def _quarantine(self, transfer: TransferId | None, blocks: tuple[int, ...]) -> bool:
+        """Keep blocks that others may be reading; whether they are kept."""
+        return transfer is not None and bool(blocks) and self._pins.quarantine(transfer, blocks)
 
     def shipped(self, commands: StepCommands) -> None:
         """Take in that these commands go to the workers."""

@@ -51,7 +51,10 @@ _held = arguments.holding(
     external=partial(arguments.integer, least=0, most=MOST_TOKENS),
     progress=partial(arguments.integer, least=0, most=MOST_TOKENS),
     consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
+    enough=partial(arguments.integer, least=0, most=MOST_TOKENS),
+    begun=arguments.flag,
     offered=arguments.flag,
+    good=arguments.flag,
     complete=arguments.flag,
     stops=arguments.flag,
     report=partial(arguments.instance, kind=Report),
@@ -81,6 +84,8 @@ class Update:
         disagreed: those of the failed of which every rank by itself was delivered what it wanted, and the blocks of their
             loads.
         payloads: of the loaded, what the producer has sent along (``WorkerSide.after_forward``), where it has.
+        short: of the loaded that may be so (``SchedulerSide.load``, ``enough``), those that are here in part, since the producer
+            has given up: up to which token. The engine computes the others.
     """
 
     free: frozenset[str] = frozenset()
@@ -89,6 +94,7 @@ class Update:
     arrived: Mapping[str, int] = field(default_factory=dict)
     disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     payloads: Mapping[str, bytes] = field(default_factory=dict)
+    short: Mapping[str, int] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -149,6 +155,7 @@ class SchedulerSide:
         self._failed: dict[str, Failure] = {}  # loads that have, on some rank
         self._arrived: dict[str, dict[Rank, int]] = {}  # of loads under way, the tokens that each rank has
         self._payloads: dict[str, bytes] = {}  # of loads that some rank has
+        self._short: dict[str, int] = {}  # of those, the token up to which it is here, where that is not all
         self._members: dict[Rank, RankDescriptor] = {}
         self._renewals = Renewals(config.lease, self.directory.tell)
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
@@ -211,6 +218,7 @@ class SchedulerSide:
         begun: bool = True,
         offered: bool = False,
         progress: int = 0,
+        enough: int = 0,
     ) -> bool:
         """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
 
@@ -229,12 +237,14 @@ class SchedulerSide:
             offered: whether the producer is known to have offered all of them, as when it has answered its request. If it
                 does not know them any more, the load fails within about a second, not at its deadline.
             progress: how many more tokens are news.
+            enough: how many tokens are of use, should the producer give up before it has computed all (``Update.short``). 0: all
+                or none. Only where all groups are ``full``.
 
         Returns False if the transfer is in use for other content or from another source, or was given up just now: the
         request is computed here. Raises ``ScheduleError`` if it loads another.
         """
         self._check_open()
-        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered)
+        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
         if taken:
             self._loads.setdefault(request, 0)
             self._renewals.begin(transfer, digest, source)
@@ -437,13 +447,15 @@ class SchedulerSide:
         self._offered.preempted(request)
 
     @_held
-    def finished(self, request: str, table: BlockTable, complete: bool) -> bool:
+    def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
         """Take in that the request is over, at whatever point.
 
         Args:
             request: the engine's id of it.
             table: the whole block table at its end; one of empty rows if it has no blocks.
             complete: it ended normally and its KV is good; False for an abort or an error.
+            good: though not complete, what has been computed is good, as after an abort. Those who are reading it, and for whom
+                that is enough, may finish with that.
 
         Returns:
             True if the engine must keep the blocks until a ``report`` names the request as ``free``. A load under way
@@ -461,7 +473,7 @@ class SchedulerSide:
             digest = self._schedule.producer.digest(transfer) or b""
             self._over.put(transfer, digest, time.monotonic())
             self.directory.begins(transfer, digest)  # or is over, of which they hear when they fetch it
-        return self._offered.finished(request, transfer, table, complete, found=bool(self._members))
+        return self._offered.finished(request, transfer, table, complete, found=bool(self._members), good=good)
 
     @_held
     def freed(self, request: str) -> None:
@@ -524,6 +536,9 @@ class SchedulerSide:
         for request, payload in report.payloads.items():
             if request in self._loading:
                 self._payloads.setdefault(request, payload)
+        for request, tokens in report.short.items():
+            if request in self._loading:
+                self._short[request] = min(tokens, self._short.get(request, tokens))
         for request, ranks in report.writing.items():
             self._loading.writing(request, ranks)
         for request, ranks in report.quiet.items():
@@ -552,7 +567,7 @@ class SchedulerSide:
 
     def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
         """Return what has become of loads that all ranks have reported."""
-        loaded, failed, disagreed, payloads = set(), {}, {}, {}
+        loaded, failed, disagreed, payloads, shorter = set(), {}, {}, {}, {}
         for request in requests:
             generations, failure = self._agreement.over(request), self._failed.pop(request, None)
             if failure is None and len(generations) > 1:
@@ -563,7 +578,10 @@ class SchedulerSide:
                 log.warning("request %s cannot use what was loaded: %s", request, failure)
             source, tokens = self._under_way.pop(request, (None, 0))
             stages = self._stages.pop(request, None)
-            payload = self._payloads.pop(request, b"")
+            payload, short = self._payloads.pop(request, b""), self._short.pop(request, None)
+            if failure is None and short is not None:
+                shorter[request] = short
+                log.warning("request %s has come up to token %d, where its producer gave up", request, short)
             if failure is None:
                 loaded.add(request)
                 if payload:
@@ -572,13 +590,13 @@ class SchedulerSide:
                 failed[request] = failure
             if source is not None and failure is not None:
                 self._prefetches.paces.failed(source)
-            elif source is not None and stages is not None:
+            elif source is not None and stages is not None and short is None:
                 self._prefetches.paces.delivered(source, tokens, stages.moving)
             if source is not None:
                 self._trace.seen(request, failure, stages)
             self._loading.over(request)
             self._arrived.pop(request, None)
-        return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads)
+        return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
 
     def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
         """Return how far those loads are of which something is new, on all ranks."""
@@ -697,5 +715,5 @@ class SchedulerSide:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
         loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
-        told = len(self._failed) + len(self._arrived) + len(self._payloads)
+        told = len(self._failed) + len(self._arrived) + len(self._payloads) + len(self._short)
         return sides + loads + told + len(self._offers)

@@ -114,7 +114,7 @@ class WorkerSide:
             self.agent.identify(step.facts)
         for revoke in step.commands.revokes:
             self._payloads.pop(revoke.transfer, None)
-            self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone)
+            self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone, kept=revoke.kept)
         if step.commands.revokes:
             with self._lock:
                 self._report.begun[self._rank] = step.number
@@ -264,8 +264,11 @@ class WorkerSide:
         else:
             if event.generation is not None:
                 report.delivered.setdefault(request, set()).add(event.generation)
-            if event.payload:  # too long for a message, so that the end is said with a step only
+            if event.payload:
                 report.payloads[request] = event.payload
+            if event.short is not None:
+                report.short[request] = event.short
+            if event.payload or event.short is not None:  # of which no message tells: the end is said with a step only
                 del self._known[request]
 
     def _released(self, report: Report, request: str) -> None:

@@ -392,7 +392,7 @@ class ConsumerMachine:
             f.begun, f.deadline = True, now + self._timeout
             self._deadlines.set(f.spec.handle, f.deadline)
         rank.generation, rank.revocations = msg.generation, msg.revocations
-        rank.final |= msg.final
+        rank.end = msg.hi if msg.final else rank.end
         rank.payload = rank.payload or msg.payload
         rank.spans[msg.part] = msg.lo, msg.hi
         try:
@@ -463,7 +463,7 @@ class ConsumerMachine:
         Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
         """
         out = self._progress(f)
-        if not rank.complete(f.spec.start, f.spec.tokens):
+        if not rank.complete(f.spec.start, f.enough):
             return out
         rank.on(E.COMPLETE)
         if any(x.state is not S.ARRIVED for x in f.rank_fetches):
@@ -551,8 +551,8 @@ class ConsumerMachine:
         self._deadlines.cancel(spec.handle)
         self._seeking.remove(spec.source, spec.handle)
         seconds, waited = now - f.began, f.heard - f.began
-        payload = f.payload if outcome.delivered else b""
-        more = f.generation, waited, payload, f.stages(now)
+        payload, short = (f.payload, f.short) if outcome.delivered else (b"", None)
+        more = f.generation, waited, payload, f.stages(now), short
         ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, *more)
         out: list[Action] = [Emit(ended)]
         for link, rank in (f.ranks or {}).items():

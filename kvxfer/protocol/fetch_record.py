@@ -31,7 +31,7 @@ class RankFetch:
     least: Generation = 0  # older ones are of no use
     generation: Generation | None = None
     revocations: int | None = None  # the producer's, when it announced the first part
-    final: bool = False
+    end: int | None = None  # where the final part ends, once it has been announced
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> tokens, of the parts announced
     flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
@@ -57,7 +57,7 @@ class RankFetch:
     def begin(self, attempt: int, remote_writes: bool, least: Generation) -> None:
         """Begin the next attempt; nothing is left of the one before."""
         self.least, self.counted = least, False
-        self.attempt, self.generation, self.revocations, self.final, self.error = attempt, None, None, False, None
+        self.attempt, self.generation, self.revocations, self.end, self.error = attempt, None, None, None, None
         self.remote_writes, self.asked, self.checksum, self.sum, self.payload = remote_writes, 0, 0, b"", b""
         self.spans.clear()
         self.to_hash.clear()
@@ -69,9 +69,9 @@ class RankFetch:
     def quiet(self) -> bool:
         return not self.flight and not self.remote_writes
 
-    def complete(self, start: int, tokens: int) -> bool:
-        """Return whether all parts are here and cover what is wanted."""
-        whole = self.final and covered(self.spans.values(), start, tokens)
+    def complete(self, start: int, enough: int) -> bool:
+        """Return whether all parts are here, and cover what there is and at least what is enough."""
+        whole = self.end is not None and covered(self.spans.values(), start, max(self.end, enough))
         return whole and not self.flight and self.error is None
 
     def arrived(self, start: int) -> int:
@@ -127,6 +127,17 @@ class FetchRecord:
         return Stages(self.began, self.asked, self.announced, self.heard, self.arrived_at, now)
 
     @property
+    def enough(self) -> int:
+        """How many tokens each rank must have at least."""
+        return self.spec.enough or self.spec.tokens
+
+    @property
+    def short(self) -> int | None:
+        """The token up to which all ranks have it, where that is not all of it."""
+        end = min((x.end for x in self.rank_fetches if x.end is not None), default=self.spec.tokens)
+        return end if end < self.spec.tokens else None
+
+    @property
     def payload(self) -> bytes:
         """What came with the offer, from the first of the ranks."""
         return min(self.rank_fetches, key=lambda rank: rank.spec.rank).payload if self.rank_fetches else b""
@@ -136,7 +147,7 @@ class FetchRecord:
         s = self.spec
         left = max(self.deadline - now, 0.0)
         wanted = s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks
-        return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered)
+        return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough)
 
     def commit_request(self, rank: RankFetch) -> m.CommitRequest:
         """Make the message by which a rank fetch asks, when all is here, whether it can be trusted."""

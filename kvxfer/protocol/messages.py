@@ -152,6 +152,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
         least: older generations are of no use, because another rank of the producer has this one already.
         moving: how long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
         offered: see ``Fetch``.
+        enough: see ``Fetch``.
     """
 
     transfer: TransferId
@@ -165,6 +166,7 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
     least: Number = 0
     moving: Seconds = 0.0
     offered: bool = False
+    enough: Count = 0
 
 
 class PartReady(_Base, frozen=True, tag="part"):
@@ -174,7 +176,8 @@ class PartReady(_Base, frozen=True, tag="part"):
     onwards. Write: they are in the consumer's memory or, if staged, will be written into the slots that it lends.
 
     Attributes:
-        final: the part is the last one, and holds the window and state groups, too.
+        final: the part is the last one, and holds the window and state groups, too. It ends before the last token that is wanted
+            only if the producer has given up, and so many tokens are enough.
         piece_bytes: size of the pieces in which the part comes packed; 0 for direct runs.
         revocations: the revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
         payload: what came with the offer, with the final part.

@@ -132,11 +132,14 @@ class OfferRecord:
     nbytes: int = 0
     outcome: Outcome | None = None
     known: bool = False  # the engine has spoken of it and waits for its end
+    short: Failure | None = (
+        None  # why the engine has given it up, where those who are being served may finish with what there is
+    )
 
     def take(self, offer: Offer) -> None:
         """Take what the engine offers."""
         if offer.generation != self.generation:
-            self.payload = b""
+            self.payload, self.short = b"", None
         self.payload = offer.payload or self.payload
         self.known, self.generation, self.offer, self.consumers = True, offer.generation, offer, offer.consumers
         self.handle = offer.handle
@@ -182,6 +185,11 @@ class OfferRecord:
     def drop(self, reader: int) -> None:
         """Note that a reader that counts has given the transfer up."""
         self.dropped.add(reader)
+
+    @property
+    def served(self) -> bool:
+        """Whether it is being served to anybody."""
+        return any(serve.live for serve in self.serves.values())
 
     def lives(self, reader: int, but: RankServe | None = None) -> bool:
         """Return whether the transfer is being served to this reader by an attempt other than ``but``."""
@@ -244,7 +252,9 @@ def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | No
     if offer.digest != request.digest:
         why = "the digests differ: it is not the KV of the consumer's prompt"
         return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
-    if offer.final and offer.tokens < request.tokens:
+    few = offer.tokens < request.tokens
+    partly = all(g.kind == "full" for cache in (info.planner.src, info.planner.dst) for g in cache.groups)
+    if offer.final and few and not (partly and 0 < request.enough <= offer.tokens):
         why = f"the producer holds {offer.tokens} tokens, the consumer wants {request.tokens}"
         return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     if offer.final and offer.tokens != request.tokens and any(g.kind == "state" for g in info.planner.src.groups):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
 from kvxfer.identity import Generation, TransferId
@@ -135,7 +137,9 @@ class ProducerMachine:
             out += self._count(h, DELIVERED, now)
         return out
 
-    def revoke(self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float) -> list[Action]:
+    def revoke(
+        self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float, kept: bool = False
+    ) -> list[Action]:
         """Give the blocks of this generation and of older ones up.
 
         Args:
@@ -144,6 +148,8 @@ class ProducerMachine:
             why: what consumers are told.
             gone: nothing will replace the blocks, and the transfer ends, unless its end has been reported before.
             now: the time in seconds.
+            kept: the blocks stay as they are until the release, so that those who are being served may finish with what has
+                been offered, if that is enough for them; the transfer ends after that.
         """
         over = self._over.get(transfer)
         if over is not None and generation < over.least:
@@ -151,12 +157,14 @@ class ProducerMachine:
         if transfer not in self._records and not gone:
             return [_generation_released(OfferRecord(transfer, now, now), generation)]
         h = self._record(transfer, now)
+        if kept and gone and h.offer is not None and h.offer.generation == generation and h.offer.tokens and h.served:
+            return self._shorten(h, h.offer, why, now)
         h.give_up(generation)
+        h.known |= gone  # now at the latest, so that it is kept until its end has been told
         out: list[Action] = []
         if h.offer is None or h.offer.generation <= generation:
             out += self._void(h, why, again=not gone, now=now)
         if gone:
-            h.known = True
             return out + self._end(h, Outcome(why), now)
         h.revoked = generation if h.revoked is None else max(generation, h.revoked)
         return out + self._release_revoked(h)
@@ -359,6 +367,8 @@ class ProducerMachine:
             return []
         info = link.info
         why = unfit(offer, request, info)
+        if why is not None and serve.record.short is not None and why.kind is K.NEVER_OFFERED:
+            why = told(Outcome(serve.record.short))
         if why is not None:
             serve.record.reject(serve.reader, request.digest)
             return self._stop(serve, why, False, now)
@@ -478,6 +488,14 @@ class ProducerMachine:
                 out += self._stop(serve, why, again, now)
         return out
 
+    def _shorten(self, h: OfferRecord, offer: Offer, why: Failure, now: float) -> list[Action]:
+        """Make what has been offered all that there is, for those who are being served."""
+        h.short, h.offer = why, replace(offer, final=True)
+        out: list[Action] = []
+        for serve in list(h.serves.values()):
+            out += self._advance(serve, now)
+        return out
+
     def _stop(self, serve: RankServe, why: Failure, again: bool, now: float) -> list[Action]:
         """End one rank serve, unless it has ended.
 
@@ -536,6 +554,8 @@ class ProducerMachine:
         out = self._release_revoked(h) + self._release(h)
         if not h.known and not h.serves and h.outcome is None:
             del self._records[h.transfer]  # it was wanted only
+        elif h.short is not None and h.outcome is None and not h.served:
+            out += self._count(h, DELIVERED, now) + self._end(h, Outcome(h.short), now)
         elif h.settled:  # and this was perhaps the last that others waited for
             out += self._count(h, DELIVERED, now)
         return out

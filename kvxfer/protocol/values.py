@@ -102,6 +102,8 @@ class Ended(msgspec.Struct, frozen=True):
         payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank, where this rank
             reads from several, and empty where it had nothing to read.
         stages: on a consumer, when it came how far.
+        short: on a consumer to which it was delivered, the token up to which it is here, where the producer has given up before
+            all were computed and so many are enough (``Fetch.enough``); ``None`` where all are.
     """
 
     role: Role
@@ -114,6 +116,7 @@ class Ended(msgspec.Struct, frozen=True):
     waited: float = 0.0
     payload: bytes = b""
     stages: Stages = Stages()
+    short: int | None = None
 
 
 class Released(msgspec.Struct, frozen=True):

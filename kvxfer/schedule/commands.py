@@ -31,12 +31,15 @@ class Revoke(msgspec.Struct, frozen=True):
         gone: the transfer is over; nothing follows, and a worker forgets it once it is quiet. Every transfer that an
             ``OfferSchedule`` took up ends with exactly one such revocation, those that all have read included; readers
             that have not read all fail at once. If not gone (preemption), a reader may wait for the next generation.
+        kept: the blocks stay as they are until all workers have released them: those who are reading by then may finish with
+            what has been offered.
     """
 
     transfer: TransferId
     generation: Generation
     reason: str
     gone: bool
+    kept: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True):

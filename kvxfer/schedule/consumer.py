@@ -25,6 +25,7 @@ class _Load:
     tokens: int
     progress: int
     offered: bool
+    enough: int
     requests: set[str] = field(default_factory=set)
     state: _State = _State.OPEN
     loader: str | None = None  # whose load the workers have not reported yet, cancelled or not
@@ -60,6 +61,7 @@ class FetchSchedule:
         tokens: int,
         progress: int = 0,
         offered: bool = False,
+        enough: int = 0,
     ) -> bool:
         """Take in a request of whose prompt the first ``tokens`` tokens can be had from ``source``.
 
@@ -79,7 +81,9 @@ class FetchSchedule:
         if not same or request in self._loading:
             return False
         if load is None:
-            load = self._loads[transfer] = _Load(transfer, digest, source, tokens, progress, offered)
+            load = self._loads[transfer] = _Load(
+                transfer, digest, source, tokens, progress, offered, 0 if offered else enough
+            )
         load.requests.add(request)
         self._requests[request] = load
         return True
@@ -124,7 +128,8 @@ class FetchSchedule:
             load.state, load.loader = _State.LOADING, request
             self._loading[request] = load
             names = request, load.transfer, load.digest, load.source
-            self._fetches.append(Fetch(*names, blocks, computed, end, self._own, load.progress, load.offered))
+            enough = min(max(load.enough, computed + 1), end) if load.enough else 0
+            self._fetches.append(Fetch(*names, blocks, computed, end, self._own, load.progress, load.offered, enough))
         elif load is not None and load.state is _State.OPEN:
             self._decline(load, "the consumer does not need it")
 

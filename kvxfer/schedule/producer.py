@@ -128,13 +128,14 @@ class OfferSchedule:
             self._restart(prefill, "the producer preempted the request")
             prefill.progress = 0
 
-    def finish(self, request: str, table: BlockTable, complete: bool) -> bool:
+    def finish(self, request: str, table: BlockTable, complete: bool, kept: bool = False) -> bool:
         """Take in that the request is over.
 
         Args:
             request: the engine's id of it.
             table: the whole block table at its end.
             complete: it ended normally and its KV is good; False for an abort or an error, at whatever point.
+            kept: though not complete, the blocks that it has offered stay as they are until they are released.
 
         Returns:
             True: the engine must keep the blocks until ``released`` names the request. False: it frees them
@@ -145,7 +146,7 @@ class OfferSchedule:
             return False
         reason = self._unusable(prefill, table) if complete else "the producer's request was aborted or failed"
         if reason is not None:
-            self._revoke(prefill, reason, gone=True)
+            self._revoke(prefill, reason, gone=True, kept=kept and not (self._windows or self._states))
             del self._transfers[prefill.transfer]
             return False
         prefill.finished = True
@@ -320,12 +321,12 @@ class OfferSchedule:
             prefill.generation = self._next_generation()
             prefill.blocks, prefill.tokens, prefill.final = self._nothing, 0, False
 
-    def _revoke(self, prefill: _Prefill, reason: str, gone: bool) -> None:
+    def _revoke(self, prefill: _Prefill, reason: str, gone: bool, kept: bool = False) -> None:
         if prefill.gone:
             return
         prefill.gone = gone
         self._offers.pop(prefill.transfer, None)
-        self._revokes.append(Revoke(prefill.transfer, prefill.generation, reason, gone))
+        self._revokes.append(Revoke(prefill.transfer, prefill.generation, reason, gone, kept))
 
     def _forget(self, prefill: _Prefill) -> None:
         del self._transfers[prefill.transfer]

@@ -105,6 +105,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
             run_bytes=o["run_bytes"],
             gathers=o["gathers"],
             factored=o["factored"],
+            may_block_s=0.1,  # a batch moves in one call, however large
             abort=o["abort"],
             quiet=o["quiet"],
         )

@@ -1,6 +1,6 @@
 """Faults around any back end, chosen in a configuration: loss, delay, failure, death, wrong bytes.
 
-``{"backend": "kvxfer.testing.faults:Faulty", "backend_options": {"inner": "zmq", "lose": 0.01}}``
+``{"backend": "kvxfer.testing.faults:Faulty", "backend_options": {"inner": "tcp", "lose": 0.01}}``
 
 Bytes are corrupted where they arrive (READ and RECV), after the inner back end has said that all went well: a check
 that does not notice proves nothing. ``Zeroing`` is the negative control of anything that claims to compare KV. Whatever
@@ -47,7 +47,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         seed: Of the probabilities.
     """
 
-    inner: str = "zmq"
+    inner: str = "tcp"
     inner_options: dict[str, Any] = {}
     lose: Chance = 0.0
     fail: Chance = 0.0

@@ -5,7 +5,9 @@ The record is strict: a completion for a batch that was not submitted, or a seco
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,15 @@ from kvxfer.transport.contract import Batch, Fence, Quieted, Transport, Verb
 __all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
 
 Bytes = NDArray[np.uint8]
+
+PERIOD = 64 << 20
+TAIL = 1 << 20
+"""What ``allocate_repeating`` repeats, and what at the end it does not, in bytes."""
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_MAP_FIXED = 0x10
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,19 @@ class Buffer:
         self._tensor[offset : offset + len(data)].copy_(torch.from_numpy(data.copy()))
         torch.cuda.synchronize(self.region.device)
 
+    def repeat(self) -> None:
+        """Let the same ``PERIOD`` bytes be seen again and again, all over this buffer of the host but for its ``TAIL``."""
+        pages = os.memfd_create("kvxfer-conformance", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(pages, PERIOD)
+            for at in range(0, self.region.nbytes - TAIL, PERIOD):
+                nbytes = min(PERIOD, self.region.nbytes - TAIL - at)
+                how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+                if _mmap(self.region.address + at, nbytes, *how, pages, 0) != self.region.address + at:
+                    raise OSError(ctypes.get_errno(), "memory cannot be mapped again")
+        finally:
+            os.close(pages)
+
     def free(self) -> None:
         """Give the memory back."""
         if self._map is not None:
@@ -105,6 +129,7 @@ class Participant(Protocol):
 
     def allocate(self, sizes: Sequence[int], seed: int) -> int: ...
     def allocate_untouched(self, sizes: Sequence[int]) -> int: ...
+    def allocate_repeating(self, nbytes: int) -> int: ...
     def content(self, memory: int) -> Bytes: ...
     def read(self, memory: int, offset: int, nbytes: int) -> Bytes: ...
     def write(self, memory: int, offset: int, data: Bytes) -> None: ...
@@ -146,7 +171,15 @@ class LocalParticipant:
 
     def allocate_untouched(self, sizes: Sequence[int]) -> int:
         """Do the same without content: host memory of zeros, which takes room only where it is written to."""
-        buffers = [Buffer(n, self._device) for n in sizes]
+        return self._register([Buffer(n, self._device) for n in sizes])
+
+    def allocate_repeating(self, nbytes: int) -> int:
+        """Do the same on the host with gigabytes that take hardly any room: ``PERIOD`` bytes, repeated, and a ``TAIL``."""
+        buffer = Buffer(nbytes, self._device)
+        buffer.repeat()
+        return self._register([buffer])
+
+    def _register(self, buffers: list[Buffer]) -> int:
         memory = self.transport.register([b.region for b in buffers])
         self._memories[memory] = buffers
         return memory

@@ -66,6 +66,9 @@ class RemoteParticipant:
     def allocate_untouched(self, sizes: Sequence[int]) -> int:
         return int(self._ask("allocate_untouched", list(sizes)))
 
+    def allocate_repeating(self, nbytes: int) -> int:
+        return int(self._ask("allocate_repeating", nbytes))
+
     def read(self, memory: int, offset: int, nbytes: int) -> Bytes:
         return np.frombuffer(base64.b64decode(self._ask("read", memory, offset, nbytes)), np.uint8)
 
@@ -221,7 +224,9 @@ def _obey(participant: LocalParticipant, command: str, arguments: list[Any]) -> 
         case "result":
             result = participant.result(*arguments)
             return None if result is None else [result.error, result.quiet]
-        case "quiet" | "allocate" | "allocate_untouched" | "fill" | "deregister" | "disconnect" | "abort" | "close":
+        case "quiet" | "fill" | "deregister" | "disconnect" | "abort" | "close":
+            return getattr(participant, command)(*arguments)
+        case "allocate" | "allocate_untouched" | "allocate_repeating":
             return getattr(participant, command)(*arguments)
     raise ValueError(f"unknown command {command!r}")
 

@@ -156,7 +156,7 @@ def _own(backend: Backend, config: Config) -> Mapping[str, Any]:
         if not isinstance(value, Mapping) or not (called(backend, key) or known(key)):
             raise ConfigError(
                 "with backend 'auto', backend_options holds the options of each back end under its name "
-                f"({', '.join(available())}), as in {{'zmq': {{...}}}}; it cannot hold {key!r}: {value!r}"
+                f"({', '.join(available())}), as in {{'tcp': {{...}}}}; it cannot hold {key!r}: {value!r}"
             )
         if called(backend, key):
             mine = value

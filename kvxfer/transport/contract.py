@@ -18,9 +18,9 @@ its own; then both call ``connect(mine, theirs)``, or ``withdraw`` if nothing co
 batches for a link that is still being made wait inside the back end. Two links between the same two agents are independent.
 
 **Verbs.** ``READ`` and ``WRITE`` are one-sided: only one side submits. ``SEND`` and ``RECV`` are two-sided: both submit
-batches with the same ``lengths`` in the same order on a link and direction, and both carry the same ``stream`` number
-(0, 1, 2 ...), so a back end without tags needs none and one with tags can check. Neither half is submitted before both
-sides agreed to go.
+batches with the same ``lengths`` in the same order on a link and direction, and both carry the same ``stream`` number, so a back
+end without tags needs none and one with tags can check. The numbers rise, for each link and direction by itself, from
+anywhere and with gaps of any size. Neither half is submitted before both sides agreed to go.
 
 **Completion.** Every accepted batch ends in exactly one ``Completion`` from ``poll``. Success means that all bytes are
 *visible* at the target to anyone told over any other channel. ``quiet`` says that this batch can no longer
@@ -154,7 +154,8 @@ class Capabilities:
     ``run_bytes``: below this average run length packing into one long run is cheaper than submitting the runs.
     ``gathers``: takes many runs a batch at small cost (false: the session gives it single long runs, staged).
     ``factored``: takes a ``PlanBatch`` as well as a ``Batch``.
-    ``may_block_s``: longest time, in seconds, that one call is expected to block the data thread.
+    ``may_block_s``: longest time, in seconds, for which one call holds the data thread up, by computing or by waiting, on a host that has a
+    processor for it. Making and closing a back end may take longer.
     ``abort``: what ``abort`` ends: one ``batch``, or everything with that ``peer``.
     ``quiet``: what makes this side's memory quiet after a failure: the failed ``batch``'s completion, closing the peer
     (``peer_close``), time (``later``: a ``Quieted`` follows when the library is done; if that takes too long, closing the whole back

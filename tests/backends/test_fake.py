@@ -2,36 +2,8 @@
 
 from typing import Any, ClassVar
 
-from kvxfer.testing import ConformanceSuite, FakeTransport, Network
-from kvxfer.testing.conformance import World
-from kvxfer.testing.participant import LocalParticipant
-
-
-class MortalFake(LocalParticipant):
-    """Killed and stopped by its network, since it lives in this process."""
-
-    network: Network
-
-    def kill(self) -> None:
-        self.network.kill(self.name)
-
-    def stop(self) -> None:
-        self.network.stop(self.name)
-
-    def resume(self) -> None:
-        self.network.resume(self.name)
-
-
-class OnFake(ConformanceSuite):
-    backend = FakeTransport
-    gigabytes = False
-    __test__ = False
-
-    def make_mortal(self, world: World, name: str) -> MortalFake:
-        participant = MortalFake(self.backend, self.options, name, self.memory)
-        participant.network = self.options["network"]
-        world.adopt(participant)
-        return participant
+from kvxfer.testing import Network
+from tests.testing.on_fake import OnFake
 
 
 class TestFakeReads(OnFake):

@@ -92,6 +92,25 @@ def test_an_abort_leaves_the_link_alone(world: World) -> None:
         assert participant.transport.lost(link.peers[participant.name]) is None
 
 
+def test_a_large_batch_leaves_other_links_their_turns(world: World) -> None:
+    """While half a gigabyte is under way on one link, dozens of small batches go to and fro on another, one after the other."""
+    a, b, nbytes = world.local(), world.local(), 512 << 20
+    for participant in (a, b):
+        participant.allocate_repeating(nbytes)
+        participant.allocate([100_000], 7)
+    busy, other = world.link(a, b), world.link(a, b)
+    for link in (busy, other):
+        world.succeed(link.start(TransferMode.READ, a, b, Runs.of([0], [0], [1])))
+    large = busy.start(TransferMode.READ, a, b, Runs.of([0], [0], [nbytes]))
+    small = 0
+    while not large.over():
+        source, target = ((a, b), (b, a))[small % 2]
+        world.succeed(other.start(TransferMode.READ, source, target, Runs.of([0], [5], [64_000]), 1, 1))
+        small += 1
+    world.succeed(large)
+    assert small > 20, f"{small} small batches came through beside a large one"
+
+
 def test_only_what_is_lent_can_be_read(world: World) -> None:
     a, b = world.local(), world.local()
     world.allocate(a, b)

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvxfer.control.calls import Calls
 from kvxfer.errors import ArgumentError
 from kvxfer.identity import TransferId
+from kvxfer.protocol.values import Progress
+from kvxfer.values import BlockTable
 from tests.conftest import require
-from tests.control.conftest import Ended, FailureKind, Released, fetch, offered
+from tests.control.conftest import HEADS, Ended, FailureKind, Released, fetch, offered, until
 
 VERBS = {
     "read": {"verbs": ["read"]},
@@ -167,6 +170,49 @@ def test_a_producer_that_never_begins_costs_no_more_than_that(engine, options):
     end = d.wait(Ended)[0]
     assert end.outcome.kind is FailureKind.NEVER_OFFERED
     d.wait(Released)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_has_come_when_the_producer_gives_up_is_delivered_where_that_is_enough(engine, options, tp):
+    p, d = engine(dict(options), seed=1, tp=tp), engine(dict(options))
+    wanted = replace(fetch(p.source, [5, 6], 8, transfer=T), progress=1)
+    d.agents[0].fetch(replace(wanted, enough=4))
+    other = TransferId("own/1/whole", 0)
+    d.agents[0].fetch(replace(wanted, transfer=other, handle="whole", blocks=BlockTable.of([[7, 8]])))
+    for agent in p.agents:
+        for transfer in (T, other):
+            agent.offer(offered([3], 4, transfer=transfer, final=False))
+    d.wait(Progress, count=2)
+    for agent in p.agents:
+        for transfer in (T, other):
+            agent.revoke(transfer, 1, "its client has left", gone=True, kept=True)
+    ends = {end.handle: end for end in d.wait(Ended, count=2)}
+    assert ends["req"].outcome.delivered and ends["req"].short == 4
+    assert ends["whole"].outcome.kind is FailureKind.WITHDRAWN and "its client has left" in str(ends["whole"].outcome)
+    for r in range(tp):
+        heads = slice(r * HEADS // tp, (r + 1) * HEADS // tp)
+        assert np.array_equal(d.block(5)[:, heads], p.block(3, r))
+        p.wait(Released, rank=r, count=2)
+    d.wait(Released, count=2)
+
+
+def test_what_nobody_is_reading_when_it_is_given_up_ends_at_once(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    p.agents[0].offer(offered([3], 4, transfer=T, final=False))
+    p.agents[0].revoke(T, 1, "its client has left", gone=True, kept=True)
+    assert p.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
+    p.wait(Released)
+    d.agents[0].fetch(replace(fetch(p.source, [5, 6], 8, transfer=T), enough=4))
+    assert d.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
+
+
+def test_a_request_given_up_before_any_of_it_is_computed_ends_for_whoever_waits_for_it(engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+    until(lambda: p.agents[0]._shell.producer.holds(T))
+    p.agents[0].revoke(T, 1, "its client has left", gone=True)
+    assert d.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
+    p.wait(Released)
 
 
 def test_cancel_on_either_side(engine, options):

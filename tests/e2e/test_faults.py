@@ -38,6 +38,7 @@ def test_a_killed_prefill_server_costs_only_its_requests(cluster: Cluster, model
     """Killed while its KV is on the way: both policies answer in time, later requests for what it held fare alike, and its
     successor is found without a restart of the decode servers."""
     config = {"transfer_timeout": DEADLINE_S, "peer_timeout": 5.0, "backend": "kvxfer.testing.faults:Faulty"}
+    config["backend_options"] = {"inner": "zmq"}  # in which the producer takes part, so that its delay counts
     slow = {**config, "backend_options": {"inner": "zmq", "delay_s": 300.0}}
     with ExitStack() as stack:
 

@@ -97,7 +97,7 @@ class Agent:
         if offer.generation > self.over.get(offer.transfer, -1):
             self.offers[offer.transfer] = offer
 
-    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
+    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
         offer = self.offers.get(transfer)
         if offer is not None and offer.generation <= generation:
             del self.offers[transfer]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer import Agent, ArgumentError, BlockTable, Config, FailureKind, Group, KvxferError, Rank, Ticket, TransferId
-from kvxfer.engine import SchedulerSide, Update, WorkerSide
+from kvxfer.engine import BlockPins, SchedulerSide, Update, WorkerSide
 from kvxfer.geometry import Cache, Region, View
 
 BLOCKS, TOKENS, UNIT = 8, 4, 16
@@ -19,8 +19,8 @@ CONFIG = {"backend": "kvxfer.testing.fake:FakeTransport", "transfer_timeout": 4.
 
 
 class Engine:
-    def __init__(self) -> None:
-        self.scheduler = SchedulerSide(Config.from_mapping(CONFIG), "e", (Group(TOKENS),), 1, FACTS)
+    def __init__(self, pins: BlockPins | None = None) -> None:
+        self.scheduler = SchedulerSide(Config.from_mapping(CONFIG), "e", (Group(TOKENS),), 1, FACTS, pins=pins)
         self.worker = WorkerSide(self.agent())
         self.update = Update()
 

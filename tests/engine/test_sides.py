@@ -317,6 +317,20 @@ def test_what_the_side_channel_has_said_is_not_said_again(pair: Any) -> None:
         d.side.close()
 
 
+def test_a_load_is_as_long_as_on_the_rank_that_has_least(pair: Any) -> None:
+    _, p, d = pair
+    d.take(*offered(p))
+    d.step(4)
+    (name,) = d.loading
+    a, b = Rank(0, 0), Rank(0, 1)
+    one = Report(delivered={name: {1}}, over={name: {a}}, short={name: 6})
+    two = Report(delivered={name: {1}}, over={name: {b}}, short={name: 4})
+    assert one.merge(two).short == two.merge(one).short == {name: 4}
+    assert not d.side.report(one).loaded
+    update = d.side.report(two)
+    assert update.loaded == {name} and update.short == {name: 4}
+
+
 def test_a_load_without_blocks_is_refused_by_the_call_that_asks_for_it(pair: Any) -> None:
     _, p, d = pair
     ticket, prompt = offered(p)

@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tokenize
@@ -12,24 +13,40 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.testing import ConformanceSuite
+from kvxfer.bench.soak import measure
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "kvxfer-shm"
+SOURCE = EXAMPLE / "kvxfer_shm" / "__init__.py"
+PAGE = ROOT / "docs" / "writing-a-backend.md"
 
-sys.path.append(str(EXAMPLE))
-from kvxfer_shm import ShmTransport  # noqa: E402
+sys.path.append(str(EXAMPLE))  # its own test file is the one on the page
+import test_kvxfer_shm  # noqa: E402
 
 
-class TestShm(ConformanceSuite):
-    backend = ShmTransport
+class TestShm(test_kvxfer_shm.TestShm):
     gigabytes = False
     rounds = 50
 
 
+def test_the_page_shows_all_of_it_in_order() -> None:
+    shown = re.findall(rf'^--8<-- "{SOURCE.relative_to(ROOT)}:(.*)"$', PAGE.read_text(), re.M)
+    [module] = ast.parse(source := SOURCE.read_text()).body[:1]
+    marked: list[str] = []
+    inside = False
+    for line in source.splitlines()[module.end_lineno :]:
+        if mark := re.match(r" *# --8<-- \[(start|end):(\w+)\]$", line):
+            inside = mark[1] == "start"
+            marked += [mark[2]] * inside
+        else:
+            assert inside or not line.strip(), f"{line!r} is not on the page"
+    assert shown == marked
+    assert '--8<-- "examples/kvxfer-shm/test_kvxfer_shm.py"' in PAGE.read_text()
+
+
 def test_it_stays_small() -> None:
     """Lines with code on them: neither blank, nor comments, nor docstrings."""
-    source = (EXAMPLE / "kvxfer_shm" / "__init__.py").read_text()
+    source = SOURCE.read_text()
     text: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
@@ -37,6 +54,14 @@ def test_it_stays_small() -> None:
     blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     assert len({t.start[0] for t in tokens if t.type not in blank} - text) <= 120
+
+
+@pytest.mark.slow
+def test_nothing_is_wrong_or_left_after_a_short_soak() -> None:
+    """Named by its class, as one that is not installed. Too short a run to say whether anything grows."""
+    found = measure(6.0, 3.0, backend="kvxfer_shm:ShmTransport")
+    assert [c for c in found["complaints"] if "grew" not in c] == []
+    assert found["restarts"] >= 1 and found["outcomes"]["delivered"] > 0
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest
         return after(self, state, stimulus)
 
     monkeypatch.setattr(Transitions, "after", record)
-    delivered, seed, begin = 0, 0, World.steps
+    delivered, short, seed, begin = 0, 0, 0, World.steps
     while World.steps < begin + STEPS:
         for name, setting in SETTINGS.items():
             world = World(setting, Script(random.Random(f"{name} {seed}").randbytes(3000)))
@@ -63,13 +63,14 @@ def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest
             except AssertionError as e:
                 raise AssertionError(f"{name}, seed {seed}: {e}") from e
             delivered += world.decodes.outcomes["delivered"]
+            short += world.decodes.outcomes["short"]
         seed += 1
     for life in (RANK_FETCH, RANK_SERVE):
         missed = sorted(map(str, set(life.moves) - taken))
         assert not missed, "transitions that nothing brings about"
         impossible = sorted(map(str, frozenset().union(*life.never.values()) & taken))
         assert not impossible, "what should never happen did"
-    assert delivered > STEPS / 100
+    assert delivered > STEPS / 100 and short
 
 
 @each_setting
@@ -110,6 +111,32 @@ def test_a_connection_that_breaks_costs_nothing_while_no_bytes_move(
                 world.network.cut(link, again=True)
         world.end()
         assert world.decodes.outcomes == {"delivered": 2 * RANKS, "whole": 2}, f"cut after {moment / 20} s"
+
+
+@each_setting
+@pytest.mark.parametrize("enough", [4, 5])
+def test_what_was_offered_when_the_producer_gave_up_is_delivered_where_that_is_enough(
+    setting: Setting, enough: int
+) -> None:
+    """Up to the token that all of its ranks had offered: they lag, each behind the other."""
+    world = World(replace(setting, faults=False), Script(b""))
+    prefills, (transfer, total) = world.prefills, TRANSFERS[7]
+    world.decodes.fetch(transfer, total, world.source, enough)
+    generation = next(world.generations)
+    for rank, chunk in enumerate((4, 6)):
+        prefills._start(rank, transfer, total, generation)
+        prefills._chunk(rank, transfer, 2)
+        world.elapse(1.0)
+        prefills._chunk(rank, transfer, chunk)
+    world.elapse(1.0)
+    for rank in range(RANKS):
+        prefills._abort(rank, transfer, kept=True)
+        world.elapse(0.5)
+    world.end()
+    if enough == 4:
+        assert world.decodes.outcomes == {"delivered": 2 * RANKS, "whole": 2, "short": RANKS}
+    else:
+        assert world.decodes.outcomes == {"withdrawn": RANKS, "delivered": RANKS, "whole": 1}
 
 
 class Hostile(RuleBasedStateMachine):

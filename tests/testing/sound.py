@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from kvxfer.testing import FakeTransport
@@ -28,4 +29,16 @@ class WithdrawsLate(FakeTransport):
     def poll(self) -> list[Completion | Quieted]:
         while self.withdrawn:
             super().withdraw(self.withdrawn.pop())
+        return super().poll()
+
+
+class HeldUpOnce(FakeTransport):
+    """Its host did something else in the middle of a call, as hosts do."""
+
+    held_up = False
+
+    def poll(self) -> list[Completion | Quieted]:
+        if not HeldUpOnce.held_up:
+            HeldUpOnce.held_up = True
+            time.sleep(0.3)
         return super().poll()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm.cases import both, check, parties
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, FULL, HYBRID, Engine, answer, prompt
+from tests.vllm.engine import BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -113,3 +113,66 @@ def test_two_full_engines_that_are_each_other_s_producers_go_on(make: Make) -> N
     for d, name, text in wanted:
         d.run(a if d is b else b, until=name)
         assert d.done[name].tokens == answer(text, 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("schema", [both, parties])
+def test_what_has_come_before_the_producer_gave_up_is_not_computed_again(make: Make, schema: Any, ranks: int) -> None:
+    p, d = make(budget=2 * BLOCK, ranks=ranks), make(budget=256, ranks=ranks)
+    text = prompt(N)
+    to_p, to_d = schema(p, "job")
+    at_p = p.add(text, to_p, n=1)
+    b = d.add(text, to_d)
+    p.steps(2)  # four blocks of six
+    steps_while(d, lambda: not d.wire.loads(d))
+    p.abort(at_p)
+    d.run(p, until=b)
+    check(d, b, text)
+    assert d.computed[b] == N - 4 * BLOCK + 3
+    d.run(p)
+
+
+def test_what_nobody_reads_when_its_request_is_aborted_is_given_up_at_once(make: Make) -> None:
+    p, d = make(budget=2 * BLOCK), make(budget=256)
+    text = prompt(N)
+    to_p, to_d = both(p, "job")
+    at_p = p.add(text, to_p, n=1)
+    p.steps(2)
+    p.abort(at_p)
+    p.run()
+    assert p.free == p.blocks - 1
+    b = d.add(text, to_d)
+    d.run(p, until=b)
+    check(d, b, text)
+    assert d.computed[b] == N + 3
+
+
+@pytest.mark.parametrize("groups", [HYBRID, STATEFUL], ids=["hybrid", "stateful"])
+def test_with_windows_or_states_all_of_it_is_computed(make: Make, groups: Any) -> None:
+    """They are of no use without their end."""
+    p, d = make(groups, budget=2 * BLOCK), make(groups, budget=256)
+    text = prompt(N)
+    to_p, to_d = both(p, "job")
+    at_p, b = p.add(text, to_p, n=1), d.add(text, to_d)
+    p.steps(2)
+    steps_while(d, lambda: not d.wire.loads(d))
+    p.abort(at_p)
+    d.run(p, until=b)
+    check(d, b, text)
+    assert d.computed[b] == N + 3
+
+
+def test_a_load_that_has_come_in_part_as_its_request_is_aborted(make: Make) -> None:
+    p, d = make(budget=2 * BLOCK), make(budget=256)
+    text = prompt(N)
+    to_p, to_d = both(p, "job")
+    at_p, b = p.add(text, to_p, n=1), d.add(text, to_d)
+    p.steps(2)
+    steps_while(d, lambda: not d.wire.loads(d))
+    p.abort(at_p)
+    p.step()  # with which its workers hear of it
+    for i in range(4):
+        if i == 2:
+            d.abort(b)
+        d.step()
+    d.run(p)

@@ -1,28 +1,39 @@
 """What the stacks that route and run engines read and write: the name of a connector, and `kv_transfer_params`.
 
-Each stack is played by what its code does with the params, since none of it is a library that a test could import: who relays
-them whole, who overwrites what, who sends to both sides at once.
+Dynamo and Ray Serve LLM shape params by their own code (`stacks.py`); vllm-router runs in `make fleet`. The others are programs in
+Go or services, and are played by what their code does with the params: who relays them whole, who overwrites what, who sends to both
+sides at once.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvxfer.errors import ConfigError
-from kvxfer_vllm import KVXferConnector
+from kvxfer_vllm import KVXferConnector, register
+from kvxfer_vllm.migration import ConnectorConfig
 from kvxfer_vllm.nixl import NixlConnector
+from tests.conftest import require
+from tests.vllm import stacks
 from tests.vllm.cases import check, parties
 from tests.vllm.conftest import Make
 from tests.vllm.engine import Engine, prompt
 
 Params = dict[str, Any]
+
+PAGE = Path(__file__).parents[2] / "docs" / "fit-a-stack.md"
+CONFIGS = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.S)
 
 ASKED: Params = {
     "do_remote_decode": True,
@@ -124,6 +135,78 @@ def test_settings_under_the_name_are_checked_all_the_same(make: Make) -> None:
                 kv_connector_extra_config={"leese": 1},
             )
         )
+
+
+class Request(BaseModel):
+    """What Ray's code touches of a request of the OpenAI API."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+    max_tokens: int = 16
+    stream: bool = True
+
+
+def by_dynamo(transfer: KVTransferConfig) -> tuple[Params, Callable[[Params], Params]]:
+    protocol = stacks.load(stacks.DYNAMO).make_kv_connector_protocol(SimpleNamespace(kv_transfer_config=transfer))
+    to_p = protocol.prefill_request_kv_transfer_params()
+    return to_p, lambda said: protocol.decode_request_kv_transfer_params(SimpleNamespace(kv_transfer_params=said))
+
+
+def by_ray(transfer: KVTransferConfig) -> tuple[Params, Callable[[Params], Params]]:
+    backend = stacks.load(stacks.RAY).DefaultConnectorBackend(
+        None
+    )  # what it takes for a connector that it does not know
+    to_p = backend.prepare_prefill_request(request=Request(), peer=None)
+    assert to_p.max_tokens == 1 and not (backend.concurrent_handoff or backend.requires_peer_binding)
+
+    def to_d(said: Params) -> Params:
+        answer = SimpleNamespace(kv_transfer_params=said)
+        found = backend.prepare_decode_request(request=Request(), peer=None, prefill_response=answer)
+        return dict(found.kv_transfer_params)
+
+    return to_p.kv_transfer_params, to_d
+
+
+NAMED: Params = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvxfer_vllm.nixl"}
+WRAPPED: Params = {
+    "kv_connector": "MultiConnector",
+    "kv_connector_extra_config": {"connectors": [{**NAMED, "kv_role": "kv_both"}]},
+}
+OURS: Params = {"kv_connector": "KVXferConnector", "kv_connector_module_path": "kvxfer_vllm"}
+
+
+@pytest.mark.parametrize(
+    ("stack", "named"),
+    [(by_dynamo, NAMED), (by_dynamo, WRAPPED), (by_ray, OURS)],
+    ids=["dynamo", "dynamo, multi", "ray"],
+)
+def test_a_stack_s_own_code(make: Make, stack: Callable[[KVTransferConfig], Any], named: Params) -> None:
+    require("stacks")
+    transfer = KVTransferConfig(**named, kv_role="kv_both", kv_load_failure_policy="recompute")
+    to_p, to_d = stack(transfer)
+    p, d = make(transfer=copy.deepcopy(transfer)), make(transfer=copy.deepcopy(transfer))
+    text = prompt(70)
+    at_p = p.add(text, json.loads(json.dumps(to_p)), n=1)
+    p.run(until=at_p)
+    name = d.add(text, json.loads(json.dumps(to_d(p.done[at_p].params))))
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3
+
+
+def test_dynamo_does_not_take_our_own_name() -> None:
+    require("stacks")
+    with pytest.raises(ValueError, match="Unsupported kv_connector='KVXferConnector'"):
+        by_dynamo(KVTransferConfig(**OURS, kv_role="kv_both"))
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_the_page_s_configurations_are_taken(text: str) -> None:
+    register()  # as vLLM has its plug-ins do
+    found = json.loads(text)
+    transfer = KVTransferConfig(**found.get("kv_transfer_config", found))
+    assert transfer.kv_load_failure_policy == "recompute"
+    assert issubclass(KVConnectorFactory.get_connector_class(transfer), KVXferConnector)
+    ConnectorConfig.from_mapping(transfer.kv_connector_extra_config)
 
 
 @pytest.mark.parametrize("first", ["p", "d"])

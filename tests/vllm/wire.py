@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvxfer.control.link import LinkStatus
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Rank, Region
@@ -67,9 +69,13 @@ class Agent:
             if offer.transfer in self.unwanted and offer.transfer not in self.over:
                 self._over(offer.transfer, offer.generation, Outcome(Failure(FailureKind.CANCELLED, "nobody wants it")))
 
-    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool) -> None:
+    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
         self.revoked.append((transfer, gone, reason))
         offer = self.offers.get(transfer)
+        wanted = [x for x in self.wire.loads() if self.wire.peer(x) is self and x.fetch.transfer == transfer]
+        if kept and offer is not None and offer.generation == generation and any(not x.ended for x in wanted):
+            self.offers[transfer] = replace(offer, final=True)  # for those who have asked for it
+            return
         if offer is not None and offer.generation <= generation:
             del self.offers[transfer]
         if gone and generation > self.over.get(transfer, -1):
@@ -113,13 +119,14 @@ class Agent:
 
     # What a test or the wire does
 
-    def end(self, load: Load, outcome: Outcome, generation: int = -1) -> None:
+    def end(self, load: Load, outcome: Outcome, generation: int = -1, short: int | None = None) -> None:
         """The load's outcome, of a generation; if that is bad, its producer hears that nobody reads any more."""
         load.ended = True
         producer = self.wire.peer(load)
         if producer is not None and outcome.failure is not None:
             producer.dropped(load.fetch, outcome.failure)
-        self.out.append(Ended("consumer", load.fetch.transfer, load.fetch.handle, outcome, 1, 0.01, generation))
+        named = load.fetch.transfer, load.fetch.handle, outcome
+        self.out.append(Ended("consumer", *named, 1, 0.01, generation, short=short))
 
     def quiet(self, load: Load) -> None:
         """Nothing touches the load's blocks any more, nor those that it read."""
@@ -190,6 +197,8 @@ class Wire:
             return self.fail(load, "the digests differ")
         if not offer.final:
             return False
+        if offer.tokens < (load.fetch.enough or load.fetch.tokens):
+            return self.fail(load, "it was given up")
         load.producer, load.offer = peer, offer
         return True
 
@@ -216,7 +225,7 @@ class Wire:
                 dst.memory[here, 0] = src.memory[there, 0]
                 continue
             first = max(fetch.start, group.first(fetch.tokens))
-            for position in range(fetch.start, fetch.tokens):
+            for position in range(fetch.start, min(fetch.tokens, load.offer.tokens)):
                 i, slot = divmod(position, dst.block)
                 if to[i] < 0:
                     continue
@@ -234,7 +243,7 @@ class Wire:
         held = peer.offers.get(offer.transfer)
         if held is None or held.generation != offer.generation:
             return self.fail(load, "the producer's blocks are not those that were announced")
-        load.agent.end(load, Outcome(), offer.generation)
+        load.agent.end(load, Outcome(), offer.generation, offer.tokens if offer.tokens < load.fetch.tokens else None)
         load.agent.quiet(load)
         peer._over(offer.transfer, offer.generation, Outcome())
         return True

@@ -179,9 +179,8 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Empty where failed loads are reported by request."""
-        blocks = self._work.failed_blocks()
-        return set() if compat.REPORTS_BY_REQUEST else blocks
+        """Return those behind what is here of a load; of failed loads only where these are not reported by request."""
+        return self._work.failed_blocks()
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         return self._work.report()

@@ -25,11 +25,13 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         doomed: requests whose load has failed though no worker knows it, and their blocks.
         freed: requests whose blocks vLLM may free.
+        partial: requests whose load is here in part, and their blocks that are not.
     """
 
     step: Step = field(default_factory=Step)
     doomed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     freed: tuple[str, ...] = ()
+    partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass

@@ -26,6 +26,7 @@ from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadingRequests
 from kvxfer_vllm.settings import counts_media, groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
+from kvxfer_vllm.tracing import OFFER, RequestSpans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,14 +60,20 @@ class SchedulerHooks:
             )
         self._counts_media = counts_media(vllm_config)
         groups = groups_of(kv_cache_config)
+        # vLLM goes on behind the blocks of a load that are good where a table is of one row.
+        self._partly = len(groups) == 1 and groups[0].kind == "full"
+        self._block_tokens = groups[0].block_tokens
         self._recurrent = any(group.kind == "state" for group in groups)
         self._pins = BlockPins(kv_cache_config.num_blocks // 4)
         facts = facts_of(vllm_config, config)
         self.side = SchedulerSide(config, self._engine, groups, parallel.world_size, facts, pins=self._pins)
         self._seen: set[str] = set()
-        self._loading = LoadingRequests()
+        self._spans = RequestSpans(vllm_config)
+        self._loading = LoadingRequests(self._spans)
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
+        self._partial: dict[str, tuple[int, ...]] = {}  # loads that are here in part, and their blocks behind that
+        self._loads: dict[str, BlockTable] = {}  # of loads that may be so
         self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
         self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
         self._told: set[str] = set()  # loads that vLLM knows to be over, and hears of once more from its workers
@@ -119,8 +126,9 @@ class SchedulerHooks:
             if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
                 content = p.digest_of(params) or content
             answered = not p.is_routed(params)  # else P may not have begun
-            self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered)
-            self._loading.arrived(name)
+            enough = self._block_tokens if self._partly and not answered else 0
+            self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered, enough=enough)
+            self._loading.arrived(request, str(transfer))
             if self._hits is not None and not request.skip_reading_prefix_cache:
                 self.side.prefetch(name, self._hits(request))
 
@@ -152,6 +160,8 @@ class SchedulerHooks:
         """Take in ``update_state_after_alloc``."""
         self._unplaced.discard(request.request_id)
         table = _table(blocks.get_block_ids())
+        if external and self._partly:
+            self._loads[request.request_id] = table
         if not external or self.side.here(request.request_id):
             self._loading.ended(request.request_id, DELIVERED if external else COMPUTED)
         try:
@@ -169,11 +179,13 @@ class SchedulerHooks:
         name = request.request_id
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         self._seen.discard(name)
+        self._loads.pop(name, None)
         self._tables.pop(name, None)
         self._loading.ended(name, CANCELLED)
-        ticket = self.side.ticket(name)
-        if not self.side.finished(name, _table(block_ids), whole) or ticket is None:
+        ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
+        if not self.side.finished(name, _table(block_ids), whole, good=aborted) or ticket is None:
             return False, None
+        self._spans.begin(OFFER, request, str(ticket.transfer))
         return True, p.answer(ticket, self._engine, name, self._tp, len(block_ids), request.num_prompt_tokens)
 
     def _digest(self, request: Request) -> bytes:
@@ -205,8 +217,8 @@ class SchedulerHooks:
         self._follow(output)
         self.side.stands_still(stuck)
         self._unplaced.clear()
-        step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed))
-        self._doomed, self._freed = {}, []
+        step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed), self._partial)
+        self._doomed, self._freed, self._partial = {}, [], {}
         return step
 
     def _follow(self, output: SchedulerOutput) -> None:
@@ -243,6 +255,8 @@ class SchedulerHooks:
         over = set(output.finished_recving or ())
         update = self.side.report(found.report if isinstance(found, ReportMetadata) else Report())
         self._freed += update.free
+        for name in update.free:
+            self._spans.end(OFFER, name)
         for name in update.loaded:
             self._loading.ended(name, DELIVERED)
         for name, failure in update.failed.items():
@@ -251,15 +265,21 @@ class SchedulerHooks:
             # vLLM hears of the failure with the next step, from our workers.
             self._doomed[name] = update.disagreed[name]
             compat.correct(output, over=frozenset(), still=frozenset((name,)))
+        for name in [*update.loaded, *update.failed]:
+            table = self._loads.pop(name, None)
+            if name in update.short and table is not None:  # vLLM hears with the next step, from our workers
+                self._partial[name] = tuple(table[0][update.short[name] // self._block_tokens :].tolist())
+                compat.correct(output, over=frozenset(), still=frozenset((name,)))
         for name in over:
             self.side.load_over(name)
             self._loading.ended(name, DELIVERED)
         # What the side channel has said vLLM hears now, and not again when a step says so, too.
-        early = update.loaded - over
+        early = update.loaded - over - self._partial.keys()
         compat.correct(output, over=early, still=self._told & over)
         self._told = (self._told - over) | early
         for name in output.finished_sending or ():
             self.side.freed(name)
+            self._spans.end(OFFER, name)
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
@@ -268,7 +288,7 @@ class SchedulerHooks:
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
-        return self.side.waiting or bool(self._doomed)
+        return self.side.waiting or bool(self._doomed or self._partial)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -311,7 +331,15 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        return len(self.side) + len(self._seen) + len(self._tables) + len(self._loading)
+        kept = (
+            len(self._seen)
+            + len(self._tables)
+            + len(self._loading)
+            + len(self._spans)
+            + len(self._loads)
+            + len(self._partial)
+        )
+        return len(self.side) + kept
 
 
 def _table(block_ids: Sequence[Sequence[int]]) -> BlockTable:

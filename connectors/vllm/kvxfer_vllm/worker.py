@@ -44,7 +44,8 @@ class WorkerHooks:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._failed_blocks: set[int] = set()
+        self._failed_blocks: set[int] = set()  # of whole loads
+        self._missing: set[int] = set()  # of loads that are here in part
         self._stats = KVXferStats()
         self._noted: Gauges | None = None
         self._asleep = False
@@ -126,6 +127,8 @@ class WorkerHooks:
         self._received.update(metadata.doomed)
         self._failed.update(metadata.doomed)
         self._failed_blocks.update(*metadata.doomed.values())
+        self._received.update(metadata.partial)
+        self._missing.update(*metadata.partial.values())
         self._on.load(metadata.step)
 
     def after_forward(self, metadata: StepMetadata) -> None:
@@ -150,8 +153,9 @@ class WorkerHooks:
         return out
 
     def failed_blocks(self) -> set[int]:
-        """Return the scheduler's blocks of failed loads, each once."""
-        out, self._failed_blocks = self._failed_blocks, set()
+        """Return the scheduler's blocks that a load has not filled, each once; not those of loads that are reported by request."""
+        out = self._missing if compat.REPORTS_BY_REQUEST else self._missing | self._failed_blocks
+        self._missing, self._failed_blocks = set(), set()
         return out
 
     def report(self) -> ReportMetadata | None:

@@ -1,5 +1,6 @@
 """A whole back end: pieces of memory that both processes map, handed over through a socket that wakes the other."""
 
+# --8<-- [start:endpoint]
 import fcntl
 import os
 import struct
@@ -36,6 +37,10 @@ class Endpoint(EndpointBase, frozen=True):
     end: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
+# --8<-- [end:endpoint]
+
+
+# --8<-- [start:half]
 class Half:
     """A submitted batch."""
 
@@ -46,6 +51,10 @@ class Half:
         return self.after is not None and not self.after.passed()
 
 
+# --8<-- [end:half]
+
+
+# --8<-- [start:link]
 class Link:
     """``sends`` and ``recvs`` have bytes to be copied; ``answers``: the SEND that ends with each answer, if one does."""
 
@@ -71,6 +80,9 @@ class Link:
         self.answers.append(None if cursor.left else self.sends.pop(batch.stream))
         return True
 
+    # --8<-- [end:link]
+
+    # --8<-- [start:empty]
     def empty(self):
         """Take in the oldest message, if it can be; returns whether it was, and the batch that has ended with it."""
         message, fds = self.line.heard[0]
@@ -89,7 +101,10 @@ class Link:
         self.line.tell(b"A")
         return True, None if half.cursor.left else self.recvs.pop(stream)
 
+    # --8<-- [end:empty]
 
+
+# --8<-- [start:transport]
 class ShmTransport(Base):
     """Shared memory between processes of one host."""
 
@@ -106,6 +121,9 @@ class ShmTransport(Base):
     def probe(cls):
         return Probe(True, "Linux shares memory between its processes", frozenset({"cpu"}))
 
+    # --8<-- [end:transport]
+
+    # --8<-- [start:connect]
     def make_endpoint(self, memories, writable):
         end = os.urandom(16)
         self.lines.offer(end)
@@ -122,6 +140,9 @@ class ShmTransport(Base):
     def drop_link(self, number, link):
         self.fail(link, "the link was closed here")
 
+    # --8<-- [end:connect]
+
+    # --8<-- [start:batches]
     def start(self, number, link, batch, after):
         runs = self.memories.runs(batch.local, batch.local_offsets, batch.lengths)
         link.halves[number] = half = Half(number, batch, runs, after)
@@ -130,6 +151,9 @@ class ShmTransport(Base):
     def stop(self, number, link):
         self.fail(link, "aborted here, with all that was in flight on its link")
 
+    # --8<-- [end:batches]
+
+    # --8<-- [start:advance]
     def advance(self, readable):
         self.lines.handle(readable)
         more = [link for link in self.links.values() if self.step(link)]
@@ -149,6 +173,9 @@ class ShmTransport(Base):
             self.complete(Completion(link.halves.pop(ended.number).number))
         return more if more or link.line.down is None else self.fail(link, link.line.down)
 
+    # --8<-- [end:advance]
+
+    # --8<-- [start:fail]
     def fail(self, link, why):
         """End a link with all batches on it. Nobody else has their memory, so they are quiet."""
         link.broken = link.broken or PeerError(why)
@@ -160,3 +187,5 @@ class ShmTransport(Base):
 
     def shut_down(self):
         self.lines.close()
+
+    # --8<-- [end:fail]

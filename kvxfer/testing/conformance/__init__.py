@@ -13,24 +13,44 @@ when it fails. Tests that move bytes run once for every way of moving that the b
 
 import pytest
 
-_THEMES = ("declaration", "memory", "transfers", "links", "endings", "deaths", "resources", "volume")
+_THEMES = ("declaration", "memory", "transfers", "links", "endings", "deaths", "blocking", "resources", "volume")
 pytest.register_assert_rewrite(f"{__name__}.harness", *(f"{__name__}.{theme}" for theme in _THEMES))
 
 # Only now, so that failed assertions in them explain themselves.
+from kvxfer.testing.conformance.blocking import Blocking  # noqa: E402
 from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402
 from kvxfer.testing.conformance.declaration import Declaration  # noqa: E402
 from kvxfer.testing.conformance.endings import Endings  # noqa: E402
-from kvxfer.testing.conformance.harness import Part, ParticipantLink, Started, Suite, TransferMode, World  # noqa: E402
+from kvxfer.testing.conformance.harness import (  # noqa: E402
+    OutOfPatience,
+    Part,
+    ParticipantLink,
+    RuleBroken,
+    Started,
+    Suite,
+    TransferMode,
+    World,
+)
 from kvxfer.testing.conformance.links import Links  # noqa: E402
 from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.resources import Resources  # noqa: E402
 from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
 from kvxfer.testing.conformance.volume import Volume  # noqa: E402
 
-__all__ = ["ConformanceSuite", "ParticipantLink", "Part", "Started", "Suite", "TransferMode", "World"]
+__all__ = [
+    "RuleBroken",
+    "ConformanceSuite",
+    "OutOfPatience",
+    "Part",
+    "ParticipantLink",
+    "Started",
+    "Suite",
+    "TransferMode",
+    "World",
+]
 
 
-class ConformanceSuite(Declaration, Memory, Transfers, Volume, Links, Endings, Deaths, Resources):
+class ConformanceSuite(Declaration, Memory, Transfers, Volume, Links, Endings, Deaths, Blocking, Resources):
     """Subclass it and set ``backend``; see ``Suite`` for the other settings."""
 
 

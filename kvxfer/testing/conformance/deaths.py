@@ -34,10 +34,12 @@ class Deaths(Suite):
                 in_flight = [link.start(part.way, *part.sides(a, b), LARGE) for _ in range(6)]
         b.kill()
         late = world.submit(a, link.half(part, a, b, LARGE))
-        ended = world.finish(late, seconds=self.notice_s)
+        world.promptly(late.over, "a batch with a dead peer ends", self.notice_s)
+        ended = world.finish(late)
         assert all(r.error is not None for r in ended), "a batch with a dead peer succeeded"
         mine = [Started([h for h in s.halves if h[0] is a]) for s in in_flight]
-        ended += world.finish(*mine, seconds=self.notice_s)
+        world.promptly(lambda: all(s.over() for s in mine), "what was in flight with a dead peer ends", self.notice_s)
+        ended += world.finish(*mine)
         lost = a.transport.lost(link.peers[a.name])
         assert lost is None or lost.detail.strip(), "a link is lost for no reason"
         for error in [r.error for r in ended if r.error is not None]:

@@ -42,6 +42,7 @@ class Endings(Suite):
         for s in started:
             for participant, number in s.halves:
                 participant.abort(number)
+        world.promptly(lambda: all(s.over() for s in started), "a batch that is aborted ends")
         results = world.finish(*started)
         quiet = [world.make_quiet(participant, link, results) for participant, _ in started[0].halves]
         if all(quiet):
@@ -69,7 +70,7 @@ class Endings(Suite):
             results = world.finish(*started)
             if not all(r.quiet for r in results):
                 for participant in (a, b):
-                    world.wait_for(participant.quiet, "the quiet of aborted batches")
+                    world.promptly(participant.quiet, "a Quieted follows each batch that ended without being quiet")
             world.move(other, way, a, c, Runs.of([5], [7], [100_000]))
             if self.capabilities().abort == "peer" or a.transport.lost(link.peers[a.name]) is not None:
                 for participant in (a, b):
@@ -118,6 +119,7 @@ class Endings(Suite):
             started = Started([(participant, participant.submit(batch))])
             world.run(0.05)
             participant.abort(started.halves[0][1])
+            world.promptly(started.over, "an abort ends its batch, though the peer takes no part")
             [result] = world.finish(started)
             if part.way is TransferMode.SEND:
                 other = b if participant is a else a
@@ -151,6 +153,9 @@ class Endings(Suite):
         ]
         world.run(0.05)
         a.abort(started[2].halves[0][1])
+        world.promptly(lambda: any(s.over() for s in started), "an abort ends its batch, though the peer takes no part")
+        over = [i for i, s in enumerate(started) if s.over()]
+        assert 2 in over, f"batch 2 was aborted, and {over} ended"
         [aborted] = world.finish(started[2])
         assert aborted.error is not None, "a batch that could not move succeeded"
         if self.capabilities().abort == "batch":
@@ -224,7 +229,9 @@ class Endings(Suite):
             staying.fill(0, seed=4242)
             world.run(0.2)
             assert_equal(closing.content(0), after, "the memory of the side that closed")
-        results = world.finish(*(Started([(p, n) for p, n in s.halves if p is staying]) for s in started))
+        left = [Started([(p, n) for p, n in s.halves if p is staying]) for s in started]
+        world.promptly(lambda: all(s.over() for s in left), "close ends the batches of the peer, too")
+        results = world.finish(*left)
         if staying is a:
             late = world.submit(a, link.half(part, a, b, LARGE))
             last = results[-1:] if part.way is TransferMode.SEND else []

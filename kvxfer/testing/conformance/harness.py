@@ -12,12 +12,24 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
+from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.participant import Bytes, LocalParticipant, Participant, Result, Runs
 from kvxfer.testing.ready import ready
 from kvxfer.testing.remote_participant import RemoteParticipant
 from kvxfer.transport.contract import Batch, Capabilities, Fence, Transport, Verb
 
-__all__ = ["SIZES", "HostFence", "ParticipantLink", "Part", "Started", "Suite", "TransferMode", "World"]
+__all__ = [
+    "SIZES",
+    "RuleBroken",
+    "HostFence",
+    "OutOfPatience",
+    "Part",
+    "ParticipantLink",
+    "Started",
+    "Suite",
+    "TransferMode",
+    "World",
+]
 
 SIZES = (3 << 20 | 1, 70_003)
 """Regions of a participant's memory unless a clause says otherwise: odd, and more than one."""
@@ -25,6 +37,14 @@ SIZES = (3 << 20 | 1, 70_003)
 
 QUIET_S = 2.0
 """How long a clause waits for memory to get quiet by itself where it does so ``later``, before it closes the back end."""
+
+
+class RuleBroken(AssertionError):
+    """What a rule says has to happen did not."""
+
+
+class OutOfPatience(AssertionError):
+    """Something took too long that is no rule of the clause which waited for it: that says little about where the defect is."""
 
 
 class TransferMode(enum.Enum):
@@ -226,12 +246,34 @@ class World:
     def wait_for(
         self, condition: Callable[[], bool], what: str, seconds: float | None = None, busy: Participant | None = None
     ) -> None:
-        """Let everything go on until the condition holds; fail the test when it takes too long."""
-        seconds = self._suite.patience_s if seconds is None else seconds
-        until = time.monotonic() + seconds
+        """Let everything go on until the condition holds.
+
+        Raises:
+            OutOfPatience: it takes too long.
+        """
+        if not self._comes(condition, seconds, busy):
+            raise OutOfPatience(f"{what} took longer than {self._patience(seconds):g} s")
+
+    def promptly(self, condition: Callable[[], bool], rule: str, seconds: float | None = None) -> None:
+        """Let everything go on until the condition holds, which is what the clause is about.
+
+        Raises:
+            RuleBroken: it does not come to hold; the message is the rule.
+        """
+        if not self._comes(condition, seconds, None):
+            raise RuleBroken(f"{rule}; it was not so for {self._patience(seconds):g} s")
+
+    def _comes(self, condition: Callable[[], bool], seconds: float | None, busy: Participant | None) -> bool:
+        """Let everything go on until the condition holds; return false if that takes too long."""
+        until = thread_clock() + self._patience(seconds)
         while not condition():
-            assert time.monotonic() < until, f"{what} took longer than {seconds:g} s"
+            if thread_clock() > until:
+                return False
             self.turn(busy=busy)
+        return True
+
+    def _patience(self, seconds: float | None) -> float:
+        return self._suite.patience_s if seconds is None else seconds
 
     def submit(self, participant: Participant, batch: Batch) -> Started:
         """Submit to a peer that is gone. That may be refused at once: then nothing has started."""
@@ -312,14 +354,14 @@ class Suite:
         options: For every instance.
         memory: ``cpu`` or ``cuda``.
         in_process: False for a back end that cannot have two instances in one process (or not in one thread).
-        patience_s: Seconds that anything may take.
+        patience_s: Seconds that anything may take, as ``thread_clock`` counts them.
         notice_s: Seconds that the death of a peer may go unnoticed.
         rounds: Rounds of connecting, moving and closing, after which nothing may have leaked.
         revokes: Whether memory that was given back is out of the reach of peers though their links live on. False where a card or
             the kernel moves the bytes and asks nobody: then these links have to be closed first.
         closing_s: Seconds for which the library goes on closing a link after ``disconnect`` has returned. What is being
             closed is no leak.
-        gigabytes: Whether batches of gigabytes are tried, which take seconds and as much memory. Once for a back end is enough.
+        gigabytes: Whether batches of gigabytes are tried, which take seconds. Once for a back end is enough.
     """
 
     __test__ = False

@@ -178,6 +178,7 @@ class Links(Suite):
         started = [Started([(a, a.submit(link.half(part, a, b, LARGE)))]) for _ in range(8)]
         closing = a if closer == "near" else b
         closing.disconnect(link.peers[closing.name])
+        world.promptly(lambda: all(s.over() for s in started), "what is in flight on a closed link ends, on both sides")
         results = world.finish(*started)
         errors = [r.error for r in results if r.error is not None]
         assert part.way is not TransferMode.SEND or len(errors) == len(results), "a SEND or RECV alone cannot succeed"

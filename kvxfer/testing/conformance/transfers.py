@@ -66,6 +66,18 @@ class Transfers(Suite):
         a, b, link = world.pair()
         world.move(link, way, a, b, LAYOUTS[layout])
 
+    @pytest.mark.parametrize("layout", ["no runs", "one odd run", "thousands of short runs"])
+    def test_every_batch_ends_once(self, world: World, way: TransferMode, layout: str) -> None:
+        """Each batch that was accepted ends in one completion, on either side, whatever it moves.
+
+        Nobody has to do anything more for it: look at what wakes your thread.
+        """
+        a, b, link = world.pair()
+        for source, target in ((a, b), (b, a)):
+            started = link.start(way, source, target, LAYOUTS[layout])
+            world.promptly(started.over, "each accepted batch ends in one completion")
+        world.run(0.05)  # a second completion would fail the test
+
     def test_back_and_forth(self, world: World, way: TransferMode) -> None:
         """A link works in both directions, again and again."""
         a, b, link = world.pair()
@@ -207,6 +219,7 @@ class Transfers(Suite):
             source.fill(0, seed=5)
             expected = overlay(before, source.content(0), runs)
             fence.open = True
+            world.promptly(started.over, "a batch goes on by itself when its fence has passed")
             world.succeed(started)
             assert_equal(target.content(0), expected, "the target's memory after the fence")
 

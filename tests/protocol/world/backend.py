@@ -91,7 +91,7 @@ class Backend:
         if op.verb is Verb.READ and op.agent is op.link.producer:
             self._serve(op)
             return
-        if op.verb is Verb.WRITE and self.world.setting.staged:
+        if op.verb is Verb.WRITE and self.world.setting.staged and op.plan.nbytes:  # nothing is packed of nothing
             self._pass_on(op)
             return
         self._copy(op, half)

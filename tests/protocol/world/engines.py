@@ -70,13 +70,18 @@ class ProducerEngine:
         generation = next(self.world.generations)
         again = next(self.world.generations)
         preempts = self.world.setting.preempts
-        plot = 12 if calm else script.pick(12)  # 0: abort, up to ``preempts``: preempt and again, else well
+        plot = (
+            12 if calm else script.pick(14)
+        )  # 0: abort, up to ``preempts``: preempt and again, 12 on: abort midway, else well
+        midway = not calm and plot >= 12 and len(chunks) > 1
+        kept = midway or (plot == 0 and bool(script.pick(2)))  # pinned: who reads it may finish with what there is
+        computed = 1 if midway else script.pick(len(chunks) + 1) if plot == 0 else len(chunks)
         self.busy[transfer] = RANKS
         for r, line in enumerate(self.orders):
             line.append(lambda r=r: self._start(r, transfer, total, generation))
-            line += [lambda r=r, n=n: self._chunk(r, transfer, n) for n in chunks]
-            if plot == 0:
-                line.append(lambda r=r: self._abort(r, transfer))
+            line += [lambda r=r, n=n: self._chunk(r, transfer, n) for n in chunks[:computed]]
+            if midway or plot == 0:
+                line.append(lambda r=r: self._abort(r, transfer, kept))
             if 1 <= plot <= preempts:
                 line.append(lambda r=r: self._preempt(r, transfer, again))
                 line += [lambda r=r, n=n: self._chunk(r, transfer, n) for n in chunks]
@@ -113,20 +118,21 @@ class ProducerEngine:
 
         self.world.say(agent, call)
 
-    def _revoke(self, r: int, life: Transitions, reason: str, gone: bool) -> None:
+    def _revoke(self, r: int, life: Transitions, reason: str, gone: bool, kept: bool = False) -> None:
         agent = self.world.producers[r]
         life.told, life.over = life.generation, life.over or gone
         transfer, generation = life.transfer, life.generation
 
         def call() -> list[Action]:
             why = Failure(FailureKind.WITHDRAWN if gone else FailureKind.REVOKED, reason)
-            actions = agent.machine.revoke(transfer, generation, why, gone, self.world.now)
+            actions = agent.machine.revoke(transfer, generation, why, gone, self.world.now, kept)
             if declared:
                 agent.revocations.take_in()
             return actions
 
-        self.revoked.setdefault((r, generation), next(self.world.moments))
-        declared = agent.revocations.declare(transfer)
+        if not kept:
+            self.revoked.setdefault((r, generation), next(self.world.moments))
+        declared = not kept and agent.revocations.declare(transfer)
         self.world.say(agent, call)
 
     def _preempt(self, r: int, transfer: TransferId, again: int) -> None:
@@ -142,10 +148,10 @@ class ProducerEngine:
         if not life.blocks:
             self._revoke(r, life, "aborted for want of blocks", gone=True)
 
-    def _abort(self, r: int, transfer: TransferId) -> None:
+    def _abort(self, r: int, transfer: TransferId, kept: bool) -> None:
         life = self.lives[r].get(transfer)
         if life is not None and not life.over:
-            self._revoke(r, life, "aborted", gone=True)
+            self._revoke(r, life, "aborted", gone=True, kept=kept)
 
     def report(self, agent: Agent, event: Ended | Released | GenerationReleased) -> None:
         if not isinstance(event, Ended) and event.generation >= self.read.get((agent.rank, event.transfer), 0):
@@ -205,19 +211,22 @@ class ConsumerEngine:
         self.quorum = RankAgreement()
         self.ranks: dict[str, list[Ended]] = defaultdict(list)  # request -> what its ranks have reported
 
-    def fetch(self, transfer: TransferId, total: int, source: Source) -> None:
+    def fetch(self, transfer: TransferId, total: int, source: Source, enough: int | None = None) -> None:
         world = self.world
         if any(w.spec.transfer == transfer for w in self.wishes.values()):
             return
         start = world.script.pick(total) if world.script.chance(64) else 0
         name = f"request {next(self.names)}"
         offered = transfer in world.prefills.answered and world.script.chance(128)
+        if enough is None:
+            enough = 1 + world.script.pick(total) if world.script.pick(2) else 0
         for r, agent in enumerate(world.consumers):
             blocks = agent.take(-(-total // D_TOKENS), object())
             if blocks is None:
                 continue
             agent.view()[:, blocks] = FREE
-            spec = Fetch(name, transfer, b"digest", source, BlockTable.of([blocks]), start, total, offered=offered)
+            table = BlockTable.of([blocks])
+            spec = Fetch(name, transfer, b"digest", source, table, start, total, offered=offered, enough=enough)
             self.wishes[r, name] = Wish(spec, blocks, agent.owner[blocks[0]], world.now + START)
             world.perform(agent, agent.machine.fetch(spec, world.now))
 
@@ -243,6 +252,8 @@ class ConsumerEngine:
             check(self.world.now <= wish.due + 1.0, f"{event} came after its deadline, which was {wish.due}")
             wish.ended = event
             self.outcomes[event.outcome.kind or "delivered"] += 1
+            if event.short is not None:
+                self.outcomes["short"] += 1
             self._count(event)
         else:
             check(wish.ended is not None, f"{event} before its outcome")
@@ -267,9 +278,13 @@ class ConsumerEngine:
         """Right bytes, all of one generation, which no rank of the producer gave up before the last of them was here."""
         spec, ended, prefills = wish.spec, wish.ended, self.world.prefills
         assert ended is not None
+        end = spec.tokens
+        if ended.short is not None:
+            end = ended.short
+            check(0 < spec.enough <= end < spec.tokens, f"{ended} has too few tokens")
         words = agent.view()[:, wish.blocks].reshape(RANKS, -1, UNIT).copy().view("<u4")[..., 0]
         for layer in range(RANKS):
-            for t in range(words.shape[1]):
+            for t in [*range(end), *range(spec.tokens, words.shape[1])]:
                 want = content(spec.transfer, ended.generation, layer, t) if spec.start <= t < spec.tokens else FREE
                 check(words[layer, t] == want, f"{spec.transfer} token {t} layer {layer}: wrong bytes were delivered")
         if spec.source == self.world.source:

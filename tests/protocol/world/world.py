@@ -11,7 +11,7 @@ import numpy as np
 from kvxfer import memory
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Rank
-from kvxfer.identity import Source
+from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.revocations import RevocationCounter
@@ -253,8 +253,20 @@ class World:
                 self.network.cut(links[s.pick(len(links))], again=bool(s.pick(2)))
         elif choice == 62 and s.chance(32):
             self.crash("producer" if s.pick(2) else "consumer")
+        elif choice == 63:
+            self.meet(*TRANSFERS[s.pick(len(TRANSFERS))])
         else:
             self.happen()
+
+    def meet(self, transfer: TransferId, total: int) -> None:
+        """A router sends a request to both sides, and the producer has computed its first chunk when its consumer has asked."""
+        self.prefills.prefill(transfer, total)
+        self.decodes.fetch(transfer, total, self.source)
+        self.elapse(self.script.pick(16) / 8)
+        for rank in range(RANKS):
+            for _ in range(2 + self.script.pick(2)):
+                self.prefills.work(rank)
+        self.elapse(self.script.pick(8) / 8)
 
     def run(self) -> None:
         while not self.script.ended:

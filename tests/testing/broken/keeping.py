@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import subprocess
 import tempfile
@@ -82,24 +83,31 @@ class TakesAnyMemory(FakeTransport):
         return super().register([msgspec.structs.replace(r, device="cpu") for r in regions])
 
 
-class SleepsInPoll(FakeTransport):
-    def poll(self) -> list[Completion]:
-        time.sleep(0.1)
-        return super().poll()
-
-
-class SleepsInConnect(FakeTransport):
-    def connect(self, mine: bytes, theirs: bytes) -> int:
-        time.sleep(0.2)
-        return super().connect(mine, theirs)
-
-
 class LeaksWithEachBatch(FakeTransport):
     kept: ClassVar[list[bytes]] = []
 
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         self.kept.append(bytes(512))
         return super().submit(batch, after)
+
+
+class LeaksMappedMemory(FakeTransport):
+    """With each batch 64 KiB that no allocator knows of."""
+
+    mapped: ClassVar[list[mmap.mmap]] = []
+
+    def submit(self, batch: Batch, after: Fence | None = None) -> int:
+        self.mapped.append(mmap.mmap(-1, 64 << 10))
+        self.mapped[-1][:] = bytes(64 << 10)
+        return super().submit(batch, after)
+
+
+class LeaksOnAbort(FakeTransport):
+    kept: ClassVar[list[bytes]] = []
+
+    def abort(self, batch: int) -> None:
+        self.kept.append(bytes(4096))
+        super().abort(batch)
 
 
 class LeavesAFile(FakeTransport):
@@ -181,6 +189,9 @@ def clean_up() -> None:
     """Take away what mutants keep and leave."""
     LeaksMemory.kept.clear()
     LeaksWithEachBatch.kept.clear()
+    LeaksOnAbort.kept.clear()
+    while LeaksMappedMemory.mapped:
+        LeaksMappedMemory.mapped.pop().close()
     LeavesItsWritesBehind.behind.clear()
     while LEFT:
         os.unlink(LEFT.pop())

@@ -81,13 +81,17 @@ class TakesTheFirst65536Runs(FakeTransport):
 class CountsIn32Bits(FakeTransport):
     """Offsets and lengths pass through a field that is too short."""
 
+    bits = 32
+
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        return super().submit(
-            dataclasses.replace(
-                batch, lengths=batch.lengths % (1 << 31), local_offsets=batch.local_offsets % (1 << 32)
-            ),
-            after,
-        )
+        lengths, offsets = batch.lengths % (1 << self.bits), batch.local_offsets % (1 << self.bits)
+        return super().submit(dataclasses.replace(batch, lengths=lengths, local_offsets=offsets), after)
+
+
+class CountsIn31Bits(CountsIn32Bits):
+    """And so does a sign."""
+
+    bits = 31
 
 
 class MixesUpEqualBatches(FakeTransport):

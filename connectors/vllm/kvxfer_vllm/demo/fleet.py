@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 def fleet(
     requests: Annotated[int, typer.Option(min=20, help="How many requests clients send.")] = 200,
     router: Annotated[str, typer.Option(help="The program vllm-router.")] = "vllm-router",
-    backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "zmq",
+    backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "tcp",
     seed: Annotated[int, typer.Option(help="Of prompts, lengths and who streams.")] = 0,
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the logs in this folder.")] = None,
 ) -> None:
