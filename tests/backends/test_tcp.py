@@ -18,10 +18,14 @@ from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport
+from kvxfer_tcp.connection import SHARED_UNSENT
 from kvxfer_tcp.door import STRANGERS
 from kvxfer_tcp.reader import ASK_RUNS, LEAST_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Endpoint, Header, Kind, greeting
+
+NODELAY, KEEPALIVE = (socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+UNSENT = (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
 
 
 class TestOne(ConformanceSuite):
@@ -121,6 +125,29 @@ def test_only_what_is_lent_can_be_read(world: World) -> None:
     for reader, source in ((b, a), (a, b)):
         with pytest.raises(TransportError, match="lends no memory 0"):
             link.start(TransferMode.READ, source, reader, Runs.of([0], [0], [10]))
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_what_the_kernel_is_told_of_a_connection(connections: int) -> None:
+    """Both ends send at once and ask whether the other's host is there; of several that share a batch none hoards bytes."""
+
+    class Suited(Ours):
+        options: ClassVar[dict[str, Any]] = {"connections": connections}
+
+    world = World(Suited())
+    before = set(os.listdir("/proc/self/fd"))
+    a, b, link = world.pair()
+    for source, target in ((a, b), (b, a)):
+        world.move(link, TransferMode.READ, source, target, Runs.of([0], [9], [3_000_000]))
+    ends = []
+    for name in set(os.listdir("/proc/self/fd")) - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            found.getpeername()  # or it is no connection
+            ends.append([found.getsockopt(*option) for option in (NODELAY, KEEPALIVE, UNSENT)])
+    world.close()
+    assert len(ends) == 4 * connections, "two ends of each by which either side reads"
+    assert all(nodelay and keepalive for nodelay, keepalive, _ in ends)
+    assert [unsent for *_, unsent in ends].count(SHARED_UNSENT) == (2 * connections if connections > 1 else 0)
 
 
 @pytest.mark.parametrize("begun", [False, True])
