@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import time
 from typing import Any
 
 import pytest
@@ -53,11 +54,15 @@ def test_d_knows_whether_p_has_offered_what_it_loads(make: Make, wire: Wire, ans
     params = prefill(p, text) if answered else to_d
     wire.paused = True
     name = d.add(text, params)
-    d.steps(2)
-    [load] = wire.loads(d)
-    assert load.fetch.offered == answered
     if not answered:
         p.add(text, to_p, n=1)
+        p.step()
+    until = time.monotonic() + 10
+    while not wire.loads(d):
+        assert time.monotonic() < until
+        d.step()
+    [load] = wire.loads(d)
+    assert load.fetch.offered == answered
     wire.paused = False
     d.run(p)
     check(d, name, text)
