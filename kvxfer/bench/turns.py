@@ -1,6 +1,6 @@
-"""``kvxfer bench turns``: one back end with different options and its library by itself, in turns.
+"""``kvxfer bench turns``: one back end with different options, transfers through agents, and its library by itself, in turns.
 
-It shows what a change of options does on a machine whose speed changes from minute to minute.
+It shows what a change of options does, and what a back end costs, on a machine whose speed changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -13,56 +13,104 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.bench.pair import cache_devices, pair
+from kvxfer.bench.pair import Pair, cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Request
 from kvxfer.errors import ConfigError
 
 __all__ = ["measure", "turns"]
 
+WARM = 2
+"""Rounds that are not counted."""
+
+
+class _Sessions:
+    """Fetches between two agents, one after the other."""
+
+    def __init__(self, both: Pair, request: Request) -> None:
+        self._both, self._request = both, request
+        self._source = both.producer("open_agent", "off")
+        both.consumer("open_agent", "off")
+
+    def fetch(self, number: int) -> float:
+        """Offer and fetch; return the seconds from the producer's word to the outcome."""
+        self._both.producer("offer", [number], self._request.src)
+        [row] = self._both.consumer("fetch", [number], self._request.dst, {"off": self._source}, 0.0)
+        return float(row["off"]["session_s"])
+
 
 def measure(
-    backend: str, options: list[dict[str, Any]], device: str, model: str, tokens: int, rounds: int, staging_bytes: int
+    backend: str,
+    options: list[dict[str, Any]],
+    device: str,
+    model: str,
+    tokens: int,
+    rounds: int,
+    staging_bytes: int,
+    sessions: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Move the same scattered blocks once a round with each set of options, and once with the library by itself.
+    """Move the same scattered blocks once a round with each set of options, and with the library by itself.
 
-    The library uses a message or descriptor for each run.
+    The library uses a message or descriptor for each run, and then one for as many bytes that are contiguous.
+
+    Args:
+        backend: Name of the back end.
+        options: Sets of its options.
+        device: ``cpu`` or ``cuda``.
+        model: Shape of the cache.
+        tokens: Length of the request.
+        rounds: How many count.
+        staging_bytes: Staging memory of each side.
+        sessions: Whether each round also has a fetch between two agents with each set of options.
 
     Yields:
-        A row for each: GB/s of the median round and of the one at the upper quartile, and the ratios to the library
-        (for the median, of the rounds' own ratios).
+        A row for each: milliseconds and GB/s of the median round, GB/s of the one at the upper quartile, and the ratios to the
+        library in both ways (for the median, of the rounds' own ratios).
     """
     shape = MODELS[model]
     request = Request(shape, tokens)
-    src, dst, nbytes = request.src, request.dst, request.nbytes
+    where = cache_devices(device)
+    seconds: dict[tuple[str, int], list[float]] = {}
+
+    def note(what: str, which: int, took: list[float]) -> None:
+        seconds.setdefault((what, which), []).extend(took)
+
     with ExitStack() as stack:
-        where = cache_devices(device)
-        made = (pair(backend, o, shape, request.blocks, where, staging_bytes) for o in options)
-        pairs = [stack.enter_context(each) for each in made]
+
+        def start(chosen: dict[str, Any]) -> Pair:
+            return stack.enter_context(pair(backend, chosen, shape, request.blocks, where, staging_bytes))
+
+        pairs = [start(chosen) for chosen in options]
         for both in pairs:
             both.connect()
         two_sided = pairs[0].connect_raw()
-        raw: list[float] = []
-        own: list[list[float]] = [[] for _ in pairs]  # seconds
-        for _ in range(rounds + 2):
+        agents = [_Sessions(start(chosen), request) for chosen in options] if sessions else []
+        for number in range(rounds + WARM):
             if two_sided is not None:
-                raw += pairs[0].move_raw(src, dst, [True], two_sided)[0][0]
-            for both, seconds in zip(pairs, own, strict=True):
-                seconds += both.move(src, dst)[0]
-    raw = raw[2:]
-    if raw:
-        yield {"library": backend, **_rates(raw, nbytes)}
-    for chosen, seconds in zip(options, own, strict=True):
-        row = {"options": chosen, **_rates(seconds[2:], nbytes)}
-        if raw:
-            row["to_library"] = round(statistics.median(r / s for r, s in zip(raw, seconds[2:], strict=True)), 2)
-            row["upper_quartile_to_library"] = round(_quartile(raw) / _quartile(seconds[2:]), 2)
+                runs, one = pairs[0].move_raw(request.src, request.dst, (True, False), two_sided)[0]
+                note("library", 0, runs)
+                note("library in one message", 0, one)
+            for i, both in enumerate(pairs):
+                note("transport", i, both.move(request.src, request.dst)[0])
+            for i, fetches in enumerate(agents):
+                note("session", i, [fetches.fetch(number)])
+    counted = {key: took[WARM:] for key, took in seconds.items()}
+    ceilings = {"to_library": "library", "to_one_message": "library in one message"}
+    for (what, which), took in counted.items():
+        chosen = {} if what in ceilings.values() else {"options": options[which]}
+        row: dict[str, Any] = {"what": what, **chosen, **_rates(took, request.nbytes)}
+        for ratio, ceiling in ceilings.items():
+            if chosen and (ceiling, 0) in counted:
+                theirs = counted[ceiling, 0]
+                row[ratio] = round(statistics.median(c / own for c, own in zip(theirs, took, strict=True)), 2)
+                row[f"upper_quartile_{ratio}"] = round(_quartile(theirs) / _quartile(took), 2)
         yield row
 
 
 def _rates(seconds: list[float], nbytes: int) -> dict[str, float]:
     return {
-        "GB_per_s": round(nbytes / statistics.median(seconds) / 1e9, 2),
-        "upper_quartile_GB_per_s": round(nbytes / _quartile(seconds) / 1e9, 2),
+        "ms": round(1e3 * statistics.median(seconds), 3),
+        "GB_per_s": round(nbytes / statistics.median(seconds) / 1e9, 4),
+        "upper_quartile_GB_per_s": round(nbytes / _quartile(seconds) / 1e9, 4),
     }
 
 
@@ -79,7 +127,7 @@ def turns(
     rounds: Annotated[int, typer.Option(min=1, help="Of which the median counts.")] = 60,
     staging_bytes: Annotated[int, typer.Option(min=1, help="Staging memory of each side.")] = 64 << 20,
 ) -> None:
-    """Compare options of one back end round by round, and with its library; a JSON object a line.
+    """Compare options of one back end round by round, transfers through agents, and its library; a JSON object a line.
 
     Nothing is checked here but that all transfers end; `kvxfer bench transfer` compares bytes.
     """

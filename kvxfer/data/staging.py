@@ -1,8 +1,10 @@
 """Staging memory: a bounded area cut into equal slots, through which staged parts pass packed.
 
 Used by the data thread only. A link that needs slots alone may hold half of them; of several each may hold its part; and
-the last one that is free is for a link that has none, so that a peer that has stopped does not keep others from theirs. Should
-so many have stopped that nothing is left, ``idle`` names them.
+the last one that is free is for a link that has none, so that a peer that has stopped does not keep others from theirs. What is
+shared is time, not turns: a producer's slot goes to the consumer that has held slots for the least time of late (``spent``), or one
+that takes a piece now and then would hold up all that take theirs at once. Should so many have stopped that nothing is left, ``since``
+tells which slots have been held for longest.
 
 No circle of engines may wait for each other's slots, however many there are. A producer holds a slot until its consumer
 has one too; so ``RESERVED`` slots are kept for pieces of which a consumer knows that their producer has one already. What
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +40,9 @@ RESERVED = SLOTS // 4
 
 CREDITS = SLOTS // 2
 """Slots that a link may hold, and that may be held for pieces merely expected."""
+
+HALF_LIFE_S = 1.0
+"""After how long the time for which a slot was held counts half."""
 
 TICK_S = 0.0001
 """How often a thread that waits for the device asks."""
@@ -91,7 +96,8 @@ class Staging:
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
         self._busy: dict[int, Fence] = {}  # by slot: what the device was last asked to do there, until it has
         self._held: dict[Role, Counter[LinkId]] = {"producer": Counter(), "consumer": Counter()}
-        self._moved: dict[LinkId, float] = {}  # producer: when a link that holds slots last got or gave one
+        self._since: dict[Slot, float] = {}  # producer: when a slot was taken, the oldest first
+        self._spent: dict[LinkId, tuple[float, float]] = {}  # producer: seconds that slots were held, and as of when
         self._used: Counter[Use] = Counter()
         self.given = 0  # how many slots have come back
 
@@ -115,9 +121,10 @@ class Staging:
         self._free.remove(free)
         self._held[role][owner] += 1
         self._used[use] += 1
+        slot = Slot(free, owner, use)
         if role == "producer":
-            self._moved[owner] = time.monotonic()
-        return Slot(free, owner, use)
+            self._since[slot] = time.monotonic()
+        return slot
 
     def _may(self, owner: LinkId, role: Role, use: Use) -> bool:
         room, holders = self._room(use), self._held[role]
@@ -136,10 +143,22 @@ class Staging:
             room = min(room, most - used["sent"] - used["expected"])
         return min(room, CREDITS - used["expected"]) if use == "expected" else room
 
-    def idle(self, seconds: float) -> list[LinkId]:
-        """Return the links whose consumer has taken nothing for so many seconds of what was packed for it."""
-        before = time.monotonic() - seconds
-        return [link for link, moved in self._moved.items() if moved < before]
+    def room(self, role: Role) -> bool:
+        """Whether there is a slot for somebody whose role is this one."""
+        return self._room("sent") > 0 if role == "producer" else max(self._room("known"), self._room("expected")) > 0
+
+    def holds(self, owner: LinkId, role: Role) -> bool:
+        return owner in self._held[role]
+
+    @property
+    def since(self) -> Mapping[Slot, float]:
+        """The slots that pieces of a producer's hold, and since when, the oldest first."""
+        return self._since
+
+    def spent(self, owner: LinkId) -> float:
+        """Return for how many seconds a link has held a producer's slots, of which each counts half after ``HALF_LIFE_S``."""
+        seconds, at = self._spent.get(owner, (0.0, 0.0))
+        return float(seconds * 0.5 ** ((time.monotonic() - at) / HALF_LIFE_S))
 
     def _idle(self, at: int) -> bool:
         fence = self._busy.get(at)
@@ -177,9 +196,9 @@ class Staging:
         if not holders[slot.owner]:
             del holders[slot.owner]
         if slot.use == "sent":
-            self._moved[slot.owner] = time.monotonic()
-            if slot.owner not in holders:
-                del self._moved[slot.owner]
+            now = time.monotonic()
+            self._spent[slot.owner] = self.spent(slot.owner) + now - self._since.pop(slot), now
+            self._spent = {link: known for link, known in self._spent.items() if now - known[1] < 20 * HALF_LIFE_S}
         self._used[slot.use] -= 1
         self.given += 1
         self._free.append(slot.offset)

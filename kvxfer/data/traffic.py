@@ -32,7 +32,7 @@ LOOK_S = 0.00003
 """How soon to ask again whether a device is done with what nothing else tells of: it packs a piece in twice that time."""
 
 PATIENCE_S = 1.0
-"""For how long a consumer may take nothing of what was packed for it while others wait for a slot. A piece is on its way for
+"""For how long a consumer may hold a slot while another has waited for its first one for as long. A piece is on its way for
 milliseconds; then it waits for a consumer that has stopped."""
 
 
@@ -96,7 +96,10 @@ class Traffic:
         self._peers: dict[LinkId, _Peer] = {}
         self._doubtful: set[LinkId] = set()  # something has failed on them
         self._jobs: dict[PartRef, Job] = {}
-        self._restless: dict[PartRef, Job] = {}  # those that may go on without an event of their own
+        self._restless: dict[PartRef, Job] = {}  # those that wait for the device
+        self._hungry: dict[Role, dict[LinkId, dict[PartRef, Job]]] = {"producer": {}, "consumer": {}}  # for a slot
+        self._starved: dict[LinkId, float] = {}  # since when a producer's link has none and wants one
+        self._gave_up = 0.0  # when somebody lost one for that
         self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
         self._batches: dict[int, Job] = {}
         self._aborted: dict[PartRef, float] = {}
@@ -210,7 +213,7 @@ class Traffic:
         job = self._jobs.get(news.ref)
         if job is not None:
             job.heard(news)
-            self._advance(job)
+            self._go_on_with(job)
 
     def abort(self, ref: PartRef) -> None:
         job = self._jobs.get(ref)
@@ -251,7 +254,7 @@ class Traffic:
             job.completed(done)
         except BaseException as e:
             job.stop(Failure.of(e))
-        self._advance(job)
+        self._go_on_with(job)
 
     def _quieted(self, batch: int) -> None:
         """Take in that a batch which had failed touches no memory any more."""
@@ -262,6 +265,13 @@ class Traffic:
             self._calm(job.ref)
         else:
             job.calm()
+
+    def _go_on_with(self, job: Job) -> None:
+        """Let a job go on that may have given a slot back; if others wait for one, it is one of them."""
+        if self._hungry[job.ref.role] and job.ref in self._jobs and job.error is None:
+            self._wait(job)
+            self._feed()
+        self._advance(job)
 
     def _advance(self, job: Job) -> None:
         """Let a job go on, and then those that wait behind it for their turn."""
@@ -283,13 +293,18 @@ class Traffic:
             for batch in list(job.batches):
                 self._transport.abort(batch)
         if not job.ended:
-            if job.restless:
+            if job.waiting_on_device:
                 self._restless[job.ref] = job
             else:
                 self._restless.pop(job.ref, None)
+            if job.starving:
+                self._wait(job)
+            else:
+                self._no_wait(job)
             return
         del self._jobs[job.ref]
         self._restless.pop(job.ref, None)
+        self._no_wait(job)
         self._aborted.pop(job.ref, None)
         known = self._peers.get(job.ref.link)
         closing = job.calmed_by_close(self._can)
@@ -301,6 +316,35 @@ class Traffic:
                 self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
         took = time.monotonic() - job.begun
         self._checks.end(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
+
+    def _wait(self, job: Job) -> None:
+        """Have a job wait for a slot."""
+        link, role = job.ref.link, job.ref.role
+        self._hungry[role].setdefault(link, {})[job.ref] = job
+        if role == "producer" and not self._staging.holds(link, role):
+            self._starved.setdefault(link, time.monotonic())
+        elif role == "producer":
+            self._starved.pop(link, None)
+
+    def _no_wait(self, job: Job) -> None:
+        waiting = self._hungry[job.ref.role]
+        mine = waiting.get(job.ref.link)
+        if mine is not None and mine.pop(job.ref, None) is not None and not mine:
+            del waiting[job.ref.link]
+            if job.ref.role == "producer":
+                self._starved.pop(job.ref.link, None)
+
+    def _feed(self) -> None:
+        """Let jobs that wait for a slot have what is free, a producer's in the order in which their consumers have held least."""
+        for role, waiting in self._hungry.items():
+            if not waiting or not self._staging.room(role):
+                continue
+            for link in sorted(waiting, key=self._staging.spent) if role == "producer" else list(waiting):
+                while self._staging.room(role) and (mine := waiting.get(link)):
+                    job = next(iter(mine.values()))
+                    self._advance(job)
+                    if job.starving:
+                        break  # and so would be the link's others
 
     def _calm(self, ref: PartRef) -> None:
         """Tell that the memory of a part that has ended is quiet now."""
@@ -320,12 +364,12 @@ class Traffic:
     @property
     def wait_s(self) -> float:
         """Seconds after which to look again though nothing has happened."""
-        jobs = self._restless.values()
-        if any(job.waiting_on_device for job in jobs) or (jobs and self._staging.settling):
+        hungry = any(self._hungry.values())
+        if self._restless or (hungry and self._staging.settling):
             return LOOK_S
         active, idle = self._transport.poll_interval_s
         wait = 1.0 if self.fd is not None else (active if self._batches else idle)
-        soon = self._aborted or self._quarantine or any(job.starving for job in jobs)
+        soon = self._aborted or self._quarantine or hungry
         return min(wait, 0.05) if soon else wait
 
     def poll(self) -> None:
@@ -347,23 +391,37 @@ class Traffic:
         for link in doubtful:
             self._doubt(link)
         given = None
-        while self._restless and given != self._staging.given:  # a slot may be what another job waits for
+        while given != self._staging.given:  # a slot may be what another job waits for
             given = self._staging.given
             for job in list(self._restless.values()):
                 self._advance(job)
+            self._feed()
         self._make_room()
         return self._overdue()
 
     def _make_room(self) -> None:
-        """Give up transfers whose consumers take nothing of theirs while others wait for slots.
+        """Give up what has held a slot for longest, where a consumer has long waited for its first one.
 
-        Once such consumers go on, they may ask for the transfers anew.
+        Once the other consumer goes on, it may ask for that transfer anew.
         """
-        hungry = {job.ref.link for job in self._restless.values() if job.starving and job.ref.role == "producer"}
-        idle = set(self._staging.idle(PATIENCE_S)) if hungry else set()
-        if not idle or not hungry - idle:
+        before = time.monotonic() - PATIENCE_S
+        starved = any(
+            since < before for link, since in self._starved.items() if not self._staging.holds(link, "producer")
+        )
+        if not starved or self._gave_up > before:
             return
-        for job in [j for j in self._jobs.values() if j.ref.link in idle and j.ref.role == "producer" and not j.error]:
+        for slot, since in self._staging.since.items():
+            if since > before:
+                return
+            holder = next((j for j in self._jobs.values() if slot in j.slots), None)
+            if holder is not None:
+                self._gave_up = before + PATIENCE_S
+                self._give_up(holder.ref)
+                return
+
+    def _give_up(self, ref: PartRef) -> None:
+        """Stop all parts of the attempt to which a part belongs."""
+        for job in [j for j in self._jobs.values() if j.ref[:-1] == ref[:-1] and not j.error]:
             job.collateral = True
             why = f"its consumer took nothing for {PATIENCE_S:g} s, while others waited"
             self._stop(job, Failure(FailureKind.OVERLOADED, why))

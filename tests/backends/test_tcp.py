@@ -18,10 +18,14 @@ from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport
+from kvxfer_tcp.connection import SHARED_UNSENT
 from kvxfer_tcp.door import STRANGERS
 from kvxfer_tcp.reader import ASK_RUNS, LEAST_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Endpoint, Header, Kind, greeting
+
+NODELAY, KEEPALIVE = (socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+UNSENT = (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
 
 
 class TestOne(ConformanceSuite):
@@ -92,6 +96,25 @@ def test_an_abort_leaves_the_link_alone(world: World) -> None:
         assert participant.transport.lost(link.peers[participant.name]) is None
 
 
+def test_a_large_batch_leaves_other_links_their_turns(world: World) -> None:
+    """While half a gigabyte is under way on one link, dozens of small batches go to and fro on another, one after the other."""
+    a, b, nbytes = world.local(), world.local(), 512 << 20
+    for participant in (a, b):
+        participant.allocate_repeating(nbytes)
+        participant.allocate([100_000], 7)
+    busy, other = world.link(a, b), world.link(a, b)
+    for link in (busy, other):
+        world.succeed(link.start(TransferMode.READ, a, b, Runs.of([0], [0], [1])))
+    large = busy.start(TransferMode.READ, a, b, Runs.of([0], [0], [nbytes]))
+    small = 0
+    while not large.over():
+        source, target = ((a, b), (b, a))[small % 2]
+        world.succeed(other.start(TransferMode.READ, source, target, Runs.of([0], [5], [64_000]), 1, 1))
+        small += 1
+    world.succeed(large)
+    assert small > 20, f"{small} small batches came through beside a large one"
+
+
 def test_only_what_is_lent_can_be_read(world: World) -> None:
     a, b = world.local(), world.local()
     world.allocate(a, b)
@@ -102,6 +125,29 @@ def test_only_what_is_lent_can_be_read(world: World) -> None:
     for reader, source in ((b, a), (a, b)):
         with pytest.raises(TransportError, match="lends no memory 0"):
             link.start(TransferMode.READ, source, reader, Runs.of([0], [0], [10]))
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_what_the_kernel_is_told_of_a_connection(connections: int) -> None:
+    """Both ends send at once and ask whether the other's host is there; of several that share a batch none hoards bytes."""
+
+    class Suited(Ours):
+        options: ClassVar[dict[str, Any]] = {"connections": connections}
+
+    world = World(Suited())
+    before = set(os.listdir("/proc/self/fd"))
+    a, b, link = world.pair()
+    for source, target in ((a, b), (b, a)):
+        world.move(link, TransferMode.READ, source, target, Runs.of([0], [9], [3_000_000]))
+    ends = []
+    for name in set(os.listdir("/proc/self/fd")) - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            found.getpeername()  # or it is no connection
+            ends.append([found.getsockopt(*option) for option in (NODELAY, KEEPALIVE, UNSENT)])
+    world.close()
+    assert len(ends) == 4 * connections, "two ends of each by which either side reads"
+    assert all(nodelay and keepalive for nodelay, keepalive, _ in ends)
+    assert [unsent for *_, unsent in ends].count(SHARED_UNSENT) == (2 * connections if connections > 1 else 0)
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from kvxfer.bench import turns
 from kvxfer.bench.meeting import Meeting
 from kvxfer.bench.pair import pair
 from kvxfer.bench.shapes import MODELS, Request
@@ -31,6 +32,16 @@ def test_what_is_measured(backend: str, library: bool) -> None:
         "checked_fetch_ms",
     } <= set(timed)
     assert ("raw_one_message_GB_per_s" in timed) == ("transport_to_raw_runs" in out) == library
+
+
+@pytest.mark.parametrize(("backend", "library"), [("zmq", False), ("tcp", True)])
+def test_what_takes_turns(backend: str, library: bool) -> None:
+    rows = list(turns.measure(backend, [{}, {"port": 0}], "cpu", "pages-of-16k", 16 * 8, 2, 16 << 20))
+    ceilings = ["library", "library in one message"] if library else []
+    assert [row["what"] for row in rows] == [*ceilings, "transport", "transport", "session", "session"]
+    assert [row["options"] for row in rows if "options" in row] == [{}, {"port": 0}] * 2
+    assert all(row["ms"] > 0 and row["GB_per_s"] > 0 for row in rows)
+    assert all(("to_one_message" in row) == (library and "options" in row) for row in rows)
 
 
 def test_each_round_is_timed_and_wrong_bytes_are_told() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.bench.soak import measure
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "kvxfer-shm"
 SOURCE = EXAMPLE / "kvxfer_shm" / "__init__.py"
@@ -52,6 +54,14 @@ def test_it_stays_small() -> None:
     blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     assert len({t.start[0] for t in tokens if t.type not in blank} - text) <= 120
+
+
+@pytest.mark.slow
+def test_nothing_is_wrong_or_left_after_a_short_soak() -> None:
+    """Named by its class, as one that is not installed. Too short a run to say whether anything grows."""
+    found = measure(6.0, 3.0, backend="kvxfer_shm:ShmTransport")
+    assert [c for c in found["complaints"] if "grew" not in c] == []
+    assert found["restarts"] >= 1 and found["outcomes"]["delivered"] > 0
 
 
 @pytest.mark.slow

@@ -243,6 +243,7 @@ class Engine:
         self.scheduler.use_v2_model_runner = resumes_as_new
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.room = self.free  # blocks that requests can have
+        self.elastic = hasattr(self.pool, "kv_cache_manager")  # kvcached's pool: only blocks in use have memory
         self.hasher = get_request_block_hasher(hashed, sha256)
         assert self.scheduler.connector is not None
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, ranks)

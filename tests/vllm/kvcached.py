@@ -9,13 +9,16 @@ import contextlib
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 FOLDER = Path(sys.prefix, "kvcached")
 """Where `make` puts kvcached (see the Makefile), outside of what Python imports from by itself."""
+
+PAGE = 2048
+"""Bytes of a block of one layer of the engines in `tests.vllm.engine`."""
 
 NEWEST = "0.30.0"
 """The newest vLLM that kvcached 0.1.6 has patches for. A newer one is patched as if it were this."""
@@ -32,15 +35,16 @@ class Pages:
     What was freed last is handed out first, the worst for late reads and writes.
 
     Attributes:
-        in_use: Blocks that have memory.
+        limit: How many blocks can have memory.
+        in_use: Those that have.
+        changed: Called with each block that has got memory, or lost it.
         said: What `available_size` says, if not the truth: another engine on the device has taken the rest meanwhile.
     """
 
-    def __init__(
-        self, blocks: int, limit: int, changed: Callable[[int, bool], None] = lambda block, mapped: None
-    ) -> None:
+    def __init__(self, blocks: int, limit: int) -> None:
         self._unused = list(range(blocks - 1, 0, -1))  # block 0 is nobody's
-        self.limit, self._changed = limit, changed
+        self.limit = limit
+        self.changed: Callable[[int, bool], None] = lambda block, mapped: None
         self.in_use: set[int] = set()
         self.said: int | None = None
 
@@ -50,7 +54,7 @@ class Pages:
         taken = [self._unused.pop() for _ in range(count)]
         self.in_use.update(taken)
         for block in taken:
-            self._changed(block, True)
+            self.changed(block, True)
         return taken
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -58,7 +62,7 @@ class Pages:
             assert block in self.in_use, f"block {block} is freed twice"
             self.in_use.remove(block)
             self._unused.append(block)
-            self._changed(block, False)
+            self.changed(block, False)
 
     def available_size(self) -> int:
         return self.limit - len(self.in_use) if self.said is None else self.said
@@ -107,3 +111,11 @@ def enabled(pages: Callable[[int], Pages]) -> Iterator[None]:
         mock.patch.object(interfaces, "get_kv_cache_manager", lambda blocks, *_, **__: pages(blocks)),
     ):
         yield
+
+
+def tensors(layers: Sequence[str], blocks: int) -> list[Any]:
+    """The layers of a cache in one buffer, as kvcached's default layout has them: block by block, a page of each layer."""
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    packed = PAGE * len(layers)
+    return [KVCacheTensor(size=packed * blocks, layers=list(layers), layer_stride=PAGE, block_stride=packed, offset=0)]

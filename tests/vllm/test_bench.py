@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from kvxfer_vllm.handover import STAGES, measure, picture
+import pytest
+
+from kvxfer_vllm.handover import MODES, STAGES, measure, picture
 
 
-def test_a_load_costs_no_step_within_one_and_one_beside() -> None:
-    within = measure(tokens=100, rounds=1, step_ms=300, budget_ms=1000, backend="zmq")
-    beside = measure(tokens=100, rounds=1, step_ms=300, budget_ms=0, backend="zmq")
+@pytest.mark.parametrize("overlap", MODES.values(), ids=MODES)
+def test_a_load_costs_no_step_within_one_and_one_beside(overlap: bool) -> None:
+    within = measure(tokens=100, rounds=1, step_ms=300, budget_ms=1000, backend="zmq", overlap=overlap)
+    beside = measure(tokens=100, rounds=1, step_ms=300, budget_ms=0, backend="zmq", overlap=overlap)
     assert within["further_steps"] == [0] and beside["further_steps"] == [1]
     for found in (within, beside):
-        assert list(found["ladder_us"]) == list(STAGES)
+        assert list(found["ladder_us"]) == list(STAGES) and list(found["spent_us"]) == list(STAGES[1:])
         assert sorted(found["ladder_us"].values()) == list(found["ladder_us"].values())
-    drawn = picture({"in_step": within, "beside": beside})
+    drawn = picture({"in_step": {"stepwise": within}, "beside": {"stepwise": beside}})
     assert drawn.startswith("<svg") and all(stage in drawn for stage in STAGES)

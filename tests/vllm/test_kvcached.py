@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,10 @@ from kvxfer.engine import BlockPins
 from kvxfer_vllm.pool import VllmBlockPool
 from tests.conftest import require
 from tests.vllm import kvcached
+from tests.vllm.cases import OFFER, both, check, crowd, decode, prefill
+from tests.vllm.conftest import Make
+from tests.vllm.engine import ANSWER_S, BLOCK, FULL, HYBRID, Engine, prompt
+from tests.vllm.wire import Load, Wire
 
 require("kvcached")
 BLOCKS, ROOM = 400, 40
@@ -52,3 +57,144 @@ def test_memory_that_another_engine_has_taken_is_not_lent(pool: Any) -> None:
     pool.kv_cache_manager.said, pool.kv_cache_manager.limit = ROOM, len(lent)
     assert pins.borrow("another", 4) is None
     pins.drop("load")
+
+
+def test_quarantine_is_a_quarter_of_what_can_have_memory(pool: Any) -> None:
+    """And not of all 400 blocks, which would be more than all the memory that there is."""
+    pins = BlockPins(BLOCKS // 4, VllmBlockPool(pool))
+    ids = [block.block_id for block in pool.get_new_blocks(30)]
+    assert pins.quarantine("one", ids[: ROOM // 4])
+    assert not pins.quarantine("another", ids[ROOM // 4 : ROOM // 4 + 1])
+    pins.drop("one")
+
+
+# --- under vLLM's scheduler ---------------------------------------------------------------------------------------------
+
+
+class World:
+    """Engines that kvcached gives memory to, each to so many blocks at a time. A block that loses its memory loses its content."""
+
+    def __init__(self, make: Make) -> None:
+        self._make, self._room, self.pages = make, ROOM, list[kvcached.Pages]()
+
+    def allocator(self, blocks: int) -> kvcached.Pages:
+        self.pages.append(kvcached.Pages(blocks, self._room))
+        return self.pages[-1]
+
+    def engine(self, groups: Any = FULL, room: int = ROOM, **more: Any) -> Engine:
+        self._room = room
+        found = self._make(groups, blocks=BLOCKS, tensors=kvcached.tensors, **more)
+        pages = self.pages[-1]
+        assert found.pool.kv_cache_manager is pages and found.elastic and found.room == room
+
+        def changed(block: int, mapped: bool) -> None:
+            found.memory[block] = 0
+
+        pages.changed = changed
+        return found
+
+
+@pytest.fixture
+def world(make: Make) -> Iterator[World]:
+    found = World(make)
+    with kvcached.enabled(found.allocator):
+        yield found
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_prompts_go_from_prefill_to_decode(world: World, groups: Any) -> None:
+    p, d = world.engine(groups), world.engine(groups)
+    for i in range(6):
+        text = prompt(90, seed=i)
+        decode(d, text, prefill(p, text), p)
+
+
+def test_an_engine_with_more_requests_than_memory_preempts_and_offers_anew(world: World) -> None:
+    """Blocks there are plenty of; what is short is memory, which kvcached says is there until it is not."""
+    p, d = world.engine(room=16, budget=16, seqs=4, caching=False), world.engine(room=200)
+    crowded = crowd(p)
+    p.steps(16)
+    text = prompt(90)
+    name = p.add(text, OFFER, n=50)
+    p.run(until=name)
+    params = p.done[name].params
+    assert params is not None and p.preempted
+    decode(d, text, params, p)
+    p.run(d)
+    for i, other in enumerate(crowded):
+        check(p, other, prompt(30, seed=50 + i), 60)
+
+
+def begun(d: Engine, p: Engine, wire: Wire) -> Load:
+    """The load of D that reads what P offers while it goes on."""
+    p.steps(4)
+    end = time.monotonic() + ANSWER_S
+    while not wire.loads(d):
+        assert time.monotonic() < end, "D does not ask"
+        d.step()
+        time.sleep(0.001)
+    (load,) = wire.loads(d)
+    while not wire.begin(load):
+        p.step()
+    return load
+
+
+def read_by(load: Load) -> set[int]:
+    assert load.offer is not None
+    return set(load.offer.blocks.ids())
+
+
+def test_what_is_read_keeps_its_memory_when_its_request_is_preempted(world: World, wire: Wire) -> None:
+    p, d = world.engine(room=17, caching=False), world.engine(room=100)
+    wire.paused = True
+    crowd(p, of=60, others=2, n=60)
+    p.steps(3)
+    to_p, to_d = both(p, "job")
+    text = prompt(60)  # a quarter of what there is memory for
+    a, b = p.add(text, to_p, n=80), d.add(text, to_d)
+    load = begun(d, p, wire)
+    read = read_by(load)
+    while a not in p.preempted:
+        p.step()
+        assert read <= world.pages[0].in_use, "its memory is gone while it is read"
+    wire.read(load)
+    assert not wire.settle(load)
+    p.steps(2)
+    assert not read <= world.pages[0].in_use, "nobody reads it, and the engine is short of memory"
+    wire.paused = False
+    d.run(p, until=b)
+    check(d, b, text)
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_what_is_read_keeps_its_memory_when_its_request_is_aborted(world: World, wire: Wire, groups: Any) -> None:
+    """A client goes away when P has decoded past the window, so that its end is held by nobody but us."""
+    p, d = world.engine(groups, 100), world.engine(groups, 100)
+    wire.paused = True
+    text = prompt(70)
+    to_p, to_d = both(p, "job")
+    a, b = p.add(text, to_p, n=200), d.add(text, to_d)
+    load = begun(d, p, wire)
+    read = read_by(load)
+    p.steps(60)
+    p.abort(a)
+    assert read <= world.pages[0].in_use
+    p.steps(2)
+    assert read <= world.pages[0].in_use
+    wire.fail(load, "given up")
+    p.steps(3)
+    wire.paused = False
+    d.run(p, until=b)
+    check(d, b, text)
+
+
+@pytest.mark.parametrize("most", [0, 3, 16])
+def test_a_prefix_cache_with_a_bound(world: World, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """kvcached gives the memory of all other cached blocks back; offers and loads do not count on them."""
+    monkeypatch.setattr("kvcached.utils.MAX_CACHED_TOKENS", most * BLOCK)
+    p, d = world.engine(), world.engine()
+    for i in range(4):
+        text = prompt(60, seed=i % 2) + prompt(40, seed=10 + i)
+        decode(d, text, prefill(p, text), p)
+    p.run(d)
+    assert all(len(pages.in_use) <= most for pages in world.pages)

@@ -22,6 +22,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.stats import Gauges, KVXferPromMetrics, KVXferStats
+from tests.conftest import require
 from tests.vllm.cases import decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import prompt
@@ -151,6 +152,31 @@ def test_names_and_units_of_nixl(registry: CollectorRegistry) -> None:
         assert family.type == known[name].type
         edges = [{s.labels["le"] for s in f.samples if "le" in s.labels} for f in (family, known[name])]
         assert edges[0] == edges[1], name
+
+
+def test_grafana_s_own_model_knows_all_of_the_dashboard() -> None:
+    """What it does not know it drops; Grafana itself was not run."""
+    require("grafana_foundation_sdk")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    text = (ROOT / "docs" / "grafana.json").read_text()
+
+    def lost(before: Any, after: Any, where: str = "") -> list[str]:
+        if isinstance(before, dict) and isinstance(after, dict):
+            pairs = [(f"{where}/{key}", value, after.get(key)) for key, value in before.items()]
+        elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+            pairs = [(f"{where}/{i}", *pair) for i, pair in enumerate(zip(before, after, strict=True))]
+        else:
+            return [] if before == after else [where]
+        return [path for at, old, new in pairs for path in lost(old, new, at)]
+
+    def known(dashboard: Any) -> Any:
+        return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+
+    assert not lost(json.loads(text), known(json.loads(text)))
+    wrong = {**json.loads(text), "panel": []}
+    assert lost(wrong, known(wrong)) == ["/panel"]
 
 
 def test_beside_nixl_its_names_are_left_to_it(registry: CollectorRegistry) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from kvxfer.identity import IdentityError
 from kvxfer_vllm.ids import external_id
 from kvxfer_vllm.params import wanted
+from tests.control.conftest import until
 from tests.vllm.cases import CACHES, OFFER, both, check, parties, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, prompt
@@ -48,19 +48,16 @@ def test_both_dispatched_at_once(make: Make, groups: Any, first: str, schema: An
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "dispatched at once"])
 def test_d_knows_whether_p_has_offered_what_it_loads(make: Make, wire: Wire, answered: bool) -> None:
     """P is asked for no longer than it takes to say that it has forgotten it, but waited for where it may not have begun."""
-    p, d = make(), make()
+    p, d = make(budget=16), make()
     text = prompt(60)
     to_p, to_d = both(p, "job")
     params = prefill(p, text) if answered else to_d
-    wire.paused = True
-    name = d.add(text, params)
     if not answered:
         p.add(text, to_p, n=1)
-        p.step()
-    until = time.monotonic() + 10
-    while not wire.loads(d):
-        assert time.monotonic() < until
-        d.step()
+        p.steps(2)  # of the four that it takes
+    wire.paused = True
+    name = d.add(text, params)
+    until(lambda: bool(d.step() and wire.loads(d)))  # it asks whether P has begun
     [load] = wire.loads(d)
     assert load.fetch.offered == answered
     wire.paused = False

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvxfer.errors import ConfigError
-from kvxfer_vllm import KVXferConnector
+from kvxfer_vllm import KVXferConnector, register
+from kvxfer_vllm.migration import ConnectorConfig
 from kvxfer_vllm.nixl import NixlConnector
 from tests.conftest import require
 from tests.vllm import stacks
@@ -28,6 +31,9 @@ from tests.vllm.conftest import Make
 from tests.vllm.engine import Engine, prompt
 
 Params = dict[str, Any]
+
+PAGE = Path(__file__).parents[2] / "docs" / "fit-a-stack.md"
+CONFIGS = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.S)
 
 ASKED: Params = {
     "do_remote_decode": True,
@@ -191,6 +197,16 @@ def test_dynamo_does_not_take_our_own_name() -> None:
     require("stacks")
     with pytest.raises(ValueError, match="Unsupported kv_connector='KVXferConnector'"):
         by_dynamo(KVTransferConfig(**OURS, kv_role="kv_both"))
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_the_page_s_configurations_are_taken(text: str) -> None:
+    register()  # as vLLM has its plug-ins do
+    found = json.loads(text)
+    transfer = KVTransferConfig(**found.get("kv_transfer_config", found))
+    assert transfer.kv_load_failure_policy == "recompute"
+    assert issubclass(KVConnectorFactory.get_connector_class(transfer), KVXferConnector)
+    ConnectorConfig.from_mapping(transfer.kv_connector_extra_config)
 
 
 @pytest.mark.parametrize("first", ["p", "d"])

@@ -16,7 +16,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Rank, Region
 from kvxfer.identity import TransferId, new_epoch
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.protocol.values import Ended, Event, Released, Stats
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released, Stats
 from kvxfer.values import Fetch, Offer
 
 JUNK = -1
@@ -46,6 +46,7 @@ class Agent:
     renewed: list[TransferId] = field(default_factory=list)
     prepared: list[Any] = field(default_factory=list)
     revoked: list[tuple[TransferId, bool, str]] = field(default_factory=list)
+    given_up: dict[TransferId, int] = field(default_factory=dict)  # generations that may still be read
     unwanted: set[TransferId] = field(default_factory=set)  # dropped before they were offered
     out: list[Event] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class Agent:
         return self.said
 
     def __post_init__(self) -> None:
-        self.cache = Cache((Region(4096, 4096),), (), (), self.rank)
+        self.cache = Cache((Region(4096, 4096, elastic=self.engine.elastic),), (), (), self.rank)
         self.member = RankDescriptor("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
 
     # What the connector calls
@@ -80,6 +81,9 @@ class Agent:
             del self.offers[transfer]
         if gone and generation > self.over.get(transfer, -1):
             self._over(transfer, generation, Outcome(Failure(FailureKind.WITHDRAWN, reason)))
+        elif not gone:
+            self.given_up[transfer] = generation
+            self._release(transfer)
 
     def identify(self, facts: dict[str, str]) -> None:
         self.facts = facts
@@ -157,8 +161,13 @@ class Agent:
         self._release(transfer)
 
     def _release(self, transfer: TransferId) -> None:
-        if transfer in self.over and not any(r.fetch.transfer == transfer for r in self.wire.reading(self)):
+        read = [load.offer for load in self.wire.reading(self) if load.fetch.transfer == transfer]
+        if transfer in self.over and not read:
             self.out.append(Released("producer", transfer, str(transfer), self.over[transfer]))
+        given_up = self.given_up.get(transfer)
+        if given_up is not None and all(offer is None or offer.generation > given_up for offer in read):
+            del self.given_up[transfer]
+            self.out.append(GenerationReleased("producer", transfer, str(transfer), given_up))
 
 
 class Wire:

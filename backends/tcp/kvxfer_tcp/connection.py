@@ -18,6 +18,10 @@ _ENDS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 WRITE_BYTES = 1 << 20
 """At most these bytes of what is said beside the data leave in one call."""
 
+SHARED_UNSENT = 128 << 10
+"""At most so many bytes that have not left wait in the kernel for one of several connections. With more the first ones to have
+room take what others could send sooner, and a slow one keeps a batch waiting at its end."""
+
 
 class Violation(Exception):
     """The peer said what no peer of ours would."""
@@ -104,5 +108,7 @@ def tune(opened: socket.socket, options: Options, dialled: bool) -> None:
     ]
     if dialled:
         settings.append((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(5000 * options.heartbeat_s)))
+    elif options.connections > 1:
+        settings.append((socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SHARED_UNSENT))
     for level, name, value in settings:
         opened.setsockopt(level, name, value)

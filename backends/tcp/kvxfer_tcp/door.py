@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from kvxfer.backend.endpoint import TOKEN_BYTES
-from kvxfer_tcp.connection import Connection, Loop
+from kvxfer_tcp.connection import Connection, Loop, tune
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 
@@ -73,6 +73,11 @@ class Door:
                     return
                 continue  # that one has gone again
             opened.setblocking(False)
+            try:
+                tune(opened, self._options, False)
+            except OSError:
+                opened.close()
+                continue  # that one as well
             if len(self._strangers) >= STRANGERS:
                 self.turn_away(next(iter(self._strangers)))
             self._strangers[_Stranger(self._loop, opened, self)] = time.monotonic() + self._options.connect_timeout_s

@@ -1,18 +1,21 @@
 """``kvxfer bench handover``: what a load costs a decode engine besides its bytes, counted in steps of vLLM's own scheduler.
 
 The scheduler, the connector in both roles, agents, side channel and links are the real ones; the producer is a process of
-its own. Only the forward pass is played: it takes as long as it is told to. While other requests decode, prompts arrive one
-after the other whose KV is ready at the producer. How many steps each of them waits for is exact, and how long each stage of
-its way takes is measured.
+its own. Only the forward pass is played: it takes as long as it is told to, and with steps that overlap, as vLLM's do on GPUs,
+the next one is planned and launched meanwhile. While other requests decode, prompts arrive one after the other whose KV is ready
+at the producer. How many steps each of them waits for is exact, and when it reached each stage of its way its trace says
+(``trace`` in the settings).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing as mp
 import statistics
 import tempfile
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +39,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -48,14 +53,18 @@ from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.engine import WorkerChannel
 from kvxfer.identity import TransferId
-from kvxfer.protocol.values import Ended, Event
-from kvxfer.values import BlockTable, Fetch, Offer
+from kvxfer.values import BlockTable, Offer
 from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 
 BLOCK, BLOCKS, OTHERS, WAIT_S = 16, 2048, 8, 60.0
+WARM_UP = 3
+"""Loads that do not count: they make the link, and show how fast it is."""
 MODEL = Model(4, 4, 256, BLOCK)
-STAGES = ("want sent", "first byte", "last byte", "seen by the worker", "seen by the scheduler", "compute begun")
+STAGES = ("fetched", "began", "asked", "announced", "heard", "arrived", "ended", "seen", "computed")
+"""Those of a trace, and the launch of the step that computes the first token."""
+WAYS = {"in_step": "within the step", "beside": "beside the steps"}
+MODES = {"stepwise": False, "overlapped": True}
 
 spawn = mp.get_context("spawn")
 
@@ -77,39 +86,17 @@ def offer_prompts(pipe: Connection, backend: str) -> None:
             pipe.send(None)
 
 
-class Watched:
-    """An agent, and when it was asked to fetch and said how that ended."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self.fetched: dict[str, float] = {}
-        self.ended: dict[str, tuple[float, Ended]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._agent, name)
-
-    def fetch(self, fetch: Fetch) -> None:
-        """Note when."""
-        self.fetched[fetch.handle] = time.monotonic()
-        self._agent.fetch(fetch)
-
-    def events(self, timeout: float = 0.0) -> list[Event]:
-        """Note when outcomes are seen."""
-        found = self._agent.events(timeout)
-        for event in found:
-            if isinstance(event, Ended):
-                self.ended[event.handle] = time.monotonic(), event
-        return found
-
-
 @dataclass
 class DecodeEngine:
-    """vLLM's scheduler with a worker whose forward pass takes ``step_s``."""
+    """vLLM's scheduler with a worker whose forward pass takes ``step_s``.
+
+    overlap: a step is planned and launched while the one before it runs, and its results are seen a step later.
+    """
 
     folder: Path
     config: dict[str, Any]
     step_s: float
-    seen: dict[str, float] = field(default_factory=dict)  # when the scheduler knew that a request's KV is here
+    overlap: bool
     computed: dict[str, tuple[int, float]] = field(default_factory=dict)  # the step that computes it first, and when
 
     def __post_init__(self) -> None:
@@ -120,18 +107,19 @@ class DecodeEngine:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
         kv = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
         self._worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv)
-        self._scheduler = Scheduler(config, kv, StructuredOutputManager(config), BLOCK, hash_block_size=BLOCK)
+        scheduler = AsyncScheduler if self.overlap else Scheduler
+        self._scheduler = scheduler(config, kv, StructuredOutputManager(config), BLOCK, hash_block_size=BLOCK)
         connector: Any = self._scheduler.connector
         self.side = connector._sched.side
         self._aggregator = KVOutputAggregator.from_connector(connector, 1)
-        self._watch(connector)
         pool = Pool(MODEL, BLOCKS, "cpu")
         self._memory = torch.from_numpy(pool.words)
-        self.agent = Watched(Agent(pool.cache, Config.from_mapping(self.config), "decode", self.side.facts))
+        agent = Agent(pool.cache, Config.from_mapping(self.config), "decode", self.side.facts)
         copy = BlockCopier([self._memory], pool.cache).copy
-        self._worker._work.start(self.agent, Layout(pool.cache, (1,)), copy=copy, channel=WorkerChannel)
+        self._worker._work.start(agent, Layout(pool.cache, (1,)), copy=copy, channel=WorkerChannel)
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self._worker.get_handshake_metadata()})
         self.steps = 0
+        self._flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, float]] = deque()  # launched, and when they end
         self.step()
 
     def _vllm_config(self) -> VllmConfig:
@@ -142,7 +130,11 @@ class DecodeEngine:
         return VllmConfig(
             model_config=ModelConfig(model=str(self.folder), skip_tokenizer_init=True, dtype="float32", seed=0),
             scheduler_config=SchedulerConfig(
-                max_num_seqs=64, max_num_batched_tokens=1 << 13, max_model_len=1 << 15, is_encoder_decoder=False
+                max_num_seqs=64,
+                max_num_batched_tokens=1 << 13,
+                max_model_len=1 << 15,
+                is_encoder_decoder=False,
+                async_scheduling=self.overlap,
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=False),
             load_config=LoadConfig(load_format="dummy"),
@@ -154,21 +146,6 @@ class DecodeEngine:
             ),
             device_config=DeviceConfig("cpu"),
         )
-
-    def _watch(self, connector: Any) -> None:
-        matched, update = connector.get_num_new_matched_tokens, connector.update_connector_output
-
-        def watched_matched(request: Request, computed: int) -> Any:
-            found = matched(request, computed)
-            if found[0] and not found[1]:
-                self.seen[request.request_id] = time.monotonic()
-            return found
-
-        def watched_update(output: KVConnectorOutput) -> None:
-            update(output)
-            self.seen |= dict.fromkeys(output.finished_recving or (), time.monotonic())
-
-        connector.get_num_new_matched_tokens, connector.update_connector_output = watched_matched, watched_update
 
     def request(self, name: str, tokens: int, answer: int, params: dict[str, Any] | None = None) -> Request:
         """Make a request."""
@@ -187,19 +164,30 @@ class DecodeEngine:
         return bytes(connector._sched._digest(request))
 
     def step(self) -> None:
-        """Make one."""
+        """Plan a step and launch it; see the results of one that has ended."""
         self.steps += 1
         output = self._scheduler.schedule()
+        now = time.monotonic()
+        for name in output.num_scheduled_tokens:
+            self.computed.setdefault(name, (self.steps, now))
+        before = self._flight[-1][-1] if self._flight else now
+        ends = max(before, now) + (self.step_s if output.num_scheduled_tokens else 0.001)
+        self._flight.append((output, self._launch(output, ends), ends))
+        if len(self._flight) > self.overlap:
+            output, result, ends = self._flight.popleft()
+            _sleep_until(ends)
+            self._scheduler.update_from_output(output, self._aggregator.aggregate([result]))
+
+    def _launch(self, output: SchedulerOutput, ends: float) -> ModelRunnerOutput:
+        """Call the worker's hooks around a forward pass; the last of them once it has ended, if steps do not overlap."""
         w = self._worker
         w.handle_preemptions(output.kv_connector_metadata)
         w.bind_connector_metadata(output.kv_connector_metadata)
         context = SimpleNamespace(attn_metadata=None)
         if output.has_sync_kv_loads:
             w.start_load_kv(context)
-        now = time.monotonic()
-        for name in output.num_scheduled_tokens:
-            self.computed.setdefault(name, (self.steps, now))
-        time.sleep(self.step_s if output.num_scheduled_tokens else 0.001)
+        if not self.overlap:
+            _sleep_until(ends)
         if not output.has_sync_kv_loads:
             w.start_load_kv(context)
         w.wait_for_save()
@@ -211,8 +199,7 @@ class DecodeEngine:
         requests = self._scheduler.requests
         whole = [requests[name].num_computed_tokens >= requests[name].num_prompt_tokens for name in names]
         tokens = [[7] if done else [] for done in whole]
-        result = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, tokens, kv_connector_output=kv)
-        self._scheduler.update_from_output(output, self._aggregator.aggregate([result]))
+        return ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, tokens, kv_connector_output=kv)
 
     def until(self, name: str) -> None:
         """Step until it is computed."""
@@ -228,7 +215,13 @@ class DecodeEngine:
         self._scheduler.shutdown()
 
 
-def measure(tokens: int, rounds: int, step_ms: float, budget_ms: float, backend: str) -> dict[str, Any]:
+def _sleep_until(ends: float) -> None:
+    time.sleep(max(0.0, ends - time.monotonic()))
+
+
+def measure(
+    tokens: int, rounds: int, step_ms: float, budget_ms: float, backend: str, overlap: bool = False
+) -> dict[str, Any]:
     """Load prompts one after the other into a busy engine.
 
     Args:
@@ -237,24 +230,27 @@ def measure(tokens: int, rounds: int, step_ms: float, budget_ms: float, backend:
         step_ms: What a step takes, ms.
         budget_ms: ``step_budget`` in ms; 0 has all go beside the steps.
         backend: The back end.
+        overlap: Whether steps overlap.
 
     Returns:
-        The further steps of each load, and of each stage the median over the loads, in µs from the request's arrival.
+        The further steps of each load; of each stage the median over the loads, in µs from the request's arrival; and of each but
+        the first what it took from the one before.
     """
-    settings = {"backend": backend, "step_budget": budget_ms / 1000}
     with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.jsonl"
+        settings = {"backend": backend, "step_budget": budget_ms / 1000, "trace": str(trace)}
         pipe, theirs = spawn.Pipe()
         producer = spawn.Process(target=offer_prompts, args=(theirs, backend), daemon=True)
         producer.start()
-        engine = DecodeEngine(Path(folder), settings, step_ms / 1000)
+        engine = DecodeEngine(Path(folder), settings, step_ms / 1000, overlap)
         try:
             pipe.send(dict(engine.side.facts))
             source = pipe.recv()
             for i in range(OTHERS):
                 engine.add(engine.request(f"other{i}", 16, 1 << 14))
-            further, ladders = [], []
-            for i in range(rounds + 2):  # the first makes the link, and the second knows it
-                base, name = f"own/{source.epoch:x}/r{i}", f"load{i}"
+            further, computed = [], []
+            for i in range(rounds + WARM_UP):
+                base = f"own/{source.epoch:x}/r{i}"
                 params = {
                     "do_remote_prefill": True,
                     "remote_host": source.host,
@@ -262,36 +258,36 @@ def measure(tokens: int, rounds: int, step_ms: float, budget_ms: float, backend:
                     "kvxfer_transfer": base,
                     "kvxfer_epoch": f"{source.epoch:x}",
                 }
-                request = engine.request(name, tokens, 1, params)
+                request = engine.request(f"load{i}", tokens, 1, params)
                 pipe.send((TransferId(base, 0), engine.digest(request), tokens))
                 pipe.recv()
                 engine.step()
                 begun, first = time.monotonic(), engine.steps + 1
                 engine.add(request)
-                name = request.request_id
-                engine.until(name)
-                step, computing = engine.computed[name]
-                fetched, (worker, ended) = engine.agent.fetched[name], engine.agent.ended[name]
-                if not ended.outcome.delivered:
-                    raise SystemExit(f"a load was not delivered: {ended.outcome.failure}")
-                at = (fetched, fetched + ended.waited, fetched + ended.seconds, worker, engine.seen[name], computing)
-                if i >= 2:
-                    further.append(step - first)
-                    ladders.append([1e6 * (t - begun) for t in at])
+                engine.until(request.request_id)
+                step, computing = engine.computed[request.request_id]
+                further.append(step - first)
+                computed.append(round(1e6 * (computing - begun)))
             pipe.send(None)
             producer.join(WAIT_S)
         finally:
             engine.close()
-    ladder = {
-        stage: round(statistics.median(column))
-        for stage, column in zip(STAGES, zip(*ladders, strict=True), strict=True)
+        lines = [json.loads(line) for line in trace.read_text().splitlines()][WARM_UP:]
+    for line in lines:
+        if line["failure"] is not None:
+            raise SystemExit(f"a load was not delivered: {line['failure']}")
+    ladders = [line["us"] | {"computed": at} for line, at in zip(lines, computed[WARM_UP:], strict=True)]
+    steps = list(itertools.pairwise(STAGES))
+    return {
+        "further_steps": further[WARM_UP:],
+        "ladder_us": {stage: round(statistics.median(x[stage] for x in ladders)) for stage in STAGES},
+        "spent_us": {b: round(statistics.median(x[b] - x[a] for x in ladders)) for a, b in steps},
     }
-    return {"further_steps": further, "ladder_us": ladder}
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return the ladders of both ways as SVG."""
-    ways = {"within the step": found["in_step"]["ladder_us"], "beside the steps": found["beside"]["ladder_us"]}
+    """Return the ladders of both ways as SVG, of steps that do not overlap."""
+    ways = {way: found[key]["stepwise"]["ladder_us"] for key, way in WAYS.items()}
     most = max(max(ladder.values()) for ladder in ways.values())
     lines, y = [], 30
     for way, ladder in ways.items():
@@ -312,25 +308,24 @@ def handover(
     tokens: Annotated[int, typer.Option(min=2, help="Of each prompt.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="Loads of each way.")] = 20,
     step_ms: Annotated[float, typer.Option(min=0.1, help="What a step of the decode engine takes.")] = 20.0,
-    budget_ms: Annotated[float, typer.Option(min=0.1, max=1000, help="`step_budget` of loads within the step.")] = 50.0,
+    budget_ms: Annotated[float, typer.Option(min=0.1, max=1000, help="`step_budget` of loads within the step.")] = 1000
+    * Config().step_budget,
     backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "cma",
     svg: Annotated[Path | None, typer.Option(help="Draw the stages into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Count the engine steps that a load costs while others decode, and time its stages."""
-    found: dict[str, Any] = {
-        "tokens": tokens,
-        "step_ms": step_ms,
-        "in_step": measure(tokens, rounds, step_ms, budget_ms, backend),
-        "beside": measure(tokens, rounds, step_ms, 0.0, backend),
-    }
-    for way in ("in_step", "beside"):
-        found[f"extra_steps_{way}"] = max(found[way]["further_steps"])
+    found: dict[str, Any] = {"backend": backend, "tokens": tokens, "step_ms": step_ms, "budget_ms": budget_ms}
+    for way, budget in (("in_step", budget_ms), ("beside", 0.0)):
+        found[way] = {mode: measure(tokens, rounds, step_ms, budget, backend, over) for mode, over in MODES.items()}
+        found[f"extra_steps_{way}"] = max(max(found[way][mode]["further_steps"]) for mode in MODES)
     if svg is not None:
         svg.write_text(picture(found))
     if as_json:
         typer.echo(json.dumps(found))
         return
-    for way in ("in_step", "beside"):
-        stages = ", ".join(f"{stage} {us} µs" for stage, us in found[way]["ladder_us"].items())
-        typer.echo(f"{way.replace('_', ' ')}: {found[f'extra_steps_{way}']} further steps at most; {stages}")
+    for way, words in WAYS.items():
+        typer.echo(f"{words}: {found[f'extra_steps_{way}']} further steps at most")
+        for mode in MODES:
+            spent = ", ".join(f"{stage} {us}" for stage, us in found[way][mode]["spent_us"].items())
+            typer.echo(f"  {mode}: {found[way][mode]['further_steps']}; µs from one stage to the next: {spent}")

@@ -26,6 +26,7 @@ from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadingRequests
 from kvxfer_vllm.settings import counts_media, groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
+from kvxfer_vllm.tracing import OFFER, RequestSpans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,7 +68,8 @@ class SchedulerHooks:
         facts = facts_of(vllm_config, config)
         self.side = SchedulerSide(config, self._engine, groups, parallel.world_size, facts, pins=self._pins)
         self._seen: set[str] = set()
-        self._loading = LoadingRequests()
+        self._spans = RequestSpans(vllm_config)
+        self._loading = LoadingRequests(self._spans)
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
         self._partial: dict[str, tuple[int, ...]] = {}  # loads that are here in part, and their blocks behind that
@@ -126,7 +128,7 @@ class SchedulerHooks:
             answered = not p.is_routed(params)  # else P may not have begun
             enough = self._block_tokens if self._partly and not answered else 0
             self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered, enough=enough)
-            self._loading.arrived(name)
+            self._loading.arrived(request, str(transfer))
             if self._hits is not None and not request.skip_reading_prefix_cache:
                 self.side.prefetch(name, self._hits(request))
 
@@ -183,6 +185,7 @@ class SchedulerHooks:
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         if not self.side.finished(name, _table(block_ids), whole, good=aborted) or ticket is None:
             return False, None
+        self._spans.begin(OFFER, request, str(ticket.transfer))
         return True, p.answer(ticket, self._engine, name, self._tp, len(block_ids), request.num_prompt_tokens)
 
     def _digest(self, request: Request) -> bytes:
@@ -252,6 +255,8 @@ class SchedulerHooks:
         over = set(output.finished_recving or ())
         update = self.side.report(found.report if isinstance(found, ReportMetadata) else Report())
         self._freed += update.free
+        for name in update.free:
+            self._spans.end(OFFER, name)
         for name in update.loaded:
             self._loading.ended(name, DELIVERED)
         for name, failure in update.failed.items():
@@ -274,6 +279,7 @@ class SchedulerHooks:
         self._told = (self._told - over) | early
         for name in output.finished_sending or ():
             self.side.freed(name)
+            self._spans.end(OFFER, name)
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
@@ -325,7 +331,14 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        kept = len(self._seen) + len(self._tables) + len(self._loading) + len(self._loads) + len(self._partial)
+        kept = (
+            len(self._seen)
+            + len(self._tables)
+            + len(self._loading)
+            + len(self._spans)
+            + len(self._loads)
+            + len(self._partial)
+        )
         return len(self.side) + kept
 
 

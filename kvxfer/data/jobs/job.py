@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer.data.commands import PieceNews
-from kvxfer.data.staging import Staging
+from kvxfer.data.staging import Slot, Staging
 from kvxfer.failures import Failure
 from kvxfer.geometry import Region
 from kvxfer.protocol.values import Move
@@ -77,6 +77,7 @@ class Job:
 
     @property
     def waiting_on_device(self) -> bool:
+        """Whether it should be advanced without an event of its own, for the device may be done."""
         return False
 
     @property
@@ -85,9 +86,9 @@ class Job:
         return False
 
     @property
-    def restless(self) -> bool:
-        """Whether it should be advanced without an event of its own: when the device is done, or a slot is free."""
-        return self.waiting_on_device
+    def slots(self) -> list[Slot]:
+        """The slots of staging memory that it holds."""
+        return []
 
     def advance(self) -> None:
         """Do what can be done now."""

@@ -78,8 +78,8 @@ class Staged(Job):
         return self._starving and self.error is None
 
     @property
-    def restless(self) -> bool:
-        return self.starving or self.waiting_on_device
+    def slots(self) -> list[Slot]:
+        return [piece.slot for piece in (*self.held.values(), *self.unpacking)]
 
     @property
     def complete(self) -> bool:
@@ -246,6 +246,10 @@ class StagedServe(Staged):
     @property
     def waiting_on_device(self) -> bool:
         return bool(self._packing)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [*super().slots, *(piece.slot for piece in self._packing)]
 
     @property
     def complete(self) -> bool:

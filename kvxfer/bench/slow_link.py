@@ -1,0 +1,133 @@
+"""A network link that is long and loses packets, on one host and without privileges: for what loopback does not show.
+
+A tun device has address ``HERE``, and whatever is sent to ``THERE`` comes back late from it, with the two addresses changed over:
+so a program that listens at ``HERE`` is dialled at ``THERE``, by itself or by others, over this link. (The checksums of IP and TCP stay
+right, since they do not depend on the order of what they add up.) It all lives in a network namespace of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from kvxfer.errors import KvxferError
+
+__all__ = ["HERE", "THERE", "SlowLink", "apart"]
+
+HERE, THERE = "10.77.0.1", "10.77.0.2"
+MTU = 1500
+MOST_AT_ONCE = 64
+
+_TUNSETIFF, _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x400454CA, 0x8914, 0x8916, 0x891C
+_IFF_TUN, _IFF_NO_PI, _IFF_UP = 0x0001, 0x1000, 0x0001
+_ALLOWED = "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """What a link is like.
+
+    Attributes:
+        round_trip_s: from one end to the other and back.
+        loss: share of packets that are lost, in each direction.
+        bytes_per_s: of both directions together. What comes faster waits for as long as a round trip takes, and is dropped beyond that.
+        congestion: TCP's congestion control, as Linux names it; ``None`` for the host's own.
+    """
+
+    round_trip_s: float
+    loss: float
+    bytes_per_s: float
+    congestion: str | None
+
+    @contextmanager
+    def up(self) -> Iterator[None]:
+        """Have the link, in a namespace of this process's own (see ``apart``).
+
+        Raises:
+            KvxferError: the host does not let us.
+        """
+        try:
+            device = _device()
+        except OSError as e:
+            raise KvxferError(f"the host permits no network device in a namespace of ours: {e}") from e
+        if self.congestion is not None:
+            try:
+                _CONGESTION.write_text(self.congestion)
+            except OSError as e:
+                raise KvxferError(
+                    f"congestion control {self.congestion!r} may not be set here ({e}); {_ALLOWED} has those that may"
+                ) from e
+        relay = get_context("fork").Process(target=self._relay, args=(device,), daemon=True)
+        relay.start()
+        os.close(device)
+        try:
+            yield
+        finally:
+            relay.kill()
+            relay.join()
+
+    def _relay(self, device: int) -> None:
+        """Take packets and give them back, for ever."""
+        dice, waiting = random.Random(1), deque[tuple[float, bytes]]()
+        free = 0.0  # when the link has sent all that it was given
+        while True:
+            timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+            select.select([device], [], [], timeout)
+            with suppress(BlockingIOError):
+                for _ in range(MOST_AT_ONCE):
+                    packet, now = os.read(device, MTU), time.monotonic()
+                    sent = max(now, free) + len(packet) / self.bytes_per_s
+                    if sent - now > self.round_trip_s or dice.random() < self.loss:
+                        continue
+                    free = sent
+                    if packet[0] >> 4 == 4:  # IPv6 talks to itself
+                        waiting.append(
+                            (sent + self.round_trip_s / 2, packet[:12] + packet[16:20] + packet[12:16] + packet[20:])
+                        )
+            while waiting and waiting[0][0] <= time.monotonic():
+                os.write(device, waiting.popleft()[1])
+
+
+def _device() -> int:
+    """Return a tun device that is up, and have loopback up as well."""
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"slow", _IFF_TUN | _IFF_NO_PI))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            for request, address in ((_SIOCSIFADDR, HERE), (_SIOCSIFNETMASK, "255.255.255.0")):
+                fcntl.ioctl(
+                    s, request, struct.pack("16sHH4s16x", b"slow", socket.AF_INET, 0, socket.inet_aton(address))
+                )
+            for name in (b"slow", b"lo"):
+                fcntl.ioctl(s, _SIOCSIFFLAGS, struct.pack("16sH22x", name, _IFF_UP))
+    except OSError:
+        os.close(device)
+        raise
+    return device
+
+
+def apart(module: str, argument: str) -> int:
+    """Run a module with one argument as a program in a network namespace of its own, in which it is root; return its exit status.
+
+    Raises:
+        KvxferError: there is no program ``unshare`` (of util-linux).
+    """
+    command: Sequence[str] = ("unshare", "--map-root-user", "--net", sys.executable, "-m", module, argument)
+    try:
+        return subprocess.run(command).returncode
+    except FileNotFoundError as e:
+        raise KvxferError("the program 'unshare' is not here; it comes with util-linux") from e

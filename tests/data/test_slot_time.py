@@ -1,0 +1,104 @@
+"""Consumers that hold a producer's slots of staging memory, and take what is in them when it suits the test: who gets the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer.data import traffic
+from kvxfer.failures import FailureKind
+from kvxfer.geometry import ShardAssignment
+from kvxfer.identity import TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.values import Ended
+from kvxfer.testing.fake import FakeTransport
+from kvxfer.values import BlockTable
+from tests.control.conftest import Engine, fetch, make_cache, offered, until
+from tests.control.stranger import Stranger
+from tests.control.test_strangers import hello
+
+STAGED = {"verbs": ["read"], "gathers": False}
+CALM = {"staging_bytes": 8 * 4096, "peer_timeout": 60.0, "transfer_timeout": 60.0, "lease": 60.0, "blocks": 400}
+SLOW = 6
+"""Consumers that have a slot each, and all slots that a producer may use."""
+
+
+def name(i: int | str) -> TransferId:
+    return TransferId(f"own/1/{i}", 0)
+
+
+class Slow(Stranger):
+    """A consumer that asks for 38 pieces of 4 KiB, and takes them when it is told to."""
+
+    def __init__(self, p: Engine, other: FakeTransport, i: int) -> None:
+        super().__init__(p.agents[0].member.address, 20.0)
+        cache = make_cache(np.zeros(1 << 20, np.uint8), 1, 0, 400)
+        share = ShardAssignment(0, 0, cache.views[0].layers, 0, 4)
+        self.say(hello(p, endpoint=other.endpoint(), epoch=i + 1, cache=cache, assignments=(share,)))
+        assert isinstance(self.answer(), m.Welcome)
+        self.say(m.FetchRequest(name(i), 1, b"d", 0, 800, BlockTable.of([list(range(200))]), 1, 50.0))
+        p.agents[0].offer(offered(list(range(200)), 800, transfer=name(i)))
+        assert isinstance(self.answer(), m.PartReady)
+
+    def hears(self) -> m.SlotReady:
+        """The next piece that is there for it."""
+        said = self.answer()
+        assert isinstance(said, m.SlotReady), said
+        return said
+
+    def takes(self, ready: m.SlotReady) -> None:
+        self.say(m.SlotFree(ready.transfer, ready.attempt, ready.part, ready.piece))
+
+
+Crowd = tuple[Engine, list[Slow], list[m.SlotReady], Engine]
+
+
+@pytest.fixture
+def crowd(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
+    """A producer all of whose slots are held, by six consumers that have one each, and a consumer in need of one."""
+    monkeypatch.setattr(traffic, "PATIENCE_S", 1000.0)
+    p = engine(dict(STAGED), seed=1, **CALM)
+    other = FakeTransport("other", STAGED)
+    with ExitStack() as stack:
+        stack.callback(other.close)
+        slow = [stack.enter_context(Slow(p, other, i)) for i in range(SLOW)]
+        first = [slow[0].hears() for _ in range(4)]  # while it was alone
+        for ready in first[:3]:
+            slow[0].takes(ready)
+        readies = [first[3], *(s.hears() for s in slow[1:])]
+        d = engine(dict(STAGED), **CALM)
+        p.agents[0].offer(offered(list(range(100, 160)), 240, transfer=name("quick")))
+        d.agents[0].fetch(fetch(p.source, list(range(60)), 240, transfer=name("quick")))
+        data: Any = p.agents[0]._data._first
+        until(lambda: bool(data._traffic._starved))
+        yield p, slow, readies, d
+
+
+def delivered(p: Engine, d: Engine) -> None:
+    (end,) = d.wait(Ended)
+    assert end.outcome.delivered, end
+    assert all(np.array_equal(d.block(i), p.block(100 + i)) for i in range(60))
+
+
+def test_one_slot_that_comes_free_is_enough_for_who_takes_pieces_at_once(crowd: Crowd) -> None:
+    """Twelve pieces pass through it before it goes back to one of those that hold theirs."""
+    p, slow, readies, d = crowd
+    slow[3].takes(readies[3])
+    delivered(p, d)
+
+
+def test_the_slot_that_was_held_for_longest_is_given_up_and_no_other(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, slow, readies, d = crowd
+    monkeypatch.setattr(traffic, "PATIENCE_S", 0.2)
+    delivered(p, d)
+    closed = slow[0].answer()
+    assert isinstance(closed, m.AttemptClosed) and closed.kind is FailureKind.OVERLOADED and closed.again
+    for s, ready in zip(slow[1:], readies[1:], strict=True):
+        s.takes(ready)
+        assert s.hears().piece == ready.piece + 1
