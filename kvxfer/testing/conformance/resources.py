@@ -198,10 +198,10 @@ class Resources(Suite):
                 if aborts:
                     _abort(world, started.pop())
                 world.succeed(*started)
-                for participant in (a, b):
-                    if isinstance(participant, LocalParticipant):
-                        world.wait_for(participant.quiet, "the quiet of what was aborted")
-                        participant.forget()
+            for participant in (a, b):
+                if isinstance(participant, LocalParticipant):
+                    world.wait_for(participant.quiet, "the quiet of what was aborted")
+                    participant.forget()
 
         batches(400)
         grown = [_grown(batches, 800) for _ in range(3)]
