@@ -305,7 +305,8 @@ class SchedulerSide:
         """
         if request not in self._loads:
             return 0
-        if request in self._starts and not self._starting(request):
+        wanted = self._schedule.consumer.matched(request, computed)
+        if wanted and request in self._starts and not self._starting(request):
             return None
         self._loads[request] = computed
         self.prefetch(request, computed)
@@ -349,6 +350,7 @@ class SchedulerSide:
         """
         if request not in self._loads:
             return
+        self._starts.forget(request)
         try:
             self._tables.check("table", table)
             if request in self._prefetches:

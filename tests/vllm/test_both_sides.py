@@ -176,3 +176,17 @@ def test_a_load_that_has_come_in_part_as_its_request_is_aborted(make: Make) -> N
             d.abort(b)
         d.step()
     d.run(p)
+
+
+@pytest.mark.parametrize("why", ["one token", "all is cached"])
+def test_who_has_nothing_to_load_waits_for_nobody(make: Make, why: str) -> None:
+    """And P, of whose prompt there is nothing to offer, never says that it has begun."""
+    groups, text = (STATEFUL, prompt(1)) if why == "one token" else (FULL, prompt(2 * BLOCK + 1))
+    p, d = make(groups), make(groups, budget=256)
+    if why != "one token":
+        d.run(until=d.add(text))
+    _, to_d = both(p, "job")
+    name = d.add(text, to_d)
+    assert name in d.step().num_scheduled_tokens
+    d.run(p, until=name)
+    check(d, name, text)
