@@ -19,7 +19,7 @@ STAGED = {"staging_bytes": 8 * 4096, "peer_timeout": 20.0, "transfer_timeout": 4
 
 CASES = [
     pytest.param(b, n, marks=pytest.mark.skipif(not usable(b), reason=f"{b} cannot be used here"))
-    for b, stopped in (("zmq", (1, 2, 5)), ("cma", (1, 2, 5)), ("nixl", (1,)))
+    for b, stopped in (("zmq", (1, 2, 5)), ("cma", (1, 2, 5)), ("nixl", (1,)), ("ucx", (1,)))
     for n in stopped
 ]
 
