@@ -20,8 +20,9 @@ Nothing here knows an engine, a tensor library or a transport.
 """
 
 from kvxfer.engine.exchange import BlockCopy, Report, Step
+from kvxfer.engine.load_ends import Update
 from kvxfer.engine.pins import BlockPins, BlockPool, ElasticPool, LendingPool
-from kvxfer.engine.scheduler import SchedulerSide, Update
+from kvxfer.engine.scheduler import SchedulerSide
 from kvxfer.engine.side_channel import ChannelAddress, WorkerChannel
 from kvxfer.engine.worker import WorkerSide
 from kvxfer.schedule import ScheduleError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from kvxfer import arguments
@@ -13,26 +13,25 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory, Unheard
 from kvxfer.engine.exchange import Report, Step
+from kvxfer.engine.load_ends import LoadEnds, Update
 from kvxfer.engine.loading import LoadingBlocks
 from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.renewals import Renewals
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, SideChannel
 from kvxfer.engine.starts import Starts
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
-from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Renew
 from kvxfer.protocol.timers import Recent
-from kvxfer.protocol.values import Stages
-from kvxfer.schedule import RankAgreement, Schedule
+from kvxfer.schedule import Schedule
 from kvxfer.ticket import Ticket
 from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Fetch, Group, Rank
 
-__all__ = ["SchedulerSide", "Update"]
+__all__ = ["SchedulerSide"]
 
 log = logging.getLogger("kvxfer.engine")
 
@@ -68,33 +67,6 @@ MOST_PREPARED = 1024
 """Engines of which it is remembered that links to them have been asked for."""
 STANDSTILL_S = 2.0
 """After so long without anything to run for want of blocks, blocks that are held for others are given up."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """What a report means to the engine.
-
-    Attributes:
-        free: finished requests whose blocks are now to be freed.
-        loaded: requests whose load has come on all ranks: their tokens are there.
-        arrived: of loads that asked for it, how many tokens of the prompt are here so far on all ranks. They are of use only
-            once the request is loaded.
-        failed: requests whose load is over without that, and why. The engine computes the tokens, or fails the request, by
-            its policy. If it holds the request no more, it may free the blocks.
-        disagreed: those of the failed of which every rank by itself was delivered what it wanted, and the blocks of their
-            loads.
-        payloads: of the loaded, what the producer has sent along (``WorkerSide.after_forward``), where it has.
-        short: of the loaded that may be so (``SchedulerSide.load``, ``enough``), those that are here in part, since the producer
-            has given up: up to which token. The engine computes the others.
-    """
-
-    free: frozenset[str] = frozenset()
-    loaded: frozenset[str] = frozenset()
-    failed: Mapping[str, Failure] = field(default_factory=dict)
-    arrived: Mapping[str, int] = field(default_factory=dict)
-    disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    payloads: Mapping[str, bytes] = field(default_factory=dict)
-    short: Mapping[str, int] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -149,13 +121,8 @@ class SchedulerSide:
         self._schedule = Schedule(groups, self.source if ranks > 1 else None)
         self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks)
         self._loading = LoadingBlocks(self._schedule.consumer, self._pins, ranks)
-        self._agreement = RankAgreement()
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
         self._loads: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
-        self._failed: dict[str, Failure] = {}  # loads that have, on some rank
-        self._arrived: dict[str, dict[Rank, int]] = {}  # of loads under way, the tokens that each rank has
-        self._payloads: dict[str, bytes] = {}  # of loads that some rank has
-        self._short: dict[str, int] = {}  # of those, the token up to which it is here, where that is not all
         self._members: dict[Rank, RankDescriptor] = {}
         self._renewals = Renewals(config.lease, self.directory.tell)
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
@@ -173,9 +140,7 @@ class SchedulerSide:
             self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear, self._trace
         )
         self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
-        self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps
-        self._stages: dict[str, Stages] = {}  # how far those came when that have ended on some rank
-        self._early: list[str] = []  # loads of which the side channel has said that they are here
+        self._ends = LoadEnds(self._loading, ranks, self._prefetches.paces, self._trace)
         self._ahead: list[str] = []  # prefetches that go with the next step
         self._prepared: set[Source] = set()  # engines to which our workers have been told to make links
         self._step = 0
@@ -364,7 +329,7 @@ class SchedulerSide:
         if external:
             number, fetch = self._last_fetch
             self._trace.fetched(request, "beside the steps", external)
-            self._under_way[request] = fetch.source, external
+            self._ends.begins(request, fetch.source, external)
             self._loading.begins(request, fetch.blocks.ids(), number)
         self._hurry()
 
@@ -399,19 +364,8 @@ class SchedulerSide:
             if request in self._prefetches:
                 self._prefetches.take_in(result)
             elif self._loading.is_of(request, result.number) and result.quiet and result.failure is None:
-                self._came(request, result)
+                self._ends.came(result)
         return bool(news)
-
-    def _reached(self, request: str, stages: Stages) -> None:
-        self._stages[request] = stages.slowest(self._stages.get(request, stages))
-
-    def _came(self, request: str, result: RankResult) -> None:
-        """Take in that a load beside the steps has come on one rank."""
-        if result.generation is not None:
-            self._agreement.delivered(request, (result.generation,))
-        self._reached(request, result.stages)
-        if self._loading.over_on(request, (result.rank,)) and self._agreement.agreed(request):
-            self._early.append(request)
 
     def follows(self, request: str) -> bool:
         """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
@@ -522,7 +476,6 @@ class SchedulerSide:
         Includes what they have said by the side channel, so that it may be worth a call without a report of theirs.
         """
         self._hear()
-        early, self._early = self._early, []
         if report.members:
             self.announce(report.members.values())
         if report.channels:
@@ -532,84 +485,15 @@ class SchedulerSide:
             self._prefetches.take_in(result)
         for request, copied in report.copied.items():
             self._prefetches.copied(request, copied)
-        for request, generations in report.delivered.items():
-            if request in self._loading:
-                self._agreement.delivered(request, generations)
-        for request, payload in report.payloads.items():
-            if request in self._loading:
-                self._payloads.setdefault(request, payload)
-        for request, tokens in report.short.items():
-            if request in self._loading:
-                self._short[request] = min(tokens, self._short.get(request, tokens))
-        for request, ranks in report.writing.items():
-            self._loading.writing(request, ranks)
-        for request, ranks in report.quiet.items():
-            self._loading.quiet(request, ranks)
-        for request, failure in report.failed.items():
-            if request in self._loading:
-                self._failed.setdefault(request, failure)
         for transfer, revoked in report.revoked.items():
             self._offered.revoked(transfer, revoked)
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
-        over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
-        for request, stages in report.stages.items():
-            if request in self._loading:
-                self._reached(request, stages)
-        for request, ranks in report.over.items():
-            self._loading.said(request, ranks)
-        update = self._ended(
-            dict.fromkeys([*early, *over]), frozenset(request for request in free if request is not None)
-        )
-        return replace(update, arrived=self._progress(report.arrived))
+        update = self._ends.report(report)
+        return replace(update, free=frozenset(request for request in free if request is not None))
 
     def load_over(self, request: str) -> None:
         """Take in from elsewhere that a load is over on all ranks; nothing if a ``report`` has said so."""
-        self._loading.all_said(request)
-        self._ended([request], frozenset())
-
-    def _ended(self, requests: Iterable[str], free: frozenset[str]) -> Update:
-        """Return what has become of loads that all ranks have reported."""
-        loaded, failed, disagreed, payloads, shorter = set(), {}, {}, {}, {}
-        for request in requests:
-            generations, failure = self._agreement.over(request), self._failed.pop(request, None)
-            if failure is None and len(generations) > 1:
-                named = " and ".join(map(str, generations))
-                detail = f"the producer computed it anew meanwhile, and our ranks hold generations {named}"
-                failure = Failure(FailureKind.REVOKED, detail)
-                disagreed[request] = self._loading.blocks(request)
-                log.warning("request %s cannot use what was loaded: %s", request, failure)
-            source, tokens = self._under_way.pop(request, (None, 0))
-            stages = self._stages.pop(request, None)
-            payload, short = self._payloads.pop(request, b""), self._short.pop(request, None)
-            if failure is None and short is not None:
-                shorter[request] = short
-                log.warning("request %s has come up to token %d, where its producer gave up", request, short)
-            if failure is None:
-                loaded.add(request)
-                if payload:
-                    payloads[request] = payload
-            else:
-                failed[request] = failure
-            if source is not None and failure is not None:
-                self._prefetches.paces.failed(source)
-            elif source is not None and stages is not None and short is None:
-                self._prefetches.paces.delivered(source, tokens, stages.moving)
-            if source is not None:
-                self._trace.seen(request, failure, stages)
-            self._loading.over(request)
-            self._arrived.pop(request, None)
-        return Update(free, frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
-
-    def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
-        """Return how far those loads are of which something is new, on all ranks."""
-        out = {}
-        for request, ranks in arrived.items():
-            if request in self._loading:
-                known = self._arrived.setdefault(request, {})
-                known |= ranks
-                if len(known) == self._ranks:
-                    out[request] = min(known.values())
-        return out
+        self._ends.over_elsewhere(request)
 
     def _notices(self) -> None:
         """Take in what other engines have told our directory."""
@@ -715,7 +599,6 @@ class SchedulerSide:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._agreement)
-        loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._under_way) + len(self._prefetches)
-        told = len(self._failed) + len(self._arrived) + len(self._payloads) + len(self._short)
-        return sides + loads + told + len(self._offers)
+        sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._ends)
+        loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._prefetches)
+        return sides + loads + len(self._offers)

@@ -1,0 +1,169 @@
+"""What becomes of loads: what each rank says of one, joined into what the engine is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from kvxfer.engine.exchange import Report
+from kvxfer.engine.loading import LoadingBlocks
+from kvxfer.engine.paces import LinkPaces
+from kvxfer.engine.side_channel import RankResult
+from kvxfer.engine.trace import Trace
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import Source
+from kvxfer.protocol.values import Stages
+from kvxfer.schedule import RankAgreement
+from kvxfer.values import Rank
+
+__all__ = ["LoadEnds", "Update"]
+
+log = logging.getLogger("kvxfer.engine")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a report means to the engine.
+
+    Attributes:
+        free: finished requests whose blocks are now to be freed.
+        loaded: requests whose load has come on all ranks: their tokens are there.
+        arrived: of loads that asked for it, how many tokens of the prompt are here so far on all ranks. They are of use only
+            once the request is loaded.
+        failed: requests whose load is over without that, and why. The engine computes the tokens, or fails the request, by
+            its policy. If it holds the request no more, it may free the blocks.
+        disagreed: those of the failed of which every rank by itself was delivered what it wanted, and the blocks of their
+            loads.
+        payloads: of the loaded, what the producer has sent along (``WorkerSide.after_forward``), where it has.
+        short: of the loaded that may be so (``SchedulerSide.load``, ``enough``), those that are here in part, since the producer
+            has given up: up to which token. The engine computes the others.
+    """
+
+    free: frozenset[str] = frozenset()
+    loaded: frozenset[str] = frozenset()
+    failed: Mapping[str, Failure] = field(default_factory=dict)
+    arrived: Mapping[str, int] = field(default_factory=dict)
+    disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    payloads: Mapping[str, bytes] = field(default_factory=dict)
+    short: Mapping[str, int] = field(default_factory=dict)
+
+
+class LoadEnds:
+    """Joins what the ranks of one engine say of its loads.
+
+    Args:
+        loading: the blocks of loads under way.
+        ranks: how many ranks there are.
+        paces: is told how fast loads came.
+        trace: is told what came of them.
+    """
+
+    def __init__(self, loading: LoadingBlocks, ranks: int, paces: LinkPaces, trace: Trace) -> None:
+        self._loading, self._ranks, self._paces, self._trace = loading, ranks, paces, trace
+        self._agreement = RankAgreement()
+        self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps: from where, and how many tokens
+        self._failed: dict[str, Failure] = {}  # loads that have, on some rank
+        self._arrived: dict[str, dict[Rank, int]] = {}  # of loads under way, the tokens that each rank has
+        self._payloads: dict[str, bytes] = {}  # of loads that some rank has
+        self._short: dict[str, int] = {}  # of those, the token up to which it is here, where that is not all
+        self._stages: dict[str, Stages] = {}  # how far those came when that have ended on some rank
+        self._early: list[str] = []  # loads of which the side channel has said that they are here
+
+    def begins(self, request: str, source: Source, tokens: int) -> None:
+        """Take in that a load begins beside the steps."""
+        self._under_way[request] = source, tokens
+
+    def came(self, result: RankResult) -> None:
+        """Take in, before the step that reports it, that a load beside the steps has come on one rank."""
+        request = result.handle
+        if result.generation is not None:
+            self._agreement.delivered(request, (result.generation,))
+        self._reached(request, result.stages)
+        if self._loading.over_on(request, (result.rank,)) and self._agreement.agreed(request):
+            self._early.append(request)
+
+    def report(self, report: Report) -> Update:
+        """Take in what ranks report, and return what has become of the loads that are over on all of them."""
+        early, self._early = self._early, []
+        for request, generations in report.delivered.items():
+            if request in self._loading:
+                self._agreement.delivered(request, generations)
+        for request, payload in report.payloads.items():
+            if request in self._loading:
+                self._payloads.setdefault(request, payload)
+        for request, tokens in report.short.items():
+            if request in self._loading:
+                self._short[request] = min(tokens, self._short.get(request, tokens))
+        for request, ranks in report.writing.items():
+            self._loading.writing(request, ranks)
+        for request, ranks in report.quiet.items():
+            self._loading.quiet(request, ranks)
+        for request, failure in report.failed.items():
+            if request in self._loading:
+                self._failed.setdefault(request, failure)
+        over = [request for request, ranks in report.over.items() if self._loading.over_on(request, ranks)]
+        for request, stages in report.stages.items():
+            if request in self._loading:
+                self._reached(request, stages)
+        for request, ranks in report.over.items():
+            self._loading.said(request, ranks)
+        update = self._ended(dict.fromkeys([*early, *over]))
+        return replace(update, arrived=self._progress(report.arrived))
+
+    def over_elsewhere(self, request: str) -> None:
+        """Take in, not from a report, that a load is over on all ranks; nothing if a report has said so."""
+        self._loading.all_said(request)
+        self._ended([request])
+
+    def _reached(self, request: str, stages: Stages) -> None:
+        self._stages[request] = stages.slowest(self._stages.get(request, stages))
+
+    def _ended(self, requests: Iterable[str]) -> Update:
+        """Return what has become of loads that all ranks have reported."""
+        loaded, failed, disagreed, payloads, shorter = set(), {}, {}, {}, {}
+        for request in requests:
+            generations, failure = self._agreement.over(request), self._failed.pop(request, None)
+            if failure is None and len(generations) > 1:
+                named = " and ".join(map(str, generations))
+                detail = f"the producer computed it anew meanwhile, and our ranks hold generations {named}"
+                failure = Failure(FailureKind.REVOKED, detail)
+                disagreed[request] = self._loading.blocks(request)
+                log.warning("request %s cannot use what was loaded: %s", request, failure)
+            source, tokens = self._under_way.pop(request, (None, 0))
+            stages = self._stages.pop(request, None)
+            payload, short = self._payloads.pop(request, b""), self._short.pop(request, None)
+            if failure is None and short is not None:
+                shorter[request] = short
+                log.warning("request %s has come up to token %d, where its producer gave up", request, short)
+            if failure is None:
+                loaded.add(request)
+                if payload:
+                    payloads[request] = payload
+            else:
+                failed[request] = failure
+            if source is not None and failure is not None:
+                self._paces.failed(source)
+            elif source is not None and stages is not None and short is None:
+                self._paces.delivered(source, tokens, stages.moving)
+            if source is not None:
+                self._trace.seen(request, failure, stages)
+            self._loading.over(request)
+            self._arrived.pop(request, None)
+        return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
+
+    def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
+        """Return how far those loads are of which something is new, on all ranks."""
+        out = {}
+        for request, ranks in arrived.items():
+            if request in self._loading:
+                known = self._arrived.setdefault(request, {})
+                known |= ranks
+                if len(known) == self._ranks:
+                    out[request] = min(known.values())
+        return out
+
+    def __len__(self) -> int:
+        """Return how much is remembered; 0 when no load is under way."""
+        told = len(self._failed) + len(self._arrived) + len(self._payloads) + len(self._short)
+        return len(self._agreement) + len(self._under_way) + told
