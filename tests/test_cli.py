@@ -283,7 +283,7 @@ def test_doctor_on_loopback(backend: str) -> None:
     [
         ({"key_file": "/nonexistent"}, "'/nonexistent'"),
         ({"peers": ["not a network"]}, "'peers'"),
-        ({"listen": "203.0.113.7"}, "cannot listen on 203.0.113.7 port 0"),
+        ({"listen": "203.0.113.7"}, "cannot listen on 203.0.113.7 port any"),
         ({"advertise": "no-such-host.invalid"}, "'advertise' is 'no-such-host.invalid', which has no address here"),
     ],
 )
