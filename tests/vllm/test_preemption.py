@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvxfer_vllm.scheduler import SchedulerHooks
+from tests.control.conftest import until
 from tests.vllm.cases import CACHES, OFFER, RUNNERS, both, check, crowd, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import CHUNKED, FULL, HYBRID, Group, prompt
@@ -47,8 +48,10 @@ def test_preemption_of_the_producer_while_it_is_read(make: Make, wire: Wire) -> 
     p.steps(3)
     to_p, to_d = both(p, "job")
     a = p.add(text, to_p, n=80)
+    while a not in p.tables:
+        p.step()
     b = d.add(text, to_d)
-    d.steps(2)
+    until(lambda: bool(d.step() and wire.loads(d)))  # it asks whether P has begun
     (load,) = wire.loads(d)
     while not wire.begin(load):
         p.step()
