@@ -17,7 +17,7 @@ from kvxfer.errors import ArgumentError
 # Counts how often an engine gave up blocks and offered anew; means something together with an epoch only.
 Generation: TypeAlias = int
 
-_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[0-9]{1,5}")
 _LONGEST = 1 << 14

@@ -23,7 +23,7 @@ from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.values import Ended
+from kvxfer.protocol.values import Ended, GenerationReleased
 from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["EACH", "RankedEngine", "LoadResult"]
@@ -208,6 +208,8 @@ class RankedEngine:
         self._agents[rank].fetch(Fetch(str(number), _transfer(number), b"digest", source, table, 0, tokens, own))
 
     def _take(self, rank: int, event: Any) -> None:
+        if isinstance(event, GenerationReleased):
+            return  # a former generation's blocks: here they are others' from the revocation on
         number = event.transfer.prompt
         use = self._uses.get(number)
         if use is None:

@@ -87,7 +87,9 @@ def test_from_its_wheel_it_conforms_and_is_what_auto_takes(tmp_path: Path) -> No
     kvxfer("conformance", "shm", "--suite", suite, "--report", "report.json", "--report", "report.md")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["conforms"] and report["release"] == "kvxfer-shm 0.1.0" and report["counts"]["kept"] > 80
-    doctor = json.loads(kvxfer("doctor", "--json"))
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({"backend": "shm"}))  # the default back end is not here, and doctor would say so
+    doctor = json.loads(kvxfer("doctor", "--json", "--config", str(settings)))
     assert doctor["backends"]["shm"]["usable"]
     assert doctor["auto"]["cpu"] == "shm"
     measured = kvxfer("bench", "transfer", "--backend", "shm", "--device", "cpu", "--tokens", "256", "--json")
