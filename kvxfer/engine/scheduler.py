@@ -40,7 +40,7 @@ MOST_RANKS = 1 << 16
 _held = arguments.holding(
     config=partial(arguments.instance, kind=Config),
     ranks=partial(arguments.integer, least=1, most=MOST_RANKS),
-    request=arguments.string,
+    request=partial(arguments.instance, kind=str),  # of any length: an engine may pass on all that it hears
     transfer=partial(arguments.instance, kind=TransferId),
     digest=partial(arguments.octets, most=MOST_DIGEST),
     source=partial(arguments.instance, kind=Source),
@@ -166,6 +166,7 @@ class SchedulerSide:
         say). Raises ``ScheduleError`` if this one offers another.
         """
         self._check_open()
+        arguments.string("request", request)
         taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
             self._offers[request] = transfer
@@ -209,6 +210,7 @@ class SchedulerSide:
         request is computed here. Raises ``ScheduleError`` if it loads another.
         """
         self._check_open()
+        arguments.string("request", request)
         taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
         if taken:
             self._loads.setdefault(request, 0)

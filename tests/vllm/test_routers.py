@@ -216,6 +216,22 @@ def test_params_beyond_measure(make: Make, key: str, caplog: pytest.LogCaptureFi
     p.lease_ends()
 
 
+@pytest.mark.parametrize("params", [None, OFFER], ids=["no transfer", "offers"])
+@pytest.mark.parametrize("name", ["x" * 5000, "\ud800"], ids=["long", "no text"])
+def test_whatever_a_client_calls_its_request(
+    make: Make, name: str, params: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is computed, though nothing can be transferred under such a name; the engine, and other requests, go on."""
+    p = make()
+    with caplog.at_level("DEBUG"):
+        other, named = p.add(prompt(30, seed=1), n=3), p.add(prompt(40), params, n=3, name=name)
+        p.run()
+    check(p, other, prompt(30, seed=1), 3)
+    check(p, named, prompt(40), 3)
+    assert p.done[named].params is None
+    assert len(caplog.text) < 10_000
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -40,6 +40,9 @@ __all__ = ["SchedulerHooks"]
 
 log = logging.getLogger("kvxfer.vllm")
 
+LONGEST_SHOWN = 200
+"""Characters of a request's id in the log: clients choose them."""
+
 NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
@@ -91,7 +94,7 @@ class SchedulerHooks:
             if params:
                 self._take_up(request, p.translated(params))
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
-            log.warning("request %s takes no part in KV transfer: %s", request.request_id, e)
+            log.warning("request %s takes no part in KV transfer: %s", request.request_id[:LONGEST_SHOWN], e)
 
     def _legacy(self, request: Request) -> dict[str, Any] | None:
         """Params out of a request id in the form of P2pNcclConnector, where the configuration allows that."""
