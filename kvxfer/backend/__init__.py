@@ -11,6 +11,7 @@ them what it needs:
 - ``wakeup``: one descriptor for several reasons to call ``poll``.
 - ``liveness``: how the two ends of a link on one host know of each other's end, and tell each other what else there is.
 - ``host``, ``ports``: where a process runs, and which ports it has open.
+- ``environment``: variables that a library looks at while it is called, and nobody else.
 - ``ucx``: settings with which a UCX opens ports only where it shall.
 """
 

@@ -200,9 +200,8 @@ class Agent:
         gone = arguments.flag("gone", gone)
         if arguments.flag("kept", kept) and not gone:
             raise ArgumentError("kept must come with gone: blocks that are computed anew are others")
-        declared = not kept and self._revocations.declare(
-            transfer
-        )  # the engine may use the blocks before our thread comes to it
+        # Unless they are kept, the engine may use the blocks before our thread comes to it.
+        declared = not kept and self._revocations.declare(transfer)
         self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
 
     def renew(self, transfer: TransferId) -> None:

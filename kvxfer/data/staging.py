@@ -197,8 +197,11 @@ class Staging:
             del holders[slot.owner]
         if slot.use == "sent":
             now = time.monotonic()
+            if (
+                slot.owner not in self._spent
+            ):  # what is left of others is forgotten then, and not looked through for each slot
+                self._spent = {link: known for link, known in self._spent.items() if now - known[1] < 20 * HALF_LIFE_S}
             self._spent[slot.owner] = self.spent(slot.owner) + now - self._since.pop(slot), now
-            self._spent = {link: known for link, known in self._spent.items() if now - known[1] < 20 * HALF_LIFE_S}
         self._used[slot.use] -= 1
         self.given += 1
         self._free.append(slot.offset)

@@ -133,13 +133,13 @@ class LoadEnds:
             source, tokens = self._under_way.pop(request, (None, 0))
             stages = self._stages.pop(request, None)
             payload, short = self._payloads.pop(request, b""), self._short.pop(request, None)
-            if failure is None and short is not None:
-                shorter[request] = short
-                log.warning("request %s has come up to token %d, where its producer gave up", request, short)
             if failure is None:
                 loaded.add(request)
                 if payload:
                     payloads[request] = payload
+                if short is not None:
+                    shorter[request] = short
+                    log.warning("request %s has come up to token %d, where its producer gave up", request, short)
             else:
                 failed[request] = failure
             if source is not None and failure is not None:

@@ -127,9 +127,7 @@ class SchedulerSide:
         self._renewals = Renewals(config.lease, self.directory.tell)
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
         self._starts = Starts(config.start, self.directory.tell)
-        self._over: Recent[TransferId, bytes] = Recent(
-            config.lease, MOST_OVER
-        )  # offers of requests that are, by digest
+        self._over: Recent[TransferId, bytes] = Recent(config.lease, MOST_OVER)  # digests of offers whose request is
         self.directory.begun = self._has_begun
         self._looked = 0.0  # when it was said last what is to be renewed
         self._still: float | None = None  # since when the engine has stood still for want of blocks
@@ -421,10 +419,8 @@ class SchedulerSide:
         """
         self._tables.check("table", table)
         self._loads.pop(request, None)
-        self._ready.pop(request, None)
         self._trace.finished(request)
-        self._prefetches.give_up(request)
-        self._starts.forget(request)
+        self._give_up(request)
         self._schedule.consumer.finish(request)
         transfer = self._offers.pop(request, None)
         if transfer is not None:
@@ -432,6 +428,12 @@ class SchedulerSide:
             self._over.put(transfer, digest, time.monotonic())
             self.directory.begins(transfer, digest)  # or is over, of which they hear when they fetch it
         return self._offered.finished(request, transfer, table, complete, found=bool(self._members), good=good)
+
+    def _give_up(self, request: str) -> None:
+        """Give up what goes ahead of a request's load."""
+        self._ready.pop(request, None)
+        self._prefetches.give_up(request)
+        self._starts.forget(request)
 
     @_held
     def freed(self, request: str) -> None:
@@ -581,9 +583,7 @@ class SchedulerSide:
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
         for request in self._loads:
-            self._ready.pop(request, None)
-            self._prefetches.give_up(request)
-            self._starts.forget(request)
+            self._give_up(request)
             self._schedule.consumer.finish(request, reason)
         return self._pins.pool_unused
 

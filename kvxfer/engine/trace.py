@@ -16,7 +16,7 @@ __all__ = ["Trace"]
 
 log = logging.getLogger("kvxfer.engine")
 
-Way = Literal["within the step", "beside the steps"]
+_Way = Literal["within the step", "beside the steps"]
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Load:
     source: Source
     arrived: float
     fetched: float = 0.0
-    way: Way | None = None
+    way: _Way | None = None
     tokens: int = 0
 
 
@@ -51,7 +51,7 @@ class Trace:
         if self._path is not None:
             self._loads.setdefault(request, _Load(transfer, source, time.monotonic()))
 
-    def fetched(self, request: str, way: Way, tokens: int) -> None:
+    def fetched(self, request: str, way: _Way, tokens: int) -> None:
         """Take in that the fetch of so many tokens leaves."""
         load = self._loads.get(request)
         if load is not None:

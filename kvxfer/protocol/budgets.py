@@ -10,6 +10,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from kvxfer.protocol.index import Index
+
 __all__ = ["Keep", "PeerBudgets"]
 
 Owner = TypeVar("Owner", bound=Hashable)
@@ -85,7 +87,7 @@ class Keep(Generic[Owner, K, V]):
         self._seconds, self._most = seconds, most
         self._kept: OrderedDict[tuple[Owner, K], tuple[float, V]] = OrderedDict()
         self._keys: dict[Owner, OrderedDict[K, None]] = {}
-        self._owners: dict[K, dict[Owner, None]] = {}
+        self._owners: Index[K, Owner] = Index()
 
     def put(self, owner: Owner, key: K, value: V, now: float) -> None:
         self.pop(owner, key)
@@ -95,7 +97,7 @@ class Keep(Generic[Owner, K, V]):
             self.pop(*next(iter(self._kept)))
         self._kept[owner, key] = now + self._seconds, value
         self._keys.setdefault(owner, OrderedDict())[key] = None
-        self._owners.setdefault(key, {})[owner] = None
+        self._owners.add(key, owner)
 
     def get(self, owner: Owner, key: K) -> V | None:
         found = self._kept.get((owner, key))
@@ -103,17 +105,16 @@ class Keep(Generic[Owner, K, V]):
 
     def owners(self, key: K) -> list[Owner]:
         """Return all who have a value of this key, in the order in which they came."""
-        return list(self._owners.get(key, ()))
+        return self._owners.of(key)
 
     def pop(self, owner: Owner, key: K) -> None:
         """Forget the value of ``key``, if there is one."""
         if self._kept.pop((owner, key), None) is not None:
-            mine, others = self._keys[owner], self._owners[key]
-            del mine[key], others[owner]
+            self._owners.remove(key, owner)
+            mine = self._keys[owner]
+            del mine[key]
             if not mine:
                 del self._keys[owner]
-            if not others:
-                del self._owners[key]
 
     def forget(self, now: float) -> None:
         """Drop what is too old."""

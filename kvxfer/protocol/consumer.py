@@ -9,7 +9,7 @@ moves any more. Outcome and release are two events: a fetch is released only whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import assert_never
 
@@ -125,7 +125,7 @@ class ConsumerMachine:
             return []
         route = self._routes.get(source)
         if route is not None:
-            return self._dial(route)
+            return self._dial(rank.link for rank in route.ranks)
         self._prepared.add(source)
         return [Resolve(source, own)]
 
@@ -157,7 +157,7 @@ class ConsumerMachine:
             out += self._start(f, route, now) if isinstance(route, Resolved) else self._fail(f, route, now)
         if source in self._prepared:
             self._prepared.remove(source)
-            out += self._dial(route) if isinstance(route, Resolved) else []
+            out += self._dial(rank.link for rank in route.ranks) if isinstance(route, Resolved) else []
         return out
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
@@ -313,11 +313,11 @@ class ConsumerMachine:
             out += self._link(f, rank, now)
         return out
 
-    def _dial(self, route: Resolved) -> list[Action]:
-        """Make those links of a route that there are not."""
-        links = [rank.link for rank in route.ranks if rank.link not in self._links]
-        self._links |= dict.fromkeys(links)
-        return [Dial(link) for link in links]
+    def _dial(self, links: Iterable[LinkId]) -> list[Action]:
+        """Make those of these links that there are not."""
+        new = [link for link in links if link not in self._links]
+        self._links |= dict.fromkeys(new)
+        return [Dial(link) for link in new]
 
     def _close(self, link: LinkId, why: Failure) -> list[Action]:
         """Give a link up. The route to what is behind it has to be looked up anew."""
@@ -331,10 +331,7 @@ class ConsumerMachine:
         link = rank.spec.link
         if self._links.get(link) is not None:
             return self._request(f, rank, now)
-        if link in self._links:
-            return []
-        self._links[link] = None
-        return [Dial(link)]
+        return self._dial([link])
 
     def _request(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
         """Begin an attempt."""

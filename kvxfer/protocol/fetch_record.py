@@ -95,12 +95,10 @@ class FetchRecord:
     began: float
     deadline: float
     heard: float  # when the last part was announced
-    asked: float = 0.0  # when a rank was asked last, ...
-    announced: float = 0.0  # ... the first part announced
-    arrived_at: float = 0.0  # ... and all ranks had all
-    begun: bool = (
-        False  # whether one has been; the deadline is that of the outcome then, and before that of the first part
-    )
+    asked: float = 0.0  # when a rank was asked last
+    announced: float = 0.0  # when the first part was announced
+    arrived_at: float = 0.0  # when all ranks had all
+    begun: bool = False  # a part has been announced: the deadline is that of the outcome, and before that of this
     ranks: dict[LinkId, RankFetch] | None = None  # None: the route is not known yet
     outcome: Outcome | None = None
     nbytes: int = 0

@@ -132,9 +132,7 @@ class OfferRecord:
     nbytes: int = 0
     outcome: Outcome | None = None
     known: bool = False  # the engine has spoken of it and waits for its end
-    short: Failure | None = (
-        None  # why the engine has given it up, where those who are being served may finish with what there is
-    )
+    short: Failure | None = None  # why it was given up, where those being served may finish with what there is
 
     def take(self, offer: Offer) -> None:
         """Take what the engine offers."""
@@ -147,6 +145,11 @@ class OfferRecord:
             self.digest = offer.digest
             for readers in (self.fit, self.settled, self.dropped, self.misfits):
                 readers.clear()
+
+    @property
+    def name(self) -> str:
+        """What its events are told under: what the engine calls it, or the transfer's name."""
+        return self.handle or str(self.transfer)
 
     def give_up(self, generation: Generation) -> None:
         """Give up what is of this generation or older."""

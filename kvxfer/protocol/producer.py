@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep, PeerBudgets
 from kvxfer.protocol.offer_record import (
@@ -155,7 +155,7 @@ class ProducerMachine:
         if over is not None and generation < over.least:
             return []
         if transfer not in self._records and not gone:
-            return [_generation_released(OfferRecord(transfer, now, now), generation)]
+            return [Emit(GenerationReleased("producer", transfer, str(transfer), generation))]
         h = self._record(transfer, now)
         if kept and gone and h.offer is not None and h.offer.generation == generation and h.offer.tokens and h.served:
             return self._shorten(h, h.offer, why, now)
@@ -570,9 +570,7 @@ class ProducerMachine:
         self._over.put(h.transfer, Over(outcome, h.next_generation), now)
         out: list[Action] = []
         if h.known:
-            ended = Ended(
-                "producer", h.transfer, h.handle or str(h.transfer), outcome, h.nbytes, now - h.began, h.generation
-            )
+            ended = Ended("producer", h.transfer, h.name, outcome, h.nbytes, now - h.began, h.generation)
             out.append(Emit(ended))
             if not h.serves:
                 out += self._release(h)
@@ -584,18 +582,14 @@ class ProducerMachine:
         """Release the engine's blocks once nothing of the offer record moves; this comes once, with its last rank serve."""
         if h.outcome is None or h.serves or not h.known:
             return []
-        return [Emit(Released("producer", h.transfer, h.handle or str(h.transfer), h.generation))]
+        return [Emit(Released("producer", h.transfer, h.name, h.generation))]
 
     def _release_revoked(self, h: OfferRecord) -> list[Action]:
         """Release what was revoked of a transfer that goes on, once nothing of that moves."""
         if h.revoked is None or h.outcome is not None or h.serves_of(h.revoked):
             return []
         generation, h.revoked = h.revoked, None
-        return [_generation_released(h, generation)]
-
-
-def _generation_released(h: OfferRecord, generation: Generation) -> Emit:
-    return Emit(GenerationReleased("producer", h.transfer, h.handle or str(h.transfer), generation))
+        return [Emit(GenerationReleased("producer", h.transfer, h.name, generation))]
 
 
 def _overdue(serve: RankServe, now: float) -> tuple[Failure, bool]:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvxfer.backend.environment import environment
 from kvxfer.errors import TransportError
 from kvxfer_mooncake.options import Options
 
@@ -34,8 +33,6 @@ PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 CARDS = Path("/sys/class/infiniband")
 HURRY_US = 5000
 
-_changing = threading.Lock()
-
 
 @cache
 def load() -> Any:
@@ -46,7 +43,7 @@ def load() -> Any:
     """
     try:
         # What it writes to stderr is decided when it is loaded.
-        with _environment(MC_LOG_LEVEL=os.environ.get("MC_LOG_LEVEL", "ERROR")):
+        with environment({"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}):
             from mooncake.engine import TransferEngine
     except ImportError as e:
         raise TransportError(
@@ -83,7 +80,7 @@ class LibraryEngine:
             raise TransportError(
                 "option 'protocol' of back end 'mooncake' is 'rdma', and this host has no RDMA card: Mooncake would take TCP instead"
             )
-        with _environment(**{"MC_FORCE_TCP": "1"} if options.protocol == "tcp" else {}):
+        with environment({"MC_FORCE_TCP": "1"} if options.protocol == "tcp" else {}):
             self._engine: Any = kind()
             failed = self._engine.initialize(options.advertise, "P2PHANDSHAKE", options.protocol, "")
         if failed:
@@ -156,19 +153,3 @@ class LibraryEngine:
                         if found.getsockname()[1:2] == (port,):
                             found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, HURRY_US))
         self._engine.send_probe(f"127.0.0.1:{port}")
-
-
-@contextmanager
-def _environment(**ours: str) -> Iterator[None]:
-    """Have this in the environment for a while."""
-    with _changing:
-        before = {key: os.environ.get(key) for key in ours}
-        os.environ.update(ours)
-        try:
-            yield
-        finally:
-            for key, value in before.items():
-                if value is None:
-                    del os.environ[key]
-                else:
-                    os.environ[key] = value

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvxfer.backend.environment import environment
 from kvxfer.errors import ConfigError
 
 __all__ = ["applied", "check"]
@@ -53,13 +54,5 @@ def applied(settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Return the plugin parameters that carry the settings, for as long as the backend is being created."""
     lists = {f"UCX_{k}": v for k, v in settings.items() if "," in v}
     plain = [f"{k}={v}" for k, v in settings.items() if "," not in v]
-    before = {k: os.environ.get(k) for k in lists}
-    os.environ.update(lists)
-    try:
+    with environment(lists):
         yield {"engine_config": ",".join(plain)} if plain else {}
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value

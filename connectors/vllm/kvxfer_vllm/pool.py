@@ -33,6 +33,8 @@ class VllmBlockPool:
 
     def capacity(self) -> int:
         """See ``kvxfer.engine.ElasticPool``. Of kvcached's blocks only those in use have memory, and the free ones could get some."""
+        if not hasattr(self._pool, "kv_cache_manager"):  # vLLM's own pool, all of whose blocks have memory
+            return int(self._pool.num_gpu_blocks) - 1
         return self.used() + int(self._pool.get_num_free_blocks())
 
     def used(self) -> int:

@@ -1,4 +1,4 @@
-"""CallTimes that take too long: one thread serves all links, and all of them wait behind a call that blocks."""
+"""Calls that take too long: one thread serves all links, and all of them wait behind a call that blocks."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Stage:
 class Client(threading.Thread):
     """Sends requests one after another, rightly or not, until told to stop."""
 
-    DEEDS = (
+    ACTS = (
         *["well"] * 4,
         "repeats params",
         "mixes params up",
@@ -104,7 +104,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         while not self._ends.is_set():
-            act = self._random.choice(self.DEEDS)
+            act = self._random.choice(self.ACTS)
             prompt, other = self._random.sample(sorted(self._expected), 2)
             try:
                 self._findings.add(act, self._do(act, prompt, other))

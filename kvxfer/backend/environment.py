@@ -1,0 +1,28 @@
+"""The environment of the process, changed for as long as a library looks at it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = ["environment"]
+
+_changing = threading.RLock()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these variables in the environment meanwhile. Any thread; one at a time."""
+    with _changing:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
