@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvxfer.errors import KvxferError
 from kvxfer.values import BlockTable, Ints
 
-__all__ = ["Cut", "PlanError", "Rows", "Segments", "cut_states", "cut_tokens", "join"]
+__all__ = ["Cut", "PlanError", "Rows", "Segments", "cut_states", "cut_tokens", "extent", "join"]
 
 Rows = BlockTable | Sequence[Sequence[int] | Ints]
 """A block table, or its rows as any sequences of ids."""
@@ -20,8 +20,7 @@ class PlanError(KvxferError, ValueError):
     """The block tables cannot be joined (a wanted token has no source, a table is short, a cut is not allowed)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Cut:
+class Cut(msgspec.Struct, frozen=True, eq=False):
     """Segments by position, before blocks are looked up: int64 ``[segments]`` each.
 
     Segments that end at or before ``needed`` may lack a source.
@@ -45,8 +44,7 @@ class Cut:
     needed: int
 
 
-@dataclass(frozen=True, eq=False)
-class Segments:
+class Segments(msgspec.Struct, frozen=True, eq=False):
     """Segments that have a block on both sides: int64 ``[segments]`` each, named as in ``Cut``."""
 
     src_block: Ints
@@ -56,6 +54,17 @@ class Segments:
     dst_token: Ints
     token: Ints
     count: Ints
+
+
+def extent(values: Ints) -> tuple[int, int]:
+    """Return the least and the greatest of one or more values.
+
+    Many plans are of a single block, and to reduce a single value takes numpy ten times as long as to look at it.
+    """
+    if len(values) == 1:
+        only = int(values[0])
+        return only, only
+    return int(np.minimum.reduce(values)), int(np.maximum.reduce(values))
 
 
 def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int) -> Cut:
@@ -121,7 +130,8 @@ def join(src: Ints, dst: Ints, cut: Cut, group: int) -> Segments:
     """
     dst_block = dst[cut.dst_pos]
     wanted = dst_block >= 0
-    if np.minimum.reduce(cut.src_pos, initial=0) >= 0 and np.maximum.reduce(cut.src_pos, initial=-1) < len(src):
+    first, last = extent(cut.src_pos) if len(cut.src_pos) else (0, -1)
+    if first >= 0 and last < len(src):
         src_block = src[cut.src_pos]
     else:
         src_block = np.full(len(dst_block), -1, np.int64)
