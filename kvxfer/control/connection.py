@@ -278,7 +278,7 @@ class ControlConnection:
         """Close it, if that has not happened."""
         if self.lost is None:
             self.lost = why
-            self._out.clear()
+            self._out = bytearray()  # not cleared: what could not be sent may be held by the error that said so
             self._shut()
 
     def _shut(self) -> None:

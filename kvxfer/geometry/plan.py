@@ -21,7 +21,7 @@ import numpy as np
 
 from kvxfer.geometry.assignment import ShardAssignment, check_assignments
 from kvxfer.geometry.cache import Cache
-from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, extent, join
+from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, greatest, join
 from kvxfer.geometry.strided_copy import Runs, StridedCopy, materialise
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup, view_groups
 from kvxfer.values import Ints
@@ -142,7 +142,7 @@ class Planner:
             if sg >= len(src_blocks) or dg >= len(dst_blocks):
                 raise PlanError(f"no block table for group {sg} of the producer or group {dg} of the consumer")
             src, dst = np.asarray(src_blocks[sg], np.int64), np.asarray(dst_blocks[dg], np.int64)
-            if not len(dst) or extent(dst)[1] < 0:
+            if not len(dst) or greatest(dst) < 0:
                 continue
             *limits, most = self._limits[sg, dg, opaque]
             found = join(src, dst, self._cut(sg, dg, opaque, most, len(dst), start, tokens), dg)
@@ -171,7 +171,7 @@ class Planner:
             ("source", found.src_block, src_blocks),
             ("destination", found.dst_block, dst_blocks),
         ):
-            worst = extent(block)[1]
+            worst = greatest(block)
             if worst >= limit:
                 raise PlanError(f"{side} block {worst} is outside the cache's {limit} blocks")
         if len(found.dst_block) == 1:

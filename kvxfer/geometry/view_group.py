@@ -14,7 +14,7 @@ import numpy as np
 from kvxfer.geometry.assignment import ShardAssignment
 from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.pattern import Axis, CopyPattern, Ints, merge
-from kvxfer.geometry.segments import Segments, extent
+from kvxfer.geometry.segments import Segments, greatest, least
 from kvxfer.geometry.strided_copy import StridedCopy
 
 __all__ = ["ViewGroup", "LogicalCopy", "view_groups"]
@@ -129,8 +129,8 @@ class LogicalCopy(msgspec.Struct, frozen=True, eq=False):
         if b.opaque:
             yield from (StridedCopy(t, self.src_at, self.dst_at, self.count) for t in b._merged)
             return
-        least, most = extent(self.count)
-        if least == most:
+        fewest, most = least(self.count), greatest(self.count)
+        if fewest == most:
             for i, tile in enumerate(b._merged):
                 for t in b._with_tokens(i, most):
                     yield StridedCopy(
