@@ -12,10 +12,11 @@ from kvxfer.errors import PeerError
 from kvxfer.threads import NamedThread
 from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Loop
+from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.reader import Address, Reader
 from kvxfer_tcp.server import Server
-from kvxfer_tcp.wire import Endpoint, greeting
+from kvxfer_tcp.wire import greeting
 
 __all__ = ["Link", "Names", "numeric"]
 
