@@ -20,9 +20,10 @@ from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport
 from kvxfer_tcp.connection import SHARED_UNSENT
 from kvxfer_tcp.door import STRANGERS
+from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.reader import ASK_RUNS, LEAST_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
-from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Endpoint, Header, Kind, greeting
+from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 
 NODELAY, KEEPALIVE = (socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 UNSENT = (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)

@@ -12,10 +12,11 @@ from kvxfer.errors import PeerError
 from kvxfer.threads import NamedThread
 from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Loop
+from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.reader import Address, Reader
 from kvxfer_tcp.server import Server
-from kvxfer_tcp.wire import Endpoint, greeting
+from kvxfer_tcp.wire import greeting
 
 __all__ = ["Link", "Names", "numeric"]
 
@@ -91,8 +92,7 @@ class Names:
 
     def look_up(self, link: Link) -> None:
         """Find out where the peer of a link is."""
-        name = f"kvxfer-tcp-name-{link.theirs.host}"
-        NamedThread(target=self._run, args=(link,), name=name, daemon=True).start()
+        NamedThread(target=self._run, args=(link,), name="kvxfer-tcp-name").start()
 
     def found(self) -> list[tuple[Link, list[Address] | OSError]]:
         """Return what has been found since, or why nothing has."""

@@ -20,9 +20,10 @@ from kvxfer.errors import PeerError
 from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Completion, Fence
 from kvxfer_tcp.connection import Connection, Loop, Violation, tune
+from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable
-from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Endpoint, Header, Kind, greeting
+from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind, greeting
 
 __all__ = ["Address", "Read", "Reader"]
 

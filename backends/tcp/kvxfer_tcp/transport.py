@@ -16,10 +16,10 @@ from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
 from kvxfer_tcp.connection import ANY, Connection, Violation
 from kvxfer_tcp.door import Door
+from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.link import Link, Names, numeric
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.reader import Read
-from kvxfer_tcp.wire import Endpoint
 
 __all__ = ["TcpTransport"]
 

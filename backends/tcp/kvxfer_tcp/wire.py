@@ -1,4 +1,4 @@
-"""What goes over the wire: endpoints (by somebody else's channel), and frames (by TCP).
+"""What goes over TCP: greetings and frames.
 
 The side that reads dials; the side whose memory is read listens. A link has several connections in each direction in which
 it reads. Each begins with a greeting: the dialler shows the listener's token, and the listener answers with the
@@ -13,14 +13,9 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from msgspec import Meta
-
-from kvxfer.backend.endpoint import EndpointBase, Token
-from kvxfer_tcp.options import MOST_CONNECTIONS
-
-__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MOST_REASON", "Endpoint", "Header", "Kind", "greeting"]
+__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MOST_REASON", "Header", "Kind", "greeting"]
 
 MAGIC = b"kvxfer\x00\x01"
 
@@ -79,27 +74,6 @@ class Header(NamedTuple):
         if kind not in _KINDS:
             raise ValueError(f"a frame of unknown kind {kind}")
         return cls(_KINDS[kind], *rest)
-
-
-class Endpoint(EndpointBase, frozen=True):
-    """One end of a link.
-
-    Attributes:
-        host: name or address that the peer dials.
-        port: of TCP.
-        token: secret of this end of the link, known to its two ends only.
-        connections: that this side makes or takes at most in each direction.
-        lends: numbers of the memories that the peer may read.
-    """
-
-    backend = "tcp"
-    format = 1
-
-    host: Annotated[str, Meta(min_length=1, max_length=255)]
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    token: Token
-    connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)]
-    lends: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=4096)]
 
 
 def greeting(token: bytes) -> bytes:
