@@ -94,8 +94,7 @@ class Names:
 
     def look_up(self, link: Link) -> None:
         """Find out where the peer of a link is."""
-        name = f"kvxfer-tcp-name-{link.theirs.host}"
-        NamedThread(target=self._run, args=(link,), name=name, daemon=True).start()
+        NamedThread(target=self._run, args=(link,), name="kvxfer-tcp-name").start()
 
     def found(self) -> list[tuple[Link, list[Address] | OSError]]:
         """Return what has been found since, or why nothing has."""
