@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from kvxfer.control.directory import Directory
     from kvxfer.control.events import readable
     from kvxfer.errors import ArgumentError, ConfigError, KvxferError, PeerError, TransportError
+    from kvxfer.facts import sealed
     from kvxfer.failures import Failure, FailureKind, Outcome
     from kvxfer.geometry import Cache
-    from kvxfer.identity import Source, TransferId
+    from kvxfer.identity import Source, TransferId, digest
     from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
     from kvxfer.ticket import Ticket
     from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
@@ -48,7 +49,9 @@ __all__ = [
     "Ticket",
     "TransferId",
     "TransportError",
+    "digest",
     "readable",
+    "sealed",
 ]
 
 _HOMES = {
@@ -58,8 +61,9 @@ _HOMES = {
     "kvxfer.control.events": ("readable",),
     "kvxfer.errors": ("ArgumentError", "ConfigError", "KvxferError", "PeerError", "TransportError"),
     "kvxfer.failures": ("Failure", "FailureKind", "Outcome"),
+    "kvxfer.facts": ("sealed",),
     "kvxfer.geometry": ("Cache",),
-    "kvxfer.identity": ("Source", "TransferId"),
+    "kvxfer.identity": ("Source", "TransferId", "digest"),
     "kvxfer.protocol.values": ("Ended", "Event", "GenerationReleased", "Progress", "Released"),
     "kvxfer.ticket": ("Ticket",),
     "kvxfer.values": ("BlockTable", "Fetch", "Group", "Offer", "Rank"),

@@ -12,12 +12,11 @@ from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.exchange import Report, Step
-from kvxfer.engine.load_ends import LoadEnds, Update
-from kvxfer.engine.loading import LoadingBlocks
+from kvxfer.engine.load_ends import Update
+from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
-from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
 from kvxfer.engine.trace import Trace
@@ -33,7 +32,8 @@ __all__ = ["SchedulerSide"]
 
 MOST_RANKS = 1 << 16
 
-_tokens = partial(arguments.integer, least=0, most=MOST_TOKENS)
+_COUNTS = ("tokens", "computed", "scheduled", "external", "progress", "enough")
+_FLAGS = ("begun", "offered", "good", "complete", "stops")
 _held = arguments.holding(
     config=partial(arguments.instance, kind=Config),
     ranks=partial(arguments.integer, least=1, most=MOST_RANKS),
@@ -41,21 +41,12 @@ _held = arguments.holding(
     transfer=partial(arguments.instance, kind=TransferId),
     digest=partial(arguments.octets, most=MOST_DIGEST),
     source=partial(arguments.instance, kind=Source),
-    tokens=_tokens,
-    computed=_tokens,
-    scheduled=_tokens,
-    external=_tokens,
-    progress=_tokens,
     consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
-    enough=_tokens,
-    begun=arguments.flag,
-    offered=arguments.flag,
-    good=arguments.flag,
-    complete=arguments.flag,
-    stops=arguments.flag,
     report=partial(arguments.instance, kind=Report),
     members=partial(arguments.several, kind=RankDescriptor),
     reason=partial(arguments.string, most=MOST_REASON, empty=True),
+    **dict.fromkeys(_COUNTS, partial(arguments.integer, least=0, most=MOST_TOKENS)),
+    **dict.fromkeys(_FLAGS, arguments.flag),
 )
 
 
@@ -112,16 +103,12 @@ class SchedulerSide:
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = Notices(config, self.directory, self._schedule)
         self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks)
-        self._loading = LoadingBlocks(self._schedule.consumer, self._pins, ranks)
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
-        self._loads: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
         self._members: dict[Rank, RankDescriptor] = {}
-        self._trace = Trace(config.trace, engine)
-        self._prefetches = Prefetches(
-            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear, self._trace
+        trace = Trace(config.trace, engine)
+        self._loads = Loads(
+            config, self._schedule.consumer, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
         )
-        self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
-        self._ends = LoadEnds(self._loading, ranks, self._prefetches.paces, self._trace)
         self._standstill = Standstill(self._offered.held, self._schedule.producer.withdraw)
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -186,15 +173,7 @@ class SchedulerSide:
         """
         self._check_open()
         arguments.string("request", request)
-        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
-        if taken:
-            self._loads.setdefault(request, 0)
-            self._notices.loads(request, transfer, digest, source, begun)
-            if offered:
-                self._ready[request] = source, tokens
-            self._dispatch.prepare(source)
-            self._trace.arrived(request, transfer, source)
-        return taken
+        return self._loads.arrive(request, transfer, digest, source, tokens, begun, offered, progress, enough)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -211,13 +190,7 @@ class SchedulerSide:
             request: the engine's id of it.
             computed: local tokens that it will find, as far as is known.
         """
-        source, tokens = self._ready.pop(request, (None, 0))
-        if source is None or not self._dispatch.direct:
-            return
-        if self._prefetches.begin(request, source, computed, tokens, self._dispatch.next):
-            self._trace.fetched(request, "within the step", tokens - computed)
-            self._dispatch.prefetch(request)
-            self._dispatch.hurry()
+        self._loads.prefetch(request, computed)
 
     @_held
     def ticket(self, request: str) -> Ticket | None:
@@ -233,23 +206,14 @@ class SchedulerSide:
         0: none, for good. None: a sibling is loading them, a prefetch is on its way, or the producer has not begun; ask again
         in the next step. May be asked as often as the engine likes.
         """
-        if request not in self._loads:
-            return 0
-        wanted = self._schedule.consumer.matched(request, computed)
-        if wanted and self._notices.awaits(request):
-            return None
-        self._loads[request] = computed
-        self.prefetch(request, computed)
-        if request in self._prefetches:
-            return self._prefetches.tokens(request, computed)
-        return self._schedule.consumer.matched(request, computed)
+        return self._loads.loadable(request, computed)
 
     def here(self, request: str) -> bool:
         """Whether what ``loadable`` has promised is here: then the request runs in this step, whose workers copy it first.
 
         Else its load begins with this step.
         """
-        return request in self._prefetches
+        return self._loads.here(request)
 
     @_held
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
@@ -268,36 +232,7 @@ class SchedulerSide:
                 of them will come.
             ArgumentError: a block table that is none of this engine's. The load has failed as well.
         """
-        if request not in self._loads:
-            return
-        self._notices.forget(request)
-        try:
-            self._tables.check("table", table)
-            if request in self._prefetches:
-                self._prefetches.admitted(request, table, external)
-                return
-            self._schedule.consumer.allocated(request, table, self._loads[request], external)
-        except KvxferError as error:
-            self._prefetches.give_up(request)
-            self._schedule.consumer.finish(request, f"the consumer cannot load it: {error}")
-            raise
-        if external:
-            number, fetch = self._dispatch.last
-            self._trace.fetched(request, "beside the steps", external)
-            self._ends.begins(request, fetch.source, external)
-            self._loading.begins(request, fetch.blocks.ids(), number)
-        self._dispatch.hurry()
-
-    def _hear(self, timeout: float = 0.0) -> bool:
-        """Take in what workers say within so many seconds, as soon as there is something; False if there is nothing."""
-        news = self._dispatch.receive(timeout)
-        for result in news:
-            request = result.handle
-            if request in self._prefetches:
-                self._prefetches.take_in(result)
-            elif self._loading.is_of(request, result.number) and result.quiet and result.failure is None:
-                self._ends.came(result)
-        return bool(news)
+        self._loads.allocated(request, table, external)
 
     def follows(self, request: str) -> bool:
         """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
@@ -350,20 +285,11 @@ class SchedulerSide:
             keeps them as well, until the ``report`` of its end.
         """
         self._tables.check("table", table)
-        self._loads.pop(request, None)
-        self._trace.finished(request)
-        self._give_up(request)
-        self._schedule.consumer.finish(request)
+        self._loads.finished(request)
         transfer = self._offers.pop(request, None)
         if transfer is not None:
             self._notices.over(transfer, self._schedule.producer.digest(transfer) or b"")
         return self._offered.finished(request, transfer, table, complete, found=bool(self._members), good=good)
-
-    def _give_up(self, request: str) -> None:
-        """Give up what goes ahead of a request's load."""
-        self._ready.pop(request, None)
-        self._prefetches.give_up(request)
-        self._notices.forget(request)
 
     @_held
     def freed(self, request: str) -> None:
@@ -377,14 +303,14 @@ class SchedulerSide:
         renewals = self._notices.step()
         commands = self._schedule.commands()
         self._offered.shipped(commands)
-        return self._dispatch.step(commands, renewals, self._prefetches.copies())
+        return self._dispatch.step(commands, renewals, self._loads.copies())
 
     def short_of_blocks(self) -> None:
         """Take in that the engine cannot admit or go on with a request for want of blocks; before ``step``.
 
         Blocks of prefetches that wait for their request are given back, and the request computes its tokens.
         """
-        self._prefetches.short_of_blocks()
+        self._loads.short_of_blocks()
 
     @_held
     def report(self, report: Report) -> Update:
@@ -392,25 +318,20 @@ class SchedulerSide:
 
         Includes what they have said by the side channel, so that it may be worth a call without a report of theirs.
         """
-        self._hear()
         if report.members:
             self.announce(report.members.values())
         if report.channels:
             self.listen_to(report.channels)
         self._dispatch.begun(report.begun)
-        for result in report.prefetched.values():
-            self._prefetches.take_in(result)
-        for request, copied in report.copied.items():
-            self._prefetches.copied(request, copied)
         for transfer, revoked in report.revoked.items():
             self._offered.revoked(transfer, revoked)
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
-        update = self._ends.report(report)
+        update = self._loads.report(report)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
     def load_over(self, request: str) -> None:
         """Take in from elsewhere that a load is over on all ranks; nothing if a ``report`` has said so."""
-        self._ends.over_elsewhere(request)
+        self._loads.over_elsewhere(request)
 
     def stands_still(self, whether: bool) -> None:
         """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
@@ -418,7 +339,7 @@ class SchedulerSide:
         If that goes on, finished requests that are held for others are given up, the oldest first, one at a time: those for
         whom they are held may themselves wait for blocks, and nobody would ever go on.
         """
-        self._standstill.look(whether and not len(self._loading))
+        self._standstill.look(whether and not self._loads.under_way)
 
     @property
     def waiting(self) -> bool:
@@ -426,7 +347,7 @@ class SchedulerSide:
 
         It must go on making steps then, or it will not hear that they are free.
         """
-        return self._offered.waiting or self._loading.waiting or bool(self._prefetches)
+        return self._offered.waiting or self._loads.waiting
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -438,9 +359,7 @@ class SchedulerSide:
         """
         self._members |= {member.cache.rank: member for member in members}
         self._offered.elastic = any(member.cache.elastic for member in self._members.values())
-        self._tables = TableCheck(self._tables.groups)
-        for member in self._members.values():
-            self._tables.learn(member.cache)
+        self._tables.relearn(member.cache for member in self._members.values())
         if len(self._members) == self._ranks:
             self.directory.publish(tuple(self._members.values()))
 
@@ -459,9 +378,7 @@ class SchedulerSide:
         """
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
-        for request in self._loads:
-            self._give_up(request)
-            self._schedule.consumer.finish(request, reason)
+        self._loads.withdraw_all(reason)
         return self._pins.pool_unused
 
     def identify(self, facts: Mapping[str, str]) -> None:
@@ -479,6 +396,5 @@ class SchedulerSide:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._ends)
-        loads = len(self._notices) + len(self._loads) + len(self._ready) + len(self._prefetches)
-        return sides + loads + len(self._offers)
+        blocks = len(self._offered) + len(self._pins)
+        return len(self._schedule) + len(self._offers) + len(self._loads) + len(self._notices) + blocks
