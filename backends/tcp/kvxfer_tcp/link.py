@@ -16,6 +16,7 @@ from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.reader import Address, Reader
 from kvxfer_tcp.server import Server
+from kvxfer_tcp.vectors import Pipes
 from kvxfer_tcp.wire import greeting
 
 __all__ = ["Link", "Names", "numeric"]
@@ -36,14 +37,15 @@ class Link:
         memories: Memories,
         mine: Endpoint,
         theirs: Endpoint,
+        pipes: Pipes,
         done: Callable[[Completion], None],
     ) -> None:
         self.mine, self.theirs = mine, theirs
         self.broken: PeerError | None = None
         self.dial_by: float | None = None
-        self.reader = Reader(loop, options, mine, theirs, done, self.cut)
+        self.reader = Reader(loop, options, mine, theirs, pipes, done, self.cut)
         most = min(mine.connections, theirs.connections)
-        self.server = Server(loop, memories, frozenset(mine.lends), most, greeting(theirs.token), self.cut)
+        self.server = Server(loop, memories, frozenset(mine.lends), most, greeting(theirs.token), pipes, self.cut)
 
     def dial(self, addresses: list[Address] | OSError) -> None:
         """Connect to where the peer is, as far as that has been found out."""

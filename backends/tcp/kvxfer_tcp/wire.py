@@ -7,6 +7,8 @@ dialler's, so that each knows that the other holds both endpoints of this link.
 After that the dialler asks on its first connection, and the listener answers on all of them. A frame is a header, and what
 its kind says. The bytes of a request are one stream, run after run, that both sides cut at the same places into *chunks*;
 each chunk goes as one frame over whichever connection has room.
+
+Where both sides encrypt, all but the dialler's greeting and HELLO goes in records (``kvxfer_tcp.encryption``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 __all__ = ["FRAME_BYTES", "GREETING_BYTES", "MOST_REASON", "Header", "Kind", "greeting"]
 
-MAGIC = b"kvxfer\x00\x01"
+MAGIC = b"kvxfer\x00\x02"
 
 _GREETING = struct.Struct("<8s16s")
 GREETING_BYTES = _GREETING.size
@@ -32,19 +34,18 @@ MOST_REASON = 400
 class Kind(enum.IntEnum):
     """The meaning of a frame. ``request``: a number that the dialler gives, 0, 1, 2 ... on each link.
 
-    FIRST, MORE: the first frame of each connection: it is the dialler's first one, on which it asks, or another.
+    HELLO: the first frame of each connection, which is the dialler's number ``chunk`` of the link: it asks on number 0.
     ASK: read ``size`` runs of ``memory``, in chunks of ``chunk`` bytes; as many flat offsets and then lengths follow, int64.
     CANCEL: what is left of the request is of no more use.
     DATA: chunk number ``chunk`` of the request, of ``size`` bytes, follows.
     REFUSED: the request has failed; ``size`` bytes of text say why.
     """
 
-    FIRST = 1
-    MORE = 2
-    ASK = 3
-    CANCEL = 4
-    DATA = 5
-    REFUSED = 6
+    HELLO = 1
+    ASK = 2
+    CANCEL = 3
+    DATA = 4
+    REFUSED = 5
 
 
 _KINDS = {int(kind): kind for kind in Kind}
