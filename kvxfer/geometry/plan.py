@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from math import lcm
 
 import msgspec
 import numpy as np
@@ -102,6 +103,8 @@ class Planner:
 
     Attributes:
         all_full: Whether all groups of the destination are of kind ``full``.
+        indivisible: A copy that is to be continued ends at a multiple of so many tokens: a block, where blocks are not
+            cut by token, else 1.
 
     Raises:
         Incompatible: The assignments do not fit the caches.
@@ -114,6 +117,13 @@ class Planner:
         self._view_groups: dict[tuple[int, int, bool], list[ViewGroup]] = defaultdict(list)
         for b in view_groups(src, dst, assignments):
             self._view_groups[b.src_group, b.dst_group, b.opaque].append(b)
+        self.indivisible = lcm(
+            *(
+                src.groups[sg].block_tokens
+                for sg, _, opaque in self._view_groups
+                if opaque and src.groups[sg].kind == "full"
+            )
+        )
         self._limits = {
             key: (min(b.src_blocks for b in of), min(b.dst_blocks for b in of), min(b.most_tokens for b in of))
             for key, of in self._view_groups.items()
