@@ -147,6 +147,11 @@ class ControlConnection:
         return self._open
 
     @property
+    def authenticated(self) -> bool:
+        """Whether its peer has shown that it has the key; nobody has where there is none."""
+        return self._open and isinstance(self._socket, ssl.SSLSocket)
+
+    @property
     def unsent(self) -> bool:
         """Whether something waits for the peer to take it."""
         return self.lost is None and len(self._out) > 0
