@@ -94,9 +94,13 @@ class IovecTable:
         self.nbytes = int(ends[-1])
         self.chunks = -(-self.nbytes // chunk)
         self._chunk = chunk
-        cuts = ends
-        if self.chunks > 1:
-            cuts = np.union1d(ends, np.arange(1, self.chunks, dtype=np.int64) * chunk)
+        if self.chunks == 1:  # a short request, whose time would be that of the calls below
+            self.rows = np.zeros((len(lengths) + 2, 2), np.int64)
+            self.rows[1:-1, 0], self.rows[1:-1, 1] = addresses, lengths
+            self.spare: list[int] = [0, len(lengths) + 1]
+            self._address = self.rows.ctypes.data
+            return
+        cuts = np.union1d(ends, np.arange(1, self.chunks, dtype=np.int64) * chunk)
         begins = np.concatenate((np.zeros(1, np.int64), cuts[:-1]))
         run = np.searchsorted(ends, begins, side="right")
         owner = begins // chunk
@@ -105,7 +109,7 @@ class IovecTable:
         self.rows[place, 0] = addresses[run] + begins - (ends - lengths)[run]
         self.rows[place, 1] = cuts - begins
         numbers = np.arange(self.chunks + 1)
-        self.spare: list[int] = (np.searchsorted(owner, numbers) + numbers).tolist()
+        self.spare = (np.searchsorted(owner, numbers) + numbers).tolist()
         self._address = self.rows.ctypes.data
 
     def chunk_bytes(self, number: int) -> int:
@@ -165,6 +169,10 @@ class IovecBuffer(IovecTable):
     def read(self, nbytes: int) -> bytes:
         """Return the first so many bytes."""
         return self.data[:nbytes].tobytes()
+
+    def write(self, content: bytes) -> None:
+        """Fill it."""
+        self.data.data[:] = content
 
 
 class Pipe:
