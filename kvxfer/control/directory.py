@@ -201,6 +201,7 @@ class Directory:
 
         May be called from any thread, any number of times.
         """
+        timeout = arguments.seconds("timeout", timeout)
         self.begin_close()
         if self._owner.here and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
