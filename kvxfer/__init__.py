@@ -1,20 +1,25 @@
 """kvxfer: move the KV cache of a request from the engine that prefilled it to the engine that decodes it.
 
 What an engine needs is here; what a back end's author needs is in ``kvxfer.transport`` and ``kvxfer.testing``.
-Importing this loads no engine, no CUDA and no back end.
+Importing this loads nothing but this: each name is loaded when it is first used, and none loads an engine, CUDA or a back end.
 """
 
-from kvxfer.config import Config
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
-from kvxfer.control.events import readable
-from kvxfer.errors import ArgumentError, ConfigError, KvxferError, PeerError, TransportError
-from kvxfer.failures import Failure, FailureKind, Outcome
-from kvxfer.geometry import Cache
-from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
-from kvxfer.ticket import Ticket
-from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvxfer.config import Config
+    from kvxfer.control.agent import Agent
+    from kvxfer.control.directory import Directory
+    from kvxfer.control.events import readable
+    from kvxfer.errors import ArgumentError, ConfigError, KvxferError, PeerError, TransportError
+    from kvxfer.facts import sealed
+    from kvxfer.failures import Failure, FailureKind, Outcome
+    from kvxfer.geometry import Cache
+    from kvxfer.identity import Source, TransferId, digest
+    from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
+    from kvxfer.ticket import Ticket
+    from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
 
 __version__ = "0.1.0"
 
@@ -44,5 +49,36 @@ __all__ = [
     "Ticket",
     "TransferId",
     "TransportError",
+    "digest",
     "readable",
+    "sealed",
 ]
+
+_HOMES = {
+    "kvxfer.config": ("Config",),
+    "kvxfer.control.agent": ("Agent",),
+    "kvxfer.control.directory": ("Directory",),
+    "kvxfer.control.events": ("readable",),
+    "kvxfer.errors": ("ArgumentError", "ConfigError", "KvxferError", "PeerError", "TransportError"),
+    "kvxfer.failures": ("Failure", "FailureKind", "Outcome"),
+    "kvxfer.facts": ("sealed",),
+    "kvxfer.geometry": ("Cache",),
+    "kvxfer.identity": ("Source", "TransferId", "digest"),
+    "kvxfer.protocol.values": ("Ended", "Event", "GenerationReleased", "Progress", "Released"),
+    "kvxfer.ticket": ("Ticket",),
+    "kvxfer.values": ("BlockTable", "Fetch", "Group", "Offer", "Rank"),
+}
+"""The module in which each name is at home: what type checkers are told above."""
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(home), name)
+            globals()[name] = value  # so that this is asked once for each name
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,18 +1,22 @@
 """Names that two engines agree on: transfers, addresses in old ids, epochs, digests, keys."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # for annotations alone it takes too long to load
 
 # Counts how often an engine gave up blocks and offered anew; means something together with an epoch only.
 Generation: TypeAlias = int
@@ -49,17 +53,17 @@ class TransferId(msgspec.Struct, frozen=True, order=True):
             msgspec.structs.force_setattr(self, "prompt", arguments.integer("prompt", self.prompt))
 
     @classmethod
-    def derived(cls, base: str, prompt: int = 0) -> "TransferId":
+    def derived(cls, base: str, prompt: int = 0) -> TransferId:
         """From an id that the router gave both sides. Children of n > 1 share it."""
         return cls(f"ext/{_named('base', base)}", prompt)
 
     @classmethod
-    def routed(cls, name: str, prompt: int = 0) -> "TransferId":
+    def routed(cls, name: str, prompt: int = 0) -> TransferId:
         """From a name that the router minted for one HTTP request; ``prompt`` tells a batch's prompts apart."""
         return cls(f"router/{_named('name', name)}", prompt)
 
     @classmethod
-    def mint(cls, epoch: int, base: str, prompt: int = 0) -> "TransferId":
+    def mint(cls, epoch: int, base: str, prompt: int = 0) -> TransferId:
         """By a producer, from its epoch and its own name for the request, for a consumer that is told the result.
 
         A retry under the same name has the same; other producers never have it.
@@ -134,7 +138,7 @@ def new_epoch() -> int:
 
 def digest(
     *,
-    tokens: Sequence[int] | npt.NDArray[Any] | None,
+    tokens: Sequence[int] | NDArray[Any] | None,
     model: str,
     media: Sequence[tuple[str, int, int]] = (),
     lora: str | int | None = None,
@@ -188,7 +192,7 @@ def _plain(part: object) -> object:
     raise IdentityError(f"a {type(part).__name__} cannot be part of a key")
 
 
-def _token_bytes(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
+def _token_bytes(tokens: Sequence[int] | NDArray[Any]) -> bytes:
     """Eight bytes a token, whatever sequence and integer type they come in."""
     if len(tokens) == 0:
         return b""

@@ -3,7 +3,8 @@
 With a key, every connection is TLS 1.3. The key is a private key with its own certificate, and either side proves that
 it holds the same one before a message is accepted. Messages are encrypted under keys made for the connection, and none
 can be replayed. The list says who may connect, and whom a request may make us dial. Bulk bytes go over the back end's
-own connections, which this does not encrypt; a peer learns where they are only over an authenticated control socket.
+own connections, which this does not encrypt; a peer learns where they are, and by which key the back end
+encrypts, if it does, only over an authenticated control socket.
 """
 
 from __future__ import annotations

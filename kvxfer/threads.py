@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 __all__ = ["NamedThread", "name_this_thread"]
 
@@ -12,7 +14,18 @@ _LONGEST = 15
 
 
 class NamedThread(threading.Thread):
-    """A daemon thread whose name the kernel knows, too; made like any thread, with its name."""
+    """A daemon thread whose name the kernel knows, too, whole.
+
+    Args:
+        target: What it does.
+        args: With what.
+        name: Up to 15 characters: ``top`` and debuggers would show no more.
+    """
+
+    def __init__(self, target: Callable[..., None], name: str, args: tuple[Any, ...] = ()) -> None:
+        if len(name) > _LONGEST:
+            raise ValueError(f"the kernel keeps {_LONGEST} characters of a thread's name, and {name!r} has more")
+        super().__init__(target=target, args=args, name=name, daemon=True)
 
     def run(self) -> None:
         """Do what the thread was made for."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
@@ -21,9 +20,12 @@ from kvxfer.errors import ArgumentError
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Generation, Source, TransferId
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # for annotations alone it takes too long to load
+
 __all__ = ["NULL", "BlockTable", "Failure", "FailureKind", "Fetch", "Group", "Ints", "Offer", "Outcome", "Rank"]
 
-Ints = npt.NDArray[np.int64]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 NULL = -1
 """The id of "no block here"."""
@@ -129,7 +131,7 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
                 raise ArgumentError(f"block table, group {g}: it holds an id below -1")
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[int] | npt.NDArray[Any]], null: int = NULL) -> BlockTable:
+    def of(cls, rows: Iterable[Sequence[int] | NDArray[Any]], null: int = NULL) -> BlockTable:
         """Make a table from one sequence or array of integers for each group.
 
         Args:
@@ -209,8 +211,8 @@ class Offer(msgspec.Struct, frozen=True):
         generation: grows with every offer that is not a continuation of the last one; never used twice by one epoch.
             All ranks of an engine number alike.
         tokens: tokens ``[0, tokens)`` are complete in every ``full`` group, which lists exactly
-            ``ceil(tokens / block_tokens)`` blocks. Smaller than the transfer only if not final, and then no block is
-            half filled.
+            ``ceil(tokens / block_tokens)`` blocks. Smaller than the transfer only if not final. What a block that is not full
+            yet holds moves at once where blocks can be cut by token, and else once it is full.
         blocks: one row for each group. ``window`` and ``state`` groups stay empty until the final offer, and list -1
             where the engine has given a block up; a reader that wants a block that is -1 here must fail the transfer.
         final: every group is complete; nothing follows in this generation but a revocation. May come before the engine
@@ -303,7 +305,7 @@ def _named(value: Offer | Fetch) -> None:
     arguments.instance("blocks", value.blocks, BlockTable)
 
 
-def _packed(g: int, row: Sequence[int] | npt.NDArray[Any], null: int) -> bytes:
+def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
     """Return the ids of a row as the wire has them."""
     try:
         ids = np.asarray(row) if isinstance(row, np.ndarray) else np.frombuffer(array("q", row), np.int64)

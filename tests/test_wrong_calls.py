@@ -274,7 +274,6 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
         "payload must stay the same within generation 1",
     ),
     "more consumers": (lambda a, _: twice(a, {}, {"consumers": 3}), "consumers must be at most 1, not 3"),
-    "half a block": (lambda a, _: a.offer(offer(tokens=7, final=False)), "tokens must be whole blocks of 4"),
     "a block twice": (lambda a, _: a.offer(offer(blocks=BlockTable.of([[3, 3]]))), "each block once, and block 3"),
     "behind a text": (lambda a, _: a.offer(offer(), after="x"), "after must be a kvxfer Fence, not 'x'"),
     "fetch into nothing": (lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[]]))), "blocks must list a block"),

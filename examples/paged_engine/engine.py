@@ -1,78 +1,57 @@
 """A small paged engine: a scheduler with chunked prefill, prefix cache and preemption, and a process for each rank."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
+import random
 from collections import Counter
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import wait
 
-from model import BLOCK, DIM, HEADS
-from pool import Pool
-from worker import FACTS, GROUP, run_worker
+from worker import BLOCK, DIM, FACTS, HEADS, VOCAB, run_worker
 
-from kvxfer import BlockTable, Config, Ticket, TransferId
-from kvxfer.engine import BlockPins, Report, SchedulerSide
-from kvxfer.facts import sealed
-from kvxfer.identity import digest
-
-spawn = mp.get_context("spawn")
+from kvxfer import BlockTable, Config, Group, Ticket, TransferId, digest, sealed
+from kvxfer.engine import BlockPins, PrefixPool, SchedulerSide
 
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its answer."""
+    """A prompt and its answer, up to ``goal`` tokens in all."""
 
     name: str
-    tokens: list[int]  # prompt and answer
-    prompt: int
+    tokens: list[int]
     goal: int
-    transfer: TransferId | None = None  # what it offers
     table: list[int] = field(default_factory=list)
     computed: int = 0
     loading: bool = False
 
 
 class Engine:
-    """The scheduler. ``front`` sends arguments of ``add``, and ``None`` for the end; it gets tickets and answers."""
+    """The scheduler of ``tp`` ranks, which compute up to ``budget`` tokens a step."""
 
-    def __init__(self, front: Connection, tp: int, blocks: int, budget: int) -> None:
-        self.front, self.budget, self.pool = front, budget, Pool(blocks)
-        # --8<-- [start:scheduler]
-        self.side = SchedulerSide(Config(), "paged", (GROUP,), tp, FACTS, pins=BlockPins(blocks // 4, self.pool))
-        # --8<-- [end:scheduler]
-        self.requests: list[Request] = []
-        self.held: dict[str, Request] = {}
-        self.counts = Counter[str]()
+    def __init__(self, tp: int, blocks: int, budget: int) -> None:
+        self.budget, self.pool, self.counts = budget, PrefixPool(blocks, BLOCK), Counter[str]()
+        self.requests, self.done = list[Request](), dict[str, Request]()
+        pins = BlockPins(blocks // 4, self.pool)
+        self.side = SchedulerSide(Config(), "paged", [Group(BLOCK)], tp, FACTS, pins=pins)
+        spawn = mp.get_context("spawn")
         self.shared = spawn.RawArray("d", tp * budget * HEADS * DIM), spawn.Barrier(tp)
-        self.workers, theirs = zip(*(spawn.Pipe() for _ in range(tp)), strict=True)
-        for rank, pipe in enumerate(theirs):
-            spawn.Process(target=run_worker, args=(pipe, rank, tp, blocks, *self.shared), daemon=True).start()
+        self.workers, steps = zip(*(spawn.Pipe() for _ in range(tp)), strict=True)
+        self.reports, ends = zip(*(spawn.Pipe() for _ in range(tp)), strict=True)
+        for rank in range(tp):
+            spawn.Process(target=run_worker, args=(steps[rank], ends[rank], rank, tp, blocks, *self.shared)).start()
 
-    # --8<-- [start:requests]
-    def add(self, name: str, prompt: list[int], goal: int, offers: bool, text: str | None) -> None:
-        """Take a request that ``offers`` its prompt's KV to others, or has a ticket for it, or neither."""
-        request = Request(name, list(prompt), len(prompt), len(prompt) + goal)
-        self.requests.append(request)
+    def add(self, name: str, prompt: list[int], answer: int, offers: bool = False, ticket: str = "") -> str:
+        """Take a request, perhaps with a ticket for its prompt's KV; return one if it offers that to others."""
+        self.requests.append(Request(name, list(prompt), len(prompt) + answer))
         content = digest(tokens=prompt, model=sealed(FACTS))
+        if ticket and (found := Ticket.read(ticket)).digest == content:
+            self.side.load(name, found.transfer, content, found.source, len(prompt) - 1)
         if offers:
-            request.transfer = TransferId.mint(self.side.source.epoch, name)
-            self.side.offer(name, request.transfer, content, len(prompt))
-            self.front.send((name, self.side.ticket(name).text))
-        if text is not None and (ticket := Ticket.read(text)).digest == content:
-            self.side.load(name, ticket.transfer, ticket.digest, ticket.source, len(prompt))
+            self.side.offer(name, TransferId.mint(self.side.source.epoch, name), content, len(prompt))
+        return self.side.ticket(name).text if offers else ""
 
-    # --8<-- [end:requests]
-    # --8<-- [start:admit]
     def admit(self, request: Request) -> None:
         """Give it the blocks of its prefix that are here, and have what can come from elsewhere loaded."""
-        for end in range(BLOCK, len(request.tokens), BLOCK):  # the last token is computed in any case
-            block = self.pool.prefixes.get(tuple(request.tokens[:end]))
-            if block is None:
-                break
-            self.pool.touch([block])
-            request.table.append(block)
+        request.table = self.pool.prefix(request.tokens[:-1])  # the last token is computed in any case
         request.computed = len(request.table) * BLOCK
         external = self.side.loadable(request.name, request.computed)
         if external is None or not self.grow(request, max(request.computed + external, 1)):
@@ -81,104 +60,80 @@ class Engine:
         request.loading = external > 0
         self.counts["cached"] += request.computed
 
-    # --8<-- [end:admit]
-    # --8<-- [start:preempt]
     def grow(self, request: Request, tokens: int) -> bool:
         """Have blocks for so many tokens; preempt what came last if need be."""
-        need = GROUP.blocks(tokens) - len(request.table)
-        while need > len(self.pool.unused):
+        while not self.pool.grow(request.table, tokens):
             later = self.requests[self.requests.index(request) + 1 :]
-            last = next((r for r in reversed(later) if r.table and not r.loading), None)
-            if last is None:
+            victim = next((r for r in reversed(later) if r.table and not r.loading), None)
+            if victim is None:
                 return False
-            self.side.preempted(last.name)
-            self.drop(last)
+            self.side.preempted(victim.name)
+            self.drop(victim)
             self.counts["preempted"] += 1
-        request.table += [self.pool.take() for _ in range(need)]
         return True
 
-    # --8<-- [end:preempt]
     def drop(self, request: Request) -> None:
         self.pool.free(request.table[::-1])
-        request.table, request.computed = [], 0
+        request.table, request.computed, request.loading = [], 0, False
 
-    # --8<-- [start:step]
-    def step(self) -> None:
-        """Plan a step, have it computed, take in what has come of it."""
+    def step(self) -> bool:
+        """Plan a step and have it computed, if there is anything to do; then take in what has ended."""
         budget, batch = self.budget, {}
         for request in self.requests:
             if not request.table:
                 self.admit(request)
-            n = 0 if request.loading or not request.table else min(budget, len(request.tokens) - request.computed)
+            n = min(budget, len(request.tokens) - request.computed) if request.table and not request.loading else 0
             if n and self.grow(request, request.computed + n):
                 start, request.computed, budget = request.computed, request.computed + n, budget - n
                 self.side.runs(request.name, start, n, BlockTable.of([request.table]))
-                offered = request.transfer if request.computed == request.prompt else None
-                tokens = request.tokens[start : request.computed]
-                batch[request] = request.name, tokens, start, list(request.table), offered
+                batch[request] = request.tokens[start : request.computed], start, request.table
         step = self.side.step()
-        if not batch and not step:
-            wait([self.front, *self.workers], 1.0)  # for a request or a report; and some steps a lease are needed
-            return self.hear(until_sampled=False)
-        for worker in self.workers:
-            worker.send((step, list(batch.values())))
-        sampled = self.hear(until_sampled=True)
-        for request in batch:
-            for end in range(BLOCK, request.computed + 1, BLOCK):
-                self.pool.prefixes.setdefault(tuple(request.tokens[:end]), request.table[end // BLOCK - 1])
-            if request.computed == len(request.tokens):
-                request.tokens.append(sampled[request.name])
-        for request in [r for r in self.requests if len(r.tokens) >= r.goal]:
-            self.requests.remove(request)
-            self.front.send((request.name, request.tokens[request.prompt :]))
-            if self.side.finished(request.name, BlockTable.of([request.table]), complete=True):
-                self.held[request.name] = request  # until its consumer has it
-            else:
-                self.drop(request)
-
-    # --8<-- [end:step]
-    # --8<-- [start:reports]
-    def hear(self, until_sampled: bool) -> Any:
-        """Take in what workers report, up to their answers to a step if they owe any."""
-        sampled = None
-        for worker in self.workers:
-            while until_sampled or worker.poll():
-                sampled, report = worker.recv()
-                self.take_in(report)
-                if sampled is not None:
-                    break
-        return sampled
-
-    def take_in(self, report: Report) -> None:
-        update = self.side.report(report)
-        for name in update.free:
-            self.drop(self.held.pop(name))
-        for request in self.requests:
-            if request.name in update.loaded:
-                first = update.payloads.get(request.name)
-                request.loading, request.computed = False, request.prompt - (first is None)
-                if first is not None:  # else the prompt's last token is computed again, for the one that follows it
-                    request.tokens.append(int.from_bytes(first, "little"))
-                self.counts["loaded"] += 1
-            elif request.name in update.failed:  # its policy: compute it here, in blocks that nobody writes to any more
-                request.loading = False
-                self.drop(request)
-                self.counts["failed"] += 1
-
-    # --8<-- [end:reports]
-    def run(self) -> None:
-        while True:
-            while self.front.poll():
-                asked = self.front.recv()
-                if asked is None:
-                    self.front.send(("counts", dict(self.counts)))
-                    for worker in self.workers:
-                        worker.send(None)
-                    return self.side.close()
-                self.add(*asked)
-            self.step()
+        if batch or step:
+            for worker in self.workers:
+                worker.send((step, list(batch.values())))
+            sampled, *_ = [worker.recv() for worker in self.workers]
+            for request, token in zip(batch, sampled, strict=True):
+                self.pool.remember(request.tokens[: request.computed], request.table)
+                if request.computed == len(request.tokens):
+                    request.tokens.append(token)
+                if len(request.tokens) == request.goal:
+                    self.requests.remove(request)
+                    self.done[request.name] = request
+                    if not self.side.finished(request.name, BlockTable.of([request.table]), complete=True):
+                        self.drop(request)  # else once its consumer has it
+        for pipe in wait(self.reports, 0):
+            update = self.side.report(pipe.recv())
+            for request in self.requests:
+                if request.name in update.loaded:
+                    request.computed, request.loading = len(request.tokens) - 1, False
+                    self.counts["loaded"] += 1
+                elif request.name in update.failed:  # our policy: compute it here, in other blocks
+                    self.drop(request)
+            for name in update.free:
+                self.drop(self.done[name])
+        return bool(batch or step)
 
 
-def run_engine(*args: Any) -> None:
-    """Run an engine in this process."""
-    Engine(*args).run()
+def run(*engines: Engine) -> list[list[int]]:
+    """Run engines until the last one has answered all; return its answers."""
+    while engines[-1].requests:
+        if not sum(engine.step() for engine in engines):
+            wait([pipe for engine in engines for pipe in engine.reports], 1.0)
+    for engine in engines:
+        for worker in engine.workers:
+            worker.send(None)
+        engine.side.close()
+    return [request.tokens for _, request in sorted(engines[-1].done.items())]
+
+
+if __name__ == "__main__":
+    rng = random.Random(0)
+    alike = rng.choices(range(VOCAB), k=16)  # as half of the prompts begin
+    prompts = [alike[: 16 * (i % 2)] + rng.choices(range(VOCAB), k=rng.randrange(5, 40)) for i in range(12)]
+    alone = Engine(tp=1, blocks=400, budget=64)
+    prefill, decode = Engine(tp=2, blocks=24, budget=16), Engine(tp=1, blocks=40, budget=16)  # both short of blocks
+    for i, prompt in enumerate(prompts):
+        alone.add(f"r{i}", prompt, 24)
+        decode.add(f"r{i}", prompt, 24, ticket=prefill.add(f"r{i}", prompt, 1, offers=True))
+    assert run(prefill, decode) == run(alone), "other tokens than one engine alone gives"
+    print(len(prompts), "answers are those of one engine alone", dict(prefill.counts), dict(decode.counts))

@@ -119,7 +119,7 @@ class Directory:
         self._idle: Timers[tuple[str, int]] = Timers()
         self._complain = Complaints(log)
         self._closing = False
-        self._thread = NamedThread(target=self._run, name="kvxfer-directory", daemon=True)
+        self._thread = NamedThread(target=self._run, name="kvxfer-dir")
         self._thread.start()
         close_at_exit(self)
 

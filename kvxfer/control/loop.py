@@ -103,7 +103,7 @@ class ControlLoop:
         self._complain = Complaints(log)
         self._awake = time.monotonic()
         self._work: Work | None = None
-        self.thread = NamedThread(target=self._run, name="kvxfer-control", daemon=True)
+        self.thread = NamedThread(target=self._run, name="kvxfer-control")
 
     # --- any thread ------------------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class Shell:
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._fences = Fences()
         self._hellos = Worker("kvxfer-hellos", 1)
-        self._descriptors = Worker("kvxfer-descriptors", MOST_EXAMINED)
+        self._descriptors = Worker("kvxfer-examine", MOST_EXAMINED)
         silence, stated = config.peer_timeout, facts or {}
         self._in = Inbound(
             loop.sockets, data, silence, me.epoch, revocations.place, self._examine_hello, self.producer.serving

@@ -32,7 +32,7 @@ class Worker:
         self._order = count()
         self._change = threading.Condition()
         self._closed = self._started = False
-        self._thread = NamedThread(target=self._run, name=name, daemon=True)
+        self._thread = NamedThread(target=self._run, name=name)
 
     def submit(self, weight: int, job: Callable[[], None]) -> bool:
         """Have a job done that says itself what came of it.

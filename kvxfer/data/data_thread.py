@@ -87,7 +87,7 @@ class DataThread:
         self._quarantine: dict[PartRef, Job] = {}
         self._checks = Checks(regions, post)
         self._stopping = False
-        self._thread = NamedThread(target=self._run, name="kvxfer-data", daemon=True)
+        self._thread = NamedThread(target=self._run, name="kvxfer-data")
 
     # --- any thread ------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ class Hasher:
         self._cache, self._post = cache, post
         self._waiting: dict[PartRef, Hash] = {}
         self._line: queue.SimpleQueue[PartRef | None] = queue.SimpleQueue()
-        self._thread = NamedThread(target=self._run, name="kvxfer-hash", daemon=True)
+        self._thread = NamedThread(target=self._run, name="kvxfer-hash")
         self._started = False
 
     def get_ready(self) -> None:

@@ -4,7 +4,7 @@
 other engines find this one, and says with each step what the workers are to do (``Step``). ``WorkerSide`` stands in each
 worker, over its ``kvxfer.Agent``: it does that, and reports what has ended (``Report``). ``BlockPins`` keeps blocks from
 reuse where the engine lets go of them while a transfer may still touch them; it works on any pool that counts references
-(``BlockPool``).
+(``BlockPool``); ``PrefixPool`` is one, with a prefix cache, for an engine that has none.
 
 One step of an engine, in its own order:
 
@@ -22,6 +22,7 @@ Nothing here knows an engine, a tensor library or a transport.
 from kvxfer.engine.exchange import BlockCopy, Report, Step
 from kvxfer.engine.load_ends import Update
 from kvxfer.engine.pins import BlockPins, BlockPool, ElasticPool, LendingPool
+from kvxfer.engine.prefix_pool import PrefixPool
 from kvxfer.engine.scheduler import SchedulerSide
 from kvxfer.engine.side_channel import ChannelAddress, WorkerChannel
 from kvxfer.engine.worker import WorkerSide
@@ -35,6 +36,7 @@ __all__ = [
     "ChannelAddress",
     "ElasticPool",
     "LendingPool",
+    "PrefixPool",
     "Report",
     "ScheduleError",
     "SchedulerSide",

@@ -21,6 +21,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        self._refused = 0  # since one was tried against the estimate
 
     def took(self, tokens: int, seconds: float) -> None:
         """Take in that so many tokens took so long."""
@@ -29,13 +30,28 @@ class Pace:
     def estimate(self, tokens: int) -> float | None:
         """Return the seconds that these tokens should take, as most of their like have; None if nothing is known.
 
-        What fewer tokens took is multiplied, though it has a part that does not grow; so the like count alone.
+        What fewer tokens took is multiplied, though it has a part that does not grow; so the like count alone. If the last of
+        them was faster than most, things have got better, and it decides; if it was slower, it is an exception.
         """
         if not self._seen:
             return None
         sizes = [max(tokens / n, n / tokens) for n, _ in self._seen]
         alike = [load for load, size in zip(self._seen, sizes, strict=True) if size <= ALIKE * min(sizes)]
-        return statistics.median(s * max(1.0, tokens / n) for n, s in alike)
+        took = [s * max(1.0, tokens / n) for n, s in alike]
+        return min(took[-1], statistics.median(took))
+
+    def fits(self, tokens: int, seconds: float) -> bool:
+        """Whether these tokens may be tried where there are so many seconds for them.
+
+        What is not tried adds nothing to what is known, and a single slow one would refuse all others for good. So when as
+        many have been refused as are remembered, one is tried all the same.
+        """
+        fits = (self.estimate(tokens) or 0.0) <= seconds
+        if fits or self._refused < len(self._seen):
+            self._refused += not fits
+            return fits
+        self._refused = 0
+        return True
 
 
 class LinkPaces:

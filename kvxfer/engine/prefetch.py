@@ -93,7 +93,9 @@ class Prefetches:
         if not self._possible or self._schedule.matched(request, start) != tokens - start or start >= tokens:
             return False
         expected = self.paces.estimate(source, tokens - start)
-        if expected is None or expected + self._to_copy(tokens - start) > self._budget:
+        if expected is None or expected > self._budget:
+            return False  # of its link those beside the steps tell, too; of copies only those within one
+        if not self._copying.fits(tokens - start, self._budget - expected):
             return False
         spans = [self._span(group, start, tokens) for group in self._groups]
         taken = self._pins.borrow(_holder(request), sum(past - first for first, past in spans))

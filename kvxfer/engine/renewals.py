@@ -33,7 +33,7 @@ class Renewals:
         self._waiting: dict[TransferId, tuple[bytes, Source, float]] = {}  # and since when
         self._change = threading.Condition()
         self._closed = False
-        self._thread = NamedThread(target=self._run, name="kvxfer-renewals", daemon=True)
+        self._thread = NamedThread(target=self._run, name="kvxfer-renewals")
 
     def begin(self, transfer: TransferId, digest: bytes, source: Source) -> None:
         """Renew this transfer from now on."""

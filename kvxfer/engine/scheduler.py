@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,32 +9,31 @@ from functools import partial
 from kvxfer import arguments
 from kvxfer import facts as f
 from kvxfer.config import Config
-from kvxfer.control.directory import Directory, Unheard
+from kvxfer.control.directory import Directory
+from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.exchange import Report, Step
-from kvxfer.engine.load_ends import LoadEnds, Update
-from kvxfer.engine.loading import LoadingBlocks
+from kvxfer.engine.load_ends import Update
+from kvxfer.engine.loads import Loads
+from kvxfer.engine.notices import Notices
 from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.pins import BlockPins
-from kvxfer.engine.prefetch import Prefetches
-from kvxfer.engine.renewals import Renewals
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, SideChannel
-from kvxfer.engine.starts import Starts
+from kvxfer.engine.side_channel import ChannelAddress
+from kvxfer.engine.standstill import Standstill
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Begun, Decline, Named, RankDescriptor, Renew
-from kvxfer.protocol.timers import Recent
+from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import Schedule
 from kvxfer.ticket import Ticket
-from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Fetch, Group, Rank
+from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Group, Rank
 
 __all__ = ["SchedulerSide"]
 
-log = logging.getLogger("kvxfer.engine")
-
 MOST_RANKS = 1 << 16
 
+_COUNTS = ("tokens", "computed", "scheduled", "external", "progress", "enough")
+_FLAGS = ("begun", "offered", "good", "complete", "stops")
 _held = arguments.holding(
     config=partial(arguments.instance, kind=Config),
     ranks=partial(arguments.integer, least=1, most=MOST_RANKS),
@@ -44,29 +41,13 @@ _held = arguments.holding(
     transfer=partial(arguments.instance, kind=TransferId),
     digest=partial(arguments.octets, most=MOST_DIGEST),
     source=partial(arguments.instance, kind=Source),
-    tokens=partial(arguments.integer, least=0, most=MOST_TOKENS),
-    computed=partial(arguments.integer, least=0, most=MOST_TOKENS),
-    scheduled=partial(arguments.integer, least=0, most=MOST_TOKENS),
-    external=partial(arguments.integer, least=0, most=MOST_TOKENS),
-    progress=partial(arguments.integer, least=0, most=MOST_TOKENS),
     consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
-    enough=partial(arguments.integer, least=0, most=MOST_TOKENS),
-    begun=arguments.flag,
-    offered=arguments.flag,
-    good=arguments.flag,
-    complete=arguments.flag,
-    stops=arguments.flag,
     report=partial(arguments.instance, kind=Report),
     members=partial(arguments.several, kind=RankDescriptor),
     reason=partial(arguments.string, most=MOST_REASON, empty=True),
+    **dict.fromkeys(_COUNTS, partial(arguments.integer, least=0, most=MOST_TOKENS)),
+    **dict.fromkeys(_FLAGS, arguments.flag),
 )
-
-MOST_OVER = 100_000
-"""Ended offers that are remembered."""
-MOST_PREPARED = 1024
-"""Engines of which it is remembered that links to them have been asked for."""
-STANDSTILL_S = 2.0
-"""After so long without anything to run for want of blocks, blocks that are held for others are given up."""
 
 
 class SchedulerSide:
@@ -110,42 +91,25 @@ class SchedulerSide:
         groups = arguments.several("groups", groups, Group, 1)
         if pins is not None:
             arguments.instance("pins", pins, BlockPins)
-        self._lease, self._ranks = config.lease, ranks
+        self._ranks = ranks
         self.facts = f.check(facts)
         self._tables = TableCheck(groups)
         self._closed = False
-        self._news: dict[str, str] | None = self.facts  # what the workers have not heard of yet
         self.directory = Directory(config, engine, self.facts)
         self.source = self.directory.source
         self._pins = BlockPins(0) if pins is None else pins
-        self._schedule = Schedule(groups, self.source if ranks > 1 else None)
+        own = self.source if ranks > 1 else None
+        self._schedule = Schedule(groups, own)
+        self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
+        self._notices = Notices(config, self.directory, self._schedule)
         self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks)
-        self._loading = LoadingBlocks(self._schedule.consumer, self._pins, ranks)
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
-        self._loads: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
         self._members: dict[Rank, RankDescriptor] = {}
-        self._renewals = Renewals(config.lease, self.directory.tell)
-        self._renewed: list[TransferId] = []  # that the workers have not heard of yet
-        self._starts = Starts(config.start, self.directory.tell)
-        self._over: Recent[TransferId, bytes] = Recent(config.lease, MOST_OVER)  # digests of offers whose request is
-        self.directory.begun = self._has_begun
-        self._looked = 0.0  # when it was said last what is to be renewed
-        self._still: float | None = None  # since when the engine has stood still for want of blocks
-        self._let_go: str | None = None  # the request that was last to give its blocks up for that
-        self._trace = Trace(config.trace, engine)
-        self._channel, self._channels = SideChannel(), dict[Rank, ChannelAddress]()
-        self._prefetches = Prefetches(
-            self._schedule.consumer, self._pins, groups, ranks, config.step_budget, self._hear, self._trace
+        trace = Trace(config.trace, engine)
+        self._loads = Loads(
+            config, self._schedule.consumer, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
         )
-        self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
-        self._ends = LoadEnds(self._loading, ranks, self._prefetches.paces, self._trace)
-        self._ahead: list[str] = []  # prefetches that go with the next step
-        self._prepared: set[Source] = set()  # engines to which our workers have been told to make links
-        self._step = 0
-        self._fetched = 0  # the number of the next step's first fetch
-        self._sent = 0  # how many of them went by the side channel
-        self._revoked_in: int | None = None  # the last step with revocations
-        self._begun: dict[Rank, int] = {}  # what of those the ranks have begun
+        self._standstill = Standstill(self._offered.held, self._schedule.producer.withdraw)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -209,26 +173,7 @@ class SchedulerSide:
         """
         self._check_open()
         arguments.string("request", request)
-        taken = self._schedule.consumer.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
-        if taken:
-            self._loads.setdefault(request, 0)
-            self._renewals.begin(transfer, digest, source)
-            if not begun:
-                self._starts.ask(request, transfer, digest, source)
-            if offered:
-                self._ready[request] = source, tokens
-            self._prepare(source)
-            self._trace.arrived(request, transfer, source)
-        return taken
-
-    def _prepare(self, source: Source) -> None:
-        """Have the workers make their links to an engine of which a request speaks for the first time."""
-        if source not in self._prepared and self._channel.open:
-            if len(self._prepared) >= MOST_PREPARED:
-                self._prepared.clear()
-            self._prepared.add(source)
-            own = self.source if self._ranks > 1 else None
-            self._channel.send(DirectFetches(self._fetched, prepare=((source, own),)))
+        return self._loads.arrive(request, transfer, digest, source, tokens, begun, offered, progress, enough)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -245,14 +190,7 @@ class SchedulerSide:
             request: the engine's id of it.
             computed: local tokens that it will find, as far as is known.
         """
-        source, tokens = self._ready.pop(request, (None, 0))
-        if source is None or not self._directly:
-            return
-        number = self._fetched + len(self._schedule.consumer.wanted)
-        if self._prefetches.begin(request, source, computed, tokens, number):
-            self._trace.fetched(request, "within the step", tokens - computed)
-            self._ahead.append(request)
-            self._hurry()
+        self._loads.prefetch(request, computed)
 
     @_held
     def ticket(self, request: str) -> Ticket | None:
@@ -268,33 +206,14 @@ class SchedulerSide:
         0: none, for good. None: a sibling is loading them, a prefetch is on its way, or the producer has not begun; ask again
         in the next step. May be asked as often as the engine likes.
         """
-        if request not in self._loads:
-            return 0
-        wanted = self._schedule.consumer.matched(request, computed)
-        if wanted and request in self._starts and not self._starting(request):
-            return None
-        self._loads[request] = computed
-        self.prefetch(request, computed)
-        if request in self._prefetches:
-            return self._prefetches.tokens(request, computed)
-        return self._schedule.consumer.matched(request, computed)
-
-    def _starting(self, request: str) -> bool:
-        """Whether the producer has begun, or is not waited for any more: then nothing can be had."""
-        self._notices()
-        if request in self._starts and self._starts.late(request):
-            why = f"the producer has not begun within {self._starts.patience:g} s"
-            log.warning("request %s is computed here: %s", request, why)
-            self._starts.forget(request)
-            self._schedule.consumer.finish(request, why)
-        return request not in self._starts
+        return self._loads.loadable(request, computed)
 
     def here(self, request: str) -> bool:
         """Whether what ``loadable`` has promised is here: then the request runs in this step, whose workers copy it first.
 
         Else its load begins with this step.
         """
-        return request in self._prefetches
+        return self._loads.here(request)
 
     @_held
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
@@ -313,59 +232,7 @@ class SchedulerSide:
                 of them will come.
             ArgumentError: a block table that is none of this engine's. The load has failed as well.
         """
-        if request not in self._loads:
-            return
-        self._starts.forget(request)
-        try:
-            self._tables.check("table", table)
-            if request in self._prefetches:
-                self._prefetches.admitted(request, table, external)
-                return
-            self._schedule.consumer.allocated(request, table, self._loads[request], external)
-        except KvxferError as error:
-            self._prefetches.give_up(request)
-            self._schedule.consumer.finish(request, f"the consumer cannot load it: {error}")
-            raise
-        if external:
-            number, fetch = self._last_fetch
-            self._trace.fetched(request, "beside the steps", external)
-            self._ends.begins(request, fetch.source, external)
-            self._loading.begins(request, fetch.blocks.ids(), number)
-        self._hurry()
-
-    @property
-    def _directly(self) -> bool:
-        """Whether fetches may overtake the steps: there is a way, and no worker has still to hear of a revocation.
-
-        Blocks that were offered, and taken from others who may still read them, must not be written to before.
-        """
-        last = self._revoked_in
-        heard = last is None or (len(self._begun) == self._ranks and min(self._begun.values()) >= last)
-        return self._channel.open and self._news is None and heard and not self._schedule.producer.revokes
-
-    def _hurry(self) -> None:
-        """Give the workers at once what they are to fetch."""
-        fetches = self._schedule.consumer.wanted
-        if len(fetches) > self._sent and self._directly:
-            self._channel.send(DirectFetches(self._fetched + self._sent, fetches[self._sent :], tuple(self._ahead)))
-            self._sent = len(fetches)
-
-    @property
-    def _last_fetch(self) -> tuple[int, Fetch]:
-        """The number of the fetch that was queued last, and that fetch."""
-        fetches = self._schedule.consumer.wanted
-        return self._fetched + len(fetches) - 1, fetches[-1]
-
-    def _hear(self, timeout: float = 0.0) -> bool:
-        """Take in what workers say within so many seconds, as soon as there is something; False if there is nothing."""
-        news = self._channel.receive(timeout)
-        for result in news:
-            request = result.handle
-            if request in self._prefetches:
-                self._prefetches.take_in(result)
-            elif self._loading.is_of(request, result.number) and result.quiet and result.failure is None:
-                self._ends.came(result)
-        return bool(news)
+        self._loads.allocated(request, table, external)
 
     def follows(self, request: str) -> bool:
         """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
@@ -394,7 +261,7 @@ class SchedulerSide:
             begun = producer.begun(transfer, digest)
             self._offered.runs(request, computed, scheduled, table)
             if not begun:
-                self.directory.begins(transfer, digest)
+                self._notices.begins(transfer, digest)
 
     @_held
     def preempted(self, request: str) -> None:
@@ -418,22 +285,11 @@ class SchedulerSide:
             keeps them as well, until the ``report`` of its end.
         """
         self._tables.check("table", table)
-        self._loads.pop(request, None)
-        self._trace.finished(request)
-        self._give_up(request)
-        self._schedule.consumer.finish(request)
+        self._loads.finished(request)
         transfer = self._offers.pop(request, None)
         if transfer is not None:
-            digest = self._schedule.producer.digest(transfer) or b""
-            self._over.put(transfer, digest, time.monotonic())
-            self.directory.begins(transfer, digest)  # or is over, of which they hear when they fetch it
+            self._notices.over(transfer, self._schedule.producer.digest(transfer) or b"")
         return self._offered.finished(request, transfer, table, complete, found=bool(self._members), good=good)
-
-    def _give_up(self, request: str) -> None:
-        """Give up what goes ahead of a request's load."""
-        self._ready.pop(request, None)
-        self._prefetches.give_up(request)
-        self._starts.forget(request)
 
     @_held
     def freed(self, request: str) -> None:
@@ -444,34 +300,17 @@ class SchedulerSide:
 
     def step(self) -> Step:
         """Return what the workers must know with this step; once a step, after what happens in it has been said."""
-        self._notices()
-        renewals, self._renewed = tuple(self._renewed), []
-        for decline in self._schedule.consumer.declines():
-            named = Named(decline.transfer, decline.digest)
-            self.directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason))
-        now = time.monotonic()
-        if now - self._looked >= self._renewals.interval:
-            self._looked = now
-            self._over.forget(now)
-            self._renewals.keep(self._schedule.consumer.waiting)
-        self._starts.ask_again()
+        renewals = self._notices.step()
         commands = self._schedule.commands()
-        ahead, self._ahead = tuple(self._ahead), []
         self._offered.shipped(commands)
-        news, self._news = self._news, None
-        self._step += 1
-        first, self._sent = self._fetched, 0
-        self._fetched += len(commands.fetches)
-        if commands.revokes:
-            self._revoked_in = self._step
-        return Step(commands, renewals, news, self._step, first, ahead, self._prefetches.copies())
+        return self._dispatch.step(commands, renewals, self._loads.copies())
 
     def short_of_blocks(self) -> None:
         """Take in that the engine cannot admit or go on with a request for want of blocks; before ``step``.
 
         Blocks of prefetches that wait for their request are given back, and the request computes its tokens.
         """
-        self._prefetches.short_of_blocks()
+        self._loads.short_of_blocks()
 
     @_held
     def report(self, report: Report) -> Update:
@@ -479,46 +318,20 @@ class SchedulerSide:
 
         Includes what they have said by the side channel, so that it may be worth a call without a report of theirs.
         """
-        self._hear()
         if report.members:
             self.announce(report.members.values())
         if report.channels:
             self.listen_to(report.channels)
-        self._begun |= report.begun
-        for result in report.prefetched.values():
-            self._prefetches.take_in(result)
-        for request, copied in report.copied.items():
-            self._prefetches.copied(request, copied)
+        self._dispatch.begun(report.begun)
         for transfer, revoked in report.revoked.items():
             self._offered.revoked(transfer, revoked)
         free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
-        update = self._ends.report(report)
+        update = self._loads.report(report)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
     def load_over(self, request: str) -> None:
         """Take in from elsewhere that a load is over on all ranks; nothing if a ``report`` has said so."""
-        self._ends.over_elsewhere(request)
-
-    def _notices(self) -> None:
-        """Take in what other engines have told our directory."""
-        for notice in self.directory.notices():
-            if isinstance(notice, Begun):
-                self._starts.begun(notice.transfers)
-                continue
-            if isinstance(notice, Unheard):
-                self._starts.unheard(notice.host, notice.port)
-                continue
-            for named in notice.transfers:
-                if not self._schedule.producer.offers(named.transfer, named.digest):
-                    continue  # over, or somebody guessed its name
-                if isinstance(notice, Renew):
-                    self._renewed.append(named.transfer)
-                else:
-                    self._schedule.producer.decline(named.transfer, notice.reason)
-
-    def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
-        """Whether we have begun with an offer, or are over with it. Any thread."""
-        return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
+        self._loads.over_elsewhere(request)
 
     def stands_still(self, whether: bool) -> None:
         """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
@@ -526,19 +339,7 @@ class SchedulerSide:
         If that goes on, finished requests that are held for others are given up, the oldest first, one at a time: those for
         whom they are held may themselves wait for blocks, and nobody would ever go on.
         """
-        if not whether or len(self._loading):
-            self._still = self._let_go = None
-            return
-        now = time.monotonic()
-        self._still = now if self._still is None else self._still
-        held = self._offered.held
-        if now - self._still < STANDSTILL_S or self._let_go in held or not held:
-            return
-        self._let_go, transfer = next(iter(held.items()))
-        log.warning("request %s is given up, which was held for others: no request here can have blocks", self._let_go)
-        self._schedule.producer.withdraw(
-            transfer, "the producer needed the blocks: no request of its own could have any"
-        )
+        self._standstill.look(whether and not self._loads.under_way)
 
     @property
     def waiting(self) -> bool:
@@ -546,7 +347,7 @@ class SchedulerSide:
 
         It must go on making steps then, or it will not hear that they are free.
         """
-        return self._offered.waiting or self._loading.waiting or bool(self._prefetches)
+        return self._offered.waiting or self._loads.waiting
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -558,9 +359,7 @@ class SchedulerSide:
         """
         self._members |= {member.cache.rank: member for member in members}
         self._offered.elastic = any(member.cache.elastic for member in self._members.values())
-        self._tables = TableCheck(self._tables.groups)
-        for member in self._members.values():
-            self._tables.learn(member.cache)
+        self._tables.relearn(member.cache for member in self._members.values())
         if len(self._members) == self._ranks:
             self.directory.publish(tuple(self._members.values()))
 
@@ -569,10 +368,7 @@ class SchedulerSide:
 
         Their first reports say it, too.
         """
-        before = len(self._channels)
-        self._channels |= channels
-        if len(self._channels) == self._ranks > before:
-            self._channel.connect(self._channels)
+        self._dispatch.listen_to(channels)
 
     @_held
     def withdraw_all(self, reason: str) -> bool:
@@ -582,25 +378,23 @@ class SchedulerSide:
         """
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
-        for request in self._loads:
-            self._give_up(request)
-            self._schedule.consumer.finish(request, reason)
+        self._loads.withdraw_all(reason)
         return self._pins.pool_unused
 
     def identify(self, facts: Mapping[str, str]) -> None:
         """State what all KV of the engine depends on from now on; after ``withdraw_all``, when weights have changed."""
-        self.facts = self._news = f.check(facts)
+        self.facts = f.check(facts)
+        self._dispatch.identify(self.facts)
         self.directory.identify(self.facts)
 
     def close(self) -> None:
         """Stop serving the directory; nothing is offered or loaded any more. Any number of times."""
         self._closed = True
-        self._renewals.close()
-        self._channel.close()
+        self._notices.close()
+        self._dispatch.close()
         self.directory.close()
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        sides = len(self._schedule) + len(self._offered) + len(self._loading) + len(self._pins) + len(self._ends)
-        loads = len(self._starts) + len(self._loads) + len(self._ready) + len(self._prefetches)
-        return sides + loads + len(self._offers)
+        blocks = len(self._offered) + len(self._pins)
+        return len(self._schedule) + len(self._offers) + len(self._loads) + len(self._notices) + blocks

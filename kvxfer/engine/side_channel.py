@@ -122,7 +122,7 @@ class WorkerChannel:
         self._peer: socket.socket | None = None  # our scheduler side
         self._strangers: dict[int, socket.socket] = {}  # who has not shown the token yet
         self._closing = self._deaf = False
-        self._thread = NamedThread(target=self._run, name="kvxfer-side-channel", daemon=True)
+        self._thread = NamedThread(target=self._run, name="kvxfer-channel")
         self._thread.start()
 
     def wake(self) -> None:

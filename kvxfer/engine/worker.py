@@ -291,8 +291,9 @@ class WorkerSide:
             self._news.append(result)
 
     def fileno(self) -> int:
-        """Return a descriptor that polls readable while ``collect`` has something to return (``kvxfer.readable``).
+        """Return a descriptor that polls readable while ``collect`` has something to return that has ended (``kvxfer.readable``).
 
+        What a step itself has brought, and the first report of all, is there at once: collect after each step as well.
         With a side channel, whose thread listens as well, it may not: wait in ``collect`` then.
         """
         return self.agent.fileno()

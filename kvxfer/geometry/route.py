@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment, check_assignments, check_pair, head_range, name
 from kvxfer.geometry.cache import Cache, View
 from kvxfer.values import Rank
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["ShardAssignment", "Incompatible", "Route", "check_assignments", "route"]
 

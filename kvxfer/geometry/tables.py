@@ -5,7 +5,7 @@ A wrong table would otherwise show after the whole timeout, on the other host, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -41,6 +41,12 @@ class TableCheck:
         for view in cache.views:
             blocks = view.blocks * cache.groups[view.group].block_tokens // self.groups[view.group].block_tokens
             self._blocks[view.group] = min(blocks, self._blocks[view.group])
+
+    def relearn(self, caches: Iterable[Cache]) -> None:
+        """Take in that these are the caches of all ranks, in place of those that were known."""
+        self._blocks = [1 << 31] * len(self.groups)
+        for cache in caches:
+            self.learn(cache)
 
     def check(self, name: str, table: BlockTable) -> BlockTable:
         """Refuse what is no table of these groups and blocks.

@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPattern, CopyPlan, Region, StridedCopy
@@ -22,7 +21,7 @@ from kvxfer.memory.space import Checksum, Grid, Side, Space, grids
 
 __all__ = ["CpuSpace", "allocate"]
 
-Bytes = NDArray[np.uint8]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _ALIGNMENT = 4096
 _SHORT = 1024

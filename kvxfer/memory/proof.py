@@ -19,10 +19,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer.geometry import Cache, View
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Proof", "Unproven", "Write"]
 
-Bools = NDArray[np.bool_]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 _LEAST_BLOCKS = 4
 """Two to write into, and one on each side of them."""

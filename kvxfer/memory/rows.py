@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
 from operator import or_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["Keys", "Rows", "best", "by_numba", "by_numpy", "mix", "sum_rows"]
 
-Keys = NDArray[np.uint64]
+Keys = np.ndarray[Any, np.dtype[np.uint64]]
 
 log = logging.getLogger("kvxfer.memory")
 

@@ -18,6 +18,7 @@ from kvxfer.testing.participant import Runs
 from kvxfer.transport import Batch, Verb
 from tests.backends.altered import altered_as
 from tests.conftest import require
+from tests.data.elastic_cache import LAYOUTS, Room
 
 require("mooncake")
 
@@ -158,3 +159,14 @@ def test_one_refused_request_does_not_lose_the_link(world: World) -> None:
     [result] = world.finish(link.start(TransferMode.READ, b, a, Runs.of([0], [0], [100]), memory=1))
     assert result.error is not None and a.transport.lost(link.peers[a.name]) is None
     world.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_pages_of_an_elastic_cache_come_and_go_under_load(layouts: Any) -> None:
+    """Over TCP it copies through the addresses: all goes straight, and every byte is right."""
+    engines = Room("mooncake", layouts, row=1 << 16)
+    try:
+        assert engines.move(200) == []
+        assert engines.staged is False
+    finally:
+        engines.close()

@@ -20,9 +20,10 @@ from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport
 from kvxfer_tcp.connection import SHARED_UNSENT
 from kvxfer_tcp.door import STRANGERS
+from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.reader import ASK_RUNS, LEAST_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
-from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Endpoint, Header, Kind, greeting
+from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 
 NODELAY, KEEPALIVE = (socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 UNSENT = (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
@@ -181,9 +182,9 @@ class Impostor:
         self.peer = victim.connect(self.endpoint, self.mine.encode())
         self.came = self.listener.accept()[0]
         self.out = socket.create_connection((theirs.host, theirs.port))
-        self.out.sendall(greeting(theirs.token) + Header(Kind.FIRST).encode())
+        self.out.sendall(greeting(theirs.token) + Header(Kind.HELLO).encode())
         world.run(0.05)
-        first = greeting(self.mine.token) + Header(Kind.FIRST).encode()
+        first = greeting(self.mine.token) + Header(Kind.HELLO).encode()
         assert self.came.recv(len(first), socket.MSG_WAITALL) == first
         assert self.out.recv(GREETING_BYTES, socket.MSG_WAITALL) == greeting(self.mine.token)
 
@@ -355,7 +356,7 @@ def test_strangers_hurt_nobody(world: World) -> None:
     for said in (
         b"GET / HTTP/1.1\r\n\r\n",
         os.urandom(4096),
-        greeting(new_token()) + Header(Kind.FIRST).encode(),
+        greeting(new_token()) + Header(Kind.HELLO).encode(),
         greeting(real.token) + Header(Kind.ASK).encode(),
         greeting(real.token) + b"\xff" * FRAME_BYTES,
     ):

@@ -17,6 +17,7 @@ from kvxfer.testing.conformance.transfers import Transfers
 from kvxfer.transport import Batch, Completion, Verb
 from tests.backends.altered import altered_as
 from tests.conftest import require
+from tests.data.elastic_cache import LAYOUTS, Room
 
 require("ucx")
 
@@ -300,3 +301,14 @@ def test_who_decides_a_setting_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Options(ports="20000-20099", ucx={"MAX_RNDV_RAILS": 4, "MM_ERROR_HANDLING": False}).settings()
     assert told["MAX_RNDV_RAILS"] == "4" and told["MM_ERROR_HANDLING"] == "n" and told["RNDV_THRESH"] == "8192"
     assert told["TCP_PORT_RANGE"] == "20000-20099"
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_pages_of_an_elastic_cache_come_and_go_under_load(layouts: Any) -> None:
+    """Its registration may keep the pages: all goes staged, and every byte is right."""
+    engines = Room("ucx", layouts)
+    try:
+        assert engines.move(300) == []
+        assert engines.staged is True
+    finally:
+        engines.close()

@@ -255,7 +255,7 @@ class Engine:
         self.wire, self.groups = wire, list(groups)
         self.pool = Pool(blocks)
         self.pins = BlockPins(blocks if elastic else blocks // 4, self.pool)
-        with mock.patch("kvxfer.engine.scheduler.SideChannel", (board or Switchboard()).scheduler):
+        with mock.patch("kvxfer.engine.dispatch.SideChannel", (board or Switchboard()).scheduler):
             self.side = SchedulerSide(Config(), "small", groups, ranks, FACTS, pins=self.pins)
         self.agents = [Agent(wire, groups, Rank(0, r), elastic=elastic) for r in range(ranks)]
         more: Any = {"quarantine": blocks // 4 if early else 0, "channel": board.worker if board else None}

@@ -13,16 +13,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "paged_engine"
 
 @pytest.mark.timeout(240)
 def test_two_engines_give_the_tokens_of_one() -> None:
-    done = subprocess.run([sys.executable, EXAMPLE / "main.py"], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, EXAMPLE / "engine.py"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    *_, counts, said = done.stdout.splitlines()
-    assert "are those of one engine alone" in said
-    assert "'loaded': 12" in counts, "the decode engine computed prompts itself"
-    assert counts.count("'preempted'") == 2 and counts.count("'cached'") == 2, (
-        "too easy: nothing was preempted or cached"
-    )
+    said = done.stdout
+    assert "12 answers are those of one engine alone" in said
+    assert "'loaded': 12" in said, "the decode engine computed prompts itself"
+    assert said.count("'preempted'") == 2 and said.count("'cached'") == 2, "too easy: nothing was preempted or cached"
 
 
-def test_the_engine_stays_small() -> None:
+def test_the_engine_is_small() -> None:
     lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLE.glob("*.py")}
-    assert lines["engine.py"] <= 200 and lines["worker.py"] <= 80, lines
+    assert sum(lines.values()) <= 200, lines

@@ -173,7 +173,7 @@ class Rig:
         self.drain()
         assert not self.unhandled.records, self.unhandled.records[0].getMessage()
         names = {t.name for t in threading.enumerate()}
-        assert {"kvxfer-control", "kvxfer-data", "kvxfer-directory"} <= names, "a thread has ended"
+        assert {"kvxfer-control", "kvxfer-data", "kvxfer-dir"} <= names, "a thread has ended"
         for address, question, answer in (
             (self.agent.member.address, self.hello(), m.Welcome),
             (f"tcp://127.0.0.1:{self.directory.source.port}", m.Lookup(m.PROTOCOL), m.EngineDescriptor),

@@ -231,7 +231,7 @@ class Engine:
         self.workers = [KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv) for _ in range(ranks)]
         scheduler = AsyncScheduler if overlap else Scheduler
         self._channel = None if board is None else board.worker  # without one, nothing goes past the steps
-        with mock.patch("kvxfer.engine.scheduler.SideChannel", board.scheduler if board else SideChannel):
+        with mock.patch("kvxfer.engine.dispatch.SideChannel", board.scheduler if board else SideChannel):
             self.scheduler = scheduler(
                 vllm_config=config,
                 kv_cache_config=kv,

@@ -224,6 +224,30 @@ def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, m
     right(d, p, slow, prompt(N, 7))
 
 
+def test_one_slow_copy_does_not_decide_for_good(
+    make: Make, board: Switchboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is slow, since memory is cold; all others would fit, but for what was known of it."""
+    p, d = make(blocks=100), decoder(make, board, blocks=100)
+    now = 0.0
+    monkeypatch.setattr("kvxfer.engine.worker.time", SimpleNamespace(monotonic=lambda: now))
+    copies = d.workers[0]._work._side._copy
+    takes = [0.1] * 9 + [2.0]  # of a budget of 1
+
+    def copy(*tables: Any) -> None:
+        nonlocal now
+        copies(*tables)
+        now += takes.pop()
+
+    d.workers[0]._work._side._copy = copy
+    steps = []
+    for seed in range(7):
+        name = d.add(prompt(N, seed), offered(p, seed))
+        steps.append(steps_until(d, p, name))
+        right(d, p, name, prompt(N, seed))
+    assert steps[0] == 0 and steps[1] > 0 and steps[3:] == [0] * 4
+
+
 def test_beside_the_steps_it_costs_one(make: Make, board: Switchboard) -> None:
     """A load of which nothing is known: what it waits for is the step in which it came, and no other."""
     p, d = make(), decoder(make, board, extra={"step_budget": 0})

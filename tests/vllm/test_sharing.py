@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.engine import scheduler
+from kvxfer.engine import standstill
 from tests.vllm.cases import CACHES, OFFER, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import FULL, HYBRID, answer, prompt
@@ -99,7 +99,7 @@ def test_two_engines_that_are_full_of_what_they_hold_for_each_other(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither can admit what it would load from the other, nor anything else, until one lets go."""
-    monkeypatch.setattr(scheduler, "STANDSTILL_S", 0.05)
+    monkeypatch.setattr(standstill, "STANDSTILL_S", 0.05)
     a, b = make(blocks=14, caching=False), make(blocks=14, caching=False)
     there, back = [prompt(90, seed=i) for i in (1, 2)], [prompt(90, seed=i) for i in (3, 4)]
     from_a, from_b = [prefill(a, text) for text in there], [prefill(b, text) for text in back]

@@ -32,7 +32,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        NamedThread(target=self._run, name="kvxfer-nccl", daemon=True).start()
+        NamedThread(target=self._run, name="kvxfer-nccl").start()
 
     @classmethod
     def do(cls, call: Callable[[], None]) -> None:

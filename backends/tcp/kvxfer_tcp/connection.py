@@ -51,8 +51,8 @@ class Connection:
         out: bytes that are to leave before any data.
     """
 
-    def __init__(self, loop: Loop, opened: socket.socket) -> None:
-        self.loop, self.pipe = loop, Pipe(opened)
+    def __init__(self, loop: Loop, pipe: Pipe) -> None:
+        self.loop, self.pipe = loop, pipe
         self.readable = self.writable = False
         self.out = bytearray()
         loop.watch(self)
@@ -75,12 +75,21 @@ class Connection:
         self.out += data
         self.loop.heat(self)
 
+    @property
+    def talks(self) -> bool:
+        """Whether there is something that ``write`` would send."""
+        return bool(self.out or self.pipe.unsent)
+
     def write(self) -> None:
-        """Send what is in ``out``, as far as there is room."""
-        try:
-            del self.out[: self.pipe.socket.send(self.out[:WRITE_BYTES])]
-        except BlockingIOError:
+        """Send what is in ``out`` or was taken before, as far as there is room."""
+        if not self.out:
+            self.writable = self.pipe.flush()
+            return
+        count = self.pipe.write(self.out[:WRITE_BYTES])
+        if count < 0:
             self.writable = False
+        else:
+            del self.out[:count]
 
     def close(self) -> None:
         """Close it at once. Idempotent."""

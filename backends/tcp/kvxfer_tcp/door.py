@@ -6,10 +6,12 @@ import errno
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvxfer.backend.endpoint import TOKEN_BYTES
 from kvxfer_tcp.connection import Connection, Loop, tune
 from kvxfer_tcp.options import Options
+from kvxfer_tcp.vectors import Pipe
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 
 __all__ = ["Door"]
@@ -27,9 +29,9 @@ RETRY_S = 0.1
 
 
 class Door:
-    """Hands ``admit`` the token that a connection has shown, its socket, and whether it is the first one of a link."""
+    """Hands ``admit`` the token that a connection has shown, its socket, and which one of its link it is."""
 
-    def __init__(self, loop: Loop, options: Options, admit: Callable[[bytes, socket.socket, bool], None]) -> None:
+    def __init__(self, loop: Loop, options: Options, admit: Callable[[bytes, socket.socket, int], None]) -> None:
         """Listen.
 
         Raises:
@@ -92,11 +94,11 @@ class Door:
         self._strangers.pop(stranger, None)
         stranger.close()
 
-    def introduce(self, stranger: _Stranger, token: bytes, first: bool) -> None:
+    def introduce(self, stranger: _Stranger, token: bytes, number: int) -> None:
         """Pass on somebody who has said what a peer of ours would."""
         del self._strangers[stranger]
         self._loop.forget(stranger)
-        self._admit(token, stranger.pipe.socket, first)
+        self._admit(token, stranger.pipe.socket, number)
 
     def close(self) -> None:
         """Listen no more."""
@@ -109,7 +111,7 @@ class _Stranger(Connection):
     """A connection that has shown no token. Of what it sends, a greeting and a header are read, and nothing more."""
 
     def __init__(self, loop: Loop, opened: socket.socket, door: Door) -> None:
-        super().__init__(loop, opened)
+        super().__init__(loop, Pipe(opened))
         self._door, self._said = door, b""
 
     def lost(self, error: Exception) -> None:
@@ -118,24 +120,21 @@ class _Stranger(Connection):
     def step(self) -> bool:
         if not self.readable:
             return False
-        try:
-            said = self.pipe.socket.recv(GREETING_BYTES + FRAME_BYTES - len(self._said))
-        except BlockingIOError:
+        said = self.pipe.read(GREETING_BYTES + FRAME_BYTES - len(self._said))
+        if said is None:
             self.readable = False
             return False
         self._said += said
         token = self._said[GREETING_BYTES - TOKEN_BYTES : GREETING_BYTES]
-        if not said or not greeting(token).startswith(self._said[:GREETING_BYTES]):
+        if not greeting(token).startswith(self._said[:GREETING_BYTES]):
             self._door.turn_away(self)
             return False
         if len(self._said) < GREETING_BYTES + FRAME_BYTES:
             return True
-        try:
-            kind = Header.decode(self._said[GREETING_BYTES:]).kind
-        except ValueError:
-            kind = Kind.ASK
-        if kind in (Kind.FIRST, Kind.MORE):
-            self._door.introduce(self, token, kind is Kind.FIRST)
-        else:
-            self._door.turn_away(self)
+        with suppress(ValueError):
+            header = Header.decode(self._said[GREETING_BYTES:])
+            if header.kind is Kind.HELLO:
+                self._door.introduce(self, token, header.chunk)
+                return False
+        self._door.turn_away(self)
         return False

@@ -12,10 +12,12 @@ from kvxfer.errors import PeerError
 from kvxfer.threads import NamedThread
 from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Loop
+from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.reader import Address, Reader
 from kvxfer_tcp.server import Server
-from kvxfer_tcp.wire import Endpoint, greeting
+from kvxfer_tcp.vectors import Pipes
+from kvxfer_tcp.wire import greeting
 
 __all__ = ["Link", "Names", "numeric"]
 
@@ -35,14 +37,15 @@ class Link:
         memories: Memories,
         mine: Endpoint,
         theirs: Endpoint,
+        pipes: Pipes,
         done: Callable[[Completion], None],
     ) -> None:
         self.mine, self.theirs = mine, theirs
         self.broken: PeerError | None = None
         self.dial_by: float | None = None
-        self.reader = Reader(loop, options, mine, theirs, done, self.cut)
+        self.reader = Reader(loop, options, mine, theirs, pipes, done, self.cut)
         most = min(mine.connections, theirs.connections)
-        self.server = Server(loop, memories, frozenset(mine.lends), most, greeting(theirs.token), self.cut)
+        self.server = Server(loop, memories, frozenset(mine.lends), most, greeting(theirs.token), pipes, self.cut)
 
     def dial(self, addresses: list[Address] | OSError) -> None:
         """Connect to where the peer is, as far as that has been found out."""
@@ -91,8 +94,7 @@ class Names:
 
     def look_up(self, link: Link) -> None:
         """Find out where the peer of a link is."""
-        name = f"kvxfer-tcp-name-{link.theirs.host}"
-        NamedThread(target=self._run, args=(link,), name=name, daemon=True).start()
+        NamedThread(target=self._run, args=(link,), name="kvxfer-tcp-name").start()
 
     def found(self) -> list[tuple[Link, list[Address] | OSError]]:
         """Return what has been found since, or why nothing has."""

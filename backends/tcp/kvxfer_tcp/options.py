@@ -21,6 +21,7 @@ class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         connect_timeout_s: seconds after which a peer that does not answer is unreachable.
         heartbeat_s: seconds of silence after which the kernel asks whether a peer's host is there; after five times as
             many without an answer the link is dead.
+        encrypt: whether all that travels is encrypted; alike on both sides.
     """
 
     backend = "tcp"
@@ -28,3 +29,4 @@ class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)] = 1
     connect_timeout_s: Period = 5.0
     heartbeat_s: Period = 2.0
+    encrypt: bool = False

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -20,9 +21,10 @@ from kvxfer.errors import PeerError
 from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Completion, Fence
 from kvxfer_tcp.connection import Connection, Loop, Violation, tune
+from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
-from kvxfer_tcp.vectors import IovecBuffer, IovecTable
-from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Endpoint, Header, Kind, greeting
+from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
+from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind, greeting
 
 __all__ = ["Address", "Read", "Reader"]
 
@@ -96,12 +98,13 @@ class Reader:
         options: Options,
         mine: Endpoint,
         theirs: Endpoint,
+        pipes: Pipes,
         done: Callable[[Completion], None],
         cut: Callable[[str], None],
     ) -> None:
         self.mine, self.cut = mine, cut
         self.peer = f"{theirs.agent!r} at {theirs.host}:{theirs.port}"
-        self._loop, self._options, self._theirs, self._done = loop, options, theirs, done
+        self._loop, self._options, self._theirs, self._pipes, self._done = loop, options, theirs, pipes, done
         self._reads: dict[int, Read] = {}
         self._fenced: list[Read] = []
         self._waiting: deque[Read] = deque()
@@ -114,10 +117,10 @@ class Reader:
         """Make the connections, to the first of these addresses that answers."""
         count = min(self._options.connections, self._theirs.connections)
         self.wake_bytes = WAKE_BYTES if count == 1 else SHARED_WAKE
-        for i in range(count):
-            kind = Kind.MORE if i else Kind.FIRST
-            hello = greeting(self._theirs.token) + Header(kind).encode()
-            self._connections.append(_Incoming(self._loop, self, self._options, addresses, hello))
+        for number in range(count):
+            hello = greeting(self._theirs.token) + Header(Kind.HELLO, chunk=number).encode()
+            pipe = partial(self._pipes.dialled, number=number, ahead=hello)
+            self._connections.append(_Incoming(self._loop, self, self._options, addresses, pipe))
         self.ask()
 
     @property
@@ -244,8 +247,15 @@ class Reader:
 class _Incoming(Connection):
     """A connection that this side dialled."""
 
-    def __init__(self, loop: Loop, reader: Reader, options: Options, addresses: list[Address], hello: bytes) -> None:
-        self._reader, self._options = reader, options
+    def __init__(
+        self,
+        loop: Loop,
+        reader: Reader,
+        options: Options,
+        addresses: list[Address],
+        pipe: Callable[[socket.socket], Pipe],
+    ) -> None:
+        self._reader, self._options, self._pipe = reader, options, pipe
         self._addresses = deque(addresses)
         self.connected = self._greeted = False
         self._head, self._text = IovecBuffer(FRAME_BYTES), IovecBuffer(MOST_REASON)
@@ -255,9 +265,8 @@ class _Incoming(Connection):
         self._wake = 1
         self._expect_head()
         super().__init__(loop, self._open())
-        self.out += hello
 
-    def _open(self) -> socket.socket:
+    def _open(self) -> Pipe:
         """Begin to connect to the next address."""
         family, address = self._addresses.popleft()
         opened = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -266,7 +275,7 @@ class _Incoming(Connection):
             number = opened.connect_ex(address)
             if number not in (0, errno.EINPROGRESS):
                 raise OSError(number, os.strerror(number))
-            return opened
+            return self._pipe(opened)
         except OSError:
             opened.close()
             if not self._addresses:
@@ -284,10 +293,10 @@ class _Incoming(Connection):
             self._reader.cut(f"it does not know this link, since it closed it or was restarted ({error})")
         elif self._addresses:
             self.close()
-            hello, self.out = self.out, bytearray()
+            words = self.out
             try:
                 super().__init__(self.loop, self._open())
-                self.out = hello
+                self.out = words
             except OSError as e:
                 self.lost(e)
         else:
@@ -301,11 +310,11 @@ class _Incoming(Connection):
             if number:
                 raise OSError(number, os.strerror(number))
             self.connected = True
-        if self.out and self.writable:
+        if self.talks and self.writable:
             self.write()
         if self.readable:
             self._receive()
-        return self.readable or (self.writable and bool(self.out))
+        return self.readable or (self.writable and self.talks)
 
     def hurry(self) -> None:
         """Send what is to be said now, rather than in the next turn."""
@@ -357,7 +366,7 @@ class _Incoming(Connection):
     def _sleep(self, coming: int) -> None:
         """Be told once there is more; ``coming``: bytes that surely come."""
         self.readable = False
-        wake = min(coming, self._reader.wake_bytes)
+        wake = max(1, min(coming - self.pipe.held, self._reader.wake_bytes))
         if wake != self._wake:
             self._wake = wake
             # If so much is there by now, this tells at once.

@@ -12,7 +12,7 @@ from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer_tcp.connection import Connection, Loop, Violation
 from kvxfer_tcp.reader import ASK_BYTES, ASK_RUNS, LEAST_CHUNK, MOST_CHUNK, OPEN_ASKS
-from kvxfer_tcp.vectors import IovecTable
+from kvxfer_tcp.vectors import IovecTable, Pipe, Pipes
 from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind
 
 __all__ = ["Server"]
@@ -44,33 +44,39 @@ class Server:
     """All that the peer of a link reads. ``lent``: the memories that it may; ``cut`` ends the link for a reason."""
 
     def __init__(
-        self, loop: Loop, memories: Memories, lent: frozenset[int], most: int, hello: bytes, cut: Callable[[str], None]
+        self,
+        loop: Loop,
+        memories: Memories,
+        lent: frozenset[int],
+        most: int,
+        hello: bytes,
+        pipes: Pipes,
+        cut: Callable[[str], None],
     ) -> None:
         self.cut = cut
         self._loop, self._memories, self._lent, self._hello = loop, memories, lent, hello
-        self._most, self._first = most, False
+        self._most, self._pipes = most, pipes
         self._queue: deque[_Request] = deque()
-        self._connections: list[_Outgoing] = []
+        self._connections: dict[int, _Outgoing] = {}
 
-    def admit(self, opened: socket.socket, first: bool) -> None:
-        """Take a connection of the peer's, which has shown that it is one."""
-        if len(self._connections) >= self._most or (first and self._first):
+    def admit(self, opened: socket.socket, number: int) -> None:
+        """Take a connection of the peer's, which has shown that it is one. Each number is taken once: keys depend on it."""
+        if number >= self._most or number in self._connections:
             opened.close()
             return
-        self._first |= first
-        connection = _Outgoing(self._loop, self, opened, first)
+        connection = _Outgoing(self._loop, self, self._pipes.accepted(opened, number), number == 0)
         connection.say(self._hello)
-        self._connections.append(connection)
+        self._connections[number] = connection
 
     def close(self) -> None:
         """Send nothing more."""
         self._queue.clear()
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.close()
 
     def forget(self, memory: int) -> None:
         """Send nothing more of a memory."""
-        if any(c.sending == memory for c in self._connections):
+        if any(c.sending == memory for c in self._connections.values()):
             # Its frame cannot be ended well, nor in a way that the peer would notice.
             self.cut(f"memory {memory} was taken back while it was read")
             return
@@ -111,7 +117,7 @@ class Server:
         if not int(lengths.min()) or int(lengths.max()) > ASK_BYTES or int(lengths.sum()) > ASK_BYTES:
             raise Violation("a request for nothing, or for more than is served at once")
         self._queue.append(_Request(header.request, header.memory, IovecTable(addresses, lengths, header.chunk)))
-        for connection in self._connections:
+        for connection in self._connections.values():
             self._loop.heat(connection)
 
     def cancel(self, request: int) -> None:
@@ -129,8 +135,8 @@ class Server:
 class _Outgoing(Connection):
     """A connection that the peer dialled. On the ``first`` one it asks."""
 
-    def __init__(self, loop: Loop, server: Server, opened: socket.socket, first: bool) -> None:
-        super().__init__(loop, opened)
+    def __init__(self, loop: Loop, server: Server, pipe: Pipe, first: bool) -> None:
+        super().__init__(loop, pipe)
         self._server, self._first = server, first
         self._in = bytearray()
         self._request: _Request | None = None
@@ -152,11 +158,11 @@ class _Outgoing(Connection):
         if self.readable:
             self._hear()
         if self.writable:
-            if self._request is None and self.out:
+            if self._request is None and self.talks:
                 self.write()
             else:
                 self._send()
-        waits = self._request is not None or bool(self.out) or self._server.busy
+        waits = self._request is not None or self.talks or self._server.busy
         return self.readable or (self.writable and waits)
 
     def _send(self) -> None:
@@ -179,13 +185,10 @@ class _Outgoing(Connection):
             self._request = None
 
     def _hear(self) -> None:
-        try:
-            data = self.pipe.socket.recv(READ_BYTES)
-        except BlockingIOError:
+        data = self.pipe.read(READ_BYTES)
+        if data is None:
             self.readable = False
             return
-        if not data:
-            raise ConnectionResetError("closed by the other side")
         if not self._first:
             raise Violation("bytes on a connection that is not for requests")
         self._in += data

@@ -16,10 +16,12 @@ from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
 from kvxfer_tcp.connection import ANY, Connection, Violation
 from kvxfer_tcp.door import Door
+from kvxfer_tcp.encryption import Keys
+from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.link import Link, Names, numeric
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.reader import Read
-from kvxfer_tcp.wire import Endpoint
+from kvxfer_tcp.vectors import Pipes
 
 __all__ = ["TcpTransport"]
 
@@ -45,7 +47,8 @@ class TcpTransport(Base[Endpoint, Link]):
         self._options = Options.parse(options)
         self._connections: dict[int, Connection] = {}
         self._hot: dict[Connection, None] = {}
-        self._expected: dict[bytes, list[tuple[socket.socket, bool]]] = {}
+        self._keys = Keys() if self._options.encrypt else None
+        self._expected: dict[bytes, list[tuple[socket.socket, int]]] = {}
         self._by_token: dict[bytes, Link] = {}
         self._dialling: set[Link] = set()
         self._fenced: set[Link] = set()
@@ -69,7 +72,12 @@ class TcpTransport(Base[Endpoint, Link]):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            verbs=frozenset({Verb.READ}), memory=frozenset({"cpu"}), elastic=True, run_bytes=512, may_block_s=4 * TURN_S
+            verbs=frozenset({Verb.READ}),
+            memory=frozenset({"cpu"}),
+            elastic=self._keys
+            is None,  # we copy what is to be encrypted, and a page that is gone would end the process
+            run_bytes=512,
+            may_block_s=4 * TURN_S,
         )
 
     # What Base asks for
@@ -77,7 +85,8 @@ class TcpTransport(Base[Endpoint, Link]):
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         host = self._options.host
         lends = tuple(sorted(memories))
-        mine = Endpoint(self.agent, host, self._door.port, new_token(), self._options.connections, lends)
+        key = b"" if self._keys is None else self._keys.public
+        mine = Endpoint(self.agent, host, self._door.port, new_token(), self._options.connections, lends, key)
         self._expected[mine.token] = []
         return mine
 
@@ -86,10 +95,16 @@ class TcpTransport(Base[Endpoint, Link]):
             opened.close()
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        link = Link(self, self._options, self.memories, mine, theirs, self.complete)
+        if bool(theirs.key) != bool(mine.key):
+            here, there = ("this side", f"{theirs.agent!r}") if mine.key else (f"{theirs.agent!r}", "this side")
+            raise TransportError(
+                f"{here} encrypts and {there} does not; set option 'encrypt' of back end 'tcp' alike on both"
+            )
+        pipes = Pipes() if self._keys is None else self._keys.pipes(mine, theirs)
+        link = Link(self, self._options, self.memories, mine, theirs, pipes, self.complete)
         self._by_token[mine.token] = link
-        for opened, first in self._expected.pop(mine.token):
-            link.server.admit(opened, first)
+        for opened, number_there in self._expected.pop(mine.token):
+            link.server.admit(opened, number_there)
         if theirs.lends:
             link.dial_by = time.monotonic() + self._options.connect_timeout_s
             self._dialling.add(link)
@@ -210,13 +225,13 @@ class TcpTransport(Base[Endpoint, Link]):
         elif before is not None and self._door.retry is None:
             self.wakeup.add(fd, "door")
 
-    def _admit(self, token: bytes, opened: socket.socket, first: bool) -> None:
+    def _admit(self, token: bytes, opened: socket.socket, number: int) -> None:
         """Take a connection that has shown a token."""
         link, parked = self._by_token.get(token), self._expected.get(token)
         if link is not None and link.broken is None:
-            link.server.admit(opened, first)
+            link.server.admit(opened, number)
         elif parked is not None and len(parked) < self._options.connections:
-            parked.append((opened, first))  # nothing is read from it before this side connects
+            parked.append((opened, number))  # nothing is read from it before this side connects
         else:
             opened.close()
 

@@ -8,10 +8,11 @@ import os
 import socket
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["IovecBuffer", "Pipe", "IovecTable", "merged"]
+__all__ = ["IovecBuffer", "IovecTable", "Pipe", "Pipes", "merged"]
 
 IOV_MAX = 1024
 """Rows that one system call takes (``UIO_MAXIOV``)."""
@@ -124,6 +125,30 @@ class IovecTable:
             self.rows[lo + done] += part, -part
         return lo + done
 
+    def gather(self, lo: int, hi: int, most: int) -> memoryview:
+        """Return a copy of the first bytes of the rows ``[lo, hi)``, at most so many."""
+        rows = self.rows[lo : min(hi, lo + IOV_MAX)]
+        data = np.empty(min(most, int(rows[:, 1].sum())), np.uint8)
+        self._copy(rows, data, True)
+        return data.data
+
+    def scatter(self, lo: int, hi: int, data: memoryview) -> int:
+        """Copy bytes into the rows ``[lo, hi)``; returns how many, which may be fewer than either has."""
+        rows = self.rows[lo : min(hi, lo + IOV_MAX)]
+        return self._copy(rows, np.frombuffer(data, np.uint8), False)
+
+    @staticmethod
+    def _copy(rows: Ints, data: NDArray[np.uint8], out: bool) -> int:
+        at, left = data.ctypes.data, len(data)
+        for address, length in rows.tolist():
+            nbytes = min(length, left)
+            source, target = (address, at) if out else (at, address)
+            ctypes.memmove(target, source, nbytes)
+            at, left = at + nbytes, left - nbytes
+            if not left:
+                break
+        return len(data) - left
+
 
 class IovecBuffer(IovecTable):
     """Memory of its own, in its row 1."""
@@ -143,17 +168,58 @@ class IovecBuffer(IovecTable):
 
 
 class Pipe:
-    """A socket that never blocks. Its methods raise ``OSError`` when the connection is over."""
+    """A socket that never blocks. Its methods raise ``OSError`` when the connection is over.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Attributes:
+        unsent: what was taken and waits for room.
+    """
+
+    def __init__(self, connection: socket.socket, ahead: bytes = b"") -> None:
+        """Take over a socket; ``ahead`` goes over it first, as it is."""
         self.socket = connection
         self.fd = connection.fileno()
+        self.unsent = [memoryview(ahead)] if ahead else []
         self._message = _Message()
         self._reference = ctypes.byref(self._message)
 
+    @property
+    def held(self) -> int:
+        """Bytes that have come and that no method has returned yet."""
+        return 0
+
+    def flush(self) -> bool:
+        """Send what is ``unsent``; returns whether nothing is."""
+        while self.unsent:
+            try:
+                count = self.socket.sendmsg(self.unsent)
+            except BlockingIOError:
+                return False
+            while self.unsent and count >= len(self.unsent[0]):
+                count -= len(self.unsent.pop(0))
+            if count:
+                self.unsent[0] = self.unsent[0][count:]
+        return True
+
     def send(self, table: IovecTable, lo: int, hi: int) -> int:
-        """Send from the rows ``[lo, hi)``; returns how many bytes have left, -1 if there is no room."""
-        return self._call(_libc.sendmsg, table, lo, hi, _SEND)
+        """Send from the rows ``[lo, hi)``; returns how many bytes were taken, -1 if there is no room."""
+        return self._call(_libc.sendmsg, table, lo, hi, _SEND) if self.flush() else -1
+
+    def write(self, data: bytes | bytearray) -> int:
+        """Send bytes; returns how many were taken, -1 if there is no room."""
+        try:
+            return self.socket.send(data) if self.flush() else -1
+        except BlockingIOError:
+            return -1
+
+    def read(self, nbytes: int) -> bytes | None:
+        """Return at most so many bytes that have come, ``None`` if there are none yet."""
+        try:
+            data = self.socket.recv(nbytes)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
+        return data
 
     def receive(self, table: IovecTable, lo: int, hi: int) -> int:
         """Receive into the rows ``[lo, hi)``; returns how many bytes have come, -1 if there are none yet."""
@@ -176,6 +242,18 @@ class Pipe:
         message.rows, message.row_count = table.row(lo), min(hi - lo, IOV_MAX)
         count = int(function(self.fd, self._reference, flags))
         return count if count >= 0 else _again()
+
+
+class Pipes:
+    """Makes the pipes of a link: here, such as send what they are given as it is."""
+
+    def dialled(self, opened: socket.socket, number: int, ahead: bytes) -> Pipe:
+        """Return the pipe of a connection of this number that was dialled here. ``ahead`` goes first, and as it is."""
+        return Pipe(opened, ahead)
+
+    def accepted(self, opened: socket.socket, number: int) -> Pipe:
+        """Return the pipe of a connection of this number that the peer has dialled."""
+        return Pipe(opened)
 
 
 def _again() -> int:

@@ -1,4 +1,4 @@
-"""What goes over the wire: endpoints (by somebody else's channel), and frames (by TCP).
+"""What goes over TCP: greetings and frames.
 
 The side that reads dials; the side whose memory is read listens. A link has several connections in each direction in which
 it reads. Each begins with a greeting: the dialler shows the listener's token, and the listener answers with the
@@ -7,22 +7,19 @@ dialler's, so that each knows that the other holds both endpoints of this link.
 After that the dialler asks on its first connection, and the listener answers on all of them. A frame is a header, and what
 its kind says. The bytes of a request are one stream, run after run, that both sides cut at the same places into *chunks*;
 each chunk goes as one frame over whichever connection has room.
+
+Where both sides encrypt, all but the dialler's greeting and HELLO goes in records (``kvxfer_tcp.encryption``).
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from msgspec import Meta
+__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MOST_REASON", "Header", "Kind", "greeting"]
 
-from kvxfer.backend.endpoint import EndpointBase, Token
-from kvxfer_tcp.options import MOST_CONNECTIONS
-
-__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MOST_REASON", "Endpoint", "Header", "Kind", "greeting"]
-
-MAGIC = b"kvxfer\x00\x01"
+MAGIC = b"kvxfer\x00\x02"
 
 _GREETING = struct.Struct("<8s16s")
 GREETING_BYTES = _GREETING.size
@@ -37,19 +34,18 @@ MOST_REASON = 400
 class Kind(enum.IntEnum):
     """The meaning of a frame. ``request``: a number that the dialler gives, 0, 1, 2 ... on each link.
 
-    FIRST, MORE: the first frame of each connection: it is the dialler's first one, on which it asks, or another.
+    HELLO: the first frame of each connection, which is the dialler's number ``chunk`` of the link: it asks on number 0.
     ASK: read ``size`` runs of ``memory``, in chunks of ``chunk`` bytes; as many flat offsets and then lengths follow, int64.
     CANCEL: what is left of the request is of no more use.
     DATA: chunk number ``chunk`` of the request, of ``size`` bytes, follows.
     REFUSED: the request has failed; ``size`` bytes of text say why.
     """
 
-    FIRST = 1
-    MORE = 2
-    ASK = 3
-    CANCEL = 4
-    DATA = 5
-    REFUSED = 6
+    HELLO = 1
+    ASK = 2
+    CANCEL = 3
+    DATA = 4
+    REFUSED = 5
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -79,27 +75,6 @@ class Header(NamedTuple):
         if kind not in _KINDS:
             raise ValueError(f"a frame of unknown kind {kind}")
         return cls(_KINDS[kind], *rest)
-
-
-class Endpoint(EndpointBase, frozen=True):
-    """One end of a link.
-
-    Attributes:
-        host: name or address that the peer dials.
-        port: of TCP.
-        token: secret of this end of the link, known to its two ends only.
-        connections: that this side makes or takes at most in each direction.
-        lends: numbers of the memories that the peer may read.
-    """
-
-    backend = "tcp"
-    format = 1
-
-    host: Annotated[str, Meta(min_length=1, max_length=255)]
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    token: Token
-    connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)]
-    lends: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=4096)]
 
 
 def greeting(token: bytes) -> bytes:

@@ -64,7 +64,7 @@ class TransferManager(CommonKVManager):
         side.start(self._rank)
         self._stopped = False
         hear = self._hear_decode if decodes else self._hear_prefill
-        self._thread = NamedThread(target=self._listen, args=(hear,), name="kvxfer-notes", daemon=True)
+        self._thread = NamedThread(target=self._listen, args=(hear,), name="kvxfer-notes")
         self._thread.start()
         if decodes:
             self._start_heartbeat_checker_thread()

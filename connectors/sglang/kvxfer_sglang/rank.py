@@ -50,7 +50,7 @@ class EngineRank:
             self._directory.publish(tuple(member for member, _ in told))
         self._heard = heard
         self._closed = False
-        self._thread = NamedThread(target=self._run, name="kvxfer-sglang", daemon=True)
+        self._thread = NamedThread(target=self._run, name="kvxfer-sglang")
         self._thread.start()
 
     def _run(self) -> None:

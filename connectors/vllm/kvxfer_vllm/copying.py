@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockCopier"]
 
+HOST_BYTES = 256 << 10
+"""Bytes that are copied at once on the CPU: numpy reads them into memory of their own first, and to be given megabytes of that
+takes longer than to copy them."""
+
 
 class BlockCopier:
     """The cache of one worker. ``tensors``: what the engine allocated, which ``cache`` describes."""
@@ -41,9 +45,15 @@ class BlockCopier:
             here, there = of[:n][both], to[:n][both]
             for plane in planes if len(here) else ():
                 if isinstance(plane, np.ndarray):
-                    plane[:, there] = plane[:, here]
+                    _copy_on_host(plane, here, there)
                 else:
                     _copy_on_device(plane, here, there)
+
+
+def _copy_on_host(plane: np.ndarray, here: np.ndarray, there: np.ndarray) -> None:
+    each = max(1, HOST_BYTES // max(1, plane[:, 0].nbytes))
+    for i in range(0, len(here), each):
+        plane[:, there[i : i + each]] = plane[:, here[i : i + each]]
 
 
 def _copy_on_device(plane: torch.Tensor, here: np.ndarray, there: np.ndarray) -> None:

@@ -18,7 +18,7 @@ from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
 from kvxfer_vllm.identity import facts_of, updated
-from kvxfer_vllm.ids import external_id
+from kvxfer_vllm.ids import external_id, printable
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pool import VllmBlockPool
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["SchedulerHooks"]
 
 log = logging.getLogger("kvxfer.vllm")
-
-LONGEST_SHOWN = 200
-"""Characters of a request's id in the log: clients choose them."""
 
 NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
@@ -94,7 +91,7 @@ class SchedulerHooks:
             if params:
                 self._take_up(request, p.translated(params))
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
-            log.warning("request %s takes no part in KV transfer: %s", request.request_id[:LONGEST_SHOWN], e)
+            log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
 
     def _legacy(self, request: Request) -> dict[str, Any] | None:
         """Params out of a request id in the form of P2pNcclConnector, where the configuration allows that."""
@@ -121,7 +118,7 @@ class SchedulerHooks:
         if loads:
             want = p.wanted(params, external)
             if isinstance(want, str):
-                log.warning("request %s is computed here: %s", name, want)
+                log.warning("request %s is computed here: %s", printable(name), want)
                 return
             transfer, source = want
             # The last prompt token is computed here in any case, so its KV need not come.

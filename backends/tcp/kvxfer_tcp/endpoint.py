@@ -1,0 +1,38 @@
+"""What one side tells the other so that it can be reached."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvxfer.backend.endpoint import EndpointBase, Token
+from kvxfer_tcp.options import MOST_CONNECTIONS
+
+__all__ = ["Endpoint"]
+
+KEY_BYTES = 32
+"""Of a public key."""
+
+
+class Endpoint(EndpointBase, frozen=True):
+    """One end of a link.
+
+    Attributes:
+        host: name or address that the peer dials.
+        port: of TCP.
+        token: secret of this end of the link, known to its two ends only.
+        connections: that this side makes or takes at most in each direction.
+        lends: numbers of the memories that the peer may read.
+        key: the public key of this side, if it encrypts.
+    """
+
+    backend = "tcp"
+    format = 2
+
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: Token
+    connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)]
+    lends: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=4096)]
+    key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""

@@ -1,0 +1,195 @@
+"""What requests load from other engines, from their arrival to the end of the load: ahead of the step or beside the steps."""
+
+from __future__ import annotations
+
+from kvxfer.config import Config
+from kvxfer.engine.dispatch import Dispatch
+from kvxfer.engine.exchange import BlockCopy, Report
+from kvxfer.engine.load_ends import LoadEnds, Update
+from kvxfer.engine.loading import LoadingBlocks
+from kvxfer.engine.notices import Notices
+from kvxfer.engine.pins import BlockPins
+from kvxfer.engine.prefetch import Prefetches
+from kvxfer.engine.trace import Trace
+from kvxfer.errors import KvxferError
+from kvxfer.geometry.tables import TableCheck
+from kvxfer.identity import Source, TransferId
+from kvxfer.schedule import FetchSchedule
+from kvxfer.values import BlockTable
+
+__all__ = ["Loads"]
+
+
+class Loads:
+    """The requests that load; one thread. Calls about any other request do nothing.
+
+    Args:
+        config: the engine's settings.
+        schedule: decides what is fetched.
+        pins: keeps blocks from reuse.
+        tables: what the engine's block tables are held to.
+        ranks: how many ranks report.
+        dispatch: takes fetches to the workers.
+        notices: speaks with the engines that are loaded from.
+        trace: is told how far each load is.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: FetchSchedule,
+        pins: BlockPins,
+        tables: TableCheck,
+        ranks: int,
+        dispatch: Dispatch,
+        notices: Notices,
+        trace: Trace,
+    ) -> None:
+        self._schedule, self._dispatch, self._notices = schedule, dispatch, notices
+        self._tables, self._trace = tables, trace
+        self._computed: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
+        self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
+        self._loading = LoadingBlocks(schedule, pins, ranks)
+        self._prefetches = Prefetches(schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace)
+        self._ends = LoadEnds(self._loading, ranks, self._prefetches.paces, trace)
+
+    # --- a request's way -----------------------------------------------------------------------------------------------
+
+    def arrive(
+        self,
+        request: str,
+        transfer: TransferId,
+        digest: bytes,
+        source: Source,
+        tokens: int,
+        begun: bool,
+        offered: bool,
+        progress: int,
+        enough: int,
+    ) -> bool:
+        """Take a load up; see ``SchedulerSide.load``."""
+        taken = self._schedule.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
+        if taken:
+            self._computed.setdefault(request, 0)
+            self._notices.loads(request, transfer, digest, source, begun)
+            if offered:
+                self._ready[request] = source, tokens
+            self._dispatch.prepare(source)
+            self._trace.arrived(request, transfer, source)
+        return taken
+
+    def prefetch(self, request: str, computed: int) -> None:
+        """Begin a short load before the request has blocks, if it is one of those; see ``SchedulerSide.prefetch``."""
+        source, tokens = self._ready.pop(request, (None, 0))
+        if source is None or not self._dispatch.direct:
+            return
+        if self._prefetches.begin(request, source, computed, tokens, self._dispatch.next):
+            self._trace.fetched(request, "within the step", tokens - computed)
+            self._dispatch.prefetch(request)
+            self._dispatch.hurry()
+
+    def loadable(self, request: str, computed: int) -> int | None:
+        """Return how many tokens can come from outside; see ``SchedulerSide.loadable``."""
+        if request not in self._computed:
+            return 0
+        if self._schedule.matched(request, computed) and self._notices.awaits(request):
+            return None
+        self._computed[request] = computed
+        self.prefetch(request, computed)
+        if request in self._prefetches:
+            return self._prefetches.tokens(request, computed)
+        return self._schedule.matched(request, computed)
+
+    def here(self, request: str) -> bool:
+        """Return whether what was promised of this load is here, in blocks that its request gets by a copy."""
+        return request in self._prefetches
+
+    def allocated(self, request: str, table: BlockTable, external: int) -> None:
+        """Begin the load, if the request counts on it; see ``SchedulerSide.allocated``."""
+        if request not in self._computed:
+            return
+        self._notices.forget(request)
+        try:
+            self._tables.check("table", table)
+            if request in self._prefetches:
+                self._prefetches.admitted(request, table, external)
+                return
+            self._schedule.allocated(request, table, self._computed[request], external)
+        except KvxferError as error:
+            self._prefetches.give_up(request)
+            self._schedule.finish(request, f"the consumer cannot load it: {error}")
+            raise
+        if external:
+            number, fetch = self._dispatch.last
+            self._trace.fetched(request, "beside the steps", external)
+            self._ends.begins(request, fetch.source, external)
+            self._loading.begins(request, fetch.blocks.ids(), number)
+        self._dispatch.hurry()
+
+    def finished(self, request: str) -> None:
+        """Take in that the request is over, at whatever point."""
+        self._computed.pop(request, None)
+        self._trace.finished(request)
+        self._give_up(request)
+        self._schedule.finish(request)
+
+    def withdraw_all(self, reason: str) -> None:
+        """End all loads, though their requests go on."""
+        for request in self._computed:
+            self._give_up(request)
+            self._schedule.finish(request, reason)
+
+    def _give_up(self, request: str) -> None:
+        """Give up what goes ahead of a request's load."""
+        self._ready.pop(request, None)
+        self._prefetches.give_up(request)
+        self._notices.forget(request)
+
+    # --- steps ---------------------------------------------------------------------------------------------------------
+
+    def copies(self) -> tuple[BlockCopy, ...]:
+        """Return what the next step copies from prefetched blocks; once a step."""
+        return self._prefetches.copies()
+
+    def short_of_blocks(self) -> None:
+        """Give back blocks of prefetches that wait for their request."""
+        self._prefetches.short_of_blocks()
+
+    def report(self, report: Report) -> Update:
+        """Take in what ranks report, and what they have said by the side channel; return what it means."""
+        self._hear()
+        for result in report.prefetched.values():
+            self._prefetches.take_in(result)
+        for request, copied in report.copied.items():
+            self._prefetches.copied(request, copied)
+        return self._ends.report(report)
+
+    def over_elsewhere(self, request: str) -> None:
+        """Take in, not from a report, that a load is over on all ranks; nothing if a report has said so."""
+        self._ends.over_elsewhere(request)
+
+    def _hear(self, timeout: float = 0.0) -> bool:
+        """Take in what workers say within so many seconds, as soon as there is something; False if there is nothing."""
+        news = self._dispatch.receive(timeout)
+        for result in news:
+            request = result.handle
+            if request in self._prefetches:
+                self._prefetches.take_in(result)
+            elif self._loading.is_of(request, result.number) and result.quiet and result.failure is None:
+                self._ends.came(result)
+        return bool(news)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a load is under way beside the steps."""
+        return bool(len(self._loading))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether blocks are pinned of which the engine knows no request."""
+        return self._loading.waiting or bool(self._prefetches)
+
+    def __len__(self) -> int:
+        """Return how much is remembered; 0 when there are no loads."""
+        ahead = len(self._ready) + len(self._prefetches)
+        return len(self._computed) + ahead + len(self._loading) + len(self._ends)

@@ -1,0 +1,122 @@
+"""What engines tell each other of transfers through their directories: who has begun, who still waits, who needs nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from kvxfer.config import Config
+from kvxfer.control.directory import Directory, Unheard
+from kvxfer.engine.renewals import Renewals
+from kvxfer.engine.starts import Starts
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol.messages import Begun, Decline, Named, Renew
+from kvxfer.protocol.timers import Recent
+from kvxfer.schedule import Schedule
+
+__all__ = ["Notices"]
+
+log = logging.getLogger("kvxfer.engine")
+
+MOST_OVER = 100_000
+"""Ended offers that are remembered."""
+
+
+class Notices:
+    """An engine's word to the directories of others, and theirs to its own; the scheduler side's thread.
+
+    Args:
+        config: the engine's settings.
+        directory: the engine's own; from now on it answers whether an offer has begun.
+        schedule: what is offered and fetched.
+    """
+
+    def __init__(self, config: Config, directory: Directory, schedule: Schedule) -> None:
+        self._directory, self._schedule = directory, schedule
+        self._renewals = Renewals(config.lease, directory.tell)
+        self._renewed: list[TransferId] = []  # that the workers have not heard of yet
+        self._starts = Starts(config.start, directory.tell)
+        self._over: Recent[TransferId, bytes] = Recent(config.lease, MOST_OVER)  # digests of offers whose request is
+        self._looked = 0.0  # when it was said last what is to be renewed
+        directory.begun = self._has_begun
+
+    # --- loads here --------------------------------------------------------------------------------------------------
+
+    def loads(self, request: str, transfer: TransferId, digest: bytes, source: Source, begun: bool) -> None:
+        """Renew a transfer's lease from now on, and ask for its beginning unless it is known to have begun."""
+        self._renewals.begin(transfer, digest, source)
+        if not begun:
+            self._starts.ask(request, transfer, digest, source)
+
+    def awaits(self, request: str) -> bool:
+        """Return whether this load waits for its producer to begin. What has waited for too long is given up."""
+        if request not in self._starts:
+            return False
+        self._take_in()
+        if request in self._starts and self._starts.late(request):
+            why = f"the producer has not begun within {self._starts.patience:g} s"
+            log.warning("request %s is computed here: %s", request, why)
+            self._starts.forget(request)
+            self._schedule.consumer.finish(request, why)
+        return request in self._starts
+
+    def forget(self, request: str) -> None:
+        """Take in that this load waits for no beginning any more."""
+        self._starts.forget(request)
+
+    # --- offers here -------------------------------------------------------------------------------------------------
+
+    def begins(self, transfer: TransferId, digest: bytes) -> None:
+        """Tell those who have asked that an offer has begun."""
+        self._directory.begins(transfer, digest)
+
+    def over(self, transfer: TransferId, digest: bytes) -> None:
+        """Take in that an offer's request is over. Those who have asked hear that when they fetch it."""
+        self._over.put(transfer, digest, time.monotonic())
+        self._directory.begins(transfer, digest)
+
+    def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Whether we have begun with an offer, or are over with it. Any thread."""
+        return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
+
+    # --- once a step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> tuple[TransferId, ...]:
+        """Tell others what is due, and return the offers whose consumers have said that they still wait."""
+        self._take_in()
+        renewed, self._renewed = tuple(self._renewed), []
+        for decline in self._schedule.consumer.declines():
+            named = Named(decline.transfer, decline.digest)
+            self._directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason))
+        now = time.monotonic()
+        if now - self._looked >= self._renewals.interval:
+            self._looked = now
+            self._over.forget(now)
+            self._renewals.keep(self._schedule.consumer.waiting)
+        self._starts.ask_again()
+        return renewed
+
+    def _take_in(self) -> None:
+        """Take in what other engines have told our directory."""
+        for notice in self._directory.notices():
+            if isinstance(notice, Begun):
+                self._starts.begun(notice.transfers)
+                continue
+            if isinstance(notice, Unheard):
+                self._starts.unheard(notice.host, notice.port)
+                continue
+            for named in notice.transfers:
+                if not self._schedule.producer.offers(named.transfer, named.digest):
+                    continue  # over, or somebody guessed its name
+                if isinstance(notice, Renew):
+                    self._renewed.append(named.transfer)
+                else:
+                    self._schedule.producer.decline(named.transfer, notice.reason)
+
+    def close(self) -> None:
+        """Renew nothing more."""
+        self._renewals.close()
+
+    def __len__(self) -> int:
+        """Return how many loads wait for a beginning."""
+        return len(self._starts)

@@ -1,0 +1,112 @@
+"""A pool of blocks for an engine that has none of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from kvxfer import arguments
+from kvxfer.errors import ArgumentError
+
+__all__ = ["PrefixPool"]
+
+MOST_BLOCKS = 1 << 31
+
+
+class PrefixPool:
+    """Blocks with references, which are found again by the tokens that they hold and all tokens before those.
+
+    It is a ``BlockPool``, for ``BlockPins``. A block without references keeps what it holds until it is taken; of those, the
+    one that was freed first is taken first. One thread.
+
+    Args:
+        blocks: how many there are; their ids are 0 to ``blocks - 1``.
+        block_tokens: tokens in each.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type or range.
+    """
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        self._references = [0] * arguments.integer("blocks", blocks, 1, MOST_BLOCKS)
+        self._block_tokens = arguments.integer("block_tokens", block_tokens, 1, MOST_BLOCKS)
+        self._unused = dict.fromkeys(range(blocks))  # in the order in which they are taken
+        self._holders: dict[bytes, int] = {}  # by prefix
+        self._held: dict[int, bytes] = {}  # the prefix, by block
+
+    def grow(self, table: list[int], tokens: int) -> bool:
+        """Add unused blocks, each with one reference, to a table until it has blocks for so many tokens.
+
+        Returns:
+            False if there are too few; then nothing is added.
+        """
+        missing = -(-arguments.integer("tokens", tokens, 0) // self._block_tokens) - len(table)
+        if missing > len(self._unused):
+            return False
+        taken = list(islice(self._unused, max(missing, 0)))
+        for block in taken:
+            if prefix := self._held.pop(block, None):
+                del self._holders[prefix]
+        self.touch(taken)
+        table += taken
+        return True
+
+    def prefix(self, tokens: Sequence[int], salt: bytes = b"") -> list[int]:
+        """Return the blocks that hold the longest prefix of these tokens that is here, each with one more reference.
+
+        Args:
+            tokens: token ids. Only whole blocks of them are looked for: leave the last token out if it is to be computed.
+            salt: what else the KV depends on, such as an adapter.
+        """
+        found = []
+        for prefix in self._prefixes(tokens, salt):
+            block = self._holders.get(prefix)
+            if block is None:
+                break
+            found.append(block)
+        self.touch(found)
+        return found
+
+    def remember(self, tokens: Sequence[int], table: Sequence[int], salt: bytes = b"") -> None:
+        """Take in which tokens these blocks, which are in use, hold now, in as many whole blocks as there are."""
+        for prefix, block in zip(self._prefixes(tokens, salt), table, strict=False):
+            if prefix not in self._holders and block not in self._held:
+                self._holders[prefix], self._held[block] = block, prefix
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each of these blocks."""
+        for block in blocks:
+            self._unused.pop(block, None)
+            self._references[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each; those that have none left are taken after all that are unused, in this order.
+
+        Raises:
+            ArgumentError: a block has no reference; those before it are freed.
+        """
+        for block in blocks:
+            if not self._references[block]:
+                raise ArgumentError(f"blocks must be in use, and block {block} is not")
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._unused[block] = None
+
+    def used(self) -> int:
+        """Return how many blocks have a reference."""
+        return len(self._references) - len(self._unused)
+
+    def _prefixes(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:
+        """Yield a name for each prefix of whole blocks, the shortest first."""
+        whole = len(tokens) // self._block_tokens
+        name = _digest(salt)
+        for block in np.asarray(tokens[: whole * self._block_tokens], "<i8").reshape(whole, self._block_tokens):
+            name = _digest(name + block.tobytes())
+            yield name
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -1,0 +1,45 @@
+"""Engines that wait for each other: both are full of what each holds for the other, and neither can admit a request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from kvxfer.identity import TransferId
+
+__all__ = ["Standstill"]
+
+log = logging.getLogger("kvxfer.engine")
+
+STANDSTILL_S = 2.0
+"""After so long without anything to run for want of blocks, blocks that are held for others are given up."""
+
+
+class Standstill:
+    """Ends a standstill: gives up what is held for others, the oldest first, one request at a time.
+
+    Args:
+        held: finished requests whose blocks are held for others, and what they offer, as it stands; the oldest first.
+        withdraw: ends an offer, for a reason.
+    """
+
+    def __init__(self, held: Mapping[str, TransferId], withdraw: Callable[[TransferId, str], None]) -> None:
+        self._held, self._withdraw = held, withdraw
+        self._since: float | None = None  # when the engine was first seen to stand still
+        self._given_up: str | None = None  # the last request to be
+
+    def look(self, still: bool) -> None:
+        """Take in, once a step, whether the engine can run nothing for want of blocks."""
+        if not still:
+            self._since = self._given_up = None
+            return
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since < STANDSTILL_S or self._given_up in self._held or not self._held:
+            return
+        self._given_up, transfer = next(iter(self._held.items()))
+        log.warning(
+            "request %s is given up, which was held for others: no request here can have blocks", self._given_up
+        )
+        self._withdraw(transfer, "the producer needed the blocks: no request of its own could have any")

@@ -1,0 +1,105 @@
+"""A pool for engines that have none: references, and blocks found again by what they hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvxfer import ArgumentError
+from kvxfer.engine import BlockPins, BlockPool, PrefixPool
+
+BLOCK = 2
+
+
+def filled(pool: PrefixPool, tokens: list[int]) -> list[int]:
+    table: list[int] = []
+    assert pool.grow(table, len(tokens))
+    pool.remember(tokens, table)
+    return table
+
+
+def test_blocks_are_found_by_all_that_is_before_them() -> None:
+    pool = PrefixPool(8, BLOCK)
+    table = filled(pool, [1, 2, 3, 4, 5])
+    assert pool.prefix([1, 2, 3, 4, 9, 9]) == table[:2], "the third block was not whole"
+    assert pool.prefix([3, 4]) == [], "the same tokens behind others"
+    assert pool.prefix([1, 2, 3]) == table[:1]
+    assert pool.prefix([1, 2], salt=b"adapter") == []
+    assert pool.prefix([]) == []
+
+
+def test_what_was_freed_is_found_until_it_is_taken_the_tail_first() -> None:
+    pool = PrefixPool(3, BLOCK)
+    table = filled(pool, [1, 2, 3, 4, 5, 6])
+    pool.free(table[::-1])
+    assert pool.used() == 0
+    other: list[int] = []
+    assert pool.grow(other, 1) and other == table[2:]
+    assert pool.prefix([1, 2, 3, 4, 5, 6]) == table[:2]
+    assert pool.used() == 3 and not pool.grow(other, 3) and other == table[2:], "nothing is added if there are too few"
+
+
+def test_a_block_that_holds_something_else_now_is_not_found() -> None:
+    pool = PrefixPool(1, BLOCK)
+    pool.free(filled(pool, [1, 2]))
+    assert filled(pool, [3, 4]) == [0]
+    assert pool.prefix([1, 2]) == []
+
+
+def test_pins_keep_blocks_from_being_taken() -> None:
+    pool = PrefixPool(4, BLOCK)
+    assert isinstance(pool, BlockPool)
+    pins = BlockPins(2, pool)
+    table = filled(pool, [1, 2, 3, 4])
+    assert pins.keep("transfer", table)
+    pool.free(table)
+    more: list[int] = []
+    assert not pool.grow(more, 3 * BLOCK)
+    pins.drop("transfer")
+    assert pool.grow(more, 3 * BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: PrefixPool(0, 4), "blocks must be at least 1"),
+        (lambda: PrefixPool(4, 2.0), "block_tokens must be an integer"),  # type: ignore[arg-type]
+        (lambda: PrefixPool(4, 4).grow([], -1), "tokens must be at least 0"),
+        (lambda: PrefixPool(4, 4).free([2]), "blocks must be in use, and block 2 is not"),
+    ],
+)
+def test_wrong_calls(call: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        call()
+
+
+TABLES = st.lists(st.tuples(st.sampled_from("afr"), st.lists(st.integers(0, 1), max_size=9)), max_size=30)
+
+
+@given(TABLES)
+def test_whatever_engines_do_a_found_block_holds_what_was_asked_for(does: list[tuple[str, list[int]]]) -> None:
+    """The memory is played by a dict: what each block holds, with all that is before it."""
+    pool, memory, tables = PrefixPool(6, BLOCK), dict[int, tuple[int, ...]](), list[list[int]]()
+    for what, tokens in does:
+        if what == "f" and tables:
+            pool.free(tables.pop(len(tokens) % len(tables))[::-1])
+            continue
+        table = pool.prefix(tokens)
+        for i, block in enumerate(table):
+            assert memory[block] == tuple(tokens[: (i + 1) * BLOCK])
+        here = len(table)
+        if not pool.grow(table, len(tokens)):
+            pool.free(table)
+            continue
+        for i, block in enumerate(table[here:], here):
+            assert not any(block in other for other in tables), "a block that is in use was handed out"
+            memory[block] = tuple(tokens[: (i + 1) * BLOCK])
+        if what == "r":
+            pool.remember(tokens, table)
+        tables.append(table)
+        references = Counter(block for one in tables for block in one)
+        assert pool.used() == len(references)
