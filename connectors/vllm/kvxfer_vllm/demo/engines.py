@@ -10,6 +10,7 @@ connector beside them shows what a connector costs while nothing moves.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import tempfile
 import time
@@ -52,13 +53,10 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> Case:
         """Read ``1024``, or ``1024x16`` for sixteen at once. Raises ConfigError."""
-        tokens, _, at_once = text.partition("x")
-        try:
-            case = cls(int(tokens), int(at_once or 1))
-        except ValueError:
-            raise ConfigError(
-                f"--case {text!r}: a number of tokens, as 1024, or with how many at once, as 1024x16"
-            ) from None
+        match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+        if match is None:
+            raise ConfigError(f"--case {text!r}: a number of tokens, as 1024, or with how many at once, as 1024x16")
+        case = cls(int(match[1]), int(match[2] or 1))
         if case.tokens < 16 or case.at_once < 1:
             raise ConfigError(f"--case {text!r}: at least 16 tokens, and at least one at once")
         return case
