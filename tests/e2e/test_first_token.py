@@ -3,7 +3,7 @@
 import pytest
 
 from kvxfer.errors import ConfigError
-from kvxfer_vllm.demo.engines import Case, Pair, Prompts, first_tokens
+from kvxfer_vllm.demo.engines import PromptCase, Prompts, ServerPair, first_tokens
 from kvxfer_vllm.demo.first_token import measure
 from kvxfer_vllm.demo.servers import Cluster
 
@@ -19,8 +19,8 @@ def test_the_first_token_is_timed_beside_others(cluster: Cluster) -> None:
 
 
 def test_first_tokens_of_several_requests_by_kind(cluster: Cluster) -> None:
-    pair = Pair(cluster.prefill, cluster.decode, cluster.plain, None)
-    found = first_tokens(pair, Prompts(500), Case(256, 2), rounds=1)
+    pair = ServerPair(cluster.prefill, cluster.decode, cluster.plain, None)
+    found = first_tokens(pair, Prompts(500), PromptCase(256, 2), rounds=1)
     assert found["tokens_loaded"] == pytest.approx(1, abs=0.01), "what is called loaded came from the prefill server"
     kinds = ("least", "computed", "cached", "loaded", "prefilled", "plain_computed", "prefill_computed")
     assert all(0 < found[f"{kind}_ms"] < 5000 for kind in kinds) and "together_ms" not in found
@@ -30,8 +30,8 @@ def test_first_tokens_of_several_requests_by_kind(cluster: Cluster) -> None:
 @pytest.mark.parametrize("case", ["", "x", "many", "15", "1024x0", "1024x", "x16", "1024x2x2", "-5"])
 def test_a_case_that_is_none_is_refused(case: str) -> None:
     with pytest.raises(ConfigError, match="--case"):
-        Case.parse(case)
+        PromptCase.parse(case)
 
 
 def test_a_case_is_a_length_and_how_many_at_once() -> None:
-    assert (Case.parse("1024"), Case.parse("512x16")) == (Case(1024, 1), Case(512, 16))
+    assert (PromptCase.parse("1024"), PromptCase.parse("512x16")) == (PromptCase(1024, 1), PromptCase(512, 16))

@@ -44,14 +44,14 @@ Prompt = list[int]
 
 
 @dataclass(frozen=True)
-class Case:
+class PromptCase:
     """What is measured: ``at_once`` prompts of ``tokens`` tokens."""
 
     tokens: int
     at_once: int
 
     @classmethod
-    def parse(cls, text: str) -> Case:
+    def parse(cls, text: str) -> PromptCase:
         """Read ``1024``, or ``1024x16`` for sixteen at once. Raises ConfigError."""
         match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
         if match is None:
@@ -63,7 +63,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ServerPair:
     """Two servers that run, and one without a connector or None.
 
     Attributes:
@@ -99,7 +99,7 @@ def _offers(server: Server, prompts: Sequence[Prompt]) -> list[dict[str, Any] | 
         return list(pool.map(lambda prompt: complete(server, prompt, 1, PREFILL_PARAMS).kv_transfer_params, prompts))
 
 
-def first_tokens(pair: Pair, prompts: Prompts, case: Case, rounds: int) -> dict[str, Any]:
+def first_tokens(pair: ServerPair, prompts: Prompts, case: PromptCase, rounds: int) -> dict[str, Any]:
     """Time the last first token of requests that are sent together, kind by kind.
 
     Args:
@@ -159,7 +159,7 @@ def first_tokens(pair: Pair, prompts: Prompts, case: Case, rounds: int) -> dict[
     }
 
 
-def _together(pair: Pair, some: Sequence[Prompt]) -> float:
+def _together(pair: ServerPair, some: Sequence[Prompt]) -> float:
     """Send each to both servers at the same time; return seconds until the last first token at the decode server."""
     assert pair.address is not None
     host, port = pair.address
@@ -182,7 +182,7 @@ def decode_step(server: Server, others: int, prompts: Prompts) -> float:
     return 1e3 * statistics.median(float(gap) for each in times for gap in np.diff(each[STEPS // 4 :]))
 
 
-def idle(pair: Pair, prompts: Prompts, rounds: int, others: int = 8) -> dict[str, Any]:
+def idle_cost(pair: ServerPair, prompts: Prompts, rounds: int, others: int = 8) -> dict[str, Any]:
     """Time decode steps with a connector that moves nothing and without a connector, in turns."""
     if pair.plain is None:
         return {}
@@ -195,7 +195,7 @@ def idle(pair: Pair, prompts: Prompts, rounds: int, others: int = 8) -> dict[str
     return {**found, "decode_step_to_plain": round(found["decode_step_ms"] / found["plain_decode_step_ms"], 3)}
 
 
-def scatter(pair: Pair, prompts: Prompts, tokens: int) -> None:
+def scatter(pair: ServerPair, prompts: Prompts, tokens: int) -> None:
     """Use both caches as hours of serving would, so that what comes next gets blocks from everywhere.
 
     Requests of mixed lengths, ``tokens`` tokens in all, end in another order than they began.
@@ -210,7 +210,7 @@ def scatter(pair: Pair, prompts: Prompts, tokens: int) -> None:
 @contextmanager
 def servers(
     name: str, model: Path, logs: Path, gpus: Sequence[str], plain: bool, flags: Sequence[str]
-) -> Iterator[Pair]:
+) -> Iterator[ServerPair]:
     """Start a prefill and a decode server that move KV by back end ``name``, or by vLLM's own connector.
 
     Raises:
@@ -234,10 +234,10 @@ def servers(
             started.append(server)
         await_ready(started, START_S)
         address = None if stock else ("127.0.0.1", port)
-        yield Pair(started[0], started[1], started[2] if plain else None, address)
+        yield ServerPair(started[0], started[1], started[2] if plain else None, address)
 
 
-def engines(
+def compare_engines(
     backends: Annotated[list[str], typer.Argument(help=f"Back ends, and {STOCK} for vLLM's own connector.")],
     model: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "llama-3-8b",
     gpus: Annotated[
@@ -252,7 +252,7 @@ def engines(
     """Time first tokens at real vLLM servers of a real model's size, by back end; a JSON object a line."""
     if model not in SHAPES:
         raise ConfigError(f"unknown model {model!r}: the shapes are {', '.join(SHAPES)}")
-    shape, cases = SHAPES[model], [Case.parse(text) for text in case]
+    shape, cases = SHAPES[model], [PromptCase.parse(text) for text in case]
     prompts = Prompts(shape.vocab)
     on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]
     failed = False
@@ -269,19 +269,19 @@ def engines(
                     for one in cases:
                         typer.echo(json.dumps(said | first_tokens(pair, prompts, one, rounds)))
                     if plain:
-                        typer.echo(json.dumps(said | idle(pair, prompts, rounds)))
+                        typer.echo(json.dumps(said | idle_cost(pair, prompts, rounds)))
             except ServerError as error:
                 failed = True
                 typer.echo(json.dumps(said | {"error": str(error)}))
     raise typer.Exit(int(failed))
 
 
-def _room(cases: Sequence[Case]) -> int:
+def _room(cases: Sequence[PromptCase]) -> int:
     """Return how many tokens a server's cache must hold: those of the largest case, and what is released a moment later."""
     return max(case.tokens * case.at_once for case in cases) * 5 // 4 + 4096
 
 
-def _flags(shape: Shape, cases: Sequence[Case], gpu: bool) -> list[str]:
+def _flags(shape: Shape, cases: Sequence[PromptCase], gpu: bool) -> list[str]:
     """Return what sets these servers apart from the demo's: weights that are made up, and a cache for the largest case."""
     longest, most = max(case.tokens for case in cases), max(case.at_once for case in cases)
     flags = ["--load-format", "dummy", "--dtype", shape.dtype, "--max-num-seqs", str(max(16, most))]
