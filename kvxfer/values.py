@@ -211,8 +211,8 @@ class Offer(msgspec.Struct, frozen=True):
         generation: grows with every offer that is not a continuation of the last one; never used twice by one epoch.
             All ranks of an engine number alike.
         tokens: tokens ``[0, tokens)`` are complete in every ``full`` group, which lists exactly
-            ``ceil(tokens / block_tokens)`` blocks. Smaller than the transfer only if not final, and then no block is
-            half filled.
+            ``ceil(tokens / block_tokens)`` blocks. Smaller than the transfer only if not final. What a block that is not full
+            yet holds moves at once where blocks can be cut by token, and else once it is full.
         blocks: one row for each group. ``window`` and ``state`` groups stay empty until the final offer, and list -1
             where the engine has given a block up; a reader that wants a block that is -1 here must fail the transfer.
         final: every group is complete; nothing follows in this generation but a revocation. May come before the engine

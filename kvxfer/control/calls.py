@@ -49,10 +49,6 @@ class Calls:
             full = group.kind == "full"
             if full or offer.final:
                 self._tables.lists("blocks", offer.blocks, g, 0 if full else group.blocks(offer.tokens), offer.tokens)
-            if full and not offer.final and offer.tokens % group.block_tokens:
-                raise ArgumentError(
-                    f"tokens must be whole blocks of {group.block_tokens} until the final offer, not {offer.tokens}"
-                )
         with self._lock:
             last = self._offers.get(offer.transfer)
             if last is not None:

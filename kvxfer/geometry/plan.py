@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 
 import numpy as np
 
@@ -101,6 +102,10 @@ class Planner:
     Both caches must have passed ``Cache.check``. ``plan`` may be called from any one thread at a time: patterns are
     cached inside.
 
+    Attributes:
+        indivisible: A copy that is to be continued ends at a multiple of so many tokens: a block, where blocks are not
+            cut by token, else 1.
+
     Raises:
         Incompatible: The assignments do not fit the caches.
     """
@@ -111,6 +116,13 @@ class Planner:
         self._view_groups: dict[tuple[int, int, bool], list[ViewGroup]] = defaultdict(list)
         for b in view_groups(src, dst, assignments):
             self._view_groups[b.src_group, b.dst_group, b.opaque].append(b)
+        self.indivisible = lcm(
+            *(
+                src.groups[sg].block_tokens
+                for sg, _, opaque in self._view_groups
+                if opaque and src.groups[sg].kind == "full"
+            )
+        )
         self._limits = {
             key: (min(b.src_blocks for b in of), min(b.dst_blocks for b in of), min(b.most_tokens for b in of))
             for key, of in self._view_groups.items()

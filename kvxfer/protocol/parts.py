@@ -64,7 +64,7 @@ def reached(spans: Iterable[tuple[int, int]], start: int) -> int:
 
 
 def aligned(cache: Cache, tokens: int) -> int:
-    """Return the largest count up to ``tokens`` that cuts no block of a full group: where an unfinished part may end."""
+    """Return the largest count up to ``tokens`` that cuts no block of a full group."""
     step = lcm(*(g.block_tokens for g in cache.groups if g.kind == "full"))
     return tokens // step * step
 

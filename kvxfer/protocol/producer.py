@@ -32,7 +32,7 @@ from kvxfer.protocol.offer_record import (
     told,
     unfit,
 )
-from kvxfer.protocol.parts import aligned, cuts
+from kvxfer.protocol.parts import cuts
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.timers import Recent, Timers
 from kvxfer.protocol.transitions import ServeEvent, ServeState
@@ -375,7 +375,7 @@ class ProducerMachine:
         serve.record.admit(serve.reader, request.readers)
         if offer.generation < request.least:
             return []  # another rank of ours has given it up already; we hear of that next
-        tokens = offer.tokens if offer.final else aligned(info.planner.src, offer.tokens)
+        tokens = offer.tokens - (0 if offer.final else offer.tokens % info.planner.indivisible)
         hi = max(min(request.tokens, tokens), serve.sent)
         if hi == serve.sent and not offer.final:
             return []

@@ -242,11 +242,16 @@ class OfferSchedule:
         return self._generation
 
     def _complete(self, prefill: _Prefill, table: BlockTable) -> tuple[int, BlockTable]:
-        """Return the tokens complete in all ``full`` groups once the step is over, and the blocks that hold them."""
+        """Return the tokens complete in all ``full`` groups once the step is over, and the blocks that hold them.
+
+        In whole blocks, which move best; in parts of one only where a step completes none, as with a block for each request.
+        """
         check_table(self._groups, table)
         ready = min(prefill.progress, prefill.total)
         full = [(group, table.count(g)) for g, group in enumerate(self._groups) if group.kind == "full"]
         tokens = min((_whole(group, present, ready, ready == prefill.total) for group, present in full), default=0)
+        if tokens <= prefill.tokens:
+            tokens = min((min(ready, present * group.block_tokens) for group, present in full), default=0)
         return tokens, self._full(table, tokens)
 
     def _last(self, prefill: _Prefill, table: BlockTable, end: BlockTable | None) -> BlockTable | None:

@@ -1,4 +1,4 @@
-"""Faults around any back end, chosen in a configuration: loss, delay, failure, death, wrong bytes.
+"""Faults around any back end, chosen in a configuration: loss, delay, a slow link, failure, death, wrong bytes.
 
 ``{"backend": "kvxfer.testing.faults:Faulty", "backend_options": {"inner": "tcp", "lose": 0.01}}``
 
@@ -10,6 +10,7 @@ concerns time is done with fences, so that the inner back end does the waiting, 
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         corrupt: Probability that one byte of what a batch brought is flipped.
         zero_block: Whether the longest run of all that a batch brought is zeroed.
         delay_s: Seconds by which batches begin later.
+        bytes_per_s: What our link moves: one batch after the other, each arriving when its last byte would.
         die_after: Batches that end well; then the inner back end is closed, and its user hears nothing more.
         seed: Of the probabilities.
     """
@@ -54,6 +56,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     corrupt: Chance = 0.0
     zero_block: bool = False
     delay_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
     die_after: Annotated[int, Meta(ge=1)] | None = None
     seed: int = 0
 
@@ -68,17 +71,17 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class _Gate:
-    """A fence that passes after another one, and not before a time (``None``: never)."""
+    """A fence that passes after another one, and not before a time, which is asked for once that one has."""
 
     event = None
 
-    def __init__(self, after: Fence | None, due: float | None) -> None:
-        self._after, self._due = after, due
+    def __init__(self, after: Fence | None, due: Callable[[], float]) -> None:
+        self._after, self._ask, self._due = after, due, None if after is not None else due()
 
     def passed(self) -> bool:
-        if self._due is None or time.monotonic() < self._due:
-            return False
-        return self._after is None or self._after.passed()
+        if self._due is None and (self._after is None or self._after.passed()):
+            self._due = self._ask()
+        return self._due is not None and time.monotonic() >= self._due
 
 
 class Faulty(Transport):
@@ -97,6 +100,7 @@ class Faulty(Transport):
         self._failing: set[int] = set()
         self._succeeded = 0
         self._dead = False
+        self._free = 0.0  # when the link will have moved all that it was given
         self._inner = registry.load(self._options.inner)(agent, self._options.inner_options)
         if not self.capabilities.verbs:
             self._inner.close()
@@ -141,15 +145,23 @@ class Faulty(Transport):
             raise TransportError("this back end, which finds what arrives by its runs, takes no plans")
         lost, failed = (self._random.random() < chance for chance in (self._options.lose, self._options.fail))
         if lost or failed:
-            after = _Gate(after, None)
-        elif self._options.delay_s:
-            after = _Gate(after, time.monotonic() + self._options.delay_s)
+            after = _Gate(after, lambda: math.inf)
+        elif self._options.delay_s or self._options.bytes_per_s:
+            soonest = time.monotonic() + self._options.delay_s
+            after = _Gate(after, lambda: max(soonest, self._sent(batch)))
         number = self._inner.submit(batch, after)
         self._running[number] = batch
         if failed:
             self._failing.add(number)
             self._inner.abort(number)
         return number
+
+    def _sent(self, batch: Batch) -> float:
+        """Return when the link will have moved this batch as well; of two halves the one that sends has the link."""
+        if self._options.bytes_per_s is None or batch.verb is Verb.RECV:
+            return 0.0
+        self._free = max(self._free, time.monotonic()) + batch.nbytes / self._options.bytes_per_s
+        return self._free
 
     def poll(self) -> list[Completion | Quieted]:
         if self._dead:

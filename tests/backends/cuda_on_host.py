@@ -1,13 +1,15 @@
 """The cuda_ipc back end without a GPU: host memory in place of GPU memory, and copies by the CPU.
 
-Everything is the back end's own but what lies below ``Gpu`` and ``Context``: those here take the same tables, and
-"finish" a launch some polls after it was started.
+Everything is the back end's own but what lies below ``Gpu`` and ``Context``: those here take the same tables, copy in a thread
+that plays the stream, and "finish" a launch some polls after it was started.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar
@@ -66,31 +68,33 @@ class HostGpu:
     context: ClassVar[HostContext] = HostContext()
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, Launch]] = []
+        self._stream = ThreadPoolExecutor(1, "played-stream")
+        self._under_way: deque[Future[None]] = deque()
         self._looks = self._started = self._finished = 0
 
     @property
     def ready(self) -> bool:
-        return len(self._waiting) < self.slots
+        return len(self._under_way) < self.slots
 
     def start(self, launch: Launch, after: int | None) -> int:
         assert after is None
         self._started += 1
-        self._waiting.append((self._started, launch))
+        self._under_way.append(self._stream.submit(_copy, launch))
         return self._started
 
     def finished(self, until: float = 0.0) -> int:
-        if self._waiting:
+        if self._under_way:
             self._looks += 1
-        if self._looks >= LATER:
+        if self._looks >= LATER and self._under_way[0].done():
             self._looks = 0
-            self._finished, launch = self._waiting.pop(0)
-            _copy(launch)
+            self._under_way.popleft().result()
+            self._finished += 1
         return self._finished
 
     def close(self) -> None:
-        while self._finished < self._started:
-            self.finished()
+        self._stream.shutdown()
+        for copied in self._under_way:
+            copied.result()
 
 
 def _copy(launch: Launch) -> None:

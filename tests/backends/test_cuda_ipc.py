@@ -41,10 +41,6 @@ class TestOnHost(ConformanceSuite):
     gigabytes = False
     revokes = False
 
-    # The kernel that copies is played by the calling thread here: how long a call takes is a GPU's to say (tests/gpu).
-    test_no_call_blocks = None
-    test_no_call_blocks_when_the_peer_has_stopped = None
-
 
 class Ours(Suite):
     backend = OnHost

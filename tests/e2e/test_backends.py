@@ -1,6 +1,8 @@
 """Every back end that moves CPU memory here, between real servers; tcp is the shared pair's (test_pair.py), nixl the
-demo's (test_demo.py), and mooncake wants a library path that no other process here has."""
+demo's (test_demo.py)."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,28 @@ from tests.e2e.conftest import PATIENT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {
+    "kvxfer_shm:ShmTransport": ("PYTHONPATH", ROOT / "examples" / "kvxfer-shm"),
+    "mooncake": ("LD_LIBRARY_PATH", Path(sys.prefix) / "ibverbs"),
+}
+"""Back ends that only the servers can load, and what they need for it: the example, which is not installed, and mooncake, which
+wants a library that `make` puts into a folder of its own."""
 
-@pytest.mark.parametrize("backend", sorted({*registry.available(), "cma"} - {"tcp", "nixl", "mooncake"}))
-def test_tokens_are_those_of_a_plain_server(cluster: Cluster, model: Path, tmp_path: Path, backend: str) -> None:
-    require(backend)
-    if "cpu" not in registry.load(backend).probe().memory:
-        pytest.skip(f"{backend} does not move CPU memory here")
+
+@pytest.mark.parametrize("backend", sorted({*registry.available(), "cma", *ELSEWHERE} - {"tcp", "nixl"}))
+def test_tokens_are_those_of_a_plain_server(
+    cluster: Cluster, model: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend in ELSEWHERE:
+        variable, folder = ELSEWHERE[backend]
+        if not folder.is_dir():
+            pytest.skip(f"{folder} is not there, which back end {backend} needs")
+        monkeypatch.setenv(variable, str(folder), prepend=os.pathsep)
+    else:
+        require(backend)
+        if "cpu" not in registry.load(backend).probe().memory:
+            pytest.skip(f"{backend} does not move CPU memory here")
     config = {**PATIENT, "backend": backend, "backend_options": {}}
     with running(model, tmp_path, config, plain=cluster.plain) as servers:
         outcomes = [compare(servers, name, prompt) for name, prompt in PROMPTS.items()]

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Rank, ShardAssignment, route
+from kvxfer.protocol.parts import plan_part
+from kvxfer.values import BlockTable
 from tests.geometry.engines import Case, cases
 
 LAW = settings(
@@ -157,6 +159,21 @@ def test_parts_of_a_transfer_add_up_to_the_whole(case: Case, data: st.DataObject
         tables = case.producer.tables, case.consumer.tables
         first, second = planner.plan(*tables, case.start, middle), planner.plan(*tables, middle, case.tokens)
         assert mapping(first + second) == mapping(planner.plan(*tables, case.start, case.tokens))
+
+
+@LAW
+@given(cases(), st.data())
+def test_a_transfer_may_be_cut_wherever_its_planner_says(case: Case, data: st.DataObject) -> None:
+    """Whatever is in the caches: planes that no token cuts, windows and states as well, which go with the last part."""
+    middle = data.draw(st.integers(case.start, case.tokens))
+    for p, c, assignments in links(case):
+        planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
+        src, dst = (BlockTable.of([row.tolist() for row in side.tables]) for side in (case.producer, case.consumer))
+        cut = max(case.start, middle - middle % planner.indivisible)
+        assert planner.indivisible == 1 or any(not s.kind.cut_tokens for s in case.specs), "what can be cut is"
+        ends = (case.start, cut), (cut, case.tokens)
+        parts = [plan_part(planner, src, dst, case.start, case.tokens, *end, end is ends[-1]) for end in ends]
+        assert mapping(parts[0] + parts[1]) == mapping(planner.plan(src, dst, case.start, case.tokens))
 
 
 def elsewhere(cache: Cache, order: tuple[int, ...]) -> Cache:

@@ -259,7 +259,7 @@ class Machine(RuleBasedStateMachine):
         giving.heard, giving.latest = offer.generation, offer
 
     def everything_computed_is_offered(self) -> None:
-        """As far as whole blocks of all full groups go, and all of it once the prompt is done."""
+        """As far as whole blocks of all full groups go, or farther, and all of it once the prompt is done."""
         full = [group for group in self.groups if group.kind == "full"]
         for giving in self.giving.values():
             if giving.request.over:
@@ -269,7 +269,8 @@ class Machine(RuleBasedStateMachine):
                 tokens = min(ready // group.block_tokens * group.block_tokens for group in full)
                 if ready >= giving.tokens:
                     tokens = giving.tokens
-                assert (giving.latest.tokens if giving.latest else 0) == tokens
+                offered = giving.latest.tokens if giving.latest else 0
+                assert tokens <= offered <= ready and (offered > 0) == (ready > 0)
                 if full == [group for group in self.groups if group.kind != "local"] and tokens == giving.tokens:
                     assert giving.latest and giving.latest.final
 

@@ -59,14 +59,19 @@ class TestChunks:
         last = only_offer(tracker)
         assert (last.blocks, last.tokens, last.final) == (table((5, 6)), 20, True)
 
-    def test_chunk_that_completes_no_block_says_nothing(self) -> None:
+    def test_chunk_that_completes_no_block_offers_a_part_of_one(self) -> None:
         tracker = tracking(FULL, 40)
         tracker.step("r", 0, 15, table([5]))
-        assert tracker.commands() == StepCommands()
+        assert (only_offer(tracker)).tokens == 15
         tracker.step("r", 15, 1, table([5]))
         assert only_offer(tracker).tokens == 16
-        tracker.step("r", 16, 15, table([5, 6]))
-        assert not tracker.commands()
+        tracker.step("r", 16, 17, table([5, 6, 7]))
+        offer = only_offer(tracker)
+        assert (offer.tokens, offer.blocks) == (32, table((5, 6))), "whole blocks where there are any"
+        tracker.step("r", 33, 0, table([5, 6, 7]))
+        assert (offer := only_offer(tracker)).tokens == 33 and offer.blocks == table((5, 6, 7)) and not offer.final
+        tracker.step("r", 33, 0, table([5, 6, 7]))
+        assert tracker.commands() == StepCommands()
 
     def test_prefix_cache_hit_counts_as_computed(self) -> None:
         tracker = tracking(FULL, 64)
@@ -307,7 +312,7 @@ class TestPreemption:
     def test_before_anything_was_offered_is_silent(self) -> None:
         tracker = tracking(FULL, 20)
         tracker.preempt("r")
-        tracker.step("r", 0, 10, table([5]))
+        tracker.step("r", 0, 0, table([]))
         tracker.preempt("r")
         assert not tracker.commands()
 

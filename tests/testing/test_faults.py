@@ -1,5 +1,6 @@
 """Injected faults do what they say, and nothing else: a wrapper without faults is its inner back end."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -117,6 +118,17 @@ def test_failure_is_reported(meet: Meet) -> None:
         r.error is not None and "told" in r.error for r in world.finish(link.start(TransferMode.SEND, a, b, RUNS))
     )
     assert (b.content(0) == before).all()
+
+
+@pytest.mark.parametrize("way, verbs", [(TransferMode.SEND, ("send", "recv")), (TransferMode.READ, ("read",))])
+def test_a_slow_link_moves_one_batch_after_the_other(meet: Meet, way: TransferMode, verbs: tuple[str, ...]) -> None:
+    world, a, b, link = meet(verbs=verbs, bytes_per_s=float(RUNS.length.sum()) / 0.05)
+    begun = time.monotonic()
+    both = [link.start(way, a, b, RUNS) for _ in range(2)]
+    world.succeed(both[0])
+    assert not both[1].begun_to_end() or time.monotonic() - begun >= 0.1
+    world.succeed(both[1])
+    assert time.monotonic() - begun >= 0.1
 
 
 def test_death_is_silent_here_and_noticed_there(meet: Meet) -> None:
