@@ -94,15 +94,13 @@ class Agent:
         except BaseException:
             self._revocations.close()
             raise
-        self._data = DataPlane(tuple(self._backends), self._data_thread, self._terms)
+        self._data = DataPlane(tuple(self._backends), self._data_thread, self._policy)
         self._hasher = Hasher(cache, self._post)
         try:
             if config.integrity != "off":
                 self._hasher.get_ready()
             self._data.start(START_S)
-            self._data.terms(
-                self._data.candidates[0]
-            )  # so that the log tells at start what becomes of an elastic cache
+            self._data.policy(self._data.candidates[0])  # so that the log tells at start how an elastic cache moves
             port = self._loop.sockets.listen(config.listen, 0, None)
         except BaseException:
             self._revocations.close()
@@ -133,7 +131,7 @@ class Agent:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _terms(self, name: str, caps: Capabilities, staging: Staging) -> LinkPolicy:
+    def _policy(self, name: str, caps: Capabilities, staging: Staging) -> LinkPolicy:
         """Return how a back end that has started is used."""
         if self.cache.elastic:
             how = "straight" if all(map(caps.moves, self.cache.regions)) else "staged"
