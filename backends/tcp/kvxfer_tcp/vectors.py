@@ -51,7 +51,7 @@ def merged(addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
 
     Args:
         addresses: int64 ``[n]``.
-        lengths: bytes, int64 ``[n]``.
+        lengths: Bytes, int64 ``[n]``.
 
     Returns:
         Addresses and lengths of the same bytes in the same order.
@@ -75,19 +75,19 @@ class IovecTable:
     frame's header into the one before a chunk, a receiver the room for the next header into the one after it.
 
     Attributes:
-        nbytes: of the stream.
-        chunks: how many there are.
+        nbytes: Of the stream.
+        chunks: How many there are.
         rows: int64 ``[n, 2]``, of address and length.
-        spare: index of the spare row before each chunk, and of the last one.
+        spare: Index of the spare row before each chunk, and of the last one.
     """
 
     def __init__(self, addresses: Ints, lengths: Ints, chunk: int) -> None:
         """Cut them.
 
         Args:
-            addresses: of the runs, int64 ``[n]``, at least one.
-            lengths: their bytes, int64 ``[n]``, none of them 0.
-            chunk: bytes of a chunk.
+            addresses: Of the runs, int64 ``[n]``, at least one.
+            lengths: Their bytes, int64 ``[n]``, none of them 0.
+            chunk: Bytes of a chunk.
         """
         addresses, lengths = merged(addresses, lengths)
         ends = np.cumsum(lengths)
@@ -179,7 +179,7 @@ class Pipe:
     """A socket that never blocks. Its methods raise ``OSError`` when the connection is over.
 
     Attributes:
-        unsent: what was taken and waits for room.
+        unsent: What was taken and waits for room.
     """
 
     def __init__(self, connection: socket.socket, ahead: bytes = b"") -> None:
