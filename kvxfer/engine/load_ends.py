@@ -143,6 +143,8 @@ class LoadEnds:
                     log.warning(what, printable(request), short)
             else:
                 failed[request] = failure
+                if failure.kind is FailureKind.INCOMPATIBLE:
+                    self._loading.refused(request)
             if source is not None and failure is not None:
                 self._paces.failed(source)
             elif source is not None and stages is not None and short is None:
