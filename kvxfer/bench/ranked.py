@@ -135,10 +135,10 @@ class RankedEngine:
             self._load(number, source, cancelled)
         until = time.monotonic() + seconds
         while True:
-            self._do_what_is_due()
             for rank, agent in enumerate(self._agents):
                 for event in agent.events():
                     self._take(rank, event)
+            self._do_what_is_due()  # after it is known what has ended while we were not asked to work: that is not offered again
             if time.monotonic() >= until:
                 break
             time.sleep(LOOK_S)

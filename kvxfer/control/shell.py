@@ -14,6 +14,7 @@ from typing import Any, assert_never
 from kvxfer.config import Config
 from kvxfer.control.calls import Calls
 from kvxfer.control.events import EventQueue
+from kvxfer.control.examiner import Examiner
 from kvxfer.control.fences import Fences
 from kvxfer.control.inbound import Inbound
 from kvxfer.control.link import LinkStatus, Lost
@@ -22,7 +23,6 @@ from kvxfer.control.outbound import Outbound
 from kvxfer.control.resolver import Path, Resolver
 from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.control.sockets import ControlConnection
-from kvxfer.control.worker import Worker
 from kvxfer.data.commands import (
     Connected,
     Disconnected,
@@ -118,8 +118,8 @@ class Shell:
         self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._fences = Fences()
-        self._hellos = Worker("kvxfer-hellos", 1)
-        self._descriptors = Worker("kvxfer-examine", MOST_EXAMINED)
+        self._hellos = Examiner("kvxfer-hellos", 1, loop.do)
+        self._descriptors = Examiner("kvxfer-examine", MOST_EXAMINED, loop.do)
         silence, stated = config.peer_timeout, facts or {}
         self._in = Inbound(
             loop.sockets, data, silence, me.epoch, revocations.place, self._examine_hello, self.producer.serving
@@ -240,35 +240,13 @@ class Shell:
 
     def _examine_hello(self, link: LinkId, hello: m.Hello) -> bool:
         job = partial(admit, hello, self._data.candidates, self._me.cache, self._me.epoch, self._facts)
-        return self._hellos.submit(0, self._examination(job, partial(self._examined, link)))
+        return self._hellos.submit(0, job, partial(self._examined, link))
 
     def _examined(self, link: LinkId, found: Planner | Failure, now: float) -> list[Action]:
         return self._lost(self._in.examined(link, found), now)
 
     def _examine_descriptor(self, weight: int, job: Callable[[], Any], done: Callable[[Any], Paths]) -> bool:
-        take = self._examination(job, lambda found, now: self._resolved(done(found), now))
-        return self._descriptors.submit(weight, take)
-
-    def _examination(self, job: Callable[[], Any], done: Callable[[Any, float], list[Action]]) -> Callable[[], None]:
-        """Return what does a job off the control thread, and has its result taken in there.
-
-        Args:
-            job: What is done.
-            done: Called on the control thread with the job's result, or the ``Failure`` why there is none, and the
-                time.
-        """
-
-        def examine() -> None:
-            try:
-                found = job()
-            except (PeerError, ValueError) as e:
-                found = Failure.of(e, FailureKind.INCOMPATIBLE)
-            except Exception as e:
-                log.exception("something could not be examined")
-                found = Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")
-            self._loop.do(partial(done, found))
-
-        return examine
+        return self._descriptors.submit(weight, job, lambda found, now: self._resolved(done(found), now))
 
     # --- what the data plane says ----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from kvxfer.data.checks import Checks
 from kvxfer.data.commands import Connected, LinkBroken, PieceNews, Result
 from kvxfer.data.jobs import Job, Wire, make_job
 from kvxfer.data.policy import lent
+from kvxfer.data.slot_queue import PATIENCE_S, SlotQueue
 from kvxfer.data.staging import Staging
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
@@ -30,10 +31,6 @@ log = logging.getLogger("kvxfer.data")
 
 LOOK_S = 0.00003
 """How soon to ask again whether a device is done with what nothing else tells of: it packs a piece in twice that time."""
-
-PATIENCE_S = 1.0
-"""For how long a consumer may hold a slot while another has waited for its first one for as long. A piece is on its way for
-milliseconds; then it waits for a consumer that has stopped."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,7 @@ class Traffic:
         self._doubtful: set[LinkId] = set()  # something has failed on them
         self._jobs: dict[PartRef, Job] = {}
         self._restless: dict[PartRef, Job] = {}  # those that wait for the device
-        self._hungry: dict[Role, dict[LinkId, dict[PartRef, Job]]] = {"producer": {}, "consumer": {}}  # for a slot
-        self._starved: dict[LinkId, float] = {}  # since when a producer's link has none and wants one
-        self._gave_up = 0.0  # when somebody lost one for that
+        self._hungry = SlotQueue(staging)
         self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
         self._batches: dict[int, Job] = {}
         self._aborted: dict[PartRef, float] = {}
@@ -269,9 +264,9 @@ class Traffic:
 
     def _go_on_with(self, job: Job) -> None:
         """Let a job go on that may have given a slot back; if others wait for one, it is one of them."""
-        if self._hungry[job.ref.role] and job.ref in self._jobs and job.error is None:
-            self._wait(job)
-            self._feed()
+        if self._hungry.waits(job.ref.role) and job.ref in self._jobs and job.error is None:
+            self._hungry.add(job)
+            self._hungry.feed(self._advance)
         self._advance(job)
 
     def _advance(self, job: Job) -> None:
@@ -299,13 +294,13 @@ class Traffic:
             else:
                 self._restless.pop(job.ref, None)
             if job.starving:
-                self._wait(job)
+                self._hungry.add(job)
             else:
-                self._no_wait(job)
+                self._hungry.remove(job)
             return
         del self._jobs[job.ref]
         self._restless.pop(job.ref, None)
-        self._no_wait(job)
+        self._hungry.remove(job)
         self._aborted.pop(job.ref, None)
         known = self._peers.get(job.ref.link)
         closing = job.calmed_by_close(self._can)
@@ -317,35 +312,6 @@ class Traffic:
                 self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
         took = time.monotonic() - job.begun
         self._checks.end(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
-
-    def _wait(self, job: Job) -> None:
-        """Have a job wait for a slot."""
-        link, role = job.ref.link, job.ref.role
-        self._hungry[role].setdefault(link, {})[job.ref] = job
-        if role == "producer" and not self._staging.holds(link, role):
-            self._starved.setdefault(link, time.monotonic())
-        elif role == "producer":
-            self._starved.pop(link, None)
-
-    def _no_wait(self, job: Job) -> None:
-        waiting = self._hungry[job.ref.role]
-        mine = waiting.get(job.ref.link)
-        if mine is not None and mine.pop(job.ref, None) is not None and not mine:
-            del waiting[job.ref.link]
-            if job.ref.role == "producer":
-                self._starved.pop(job.ref.link, None)
-
-    def _feed(self) -> None:
-        """Let jobs that wait for a slot have what is free, a producer's in the order in which their consumers have held least."""
-        for role, waiting in self._hungry.items():
-            if not waiting or not self._staging.room(role):
-                continue
-            for link in sorted(waiting, key=self._staging.spent) if role == "producer" else list(waiting):
-                while self._staging.room(role) and (mine := waiting.get(link)):
-                    job = next(iter(mine.values()))
-                    self._advance(job)
-                    if job.starving:
-                        break  # and so would be the link's others
 
     def _calm(self, ref: PartRef) -> None:
         """Tell that the memory of a part that has ended is quiet now."""
@@ -365,7 +331,7 @@ class Traffic:
     @property
     def wait_s(self) -> float:
         """Seconds after which to look again though nothing has happened."""
-        hungry = any(self._hungry.values())
+        hungry = bool(self._hungry)
         if self._restless or (hungry and self._staging.settling):
             return LOOK_S
         active, idle = self._transport.poll_interval_s
@@ -396,32 +362,14 @@ class Traffic:
             given = self._staging.given
             for job in list(self._restless.values()):
                 self._advance(job)
-            self._feed()
-        self._make_room()
+            self._hungry.feed(self._advance)
+        overstayer = self._hungry.overstayer(self._jobs.values())
+        if overstayer is not None:
+            self._give_up(overstayer.ref)
         return self._overdue()
 
-    def _make_room(self) -> None:
-        """Give up what has held a slot for longest, where a consumer has long waited for its first one.
-
-        Once the other consumer goes on, it may ask for that transfer anew.
-        """
-        before = time.monotonic() - PATIENCE_S
-        starved = any(
-            since < before for link, since in self._starved.items() if not self._staging.holds(link, "producer")
-        )
-        if not starved or self._gave_up > before:
-            return
-        for slot, since in self._staging.since.items():
-            if since > before:
-                return
-            holder = next((j for j in self._jobs.values() if slot in j.slots), None)
-            if holder is not None:
-                self._gave_up = before + PATIENCE_S
-                self._give_up(holder.ref)
-                return
-
     def _give_up(self, ref: PartRef) -> None:
-        """Stop all parts of the attempt to which a part belongs."""
+        """Stop all parts of the attempt to which a part belongs. Once others have gone on, its consumer may ask for it anew."""
         for job in [j for j in self._jobs.values() if j.ref[:-1] == ref[:-1] and not j.error]:
             job.collateral = True
             why = f"its consumer took nothing for {PATIENCE_S:g} s, while others waited"

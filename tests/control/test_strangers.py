@@ -70,10 +70,7 @@ REFUSALS = {
     "other protocol": ({"protocol": 99}, FailureKind.INCOMPATIBLE),
     "other back end": ({"backend": "nixl"}, FailureKind.INCOMPATIBLE),
     "other verb": ({"mode": "write"}, FailureKind.INCOMPATIBLE),
-    "assignments beyond the cache": (
-        {"assignments": (m.ShardAssignment(0, 9, ("x",), 0, 1),)},
-        FailureKind.INCOMPATIBLE,
-    ),
+    "assignments beyond the cache": ({"assignments": (ShardAssignment(0, 9, ("x",), 0, 1),)}, FailureKind.INCOMPATIBLE),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.data import traffic
+from kvxfer.data import slot_queue
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import TransferId
@@ -60,7 +60,7 @@ Crowd = tuple[Engine, list[Slow], list[m.SlotReady], Engine]
 @pytest.fixture
 def crowd(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
     """A producer all of whose slots are held, by six consumers that have one each, and a consumer in need of one."""
-    monkeypatch.setattr(traffic, "PATIENCE_S", 1000.0)
+    monkeypatch.setattr(slot_queue, "PATIENCE_S", 1000.0)
     p = engine(dict(STAGED), seed=1, **CALM)
     other = FakeTransport("other", STAGED)
     with ExitStack() as stack:
@@ -74,7 +74,7 @@ def crowd(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Ite
         p.agents[0].offer(offered(list(range(100, 160)), 240, transfer=name("quick")))
         d.agents[0].fetch(fetch(p.source, list(range(60)), 240, transfer=name("quick")))
         data: Any = p.agents[0]._data._first
-        until(lambda: bool(data._traffic._starved))
+        until(lambda: bool(data._traffic._hungry._starved))
         yield p, slow, readies, d
 
 
@@ -95,7 +95,7 @@ def test_the_slot_that_was_held_for_longest_is_given_up_and_no_other(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, slow, readies, d = crowd
-    monkeypatch.setattr(traffic, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(slot_queue, "PATIENCE_S", 0.2)
     delivered(p, d)
     closed = slow[0].answer()
     assert isinstance(closed, m.AttemptClosed) and closed.kind is FailureKind.OVERLOADED and closed.again

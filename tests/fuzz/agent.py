@@ -21,6 +21,7 @@ from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.errors import PeerError
+from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN
@@ -100,7 +101,7 @@ class Rig:
             "rogue",
             ENDPOINT,
             self.cache,
-            (m.ShardAssignment(0, 0, self.cache.views[0].layers, 0, 4),),
+            (ShardAssignment(0, 0, self.cache.views[0].layers, 0, 4),),
             "read",
             4096,
         )

@@ -1,0 +1,60 @@
+"""Looking at what takes time, off the control thread: hellos, and the descriptors that directories answer with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvxfer.control.loop import Step
+from kvxfer.control.worker import Worker
+from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.protocol.values import Action
+
+__all__ = ["Examiner"]
+
+log = logging.getLogger("kvxfer.agent")
+
+Done = Callable[[Any, float], list[Action]]
+
+
+class Examiner:
+    """A thread that does jobs one after the other, and has what they find taken in on the control thread.
+
+    Args:
+        name: The thread's name.
+        most: How many jobs may wait.
+        do: Has a step done on the control thread.
+    """
+
+    def __init__(self, name: str, most: int, do: Callable[[Step], None]) -> None:
+        self._worker, self._do = Worker(name, most), do
+
+    def submit(self, weight: int, job: Callable[[], Any], done: Done) -> bool:
+        """Have something looked at, unless too much waits for that.
+
+        Args:
+            weight: About what it costs, in any unit.
+            job: Looks at it.
+            done: Called on the control thread with the job's result, or the ``Failure`` why there is none, and the time.
+
+        Returns:
+            Whether it will be looked at.
+        """
+        return self._worker.submit(weight, partial(self._examine, job, done))
+
+    def close(self, timeout: float) -> None:
+        """Look at nothing more, and wait for what has begun, ``timeout`` seconds at most. Idempotent."""
+        self._worker.close(timeout)
+
+    def _examine(self, job: Callable[[], Any], done: Done) -> None:
+        try:
+            found = job()
+        except (PeerError, ValueError) as e:
+            found = Failure.of(e, FailureKind.INCOMPATIBLE)
+        except Exception as e:
+            log.exception("something could not be examined")
+            found = Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")
+        self._do(partial(done, found))

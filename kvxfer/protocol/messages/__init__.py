@@ -1,0 +1,150 @@
+"""What agents and directories say to each other: msgspec types, versioned, size-limited, never pickle.
+
+One message is one frame of msgpack. Between two agents every message belongs to a *link*, which a consumer
+dials to one producer rank.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.protocol.messages.bounds import MAX_BYTES, MAX_PARTS, MAX_WORDS, PROTOCOL
+from kvxfer.protocol.messages.directory import (
+    Await,
+    Begun,
+    Decline,
+    EngineDescriptor,
+    Lookup,
+    Named,
+    RankDescriptor,
+    Renew,
+)
+from kvxfer.protocol.messages.link import Hello, Ping, Pong, Refused, Welcome
+from kvxfer.protocol.messages.transfer import (
+    AttemptClosed,
+    Checksums,
+    CloseAttempt,
+    CommitAck,
+    CommitRequest,
+    Committed,
+    FetchRequest,
+    PartReady,
+    SlotFree,
+    SlotReady,
+)
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_PARTS",
+    "MAX_WORDS",
+    "PROTOCOL",
+    "EngineDescriptor",
+    "CommitRequest",
+    "Committed",
+    "CloseAttempt",
+    "AttemptClosed",
+    "Await",
+    "Begun",
+    "PartReady",
+    "Hello",
+    "Lookup",
+    "RankDescriptor",
+    "Message",
+    "Named",
+    "Ping",
+    "Pong",
+    "Refused",
+    "Renew",
+    "Decline",
+    "SlotReady",
+    "Checksums",
+    "SlotFree",
+    "ToConsumer",
+    "ToProducer",
+    "CommitAck",
+    "FetchRequest",
+    "Welcome",
+    "decode",
+    "encode",
+    "failure",
+    "pack_checksum",
+]
+
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | FetchRequest
+    | PartReady
+    | SlotReady
+    | SlotFree
+    | Checksums
+    | CommitRequest
+    | CommitAck
+    | Committed
+    | CloseAttempt
+    | AttemptClosed
+    | Ping
+    | Pong
+    | Lookup
+    | EngineDescriptor
+    | Renew
+    | Decline
+    | Await
+    | Begun
+)
+
+ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt
+"""What a consumer rank's machine says to a producer rank's."""
+ToConsumer = PartReady | Checksums | CommitAck | AttemptClosed
+"""And the other way."""
+
+
+def failure(message: Refused | CloseAttempt | AttemptClosed, peer: str, before: str = "") -> Failure:
+    """Return what a peer has said of a failure as one of ours.
+
+    Args:
+        message: The peer's.
+        peer: The peer's name for operators.
+        before: Our words, to be put before the peer's.
+    """
+    return Failure(message.kind, before + message.reason, peer)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as one frame.
+
+    Raises:
+        PeerError: The frame would exceed ``MAX_BYTES``.
+    """
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_BYTES:
+        too_long = f"a {type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
+        raise PeerError(too_long, kind=FailureKind.MISUSE)
+    return frame
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """Return the message in a frame from a peer.
+
+    Raises:
+        PeerError: The frame is too long, or is not a message.
+    """
+    if len(frame) > MAX_BYTES:
+        too_long = f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"
+        raise PeerError(too_long, kind=FailureKind.MISUSE)
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, OverflowError, UnicodeDecodeError) as e:
+        raise PeerError(f"not a kvxfer message: {e}", kind=FailureKind.MISUSE) from None
+
+
+def pack_checksum(value: int) -> bytes:
+    """Return a checksum as the wire has it: modulo 2**64, little-endian."""
+    return (value % (1 << 64)).to_bytes(8, "little")

@@ -1,0 +1,44 @@
+"""What every message has in common: its form, and the bounds of what it may hold.
+
+What a peer says is checked against these as it is decoded; nothing behind the decoder meets other numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from kvxfer.values import MOST_DIGEST
+
+PROTOCOL = 6
+MAX_BYTES = 16 << 20
+MAX_WORDS = 2000
+MAX_PARTS = 1 << 16
+MAX_NAMES = 1000
+"""Transfers in one notice."""
+NO_CHECKSUM = bytes(8)
+
+Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
+Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
+Digest = Annotated[bytes, Meta(max_length=MOST_DIGEST)]
+
+
+class WireMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The form of every message: an array of its tag and its fields, of which none may be unknown."""
+
+
+class _Reasoned(Protocol):
+    @property
+    def reason(self) -> str: ...
+
+
+def shorten(message: _Reasoned) -> None:
+    """Cut words for people where they get too long to be read."""
+    if len(message.reason) > MAX_WORDS:
+        assert isinstance(message, msgspec.Struct)
+        msgspec.structs.force_setattr(message, "reason", message.reason[:MAX_WORDS] + " [...]")

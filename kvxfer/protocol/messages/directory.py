@@ -1,0 +1,96 @@
+"""What an engine's directory is asked, and what it tells."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvxfer import arguments
+from kvxfer.facts import Facts
+from kvxfer.geometry import Cache, Rank
+from kvxfer.identity import TransferId
+from kvxfer.protocol.messages.bounds import MAX_NAMES, Digest, Number, WireMessage, shorten
+from kvxfer.values import MOST_DIGEST
+
+__all__ = ["Await", "Begun", "Decline", "EngineDescriptor", "Lookup", "Named", "RankDescriptor", "Renew"]
+
+
+class Lookup(WireMessage, frozen=True, tag="lookup"):
+    """Anyone to a directory: send me the descriptor of your engine."""
+
+    protocol: int
+
+
+class RankDescriptor(WireMessage, frozen=True):
+    """What a directory tells of one rank of its engine.
+
+    Attributes:
+        address: Where the rank's agent listens.
+        epoch: The agent's.
+        cache: The layout of the rank's cache.
+        backends: Those with which links to the rank may be made.
+    """
+
+    address: str
+    epoch: Number
+    cache: Cache
+    backends: tuple[str, ...]
+
+
+class EngineDescriptor(WireMessage, frozen=True, tag="engine"):
+    """A directory's answer: the engine's epoch, all its ranks, and what all its KV depends on."""
+
+    protocol: int
+    engine: str
+    epoch: Number
+    members: tuple[RankDescriptor, ...]
+    facts: Facts = {}
+
+    def member(self, rank: Rank) -> RankDescriptor:
+        return next(m for m in self.members if m.cache.rank == rank)
+
+
+class Named(WireMessage, frozen=True):
+    """A transfer as only those know it who know its prompt: a name can be guessed, a digest cannot."""
+
+    transfer: TransferId
+    digest: Digest
+
+    def __post_init__(self) -> None:
+        arguments.instance("transfer", self.transfer, TransferId)
+        arguments.octets("digest", self.digest, MOST_DIGEST, empty=True)
+
+
+Names = Annotated[tuple[Named, ...], Meta(max_length=MAX_NAMES)]
+
+
+class Renew(WireMessage, frozen=True, tag="renew"):
+    """A consumer's scheduler side to the producer's: these transfers are still wanted, keep their leases."""
+
+    epoch: Number
+    transfers: Names
+
+
+class Decline(WireMessage, frozen=True, tag="decline"):
+    """A consumer's scheduler side to the producer's: these will never be fetched, free them."""
+
+    epoch: Number
+    transfers: Names
+    reason: str
+
+    def __post_init__(self) -> None:
+        shorten(self)
+
+
+class Await(WireMessage, frozen=True, tag="await"):
+    """A consumer's scheduler side to the producer's directory: say when you have begun with these."""
+
+    epoch: Number
+    transfers: Names
+
+
+class Begun(WireMessage, frozen=True, tag="begun"):
+    """The directory's answer to ``Await``, at once or later: the engine has begun with these, or they are over."""
+
+    transfers: Names

@@ -1,0 +1,87 @@
+"""A link's messages: from its hello to its heartbeat, and the refusal that ends it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvxfer.config import Integrity
+from kvxfer.facts import Facts
+from kvxfer.failures import FailureKind
+from kvxfer.geometry import Cache, ShardAssignment
+from kvxfer.protocol.messages.bounds import Count, Number, WireMessage, shorten
+
+__all__ = ["Hello", "Ping", "Pong", "Refused", "Welcome"]
+
+
+class Hello(WireMessage, frozen=True, tag="hello"):
+    """Consumer to producer rank: who I am, and how I will read your cache.
+
+    Attributes:
+        endpoint: That of the consumer's back end.
+        assignments: Which of the producer rank's cache the consumer will read.
+        mode: How the consumer uses the back end.
+        piece_bytes: Size of its staged pieces.
+        facts: What all KV of the consumer depends on (``kvxfer.facts``).
+        stage_below: Parts whose rows are shorter on average, in bytes, must come staged.
+    """
+
+    protocol: int
+    backend: str
+    expect_epoch: Number
+    epoch: Number
+    engine: str
+    endpoint: bytes
+    cache: Cache
+    assignments: tuple[ShardAssignment, ...]
+    mode: str
+    piece_bytes: Count
+    integrity: Integrity = "off"
+    facts: Facts = {}
+    stage_below: Count = 0
+
+
+class Welcome(WireMessage, frozen=True, tag="welcome"):
+    """Producer: the answer to ``Hello``, by which the link is made.
+
+    Attributes:
+        piece_bytes: Size of a staged piece, as agreed: the smaller one of both sides.
+        integrity: What is checked, as agreed: the stricter setting of both sides.
+        revocations: Where consumers on the producer's host find its revocation counter.
+    """
+
+    epoch: Number
+    endpoint: bytes
+    piece_bytes: Count
+    integrity: Integrity = "off"
+    revocations: Annotated[str, Meta(max_length=100)] = ""
+
+
+class Refused(WireMessage, frozen=True, tag="refused"):
+    """Producer: there is no link, or none any more. The reason is logged on both sides.
+
+    Attributes:
+        again: Dialling anew may help; otherwise, what was on the link has failed.
+        backend: The link could not be made with this back end; another may do.
+    """
+
+    kind: FailureKind
+    reason: str
+    again: bool
+    backend: bool = False
+
+    def __post_init__(self) -> None:
+        shorten(self)
+
+
+class Ping(WireMessage, frozen=True, tag="ping"):
+    """Consumer: are you alive? This is asked on every link, busy or not."""
+
+    number: Number
+
+
+class Pong(WireMessage, frozen=True, tag="pong"):
+    """Producer: yes, to the ``Ping`` of the same number."""
+
+    number: Number

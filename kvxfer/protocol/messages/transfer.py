@@ -1,0 +1,213 @@
+"""A transfer's messages, all over one link, from the fetch request to the last word of either side.
+
+``attempt`` tells a consumer's successive tries at one transfer apart, so that a late answer to an earlier try is never taken for
+an answer to the present one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvxfer.failures import FailureKind
+from kvxfer.identity import TransferId
+from kvxfer.protocol.messages.bounds import (
+    NO_CHECKSUM,
+    Checksum,
+    Count,
+    Digest,
+    Number,
+    Part,
+    Seconds,
+    WireMessage,
+    shorten,
+)
+from kvxfer.values import MOST_PAYLOAD, BlockTable
+
+__all__ = [
+    "AttemptClosed",
+    "Checksums",
+    "CloseAttempt",
+    "CommitAck",
+    "CommitRequest",
+    "Committed",
+    "FetchRequest",
+    "PartReady",
+    "SlotFree",
+    "SlotReady",
+]
+
+
+class FetchRequest(WireMessage, frozen=True, tag="fetch"):
+    """Consumer: bring the tokens ``[start, tokens)`` into these blocks.
+
+    Attributes:
+        readers: How many consumer ranks read from the producer rank.
+        seconds: How long the consumer will wait for the first part; after that nothing has to be served any more.
+        least: Older generations are of no use, because another rank of the producer has this one already.
+        moving: How long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
+        offered: See ``Fetch``.
+        enough: See ``Fetch``.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    digest: Digest
+    start: Count
+    tokens: Count
+    blocks: BlockTable
+    readers: Count
+    seconds: Seconds
+    least: Number = 0
+    moving: Seconds = 0.0
+    offered: bool = False
+    enough: Count = 0
+
+
+class PartReady(WireMessage, frozen=True, tag="part"):
+    """Producer: part ``part`` holds the tokens ``[lo, hi)``.
+
+    What it means for the bytes depends on the link's verb. Read: the consumer may read them. Send: they come from ``stream``
+    onwards. Write: they are in the consumer's memory or, if staged, will be written into the slots that it lends.
+
+    Attributes:
+        final: The part is the last one, and holds the window and state groups, too. It ends before the last token that is wanted
+            only if the producer has given up, and so many tokens are enough.
+        piece_bytes: Size of the pieces in which the part comes packed; 0 for direct runs.
+        revocations: The revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
+        payload: What came with the offer, with the final part.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    generation: Number
+    part: Part
+    lo: Count
+    hi: Count
+    final: bool
+    blocks: BlockTable
+    stream: Count
+    piece_bytes: Count
+    revocations: Number | None = None
+    payload: Annotated[bytes, Meta(max_length=MOST_PAYLOAD)] = b""
+
+
+class SlotReady(WireMessage, frozen=True, tag="slot_ready"):
+    """Either side: there is a slot for piece ``piece`` of a staged part.
+
+    From the producer: the piece lies packed at ``offset`` of the producer's staging memory, to be read; or, where it is sent,
+    is on its way; or, where it is written, is in the slot that was lent for it. From the consumer, where it is written: a
+    slot for it is at ``offset`` of the consumer's staging memory.
+
+    Attributes:
+        offset: In bytes; ``None`` where the receiver need not know it.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    part: Part
+    piece: Count
+    offset: Count | None
+    nbytes: Count
+
+
+class SlotFree(WireMessage, frozen=True, tag="slot_free"):
+    """Consumer, staged read: the slot of this piece is free again."""
+
+    transfer: TransferId
+    attempt: Number
+    part: Part
+    piece: Count
+
+
+class Checksums(WireMessage, frozen=True, tag="checksums"):
+    """Producer: the checksum of all parts of this attempt as they lie here.
+
+    It is for a consumer that sees the revocation counter, and then need not ask.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    checksum: Checksum
+
+
+class CommitRequest(WireMessage, frozen=True, tag="commit"):
+    """Consumer: all bytes have arrived, from you and from all others. Are they yours, and did this generation hold until now?
+
+    Attributes:
+        checksum: That of the bytes from this producer rank, the sum over all parts; 0 where the link checks nothing.
+        round: Tells the answer to this question from that to an earlier one.
+        alone: Nobody else is asked, so that a yes settles it; otherwise ``Committed`` does.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    generation: Number
+    checksum: Checksum = NO_CHECKSUM
+    round: Number = 0
+    alone: bool = True
+
+
+class CommitAck(WireMessage, frozen=True, tag="ack"):
+    """Producer: yes to both questions of ``CommitRequest``, so that the consumer may trust these bytes.
+
+    The answer no is ``AttemptClosed``.
+
+    Attributes:
+        round: That of the request that is answered; ``None`` answers a ``FetchRequest`` that has come after its ``Committed``.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    round: Number | None = 0
+
+
+class Committed(WireMessage, frozen=True, tag="committed"):
+    """Consumer: all is here and trusted, from you and from all others: I need nothing more of this transfer.
+
+    Attributes:
+        readers: As in ``FetchRequest``.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    digest: Digest
+    readers: Count = 1
+
+
+class CloseAttempt(WireMessage, frozen=True, tag="close"):
+    """Consumer: this attempt is over for me; stop moving bytes for it and answer ``AttemptClosed``.
+
+    Attributes:
+        again: The consumer still wants the transfer, and its next attempt follows.
+        readers: As in ``FetchRequest``.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    digest: Digest
+    kind: FailureKind
+    reason: str
+    again: bool = False
+    readers: Count = 1
+
+    def __post_init__(self) -> None:
+        shorten(self)
+
+
+class AttemptClosed(WireMessage, frozen=True, tag="closed"):
+    """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
+
+    Attributes:
+        again: A later generation may come; wait with a new attempt rather than fail.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    kind: FailureKind
+    reason: str
+    again: bool
+
+    def __post_init__(self) -> None:
+        shorten(self)
