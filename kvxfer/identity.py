@@ -24,6 +24,7 @@ Generation: TypeAlias = int
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[0-9]{1,5}")
+_MOST_EMBEDS = 1 << 20
 _LONGEST = 1 << 14
 """Characters of a transfer's name."""
 
@@ -156,11 +157,20 @@ def digest(
         embeds: a hash of prompt embeddings.
 
     Raises:
-        ArgumentError: token ids that are not integers, a model that is no text, or text that is not valid Unicode.
+        ArgumentError: an argument is of the wrong type, or text that is not valid Unicode.
     """
     arguments.string("model", model, empty=True)
+    if salt is not None:
+        arguments.instance("salt", salt, str)
+    if embeds is not None:
+        arguments.octets("embeds", embeds, _MOST_EMBEDS, empty=True)
     ids = None if tokens is None else _token_bytes(tokens)
-    items = tuple((str(content), int(first), int(length)) for content, first, length in media)
+    try:
+        items = tuple((str(content), int(first), int(length)) for content, first, length in media)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"media must be (hash, position, length) for each item, not {arguments.shown(media)}"
+        ) from None
     return hashlib.blake2b(key(ids, model, items, lora, salt, embeds), digest_size=16).digest()
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvxfer.backend.ports import listening
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.main import build
-from kvxfer.cli.visit import carried_by, visit
+from kvxfer.cli.visit import visit
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -164,9 +164,12 @@ def test_ports_that_are_opened_later_are_told(monkeypatch: pytest.MonkeyPatch) -
 def test_what_libraries_say_of_their_transports() -> None:
     require("ucx")
     log = "x.c:1 UCX  INFO    ctx inter-node cfg#2 tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)\n" * 2
-    assert carried_by("ucx", log) == "inter-node: tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)"
-    assert carried_by("nccl", "n1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n") == "P2P/CUMEM"
-    assert carried_by("zmq", "") is None
+    assert registry.load("ucx").carried_by(log) == "inter-node: tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)"
+    assert (
+        registry.load("nccl").carried_by("n1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n")
+        == "P2P/CUMEM"
+    )
+    assert registry.load("zmq").carried_by("") is None
 
 
 def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,16 +43,16 @@ spawn = mp.get_context("spawn")
 
 def answer_requests(pipe: Connection, config: Config) -> None:
     """Answer fetch requests until told to stop."""
-    hub = ControlSockets(Security.of(config))
-    pipe.send(hub.listen("127.0.0.1", 0, None))
-    have = m.PartReady(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, TABLE, 0, 0)
+    sockets = ControlSockets(Security.of(config))
+    pipe.send(sockets.listen("127.0.0.1", 0, None))
+    ready = m.PartReady(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, TABLE, 0, 0)
     while not pipe.poll():
-        hub.poll(0.5)
-        for connection in hub.ready():
+        sockets.poll(0.5)
+        for connection in sockets.ready():
             while (frame := connection.receive()) is not None:
                 m.decode(frame)
-                connection.send(have)
-        hub.flush()
+                connection.send(ready)
+        sockets.flush()
 
 
 def messages(config: Config, seconds: float) -> float:
@@ -60,27 +60,27 @@ def messages(config: Config, seconds: float) -> float:
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=answer_requests, args=(theirs, config), daemon=True)
     process.start()
-    hub = ControlSockets(Security.of(config))
-    connection = hub.dial(address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)
-    want = m.FetchRequest(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, TABLE, 1, 30.0)
+    sockets = ControlSockets(Security.of(config))
+    connection = sockets.dial(address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)
+    request = m.FetchRequest(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, TABLE, 1, 30.0)
     for _ in range(UNDER_WAY):
-        connection.send(want)
-    hub.flush()
+        connection.send(request)
+    sockets.flush()
     count, begin = 0, None
     while begin is None or time.perf_counter() - begin < seconds:
-        hub.poll(5.0)
-        for ready in hub.ready():
+        sockets.poll(5.0)
+        for ready in sockets.ready():
             while (frame := ready.receive()) is not None:
                 m.decode(frame)
-                ready.send(want)
+                ready.send(request)
                 count += 1
-        hub.flush()
+        sockets.flush()
         if begin is None and count > UNDER_WAY:
             count, begin = 0, time.perf_counter()
     rate = count / (time.perf_counter() - begin)
     pipe.send(None)
     process.join()
-    hub.close()
+    sockets.close()
     return rate
 
 

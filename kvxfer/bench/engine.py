@@ -101,7 +101,7 @@ class BenchEngine:
             self._note,
             Limits(grace=5.0, quarantine=1 << 62),
         )
-        self._terms = LinkPolicy.of(self._config.backend, *self._data.start(WAIT_S), cache)
+        self._policy = LinkPolicy.of(self._config.backend, *self._data.start(WAIT_S), cache)
         self._data.post(MakeEndpoint("link", 1, self._config.backend, self._setup.role))  # type: ignore[arg-type]
         self._mine = bytes(self._take(EndpointMade).endpoint)
         return self._mine
@@ -111,7 +111,7 @@ class BenchEngine:
         assert self._data is not None
         self._data.post(Connect("link", 1, self._mine, theirs))
         self._take(Connected)
-        return self._terms.mode
+        return self._policy.mode
 
     def move(self, src: Ints, dst: Ints, pipe: Connection, rounds: int, pause: float) -> list[dict[str, float]]:
         """Move all the blocks.
@@ -131,9 +131,9 @@ class BenchEngine:
 
     def _move(self, src: Ints, dst: Ints, peer: Meeting, pause: float) -> dict[str, float]:
         assert self._data is not None
-        producer, mode = self._setup.role == "producer", self._terms.mode
+        producer, mode = self._setup.role == "producer", self._policy.mode
         plan = self._plan(src, dst)
-        info = _Info(self._terms.piece_bytes, self._terms.stage_below)
+        info = _Info(self._policy.piece_bytes, self._policy.stage_below)
         piece = piece_bytes(plan, info)  # type: ignore[arg-type]
         incoming = {"read": Verb.READ, "write": Verb.WRITE if piece else None, "sendrecv": Verb.RECV}[mode]
         outgoing = {"read": Verb.READ if piece else None, "write": Verb.WRITE, "sendrecv": Verb.SEND}[mode]

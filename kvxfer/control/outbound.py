@@ -140,8 +140,8 @@ class Outbound(LinkTable[_Dial]):
         if isinstance(news, EndpointMade):
             link.mine, link.connection.heard = news.endpoint, now
             t = link.target
-            terms = self._data.terms(link.backend)
-            self.send(link.id, terms.hello(link.mine, t.epoch, self._epoch, self._engine, t.assignments, self._facts))
+            policy = self._data.policy(link.backend)
+            self.send(link.id, policy.hello(link.mine, t.epoch, self._epoch, self._engine, t.assignments, self._facts))
             self._clock.set(link.id, now + self._silence / 4)
             return None
         link.up = True
@@ -183,13 +183,13 @@ class Outbound(LinkTable[_Dial]):
         return {backend: why.detail for backend, why in dict(self._unfit.get(link.id, {})).items()}
 
     def _welcome(self, link: _Dial, welcome: m.Welcome) -> Lost | None:
-        terms, t = self._data.terms(link.backend), link.target
+        policy, t = self._data.policy(link.backend), link.target
         try:
-            terms.accept(welcome)
+            policy.accept(welcome)
         except PeerError as e:
             return Lost(link.id, Failure.of(e, peer=link.name).about("its welcome: "))
         link.info = LinkInfo(
-            terms.mode,
+            policy.mode,
             Planner(t.cache, self._cache, t.assignments),
             t.epoch,
             welcome.piece_bytes,

@@ -53,7 +53,7 @@ MOST_FOUND = 1024
 """Sources of which it is remembered what links lead there."""
 
 CHECK_S = 2.0
-"""What checking a card may take."""
+"""What checking a descriptor may take."""
 
 
 @dataclass(frozen=True)
@@ -206,26 +206,26 @@ class Resolver:
             q.excuse = excuse
             return
         self._close(directory)
-        if not self._examine(len(frame), partial(_card, frame, directory), partial(self._checked, directory)):
+        if not self._examine(len(frame), partial(_descriptor, frame, directory), partial(self._checked, directory)):
             yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being looked at"))
 
     def _checked(
-        self, directory: Source, card: m.EngineDescriptor | Failure
+        self, directory: Source, descriptor: m.EngineDescriptor | Failure
     ) -> Iterator[tuple[Source, Path | Failure]]:
         """Take in a directory's descriptor that has been checked, or why it is refused."""
         now = time.monotonic()
-        if isinstance(card, Failure):
-            yield from self._failed(directory, card)
+        if isinstance(descriptor, Failure):
+            yield from self._failed(directory, descriptor)
             return
         if directory in self._wanted.values():
-            self._own[directory] = card.members
+            self._own[directory] = descriptor.members
             again = [s for s, own in self._wanted.items() if own == directory and s not in self._queries]
-            for source in again:  # its card came first and was of no use without ours
+            for source in again:  # its descriptor came first and was of no use without ours
                 self._query(source, now)
         own = self._wanted.get(directory)
         if directory in self._wanted and (own is None or own in self._own):
-            path = partial(self._path, card, directory, self._own.get(own) if own else None)
-            if not self._examine(len(card.members), path, partial(self._found, directory)):
+            path = partial(self._path, descriptor, directory, self._own.get(own) if own else None)
+            if not self._examine(len(descriptor.members), path, partial(self._found, directory)):
                 yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being looked at"))
 
     def _found(self, directory: Source, path: Path | Failure) -> Iterator[tuple[Source, Path | Failure]]:
@@ -238,24 +238,24 @@ class Resolver:
             yield directory, path
 
     def _path(
-        self, card: m.EngineDescriptor, source: Source, own: tuple[m.RankDescriptor, ...] | None
+        self, descriptor: m.EngineDescriptor, source: Source, own: tuple[m.RankDescriptor, ...] | None
     ) -> Path | Failure:
         """Return the way to a source, or why there is none. Any thread: it uses nothing that changes."""
         ours = [member.cache for member in own or (self._me,)]
         try:
-            if (why := f.difference(self.facts, card.facts, "at the producer")) is not None:
+            if (why := f.difference(self.facts, descriptor.facts, "at the producer")) is not None:
                 raise _misfit(why)
             if own is None:
-                _check_alone(self._me.cache, card)
+                _check_alone(self._me.cache, descriptor)
             elif self._me.cache.rank not in {cache.rank for cache in ours}:
                 raise PeerError(f"our own directory has not published {name(self._me.cache)}", kind=K.MISUSE)
-            mine = route([member.cache for member in card.members], ours)[self._me.cache.rank]
-            ranks = {member.cache.rank: member for member in card.members}
+            mine = route([member.cache for member in descriptor.members], ours)[self._me.cache.rank]
+            ranks = {member.cache.rank: member for member in descriptor.members}
             targets = {
                 rank: self._target(ranks[rank], assignments) for rank, assignments in sorted(mine.assignments.items())
             }
         except (PeerError, Incompatible, ValueError, LookupError) as e:
-            return Failure.of(e, K.INCOMPATIBLE, f"engine {card.engine[:100]!r} at {source}")
+            return Failure.of(e, K.INCOMPATIBLE, f"engine {descriptor.engine[:100]!r} at {source}")
         routes = tuple(RankRoute(target.link, mine.readers[rank], rank) for rank, target in targets.items())
         return Path(tuple(targets.values()), Resolved(routes))
 
@@ -309,14 +309,14 @@ class Resolver:
             self._sockets.drop(connection)
 
 
-def _check_alone(mine: Cache, card: m.EngineDescriptor) -> None:
+def _check_alone(mine: Cache, descriptor: m.EngineDescriptor) -> None:
     """Refuse to read alone what is for several ranks: the producer would free its blocks with the first of them.
 
     Raises:
         PeerError: We hold less than there is.
     """
     held = {(view.plane, layer) for view in mine.views for layer in view.layers}
-    for member in card.members:
+    for member in descriptor.members:
         for view in member.cache.views:
             layer = next((layer for layer in view.layers if (view.plane, layer) not in held), None)
             if layer is not None and not view.optional:
@@ -342,25 +342,25 @@ def _excuse(frame: bytes) -> Failure | None:
     return None
 
 
-def _card(frame: bytes, directory: Source) -> m.EngineDescriptor:
+def _descriptor(frame: bytes, directory: Source) -> m.EngineDescriptor:
     """Return the descriptor that a directory answered with, once all that it describes has been checked.
 
     Raises:
         PeerError: The answer is a refusal, or none that can be used.
         ValueError: A cache is described wrongly.
     """
-    card = m.decode(frame)
-    if isinstance(card, m.Refused):
-        raise PeerError(f"it refused: {card.reason}", kind=card.kind)
-    if not isinstance(card, m.EngineDescriptor):
-        raise PeerError(f"it answered with a {type(card).__name__}", kind=K.MISUSE)
-    if card.protocol != m.PROTOCOL:
-        raise _misfit(f"its protocol {card.protocol} is not ours ({m.PROTOCOL}); update one side")
-    if directory.epoch and card.epoch != directory.epoch:
+    descriptor = m.decode(frame)
+    if isinstance(descriptor, m.Refused):
+        raise PeerError(f"it refused: {descriptor.reason}", kind=descriptor.kind)
+    if not isinstance(descriptor, m.EngineDescriptor):
+        raise PeerError(f"it answered with a {type(descriptor).__name__}", kind=K.MISUSE)
+    if descriptor.protocol != m.PROTOCOL:
+        raise _misfit(f"its protocol {descriptor.protocol} is not ours ({m.PROTOCOL}); update one side")
+    if directory.epoch and descriptor.epoch != directory.epoch:
         raise PeerError("the engine there has restarted since it was named", kind=K.NO_SUCH_ENGINE)
     until = time.monotonic() + CHECK_S
-    for member in card.members:
+    for member in descriptor.members:
         member.cache.check()
         if time.monotonic() > until:
-            raise _misfit(f"its card describes more than can be checked in {CHECK_S:g} s")
-    return card
+            raise _misfit(f"its descriptor describes more than can be checked in {CHECK_S:g} s")
+    return descriptor

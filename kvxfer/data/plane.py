@@ -30,20 +30,20 @@ class DataPlane:
     Args:
         candidates: Names of the back ends, by preference.
         make: Makes the data thread of one.
-        terms: Tells how one that has been started is used.
+        policy: Tells how one that has been started is used.
     """
 
     def __init__(
         self,
         candidates: tuple[str, ...],
         make: Callable[[str], DataThread],
-        terms: Callable[[str, Capabilities, Staging], LinkPolicy],
+        policy: Callable[[str, Capabilities, Staging], LinkPolicy],
     ) -> None:
         self.candidates = candidates
-        self._make, self._terms_of = make, terms
+        self._make, self._policy_of = make, policy
         self._first = make(candidates[0])
         self._threads = {candidates[0]: self._first}
-        self._terms: dict[str, LinkPolicy] = {}
+        self._policies: dict[str, LinkPolicy] = {}
         self._of: dict[LinkId, DataThread] = {}
         self._closing: dict[LinkId, int] = {}  # answers to ``Disconnect`` that are still to come
         self._held: dict[LinkId, MakeEndpoint] = {}  # asked for while the link was being closed
@@ -75,11 +75,11 @@ class DataPlane:
                 self.candidates = tuple(others)
                 self._first = self._threads[others[0]] = self._make(others[0])
 
-    def terms(self, backend: str) -> LinkPolicy:
+    def policy(self, backend: str) -> LinkPolicy:
         """Return how a back end is used that has given an endpoint."""
-        if backend not in self._terms:
-            self._terms[backend] = self._terms_of(backend, *self._threads[backend].made)
-        return self._terms[backend]
+        if backend not in self._policies:
+            self._policies[backend] = self._policy_of(backend, *self._threads[backend].made)
+        return self._policies[backend]
 
     def post(self, command: Command) -> None:
         """Have something done by the back end that it concerns; results come as they do from each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvxfer import arguments
 from kvxfer.engine.side_channel import ChannelAddress, RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, TransferId
@@ -102,6 +103,7 @@ class Report:
 
     def merge(self, later: Report) -> Report:
         """Return both reports as one; of one rank's two, ``later`` is the later one."""
+        arguments.instance("later", later, Report)
         return Report(
             self.members | later.members,
             _join(self.released, later.released),

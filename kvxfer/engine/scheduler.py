@@ -33,7 +33,7 @@ __all__ = ["SchedulerSide"]
 MOST_RANKS = 1 << 16
 
 _COUNTS = ("tokens", "computed", "scheduled", "external", "progress", "enough")
-_FLAGS = ("begun", "offered", "good", "complete", "stops")
+_FLAGS = ("begun", "offered", "good", "complete", "stops", "whether")
 _held = arguments.holding(
     config=partial(arguments.instance, kind=Config),
     ranks=partial(arguments.integer, least=1, most=MOST_RANKS),
@@ -329,10 +329,12 @@ class SchedulerSide:
         update = self._loads.report(report)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
+    @_held
     def load_over(self, request: str) -> None:
         """Take in from elsewhere that a load is over on all ranks; nothing if a ``report`` has said so."""
         self._loads.over_elsewhere(request)
 
+    @_held
     def stands_still(self, whether: bool) -> None:
         """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
 
@@ -368,6 +370,9 @@ class SchedulerSide:
 
         Their first reports say it, too.
         """
+        for rank, channel in arguments.mapping("channels", channels, "addresses by rank").items():
+            arguments.instance("channels", rank, Rank)
+            arguments.instance(f"channels[{rank}]", channel, ChannelAddress)
         self._dispatch.listen_to(channels)
 
     @_held

@@ -224,6 +224,9 @@ class Transport(ABC):
     exclusive: ClassVar[frozenset[str]] = frozenset()
     """Libraries of which a process can have only one at work, such as ``ucx``: two back ends that both bring one do not go
     together."""
+    tells: ClassVar[Mapping[str, str]] = {}
+    """What in the environment makes its library log how it moves bytes, for ``kvxfer doctor --peer``, which shows what ``carried_by``
+    finds in that log."""
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self.agent = agent
@@ -232,6 +235,11 @@ class Transport(ABC):
     @abstractmethod
     def probe(cls) -> Probe:
         """Say whether this back end works here. Loads its library if it must, leaves no trace, never raises."""
+
+    @classmethod
+    def carried_by(cls, log: str) -> str | None:
+        """Return what moves the bytes of its links, in its library's words, by the log of a process; ``None`` if that does not say."""
+        return None
 
     @property
     @abstractmethod

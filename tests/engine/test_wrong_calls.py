@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer import Agent, BlockTable, Cache, Config, Group, KvxferError, Source, Ticket, TransferId
+from kvxfer import Agent, BlockTable, Cache, Config, Group, KvxferError, Rank, Source, Ticket, TransferId
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
 from kvxfer.engine.renewals import Renewals
 from kvxfer.protocol.messages import Named, Renew
@@ -124,6 +124,9 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "load half a token": (lambda s: load(s, tokens=4.5), "tokens must be an integer"),
     "load negative tokens": (lambda s: load(s, tokens=-3), "tokens must be at least 0"),
     "load, offered or not": (lambda s: load(s, offered=None), "offered must be True or False"),
+    "load, begun or not": (lambda s: load(s, begun=None), "begun must be True or False"),
+    "enough is less than nothing": (lambda s: load(s, enough=-1), "enough must be at least 0"),
+    "enough is a text": (lambda s: load(s, enough="4"), "enough must be an integer, not '4'"),
     "load with negative progress": (lambda s: load(s, progress=-1), "progress must be at least 0"),
     "computed is a text": (lambda s: s.loadable(loading(s), "0"), "computed must be an integer"),  # type: ignore[arg-type]
     "computed is negative": (lambda s: s.loadable(loading(s), -1), "computed must be at least 0"),
@@ -161,6 +164,20 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "ends in nothing": (lambda s: s.finished(offered(s), None, True), "table must be a kvxfer BlockTable"),  # type: ignore[arg-type]
     "ends in a list": (lambda s: s.finished(offered(s), [[1, 2]], True), "table must be a kvxfer BlockTable"),  # type: ignore[arg-type]
     "ends well or not": (lambda s: s.finished(offered(s), TABLE, None), "complete must be True or False"),  # type: ignore[arg-type]
+    "ends, and what there is is good or not": (
+        lambda s: s.finished(offered(s), TABLE, False, good=None),  # type: ignore[arg-type]
+        "good must be True or False",
+    ),
+    "a load of a number is over": (lambda s: s.load_over(5), "request must be a str"),  # type: ignore[arg-type]
+    "stands still or not": (lambda s: s.stands_still(None), "whether must be True or False"),  # type: ignore[arg-type]
+    "listen to a number": (lambda s: s.listen_to(5), "channels must be a mapping"),  # type: ignore[arg-type]
+    "listen to numbers": (lambda s: s.listen_to({1: 2}), "channels must be a kvxfer Rank, not 1"),  # type: ignore[dict-item]
+    "listen to a rank's number": (
+        lambda s: s.listen_to({Rank(): 2}),
+        r"channels\[.*\] must be a kvxfer ChannelAddress",
+    ),  # type: ignore[dict-item]
+    "begin with a text": (lambda s: s.directory.begins("x", DIGEST), "transfer must be a kvxfer TransferId"),  # type: ignore[arg-type]
+    "reports of nothing": (lambda s: Report().merge(None), "later must be a kvxfer Report, not None"),  # type: ignore[arg-type]
     "no report": (lambda s: s.report(None), "report must be a kvxfer Report, not None"),  # type: ignore[arg-type]
     "a step as a report": (lambda s: s.report(Step()), "report must be a kvxfer Report"),  # type: ignore[arg-type]
     "announce one": (lambda s: s.announce(s.directory), "members must be a tuple of RankDescriptor"),  # type: ignore[arg-type]
@@ -184,6 +201,9 @@ WORKER: dict[str, tuple[Callable[[WorkerSide], Any], str]] = {
     "no agent": (lambda w: WorkerSide(None), "agent must be a kvxfer Agent"),  # type: ignore[arg-type]
     "a negative quarantine": (lambda w: WorkerSide(w.agent, quarantine=-1), "quarantine must be at least 0"),
     "a quarantine of text": (lambda w: WorkerSide(w.agent, quarantine="x"), "quarantine must be an integer"),  # type: ignore[arg-type]
+    "copies by a number": (lambda w: WorkerSide(w.agent, copy=5), "copy must be a function or None"),  # type: ignore[arg-type]
+    "a channel of a number": (lambda w: WorkerSide(w.agent, channel=5), "channel must be a function or None"),  # type: ignore[arg-type]
+    "drain for a text": (lambda w: w.drain("x"), "timeout must be a number of seconds"),  # type: ignore[arg-type]
     "tables by a number": (lambda w: WorkerSide(w.agent, table=5), "table must be a function or None"),  # type: ignore[arg-type]
 }
 

@@ -56,7 +56,9 @@ class FaultInjector:
         self._stage[name].resume()
 
 
-def chaos(model: Path, logs: Path, settings: Mapping[str, Any], seconds: float, seed: int, say: Say) -> dict[str, Any]:
+def server_chaos(
+    model: Path, logs: Path, settings: Mapping[str, Any], seconds: float, seed: int, say: Say
+) -> dict[str, Any]:
     """Inject faults for about ``seconds`` after the servers have started, while clients use them.
 
     Returns:

@@ -113,7 +113,7 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
 
 
 def _run_chaos(settings: dict[str, Any], logs: Path, progress: Console, seconds: float, seed: int) -> dict[str, Any]:
-    from kvxfer_vllm.demo.chaos import chaos
+    from kvxfer_vllm.demo.chaos import server_chaos
     from kvxfer_vllm.demo.model import write_model
 
     start = time.monotonic()
@@ -124,7 +124,7 @@ def _run_chaos(settings: dict[str, Any], logs: Path, progress: Console, seconds:
     say(f"starting servers; then {seconds:g} s of chaos from seed {seed} (back end {settings['backend']})")
     with tempfile.TemporaryDirectory(prefix="kvxfer-model-") as folder:
         write_model(Path(folder))
-        report = chaos(Path(folder), logs, settings, seconds, seed, say)
+        report = server_chaos(Path(folder), logs, settings, seconds, seed, say)
     return {"backend": settings["backend"], **report, "seconds": time.monotonic() - start}
 
 

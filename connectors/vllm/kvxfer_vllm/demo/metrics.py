@@ -12,7 +12,7 @@ from kvxfer_vllm.demo.servers import Server
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedKV:
     """Totals since a decode server started, or the difference of two such.
 
     Attributes:
@@ -27,8 +27,8 @@ class Received:
     seconds: float
     failed: int
 
-    def __sub__(self, earlier: Received) -> Received:
-        return Received(
+    def __sub__(self, earlier: ReceivedKV) -> ReceivedKV:
+        return ReceivedKV(
             self.tokens - earlier.tokens,
             self.kv_bytes - earlier.kv_bytes,
             self.seconds - earlier.seconds,
@@ -36,11 +36,11 @@ class Received:
         )
 
 
-def received(server: Server) -> Received:
+def received(server: Server) -> ReceivedKV:
     """Read the totals now. Raises ServerError if the server does not export one of the metrics."""
     by_source = "vllm:prompt_tokens_by_source_total"
     page = _families(server)
-    return Received(
+    return ReceivedKV(
         tokens=int(_total(page, server, by_source, lambda has: has["source"] == "external_kv_transfer")),
         kv_bytes=int(_total(page, server, "kvxfer_kv_bytes_total")),
         seconds=_total(page, server, "kvxfer_transfer_seconds_sum"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvxfer_vllm.demo.metrics import Received, received
+from kvxfer_vllm.demo.metrics import ReceivedKV, received
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import BLOCK, CHUNK, Cluster
 
@@ -25,21 +25,21 @@ PROMPTS = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Comparison:
     """One prompt's way through prefill and decode, beside what the plain server made of it."""
 
     name: str
     prompt_tokens: int
     expected: list[int]
     tokens: list[int]
-    received: Received
+    received: ReceivedKV
 
     @property
     def identical(self) -> bool:
         return self.tokens == self.expected
 
 
-def compare(cluster: Cluster, name: str, prompt: str) -> Outcome:
+def compare(cluster: Cluster, name: str, prompt: str) -> Comparison:
     """Send one prompt both ways. Nobody else may use the decode server meanwhile: its totals are compared.
 
     Raises:
@@ -49,10 +49,10 @@ def compare(cluster: Cluster, name: str, prompt: str) -> Outcome:
     before = received(cluster.decode)
     actual = prefill_then_decode(cluster.prefill, cluster.decode, prompt, OUTPUT_TOKENS)
     after = received(cluster.decode)
-    return Outcome(name, actual.prompt_tokens, expected.tokens, actual.tokens, after - before)
+    return Comparison(name, actual.prompt_tokens, expected.tokens, actual.tokens, after - before)
 
 
-def objections(outcomes: Iterable[Outcome]) -> list[str]:
+def objections(outcomes: Iterable[Comparison]) -> list[str]:
     """Why these outcomes do not show that KV was transferred and came out right; empty if they do."""
     outcomes = list(outcomes)
     found = []

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
-__all__ = ["Resources", "resources"]
+__all__ = ["ProcessResources", "resources"]
 
 
 @dataclass(frozen=True)
-class Resources:
+class ProcessResources:
     """Sums over all processes of a server: resident bytes, threads, open file descriptors."""
 
     resident: int
@@ -20,7 +20,7 @@ class Resources:
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 
-    def growth(self, before: Resources, resident: int, descriptors: int) -> list[str]:
+    def growth(self, before: ProcessResources, resident: int, descriptors: int) -> list[str]:
         """Return what is more than it was `before`, beyond these allowances.
 
         Threads get none beyond one a peer that came.
@@ -35,11 +35,11 @@ class Resources:
         return found
 
 
-def resources(pid: int) -> Resources:
+def resources(pid: int) -> ProcessResources:
     """Of a process and all its descendants. Raises `psutil.NoSuchProcess` if it has ended."""
     top = psutil.Process(pid)
     processes = [top, *top.children(recursive=True)]
-    return Resources(
+    return ProcessResources(
         sum(p.memory_info().rss for p in processes),
         sum(p.num_threads() for p in processes),
         sum(p.num_fds() for p in processes),

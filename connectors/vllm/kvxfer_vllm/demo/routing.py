@@ -19,7 +19,7 @@ PREFILL_PARAMS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Completion:
+class Generated:
     """Greedy output of one request, and what a connector said about its KV cache."""
 
     prompt_tokens: int
@@ -33,7 +33,7 @@ def complete(
     max_tokens: int,
     kv_transfer_params: dict[str, Any] | None = None,
     timeout: float = 60.0,
-) -> Completion:
+) -> Generated:
     """Return one greedy completion, exactly `max_tokens` long.
 
     Raises ServerError if the server fails it, and NoAnswer (having hung up, which makes the server abort it) after
@@ -50,14 +50,14 @@ def complete(
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = kv_transfer_params
     answer = server.post("/v1/completions", body, timeout)
-    return Completion(
+    return Generated(
         prompt_tokens=answer["usage"]["prompt_tokens"],
         tokens=answer["choices"][0]["token_ids"],
         kv_transfer_params=answer.get("kv_transfer_params"),
     )
 
 
-def prefill_then_decode(prefill: Server, decode: Server, prompt: str, max_tokens: int) -> Completion:
+def prefill_then_decode(prefill: Server, decode: Server, prompt: str, max_tokens: int) -> Generated:
     """Have `prefill` compute the prompt's KV cache and `decode` fetch it and generate all tokens.
 
     Raises:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvxfer_vllm.demo.resources import Resources, resources
+from kvxfer_vllm.demo.resources import ProcessResources, resources
 
 MODEL_NAME = "tiny"
 BLOCK = 32
@@ -132,7 +132,7 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             return str(answer.read().decode())
 
-    def resources(self) -> Resources:
+    def resources(self) -> ProcessResources:
         """Return what all its processes hold."""
         return resources(self._process.pid)
 
