@@ -79,15 +79,15 @@ class Batch:
     """Runs of bytes to move on one link.
 
     Attributes:
-        verb: how they are moved.
-        peer: number of the link.
-        local: number of the memory on this side.
-        lengths: bytes of each run, int64 ``[n]``.
-        local_offsets: flat offset of each run in ``local``, int64 ``[n]``.
-        remote: number of the memory at the peer, for ``READ`` and ``WRITE``.
-        remote_offsets: flat offset of each run in ``remote``, int64 ``[n]``; ``None`` for ``SEND`` and ``RECV``, where the
+        verb: How they are moved.
+        peer: Number of the link.
+        local: Number of the memory on this side.
+        lengths: Bytes of each run, int64 ``[n]``.
+        local_offsets: Flat offset of each run in ``local``, int64 ``[n]``.
+        remote: Number of the memory at the peer, for ``READ`` and ``WRITE``.
+        remote_offsets: Flat offset of each run in ``remote``, int64 ``[n]``; ``None`` for ``SEND`` and ``RECV``, where the
             other place is the peer's business.
-        stream: number of the stream, for ``SEND`` and ``RECV``.
+        stream: Number of the stream, for ``SEND`` and ``RECV``.
     """
 
     verb: Verb
@@ -110,8 +110,8 @@ class PlanBatch:
     """A copy plan to carry out on one link, for back ends whose ``Capabilities.factored`` is true.
 
     Attributes:
-        verb, peer, local, remote, stream: as in ``Batch``.
-        plan: what to move. Its source is local for ``WRITE`` and ``SEND``, and remote for ``READ`` and ``RECV``.
+        verb, peer, local, remote, stream: As in ``Batch``.
+        plan: What to move. Its source is local for ``WRITE`` and ``SEND``, and remote for ``READ`` and ``RECV``.
     """
 
     verb: Verb
@@ -270,7 +270,7 @@ class Transport(ABC):
         """Open a link from both sides' endpoints and return its number.
 
         Raises:
-            TransportError: a malformed or incompatible endpoint; an unreachable peer may show only in the
+            TransportError: A malformed or incompatible endpoint; an unreachable peer may show only in the
                 completions of its batches.
         """
 
@@ -291,7 +291,7 @@ class Transport(ABC):
         With ``after``, nothing is touched before the fence has passed.
 
         Raises:
-            TransportError: an unknown peer, offsets outside registered memory, or a verb or memory kind that
+            TransportError: An unknown peer, offsets outside registered memory, or a verb or memory kind that
                 ``capabilities`` lacks; then nothing was started.
         """
 
