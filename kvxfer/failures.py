@@ -59,10 +59,10 @@ class Failure(msgspec.Struct, frozen=True):
     """Why something did not happen. Words are made from it when it is shown, and never read back.
 
     Attributes:
-        kind: what programs may act upon.
-        detail: what happened, in a clause for people.
-        peer: the other side as an operator would look for it; empty where there is none, or the detail is its word.
-        advice: what to do about it; by default what ``ADVICE`` says of the kind.
+        kind: What programs may act upon.
+        detail: What happened, in a clause for people.
+        peer: The other side as an operator would look for it; empty where there is none, or the detail is its word.
+        advice: What to do about it; by default what ``ADVICE`` says of the kind.
     """
 
     kind: FailureKind

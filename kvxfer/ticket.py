@@ -29,12 +29,12 @@ class Ticket(msgspec.Struct, frozen=True):
     proved.
 
     Attributes:
-        transfer: the name of what is offered.
-        digest: what its KV depends on, 1 to 64 bytes. A consumer that knows the prompt compares it with its own.
-        source: the directory of the engine that offers it.
+        transfer: The name of what is offered.
+        digest: What its KV depends on, 1 to 64 bytes. A consumer that knows the prompt compares it with its own.
+        source: The directory of the engine that offers it.
 
     Raises:
-        ArgumentError: an argument is of the wrong type or range.
+        ArgumentError: An argument is of the wrong type or range.
     """
 
     transfer: TransferId
@@ -57,7 +57,7 @@ class Ticket(msgspec.Struct, frozen=True):
         """Return the ticket with this text.
 
         Raises:
-            ArgumentError: it is none, or none of this version, or not as it was when it was made.
+            ArgumentError: It is none, or none of this version, or not as it was when it was made.
         """
         arguments.string("ticket", text, _LONGEST)
         if not text.startswith(_VERSION):

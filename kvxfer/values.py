@@ -51,7 +51,7 @@ class Rank(msgspec.Struct, frozen=True, order=True):
     """A worker's place in its engine.
 
     Attributes:
-        pp: pipeline stage, from 0.
+        pp: Pipeline stage, from 0.
         tp: tensor-parallel rank, from 0.
     """
 
@@ -67,7 +67,7 @@ class Group(msgspec.Struct, frozen=True):
     """A KV-cache group: the layers that share one block table.
 
     Attributes:
-        block_tokens: tokens that a block of the table holds. Where kernels use smaller blocks than the scheduler, the
+        block_tokens: Tokens that a block of the table holds. Where kernels use smaller blocks than the scheduler, the
             group and the table are both of the scheduler's blocks, or both of the kernels'. For a ``state`` with one
             block for the whole request: the greatest length that a request can have.
         kind: ``full`` keeps every block for the life of a request. ``window`` gives up blocks that fall behind (sliding
@@ -75,10 +75,10 @@ class Group(msgspec.Struct, frozen=True):
             one after the last computed token of ``[p * block_tokens, (p + 1) * block_tokens)``; only that of the last
             token is taken over. ``local`` is moved by nobody and listed in no offer and no fetch; a cache that peers
             see has none.
-        window: of a ``window``, how many tokens a token attends to at most, itself included; else 0.
+        window: Of a ``window``, how many tokens a token attends to at most, itself included; else 0.
 
     Raises:
-        ArgumentError: an argument is of the wrong type or range.
+        ArgumentError: An argument is of the wrong type or range.
     """
 
     block_tokens: int
@@ -111,10 +111,10 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     is no block. ``table[g]`` is the row of a group as int64 ``[blocks]``, and iteration gives all rows so.
 
     Attributes:
-        rows: each group's ids as little-endian int32, one after the other.
+        rows: Each group's ids as little-endian int32, one after the other.
 
     Raises:
-        ArgumentError: a row is not of whole int32, or holds an id below -1; more than 128 rows. From a peer: ``PeerError`` at the decoder.
+        ArgumentError: A row is not of whole int32, or holds an id below -1; more than 128 rows. From a peer: ``PeerError`` at the decoder.
     """
 
     rows: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_GROUPS)] = ()
@@ -135,11 +135,11 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         """Make a table from one sequence or array of integers for each group.
 
         Args:
-            rows: the ids by position.
-            null: the id by which the engine says that there is no block.
+            rows: The ids by position.
+            null: The id by which the engine says that there is no block.
 
         Raises:
-            ArgumentError: ids that are not integers, or are below -1 or above 2**31 - 1.
+            ArgumentError: Ids that are not integers, or are below -1 or above 2**31 - 1.
         """
         if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
             raise ArgumentError(f"rows must be one row of block ids for each group, not {arguments.shown(rows)}")
@@ -207,25 +207,25 @@ class Offer(msgspec.Struct, frozen=True):
     only grows and a block once listed never changes.
 
     Attributes:
-        digest: what the KV depends on (``kvxfer.identity.digest``); a fetch must name the same.
-        generation: grows with every offer that is not a continuation of the last one; never used twice by one epoch.
+        digest: What the KV depends on (``kvxfer.identity.digest``); a fetch must name the same.
+        generation: Grows with every offer that is not a continuation of the last one; never used twice by one epoch.
             All ranks of an engine number alike.
-        tokens: tokens ``[0, tokens)`` are complete in every ``full`` group, which lists exactly
+        tokens: Tokens ``[0, tokens)`` are complete in every ``full`` group, which lists exactly
             ``ceil(tokens / block_tokens)`` blocks. Smaller than the transfer only if not final. What a block that is not full
             yet holds moves at once where blocks can be cut by token, and else once it is full.
-        blocks: one row for each group. ``window`` and ``state`` groups stay empty until the final offer, and list -1
+        blocks: One row for each group. ``window`` and ``state`` groups stay empty until the final offer, and list -1
             where the engine has given a block up; a reader that wants a block that is -1 here must fail the transfer.
-        final: every group is complete; nothing follows in this generation but a revocation. May come before the engine
+        final: Every group is complete; nothing follows in this generation but a revocation. May come before the engine
             has finished the request, which thus may be read before the engine holds its blocks for readers.
-        consumers: how many engines are to fetch it: the offer ends when so many have it or have given it up, and what becomes
+        consumers: How many engines are to fetch it: the offer ends when so many have it or have given it up, and what becomes
             of one means nothing for the others. An offer that repeats the last one may lower it.
-        payload: up to 64 KiB for the consumers' engines, which is never interpreted: the first token, say. They get it with the
+        payload: Up to 64 KiB for the consumers' engines, which is never interpreted: the first token, say. They get it with the
             outcome (``Ended.payload``). Once given, with the final offer of a generation at the latest, it stays for that
             generation; all ranks give the same.
-        handle: the engine's own name for it, for its events and the log; the transfer's if it is empty.
+        handle: The engine's own name for it, for its events and the log; the transfer's if it is empty.
 
     Raises:
-        ArgumentError: an argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
+        ArgumentError: An argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
     """
 
     transfer: TransferId
@@ -254,23 +254,23 @@ class Fetch(msgspec.Struct, frozen=True):
     """A consumer's request: bring the tokens ``[start, tokens)`` of a transfer into these blocks.
 
     Attributes:
-        handle: the engine's own name for it, unique among its live fetches.
-        digest: what the KV depends on (``kvxfer.identity.digest``); the offer must name the same.
-        source: the producer's directory.
-        blocks: for each group the destination by position; -1 where nothing is wanted (no block there, or it is cached).
+        handle: The engine's own name for it, unique among its live fetches.
+        digest: What the KV depends on (``kvxfer.identity.digest``); the offer must name the same.
+        source: The producer's directory.
+        blocks: For each group the destination by position; -1 where nothing is wanted (no block there, or it is cached).
             A block that is wanted may begin before ``start``; those tokens are the engine's own and are not overwritten.
             A ``full`` group has one at each position from that of ``start`` on, or an empty row.
-        tokens: where a group is a ``state``, the number that the producer's final offer must have: a state of more or
+        tokens: Where a group is a ``state``, the number that the producer's final offer must have: a state of more or
             fewer tokens is another state.
-        own: this engine's directory, for an engine of several ranks.
-        progress: a ``Progress`` event comes each time that so many more tokens are here, or more; 0: never.
-        offered: the producer is known to have offered all of it. If it does not know it (any more), the fetch fails within
+        own: This engine's directory, for an engine of several ranks.
+        progress: A ``Progress`` event comes each time that so many more tokens are here, or more; 0: never.
+        offered: The producer is known to have offered all of it. If it does not know it (any more), the fetch fails within
             about a second; else it waits for the offer until its deadline.
-        enough: how many tokens are of use, should the producer give up before all are computed: the fetch is then delivered with
+        enough: How many tokens are of use, should the producer give up before all are computed: the fetch is then delivered with
             those that it has offered (``Ended.short``). 0: all tokens or none. Only where all groups are ``full``.
 
     Raises:
-        ArgumentError: an argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
+        ArgumentError: An argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
     """
 
     handle: str

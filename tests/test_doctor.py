@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvxfer.backend.ports import listening
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.main import build
-from kvxfer.cli.visit import carried_by, visit
+from kvxfer.cli.visit import visit
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -164,9 +164,12 @@ def test_ports_that_are_opened_later_are_told(monkeypatch: pytest.MonkeyPatch) -
 def test_what_libraries_say_of_their_transports() -> None:
     require("ucx")
     log = "x.c:1 UCX  INFO    ctx inter-node cfg#2 tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)\n" * 2
-    assert carried_by("ucx", log) == "inter-node: tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)"
-    assert carried_by("nccl", "n1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n") == "P2P/CUMEM"
-    assert carried_by("zmq", "") is None
+    assert registry.load("ucx").carried_by(log) == "inter-node: tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)"
+    assert (
+        registry.load("nccl").carried_by("n1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n")
+        == "P2P/CUMEM"
+    )
+    assert registry.load("zmq").carried_by("") is None
 
 
 def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,3 +193,19 @@ def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert words in facts["advice"][i]
     put("proc/self/status", "CapEff:\t0000000000080000\n")
     assert "ptrace" not in host_facts(tmp_path)["advice"][0]
+
+
+def test_it_says_what_becomes_of_elastic_caches(node: Any) -> None:
+    """Which memory counts as elastic by these settings, and which back ends move it straight; and that the engine there has such."""
+    p = node("tcp", seed=1, elastic=True)
+    words = ["doctor", "--json", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"elastic": true}']
+    found = json.loads(CliRunner().invoke(build(), words).stdout)
+    ways = {name: row["elastic"] for name, row in found["backends"].items() if row["usable"]}
+    assert {"tcp": "straight", "zmq": "straight"}.items() <= ways.items()
+    assert all(ways[name] == "staged" for name in {"nixl", "ucx"} & ways.keys())
+    which, *rest = found["elastic"].split("; ")
+    assert which == "all memory, as 'elastic' says"
+    assert rest[0].startswith("straight by ") and "tcp" in rest[0] and "tcp" not in "".join(rest[1:])
+    assert found["peer"]["peer_elastic"] is True
+    assert "failure" not in found["peer"]
+    assert call(node("tcp", seed=1).source)["peer_elastic"] is False

@@ -172,10 +172,7 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "a digest of words": (lambda: digest(tokens=["a"], model=""), "token ids must be a row of integers"),
     "a digest of a number of media": (lambda: digest(tokens=[1], model="", media=5), "media must be .hash, position"),
     "a digest with a numbered salt": (lambda: digest(tokens=[1], model="", salt=5), "salt must be a str, not 5"),
-    "a digest of embeddings": (
-        lambda: digest(tokens=[1], model="", embeds=np.ones(2)),
-        "embeds must be bytes, not",
-    ),
+    "a digest of embeddings": (lambda: digest(tokens=[1], model="", embeds=np.ones(2)), "embeds must be bytes, not"),
     "enough for more than all": (lambda: fetch(enough=9), "enough must be at most 8, not 9"),
     "a trace nowhere": (lambda: Config(trace=""), "'trace' cannot be ''"),
     "no time to start": (lambda: Config(start_timeout=0), "'start_timeout' cannot be 0"),

@@ -49,13 +49,13 @@ class Base(Transport, Generic[E, L]):
     ``E`` is the class of endpoints and ``L`` that of links, anything with an attribute ``broken``.
 
     Attributes:
-        endpoint_type: the class ``E``.
-        memories: what is registered.
-        links: by number, those that were made and not closed.
-        unused: endpoints by their bytes, those that were neither connected nor withdrawn.
-        wakeup: what ``fileno`` tells of. It wakes by itself after each call of the contract that changes something.
-        completions: for the next ``poll`` to return.
-        closed: whether ``close`` was called.
+        endpoint_type: The class ``E``.
+        memories: What is registered.
+        links: By number, those that were made and not closed.
+        unused: Endpoints by their bytes, those that were neither connected nor withdrawn.
+        wakeup: What ``fileno`` tells of. It wakes by itself after each call of the contract that changes something.
+        completions: For the next ``poll`` to return.
+        closed: Whether ``close`` was called.
     """
 
     endpoint_type: type[E]
@@ -124,7 +124,7 @@ class Base(Transport, Generic[E, L]):
         """Take the one end of a batch. If it is not quiet, ``quieted`` follows when it is, or the link's or this object's end.
 
         Raises:
-            TransportError: the batch has ended already, or was never accepted.
+            TransportError: The batch has ended already, or was never accepted.
         """
         use = self._in_flight.pop(completion.batch, None)
         if use is None:
@@ -151,7 +151,7 @@ class Base(Transport, Generic[E, L]):
         """Return a link by its number.
 
         Raises:
-            TransportError: there is none.
+            TransportError: There is none.
         """
         link = self.links.get(peer)
         if link is None:
@@ -162,7 +162,7 @@ class Base(Transport, Generic[E, L]):
         """Check that this transport is open, and that the calling thread may use it.
 
         Raises:
-            TransportError: it is not, or may not.
+            TransportError: It is not, or may not.
         """
         if self.closed:
             raise TransportError(f"the transport of {self.agent!r} is closed")

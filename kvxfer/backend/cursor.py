@@ -13,7 +13,7 @@ class RunCursor:
     """A place in the runs of a batch, seen as one row of bytes.
 
     Attributes:
-        left: bytes from here to the end.
+        left: Bytes from here to the end.
     """
 
     def __init__(self, runs: Iterable[tuple[int, int]]) -> None:

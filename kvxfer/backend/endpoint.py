@@ -47,7 +47,7 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         """Return the endpoint as bytes.
 
         Raises:
-            TransportError: they are more than ``most_bytes``.
+            TransportError: They are more than ``most_bytes``.
         """
         said = f"{self.backend} {self.format} ".encode() + msgspec.msgpack.encode(self)
         if len(said) + _CHECK_BYTES > self.most_bytes:

@@ -19,9 +19,9 @@ class ListenOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Where a back end listens. Derive its own options from it; every one has a default.
 
     Attributes:
-        backend: its name, for messages.
-        listen: address to bind to; peers must be able to reach it.
-        advertise: host name or address given to peers, if it is not ``listen``.
+        backend: Its name, for messages.
+        listen: Address to bind to; peers must be able to reach it.
+        advertise: Host name or address given to peers, if it is not ``listen``.
         port: TCP port to bind to; 0 takes any free one.
     """
 
@@ -46,7 +46,7 @@ class ListenOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Read the options of a configuration.
 
         Raises:
-            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
         """
         naming = f"option {{!r}} of back end {cls.backend!r}"
         parsed = read(cls, options, naming)

@@ -33,9 +33,9 @@ class Liveness:
     """One end of a link.
 
     Attributes:
-        up: whether the peer has connected too.
-        down: why it cannot be used any more, or ``None``.
-        heard: what the peer has told, and the descriptors that came with it, which are the taker's to close. The oldest first.
+        up: Whether the peer has connected too.
+        down: Why it cannot be used any more, or ``None``.
+        heard: What the peer has told, and the descriptors that came with it, which are the taker's to close. The oldest first.
     """
 
     def __init__(self, mine: bytes, theirs: bytes, peer: str) -> None:
@@ -54,7 +54,7 @@ class Liveness:
         """Tell the peer something of at most ``MESSAGE_BYTES``, with descriptors that stay ours to close. It may not be up yet.
 
         Raises:
-            OSError: it is gone, or has not listened to hundreds of messages.
+            OSError: It is gone, or has not listened to hundreds of messages.
         """
         if self.down is not None:
             raise OSError(self.down)
@@ -79,7 +79,7 @@ class LivenessLinks:
     """The ends of all links of a transport.
 
     Attributes:
-        name: where peers announce themselves.
+        name: Where peers announce themselves.
     """
 
     def __init__(self, backend: str, wakeup: Wakeup) -> None:

@@ -17,7 +17,7 @@ class Memories:
     """The memories of one side, numbered 0, 1, 2 ... Numbers are never used twice. One thread at a time.
 
     Attributes:
-        next: the number of the memory that is added next.
+        next: The number of the memory that is added next.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Memories:
         """Check a list of regions, which may be empty.
 
         Raises:
-            TransportError: a region is impossible, two overlap, or a kind of device is not in ``devices``.
+            TransportError: A region is impossible, two overlap, or a kind of device is not in ``devices``.
         """
         for r in regions:
             if r.address <= 0 or r.nbytes <= 0:
@@ -99,7 +99,7 @@ class Memories:
         """Return the address of each run, int64 ``[n]``.
 
         Raises:
-            TransportError: the memory is unknown, the arrays do not fit each other, or a run is not inside one
+            TransportError: The memory is unknown, the arrays do not fit each other, or a run is not inside one
                 region.
         """
         if memory not in self._known:

@@ -38,7 +38,7 @@ def device_of(address: str) -> str:
     """Return the network device that has an address (or host name).
 
     Raises:
-        ConfigError: none of this host has.
+        ConfigError: None of this host has.
     """
     try:
         wanted = {

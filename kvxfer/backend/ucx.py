@@ -1,4 +1,4 @@
-"""Settings with which UCX opens ports where ``listen`` says and nowhere else: for every back end that has a UCX inside.
+"""Settings with which UCX opens ports where ``listen`` says and nowhere else, and its log: for every back end that has a UCX inside.
 
 UCX cannot authenticate. Whoever reaches a port of its TCP transport can read and write this process's memory, or end it. And it
 opens one at every network device of the host, unless told otherwise.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,20 @@ from pathlib import Path
 from kvxfer.backend.ports import device_of
 from kvxfer.settings import everywhere, loopback
 
-__all__ = ["confined"]
+__all__ = ["TELLS", "carried_by", "confined"]
 
+TELLS = {"UCX_LOG_LEVEL": "info"}
+"""What makes UCX log which transports it has chosen."""
+
+_CHOSEN = re.compile(r"(intra-node|inter-node) cfg#\d+ (.*)")
 _CARDS = Path("/sys/class/infiniband")
 
 _log = logging.getLogger("kvxfer.transport")
+
+
+def carried_by(log: str) -> str | None:
+    """Return which transports UCX has chosen by its log, in its words; ``None`` if that does not say."""
+    return "; ".join(dict.fromkeys(f"{where}: {how.strip()}" for where, how in _CHOSEN.findall(log))) or None
 
 
 def confined(listen: str, given: Collection[str], gpus: bool) -> dict[str, str]:

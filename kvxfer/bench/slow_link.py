@@ -42,9 +42,9 @@ class SlowLink:
     """What a link is like.
 
     Attributes:
-        round_trip_s: from one end to the other and back.
-        loss: share of packets that are lost, in each direction.
-        bytes_per_s: of both directions together. What comes faster waits for as long as a round trip takes, and is dropped beyond that.
+        round_trip_s: From one end to the other and back.
+        loss: Share of packets that are lost, in each direction.
+        bytes_per_s: Of both directions together. What comes faster waits for as long as a round trip takes, and is dropped beyond that.
         congestion: TCP's congestion control, as Linux names it; ``None`` for the host's own.
     """
 
@@ -58,7 +58,7 @@ class SlowLink:
         """Have the link, in a namespace of this process's own (see ``apart``).
 
         Raises:
-            KvxferError: the host does not let us.
+            KvxferError: The host does not let us.
         """
         try:
             device = _device()
@@ -124,7 +124,7 @@ def apart(module: str, argument: str) -> int:
     """Run a module with one argument as a program in a network namespace of its own, in which it is root; return its exit status.
 
     Raises:
-        KvxferError: there is no program ``unshare`` (of util-linux).
+        KvxferError: There is no program ``unshare`` (of util-linux).
     """
     command: Sequence[str] = ("unshare", "--map-root-user", "--net", sys.executable, "-m", module, argument)
     try:

@@ -45,8 +45,8 @@ def _advice(facts: dict[str, Any]) -> list[str]:
     out = []
     if (facts["ptrace_scope"] or 0) >= 2 and not facts["cap_sys_ptrace"]:
         out.append(
-            f"kernel.yama.ptrace_scope is {facts['ptrace_scope']}, which forbids cma, and UCX's copies between processes: set it "
-            "to 1 or less, or give engines CAP_SYS_PTRACE"
+            f"kernel.yama.ptrace_scope is {facts['ptrace_scope']}, which forbids processes to copy from each other's memory: set "
+            "it to 1 or less, or give engines CAP_SYS_PTRACE"
         )
     if facts["infiniband"] and facts["memlock_bytes"] is not None:
         out.append(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -30,7 +29,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.control.inquiry import Inquiry, inquire
-from kvxfer.errors import KvxferError, PeerError
+from kvxfer.errors import ConfigError, KvxferError, PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Region, View
 from kvxfer.geometry.cache import flat_starts
@@ -50,11 +49,6 @@ LINK_S = 15.0
 """What making all links may take."""
 PING_S = 0.5
 LONGEST_S = 120.0
-
-TELLING = {"UCX_LOG_LEVEL": "info", "NCCL_DEBUG": "INFO"}
-"""What makes libraries tell in their logs which transports they use."""
-_UCX = re.compile(r"(intra-node|inter-node) cfg#\d+ (.*)")
-_NCCL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")
 
 
 def visit(peer: str, config: Config) -> dict[str, Any]:
@@ -76,7 +70,7 @@ def visit(peer: str, config: Config) -> dict[str, Any]:
                 stdout=subprocess.PIPE,
                 stderr=words,
                 text=True,
-                env={**TELLING, **os.environ},
+                env={**_telling(), **os.environ},
                 timeout=LONGEST_S,
             )
         except subprocess.TimeoutExpired:
@@ -87,18 +81,17 @@ def visit(peer: str, config: Config) -> dict[str, Any]:
         raise KvxferError(f"the visit of {peer} ended with status {done.returncode}: {said.strip()[-500:]}")
     found: dict[str, Any] = json.loads(done.stdout)
     for link in found.get("links", ()):
-        link["transport"] = carried_by(link["backend"], said)
+        link["transport"] = registry.load(link["backend"]).carried_by(said)
     return found
 
 
-def carried_by(backend: str, said: str) -> str | None:
-    """Return what carries the bytes of a back end's links by its library's log, in the library's words; ``None`` if it is silent."""
-    libraries = registry.load(backend).exclusive
-    if "ucx" in libraries:
-        found = dict.fromkeys(f"{where}: {how.strip()}" for where, how in _UCX.findall(said))
-        return "; ".join(found) or None
-    found = dict.fromkeys(_NCCL.findall(said))
-    return ", ".join(found) or None
+def _telling() -> dict[str, str]:
+    """Return what has the libraries of all installed back ends tell in their logs how they move bytes."""
+    found: dict[str, str] = {}
+    for name in registry.available():
+        with suppress(ConfigError):  # one that cannot be loaded makes no link either
+            found |= registry.load(name).tells
+    return found
 
 
 def show_visit(console: Console, found: Mapping[str, Any]) -> None:
@@ -120,6 +113,8 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
         say(
             f"its cache is in {found['peer_memory']} memory, which this process cannot have: asked with {found['memory']} memory"
         )
+    if found.get("peer_elastic"):
+        say("its cache is elastic: a back end that keeps pages moves it staged")
     for row in found.get("candidates", ()):
         say(f"  {row['backend']}: {row['against'] or 'used'}")
     for link in found.get("links", ())[:1]:
@@ -182,6 +177,7 @@ def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
     report["candidates"] = _candidates(device.partition(":")[0], config, theirs, report["links"])
     report["memory"] = device.partition(":")[0]
     report["peer_memory"] = engine.members[0].cache.regions[0].device.partition(":")[0]
+    report["peer_elastic"] = any(member.cache.elastic for member in engine.members)
     return report
 
 

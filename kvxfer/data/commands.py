@@ -35,9 +35,9 @@ class MakeEndpoint(msgspec.Struct, frozen=True):
     """Begin a link; answered with ``EndpointMade``.
 
     Attributes:
-        number: tells this making of the link from earlier ones.
-        backend: the back end's name.
-        role: ours on the link.
+        number: Tells this making of the link from earlier ones.
+        backend: The back end's name.
+        role: Ours on the link.
     """
 
     link: LinkId
@@ -99,7 +99,7 @@ class PieceReady(msgspec.Struct, frozen=True):
     has been written into the slot that was lent. From the consumer: a slot to write it into.
 
     Attributes:
-        offset: where the slot begins in staging memory, in bytes; ``None`` where the other side need not know.
+        offset: Where the slot begins in staging memory, in bytes; ``None`` where the other side need not know.
     """
 
     ref: PartRef

@@ -24,10 +24,10 @@ class Dispatch:
     """Makes an engine's steps, and overtakes them; one thread, and nothing blocks save ``receive``.
 
     Args:
-        schedule: what is offered and fetched.
-        own: the engine's own directory, if it has several ranks.
-        ranks: how many ranks it has.
-        facts: what all its KV depends on.
+        schedule: What is offered and fetched.
+        own: The engine's own directory, if it has several ranks.
+        ranks: How many ranks it has.
+        facts: What all its KV depends on.
     """
 
     def __init__(self, schedule: Schedule, own: Source | None, ranks: int, facts: dict[str, str]) -> None:

@@ -37,13 +37,13 @@ class Step:
     """Scheduler to all workers, with each step of the engine.
 
     Attributes:
-        commands: offers, revocations, fetches and cancels.
-        renewals: offers whose consumers are alive though they have not come yet.
-        facts: what all KV of the engine depends on from now on (``kvxfer.facts``), if that is news.
-        number: of the step; they count up.
-        first: the number of the first of the fetches, some of which may have come by the side channel; None: none has.
-        prefetches: those of the fetches, by handle, that are prefetches.
-        copies: what is to be copied before this step's forward pass.
+        commands: Offers, revocations, fetches and cancels.
+        renewals: Offers whose consumers are alive though they have not come yet.
+        facts: What all KV of the engine depends on from now on (``kvxfer.facts``), if that is news.
+        number: Of the step; they count up.
+        first: The number of the first of the fetches, some of which may have come by the side channel; None: none has.
+        prefetches: Those of the fetches, by handle, that are prefetches.
+        copies: What is to be copied before this step's forward pass.
     """
 
     commands: StepCommands = StepCommands()
@@ -63,24 +63,24 @@ class Report:
     """Workers to scheduler: what has ended on some ranks since they reported last. False if that is nothing.
 
     Attributes:
-        members: where these ranks' agents listen; said once.
-        released: for each transfer that was offered, the ranks that are done with it, and up to which generation.
-        revoked: for each transfer that goes on though blocks of it were revoked, the ranks on which nothing reads these any
+        members: Where these ranks' agents listen; said once.
+        released: For each transfer that was offered, the ranks that are done with it, and up to which generation.
+        revoked: For each transfer that goes on though blocks of it were revoked, the ranks on which nothing reads these any
             more, and up to which generation.
-        delivered: requests whose load has been delivered to some ranks, and the generations that these were delivered.
-        over: requests whose load has ended, and the ranks on which it has.
-        failed: those whose load has failed, and why.
-        arrived: of loads that asked for it (``SchedulerSide.load``), the tokens that are here so far on each rank.
-        payloads: of requests that have been delivered, what the producer has sent along.
-        short: of requests that have been delivered, the token up to which they are here, where that is not all of it.
-        writing: those that are reported as failed though their blocks may still be written to, and on which ranks.
-        quiet: those of them that no longer are.
-        stages: of loads that have ended, when they came how far on the slowest rank.
-        invalid: the scheduler's blocks of loads that have failed.
-        begun: the last step with revocations that these ranks have begun.
-        channels: where these ranks' side channels listen; said once.
-        prefetched: what has become of prefetches; a later word counts more.
-        copied: requests whose prefetched blocks have been copied, and the seconds that each rank took for it.
+        delivered: Requests whose load has been delivered to some ranks, and the generations that these were delivered.
+        over: Requests whose load has ended, and the ranks on which it has.
+        failed: Those whose load has failed, and why.
+        arrived: Of loads that asked for it (``SchedulerSide.load``), the tokens that are here so far on each rank.
+        payloads: Of requests that have been delivered, what the producer has sent along.
+        short: Of requests that have been delivered, the token up to which they are here, where that is not all of it.
+        writing: Those that are reported as failed though their blocks may still be written to, and on which ranks.
+        quiet: Those of them that no longer are.
+        stages: Of loads that have ended, when they came how far on the slowest rank.
+        invalid: The scheduler's blocks of loads that have failed.
+        begun: The last step with revocations that these ranks have begun.
+        channels: Where these ranks' side channels listen; said once.
+        prefetched: What has become of prefetches; a later word counts more.
+        copied: Requests whose prefetched blocks have been copied, and the seconds that each rank took for it.
     """
 
     members: dict[Rank, RankDescriptor] = field(default_factory=dict)

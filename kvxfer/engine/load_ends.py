@@ -142,6 +142,8 @@ class LoadEnds:
                     log.warning("request %s has come up to token %d, where its producer gave up", request, short)
             else:
                 failed[request] = failure
+                if failure.kind is FailureKind.INCOMPATIBLE:
+                    self._loading.refused(request)
             if source is not None and failure is not None:
                 self._paces.failed(source)
             elif source is not None and stages is not None and short is None:

@@ -24,14 +24,14 @@ class Loads:
     """The requests that load; one thread. Calls about any other request do nothing.
 
     Args:
-        config: the engine's settings.
-        schedule: decides what is fetched.
-        pins: keeps blocks from reuse.
-        tables: what the engine's block tables are held to.
-        ranks: how many ranks report.
-        dispatch: takes fetches to the workers.
-        notices: speaks with the engines that are loaded from.
-        trace: is told how far each load is.
+        config: The engine's settings.
+        schedule: Decides what is fetched.
+        pins: Keeps blocks from reuse.
+        tables: What the engine's block tables are held to.
+        ranks: How many ranks report.
+        dispatch: Takes fetches to the workers.
+        notices: Speaks with the engines that are loaded from.
+        trace: Is told how far each load is.
     """
 
     def __init__(

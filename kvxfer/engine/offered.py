@@ -33,13 +33,13 @@ class OfferedBlocks:
     """Blocks that others may be reading; one thread.
 
     Args:
-        schedule: what is offered.
-        pins: holds what the engine gives up.
-        groups: the engine's KV-cache groups.
-        ranks: how many ranks report.
+        schedule: What is offered.
+        pins: Holds what the engine gives up.
+        groups: The engine's KV-cache groups.
+        ranks: How many ranks report.
 
     Attributes:
-        elastic: whether a block has memory only as long as it is in use.
+        elastic: Whether a block has memory only as long as it is in use.
     """
 
     def __init__(self, schedule: OfferSchedule, pins: BlockPins, groups: Sequence[Group], ranks: int) -> None:
@@ -118,12 +118,12 @@ class OfferedBlocks:
         """Take in that the request is over; True if the engine must keep its blocks.
 
         Args:
-            request: the engine's id of it.
-            transfer: what it offered, if anything.
-            table: the whole block table at its end.
-            complete: it ended normally and its KV is good.
-            found: whether others can find our ranks, so that somebody may be reading.
-            good: though not complete, what it has offered is good.
+            request: The engine's id of it.
+            transfer: What it offered, if anything.
+            table: The whole block table at its end.
+            complete: It ended normally and its KV is good.
+            found: Whether others can find our ranks, so that somebody may be reading.
+            good: Though not complete, what it has offered is good.
         """
         end = self._ends.pop(request, None)
         offered = self._schedule.offered(request).ids()

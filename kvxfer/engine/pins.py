@@ -55,9 +55,9 @@ class BlockPins:
     """References to blocks, by holder.
 
     Args:
-        limit: how many blocks ``quarantine`` may hold at a time; a quarter of the pool, say. Of an elastic pool it may not hold
+        limit: How many blocks ``quarantine`` may hold at a time; a quarter of the pool, say. Of an elastic pool it may not hold
             more than a quarter of what can be in use.
-        pool: the engine's pool; may be bound later, until which nothing is held.
+        pool: The engine's pool; may be bound later, until which nothing is held.
     """
 
     def __init__(self, limit: int, pool: BlockPool | None = None) -> None:

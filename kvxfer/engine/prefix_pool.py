@@ -23,11 +23,11 @@ class PrefixPool:
     one that was freed first is taken first. One thread.
 
     Args:
-        blocks: how many there are; their ids are 0 to ``blocks - 1``.
-        block_tokens: tokens in each.
+        blocks: How many there are; their ids are 0 to ``blocks - 1``.
+        block_tokens: Tokens in each.
 
     Raises:
-        ArgumentError: an argument is of the wrong type or range.
+        ArgumentError: An argument is of the wrong type or range.
     """
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
@@ -58,8 +58,8 @@ class PrefixPool:
         """Return the blocks that hold the longest prefix of these tokens that is here, each with one more reference.
 
         Args:
-            tokens: token ids. Only whole blocks of them are looked for: leave the last token out if it is to be computed.
-            salt: what else the KV depends on, such as an adapter.
+            tokens: Token ids. Only whole blocks of them are looked for: leave the last token out if it is to be computed.
+            salt: What else the KV depends on, such as an adapter.
         """
         found = []
         for prefix in self._prefixes(tokens, salt):
@@ -86,7 +86,7 @@ class PrefixPool:
         """Drop one reference to each; those that have none left are taken after all that are unused, in this order.
 
         Raises:
-            ArgumentError: a block has no reference; those before it are freed.
+            ArgumentError: A block has no reference; those before it are freed.
         """
         for block in blocks:
             if not self._references[block]:

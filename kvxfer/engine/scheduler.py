@@ -59,22 +59,22 @@ class SchedulerSide:
     A wrong argument is answered by its call, which then does nothing.
 
     Args:
-        config: the engine's settings.
-        engine: its name, for logs of others.
-        groups: its KV-cache groups, in the order of its block tables.
-        ranks: how many workers it has.
-        facts: what all its KV depends on (``kvxfer.facts``); its agents must state the same.
-        pins: keeps blocks that the engine gives up; without one, nothing is kept, and peers that read too late fail.
+        config: The engine's settings.
+        engine: Its name, for logs of others.
+        groups: Its KV-cache groups, in the order of its block tables.
+        ranks: How many workers it has.
+        facts: What all its KV depends on (``kvxfer.facts``); its agents must state the same.
+        pins: Keeps blocks that the engine gives up; without one, nothing is kept, and peers that read too late fail.
 
     Attributes:
-        source: where other engines find this one.
-        directory: what they find there.
-        facts: as stated last.
+        source: Where other engines find this one.
+        directory: What they find there.
+        facts: As stated last.
 
     Raises:
-        ArgumentError: an argument is of the wrong type or range.
-        ConfigError: the facts are too many or too long.
-        OSError: the directory's address cannot be had.
+        ArgumentError: An argument is of the wrong type or range.
+        ConfigError: The facts are too many or too long.
+        OSError: The directory's address cannot be had.
     """
 
     @_held
@@ -119,13 +119,26 @@ class SchedulerSide:
     ) -> bool:
         """Offer the first ``tokens`` tokens of this request's prompt to others, as they are computed.
 
-        It is kept until ``consumers`` engines have it or have given it up, or the lease ends; what becomes of one means
-        nothing for the others. Each must be another engine, while requests of one engine share one load. ``stops``: nothing is
-        computed for the request behind these tokens. A recurrent state is then offered with the step that completes them, and
-        else once the request has finished.
+        The offer stands until ``consumers`` engines have fetched it or given it up, or its lease ends. What becomes of one
+        consumer means nothing for the others.
 
-        Returns False if there is nothing to offer, or another request offers this transfer already (a sibling of n > 1,
-        say). Raises ``ScheduleError`` if this one offers another.
+        Args:
+            request: The engine's id of it.
+            transfer: The name under which consumers fetch it.
+            digest: What its KV depends on.
+            tokens: How many.
+            consumers: How many engines are to fetch it. Requests of one engine share one load, and count as one.
+            stops: Nothing is computed for the request behind these tokens. A recurrent state is then offered with the step
+                that completes them, and otherwise once the request has finished.
+
+        Returns:
+            Whether it is offered. It is not if there is nothing to offer, or if another request offers this transfer already
+            (a sibling of n > 1, say).
+
+        Raises:
+            ArgumentError: An argument is of the wrong type or range.
+            KvxferError: This side has been closed.
+            ScheduleError: The request offers another transfer.
         """
         self._check_open()
         arguments.string("request", request)
@@ -155,21 +168,27 @@ class SchedulerSide:
         A ``report`` says how far it is each time that ``progress`` more tokens are here; 0: never.
 
         Args:
-            request: the engine's id of it.
-            transfer: the name of what is loaded.
-            digest: what its KV depends on.
-            source: the directory of the engine that offers it.
-            tokens: how many.
-            begun: whether the producer may be taken to have begun. If not, it is asked, and ``loadable`` says None until it
+            request: The engine's id of it.
+            transfer: The name of what is loaded.
+            digest: What its KV depends on.
+            source: The directory of the engine that offers it.
+            tokens: How many.
+            begun: Whether the producer may be taken to have begun. If not, it is asked, and ``loadable`` says None until it
                 has, for ``start_timeout`` at the most.
-            offered: whether the producer is known to have offered all of them, as when it has answered its request. If it
+            offered: Whether the producer is known to have offered all of them, as when it has answered its request. If it
                 does not know them any more, the load fails within about a second, not at its deadline.
-            progress: how many more tokens are news.
-            enough: how many tokens are of use, should the producer give up before it has computed all (``Update.short``). 0: all
+            progress: How many more tokens are news.
+            enough: How many tokens are of use, should the producer give up before it has computed all (``Update.short``). 0: all
                 or none. Only where all groups are ``full``.
 
-        Returns False if the transfer is in use for other content or from another source, or was given up just now: the
-        request is computed here. Raises ``ScheduleError`` if it loads another.
+        Returns:
+            Whether it may load. It may not if the transfer is in use for other content or from another source, or was given
+            up just now; then the request is computed here.
+
+        Raises:
+            ArgumentError: An argument is of the wrong type or range.
+            KvxferError: This side has been closed.
+            ScheduleError: The request loads another transfer.
         """
         self._check_open()
         arguments.string("request", request)
@@ -183,12 +202,12 @@ class SchedulerSide:
     def prefetch(self, request: str, computed: int) -> None:
         """Begin a short load before the request has blocks, so that it may run in the step that admits it.
 
-        Call it when the request has arrived; ``loadable`` does, too. Does nothing for loads for which that is not the
-        way: see ``step_budget``.
+        Call it when the request has arrived; ``loadable`` calls it as well. It does nothing for a load that is not short: see
+        ``Config.step_budget``.
 
         Args:
-            request: the engine's id of it.
-            computed: local tokens that it will find, as far as is known.
+            request: The engine's id of it.
+            computed: Local tokens that it will find, as far as is known.
         """
         self._loads.prefetch(request, computed)
 
@@ -203,15 +222,18 @@ class SchedulerSide:
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
-        0: none, for good. None: a sibling is loading them, a prefetch is on its way, or the producer has not begun; ask again
-        in the next step. May be asked as often as the engine likes.
+        It may be asked as often as the engine likes.
+
+        Returns:
+            The number of tokens. 0: none can, now or later. None: not known yet, since a sibling is loading them, a prefetch
+            is on its way, or the producer has not begun; ask again in the next step.
         """
         return self._loads.loadable(request, computed)
 
     def here(self, request: str) -> bool:
-        """Whether what ``loadable`` has promised is here: then the request runs in this step, whose workers copy it first.
+        """Return whether what ``loadable`` has promised is here.
 
-        Else its load begins with this step.
+        If it is, the request runs in this step, whose workers copy it first. If not, its load begins with this step.
         """
         return self._loads.here(request)
 
@@ -223,19 +245,19 @@ class SchedulerSide:
         its blocks must not be freed. Without any, an untouched transfer is given up.
 
         Args:
-            request: the engine's id of it.
-            table: the whole block table. Blocks of local tokens are not touched.
-            external: what ``loadable`` said last, or less if no group is a ``state``.
+            request: The engine's id of it.
+            table: The whole block table. Blocks of local tokens are not touched.
+            external: What ``loadable`` said last, or less if no group is a ``state``.
 
         Raises:
-            ScheduleError: tokens that ``loadable`` would not promise, or no blocks for them. The load has failed: none
+            ScheduleError: Tokens that ``loadable`` would not promise, or no blocks for them. The load has failed: none
                 of them will come.
-            ArgumentError: a block table that is none of this engine's. The load has failed as well.
+            ArgumentError: A block table that is none of this engine's. The load has failed as well.
         """
         self._loads.allocated(request, table, external)
 
     def follows(self, request: str) -> bool:
-        """Whether ``runs`` matters for this request, so that the table of any other need not be fetched."""
+        """Return whether ``runs`` matters for this request: of no other need the engine look its block table up."""
         return request in self._schedule.producer
 
     @_held
@@ -243,13 +265,13 @@ class SchedulerSide:
         """Take in that the request runs in this step.
 
         Args:
-            request: the engine's id of it.
-            computed: tokens computed before this step, prefix-cache hits and loads included.
-            scheduled: tokens that this step computes.
-            table: the whole block table as this step uses it; never an increment.
+            request: The engine's id of it.
+            computed: Tokens computed before this step, prefix-cache hits and loads included.
+            scheduled: Tokens that this step computes.
+            table: The whole block table as this step uses it; never an increment.
 
         Raises:
-            ArgumentError: a block table that is none of this engine's, or lists too few blocks for what the step computes.
+            ArgumentError: A block table that is none of this engine's, or lists too few blocks for what the step computes.
         """
         producer = self._schedule.producer
         if request in producer:
@@ -274,11 +296,11 @@ class SchedulerSide:
         """Take in that the request is over, at whatever point.
 
         Args:
-            request: the engine's id of it.
-            table: the whole block table at its end; one of empty rows if it has no blocks.
-            complete: it ended normally and its KV is good; False for an abort or an error.
-            good: though not complete, what has been computed is good, as after an abort. Those who are reading it, and for whom
-                that is enough, may finish with that.
+            request: The engine's id of it.
+            table: The whole block table at its end; one of empty rows if it has no blocks.
+            complete: It ended normally and its KV is good; False for an abort or an error.
+            good: What has been computed is good though the request is not complete, as after an abort. Consumers that are
+                reading it, and for which that is enough, may finish with it.
 
         Returns:
             True if the engine must keep the blocks until a ``report`` names the request as ``free``. A load under way
@@ -293,7 +315,7 @@ class SchedulerSide:
 
     @_held
     def freed(self, request: str) -> None:
-        """Take in that the engine frees the blocks of a held request on another's word than ours."""
+        """Take in that the engine frees the blocks of a held request though no ``report`` has named it as ``free``."""
         self._offered.freed(request)
 
     # --- steps -----------------------------------------------------------------------------------------------------

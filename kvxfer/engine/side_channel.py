@@ -52,9 +52,9 @@ class DirectFetches(msgspec.Struct, frozen=True):
     """Fetches that need not wait for their step, and word of those that are to come.
 
     Attributes:
-        first: the number of the first of them; the others follow. Each comes again with the step that has its number.
-        prefetches: those of them, by handle, that are prefetches.
-        prepare: engines from which fetches are to come, and our own directory if there are several workers.
+        first: The number of the first of them; the others follow. Each comes again with the step that has its number.
+        prefetches: Those of them, by handle, that are prefetches.
+        prepare: Engines from which fetches are to come, and our own directory if there are several workers.
     """
 
     first: int
@@ -69,12 +69,12 @@ class RankResult(msgspec.Struct, frozen=True):
     Of a prefetch, its end, and once more when it is quiet; of any other load, one that was delivered and is quiet.
 
     Attributes:
-        rank: that rank.
-        number: of the fetch, as the scheduler side counts them: a later load may have the same name.
-        generation: of what was delivered; ``None`` if nothing had to come.
-        failure: why it was not delivered; None if it was.
-        quiet: nothing writes to its blocks any more.
-        stages: when it came how far.
+        rank: That rank.
+        number: Of the fetch, as the scheduler side counts them: a later load may have the same name.
+        generation: Of what was delivered; ``None`` if nothing had to come.
+        failure: Why it was not delivered; None if it was.
+        quiet: Nothing writes to its blocks any more.
+        stages: When it came how far.
     """
 
     handle: str
@@ -98,8 +98,8 @@ class WorkerChannel:
     """A worker's end, with a thread of its own.
 
     Args:
-        take: called on that thread with what the scheduler side sends.
-        results: called on that thread after ``wake``; returns what is to be sent.
+        take: Called on that thread with what the scheduler side sends.
+        results: Called on that thread after ``wake``; returns what is to be sent.
 
     Raises:
         OSError: No socket can be had.

@@ -32,9 +32,9 @@ class Starts:
     """Requests that wait for their producers to begin; one thread.
 
     Args:
-        patience: seconds for which each waits at the most.
-        tell: sends a notice to an engine's directory.
-        clock: returns the time in seconds.
+        patience: Seconds for which each waits at the most.
+        tell: Sends a notice to an engine's directory.
+        clock: Returns the time in seconds.
     """
 
     def __init__(

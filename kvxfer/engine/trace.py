@@ -38,8 +38,8 @@ class Trace:
     this clock if the workers are on the scheduler's host. ``seen``: the scheduler side knew the outcome.
 
     Args:
-        path: the file that lines are appended to; None: nothing is written.
-        engine: its name.
+        path: The file that lines are appended to; None: nothing is written.
+        engine: Its name.
     """
 
     def __init__(self, path: str | None, engine: str) -> None:

@@ -208,17 +208,17 @@ class Cache(msgspec.Struct, frozen=True):
         ``__dlpack__``, in any order of its axes, with any gaps. ``a + b`` is the cache of both groups.
 
         Args:
-            tensors: one tensor, or a list of one for each layer, of plane ``kv``; or of several planes, by their names:
+            tensors: One tensor, or a list of one for each layer, of plane ``kv``; or of several planes, by their names:
                 ``{"k": [...], "v": [...]}``.
-            dims: what the axes are, in order: each of ``layer``, ``block``, ``head`` and ``token`` at most once, and
+            dims: What the axes are, in order: each of ``layer``, ``block``, ``head`` and ``token`` at most once, and
                 ``unit`` for those that stay together, as in ``"block head token unit"``. Without ``head`` every
                 tensor-parallel rank holds a replica. Without ``token`` a block is not cut. By plane, where they differ.
-            encoding: whatever else the bytes depend on; by default the dtype's name.
-            group: by default a ``full`` one, of as many tokens a block as the axis ``token`` has.
-            layers: the layers' names; by default ``"0"``, ``"1"``, ...
-            heads: the first of the model's heads that is here, and how many the model has; by default all are here.
-            rank: pipeline stage and tensor-parallel rank.
-            optional: see ``View``.
+            encoding: Whatever else the bytes depend on; by default the dtype's name.
+            group: By default a ``full`` one, of as many tokens a block as the axis ``token`` has.
+            layers: The layers' names; by default ``"0"``, ``"1"``, ...
+            heads: The first of the model's heads that is here, and how many the model has; by default all are here.
+            rank: Pipeline stage and tensor-parallel rank.
+            optional: See ``View``.
 
         Raises:
             ArgumentError: An argument is wrong, or the tensors are not a cache that ``check`` lets pass.

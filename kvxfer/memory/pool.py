@@ -32,7 +32,7 @@ class CopyPool:
     """``size`` threads, the calling one counted. The others are made when there is work for them.
 
     Attributes:
-        size: how many calls are made at the same time at most.
+        size: How many calls are made at the same time at most.
     """
 
     def __init__(self, size: int, name: str) -> None:
@@ -50,9 +50,9 @@ class CopyPool:
         """Make at most ``size`` calls at the same time, the first on the calling thread; return what they returned.
 
         Raises:
-            RuntimeError: the system gives no more threads. From then on the calling thread is alone; nothing of what
+            RuntimeError: The system gives no more threads. From then on the calling thread is alone; nothing of what
                 was to be done happens later.
-            BaseException: what one of the calls raised, after all have ended.
+            BaseException: What one of the calls raised, after all have ended.
         """
         others = self._others
         if others is None:
@@ -84,11 +84,11 @@ def in_parallel(nbytes: int, share: Callable[[int, int], T]) -> list[T]:
     """Return ``[share(i, n) for i in range(n)]``, computed by threads of this process.
 
     Args:
-        nbytes: bytes to copy in all; ``n`` follows from them and from the cores that this process may use.
-        share: makes the ``i``-th of ``n`` shares. Any thread.
+        nbytes: Bytes to copy in all; ``n`` follows from them and from the cores that this process may use.
+        share: Makes the ``i``-th of ``n`` shares. Any thread.
 
     Raises:
-        BaseException: what a share raised, after all have ended.
+        BaseException: What a share raised, after all have ended.
     """
     pool = _pool()
     n = min(pool.shares(nbytes, _WORTH), len(os.sched_getaffinity(0)))

@@ -25,7 +25,7 @@ class PeerBudgets(Generic[Owner, K]):
     Operations cost O(1), and O(owners) once nothing is left.
 
     Args:
-        total: how much there is.
+        total: How much there is.
     """
 
     def __init__(self, total: int) -> None:
@@ -79,8 +79,8 @@ class Keep(Generic[Owner, K, V]):
     Where a value finds no room, the oldest of the same owner go. All operations cost O(1); the clock is an argument.
 
     Args:
-        seconds: for which each value is remembered.
-        most: how many values there may be in all.
+        seconds: For which each value is remembered.
+        most: How many values there may be in all.
     """
 
     def __init__(self, seconds: float, most: int) -> None:

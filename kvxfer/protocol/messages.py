@@ -84,12 +84,12 @@ class Hello(_Base, frozen=True, tag="hello"):
     """Consumer to producer rank: who I am, and how I will read your cache.
 
     Attributes:
-        endpoint: that of the consumer's back end.
-        assignments: which of the producer rank's cache the consumer will read.
-        mode: how the consumer uses the back end.
-        piece_bytes: size of its staged pieces.
-        facts: what all KV of the consumer depends on (``kvxfer.facts``).
-        stage_below: parts whose rows are shorter on average, in bytes, must come staged.
+        endpoint: That of the consumer's back end.
+        assignments: Which of the producer rank's cache the consumer will read.
+        mode: How the consumer uses the back end.
+        piece_bytes: Size of its staged pieces.
+        facts: What all KV of the consumer depends on (``kvxfer.facts``).
+        stage_below: Parts whose rows are shorter on average, in bytes, must come staged.
     """
 
     protocol: int
@@ -111,9 +111,9 @@ class Welcome(_Base, frozen=True, tag="welcome"):
     """Producer: the answer to ``Hello``, by which the link is made.
 
     Attributes:
-        piece_bytes: size of a staged piece, as agreed: the smaller one of both sides.
-        integrity: what is checked, as agreed: the stricter setting of both sides.
-        revocations: where consumers on the producer's host find its revocation counter.
+        piece_bytes: Size of a staged piece, as agreed: the smaller one of both sides.
+        integrity: What is checked, as agreed: the stricter setting of both sides.
+        revocations: Where consumers on the producer's host find its revocation counter.
     """
 
     epoch: Number
@@ -127,8 +127,8 @@ class Refused(_Base, frozen=True, tag="refused"):
     """Producer: there is no link, or none any more. The reason is logged on both sides.
 
     Attributes:
-        again: dialling anew may help; otherwise, what was on the link has failed.
-        backend: the link could not be made with this back end; another may do.
+        again: Dialling anew may help; otherwise, what was on the link has failed.
+        backend: The link could not be made with this back end; another may do.
     """
 
     kind: FailureKind
@@ -147,12 +147,12 @@ class FetchRequest(_Base, frozen=True, tag="fetch"):
     """Consumer: bring the tokens ``[start, tokens)`` into these blocks.
 
     Attributes:
-        readers: how many consumer ranks read from the producer rank.
-        seconds: how long the consumer will wait for the first part; after that nothing has to be served any more.
-        least: older generations are of no use, because another rank of the producer has this one already.
-        moving: how long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
-        offered: see ``Fetch``.
-        enough: see ``Fetch``.
+        readers: How many consumer ranks read from the producer rank.
+        seconds: How long the consumer will wait for the first part; after that nothing has to be served any more.
+        least: Older generations are of no use, because another rank of the producer has this one already.
+        moving: How long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
+        offered: See ``Fetch``.
+        enough: See ``Fetch``.
     """
 
     transfer: TransferId
@@ -176,11 +176,11 @@ class PartReady(_Base, frozen=True, tag="part"):
     onwards. Write: they are in the consumer's memory or, if staged, will be written into the slots that it lends.
 
     Attributes:
-        final: the part is the last one, and holds the window and state groups, too. It ends before the last token that is wanted
+        final: The part is the last one, and holds the window and state groups, too. It ends before the last token that is wanted
             only if the producer has given up, and so many tokens are enough.
-        piece_bytes: size of the pieces in which the part comes packed; 0 for direct runs.
-        revocations: the revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
-        payload: what came with the offer, with the final part.
+        piece_bytes: Size of the pieces in which the part comes packed; 0 for direct runs.
+        revocations: The revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
+        payload: What came with the offer, with the final part.
     """
 
     transfer: TransferId
@@ -205,7 +205,7 @@ class SlotReady(_Base, frozen=True, tag="slot_ready"):
     slot for it is at ``offset`` of the consumer's staging memory.
 
     Attributes:
-        offset: in bytes; ``None`` where the receiver need not know it.
+        offset: In bytes; ``None`` where the receiver need not know it.
     """
 
     transfer: TransferId
@@ -240,9 +240,9 @@ class CommitRequest(_Base, frozen=True, tag="commit"):
     """Consumer: all bytes have arrived, from you and from all others. Are they yours, and did this generation hold until now?
 
     Attributes:
-        checksum: that of the bytes from this producer rank, the sum over all parts; 0 where the link checks nothing.
-        round: tells the answer to this question from that to an earlier one.
-        alone: nobody else is asked, so that a yes settles it; otherwise ``Committed`` does.
+        checksum: That of the bytes from this producer rank, the sum over all parts; 0 where the link checks nothing.
+        round: Tells the answer to this question from that to an earlier one.
+        alone: Nobody else is asked, so that a yes settles it; otherwise ``Committed`` does.
     """
 
     transfer: TransferId
@@ -259,7 +259,7 @@ class CommitAck(_Base, frozen=True, tag="ack"):
     The answer no is ``AttemptClosed``.
 
     Attributes:
-        round: that of the request that is answered; ``None`` answers a ``FetchRequest`` that has come after its ``Committed``.
+        round: That of the request that is answered; ``None`` answers a ``FetchRequest`` that has come after its ``Committed``.
     """
 
     transfer: TransferId
@@ -271,7 +271,7 @@ class Committed(_Base, frozen=True, tag="committed"):
     """Consumer: all is here and trusted, from you and from all others: I need nothing more of this transfer.
 
     Attributes:
-        readers: as in ``FetchRequest``.
+        readers: As in ``FetchRequest``.
     """
 
     transfer: TransferId
@@ -284,8 +284,8 @@ class CloseAttempt(_Base, frozen=True, tag="close"):
     """Consumer: this attempt is over for me; stop moving bytes for it and answer ``AttemptClosed``.
 
     Attributes:
-        again: the consumer still wants the transfer, and its next attempt follows.
-        readers: as in ``FetchRequest``.
+        again: The consumer still wants the transfer, and its next attempt follows.
+        readers: As in ``FetchRequest``.
     """
 
     transfer: TransferId
@@ -304,7 +304,7 @@ class AttemptClosed(_Base, frozen=True, tag="closed"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
     Attributes:
-        again: a later generation may come; wait with a new attempt rather than fail.
+        again: A later generation may come; wait with a new attempt rather than fail.
     """
 
     transfer: TransferId
@@ -342,10 +342,10 @@ class RankDescriptor(_Base, frozen=True):
     """What a directory tells of one rank of its engine.
 
     Attributes:
-        address: where the rank's agent listens.
-        epoch: the agent's.
-        cache: the layout of the rank's cache.
-        backends: those with which links to the rank may be made.
+        address: Where the rank's agent listens.
+        epoch: The agent's.
+        cache: The layout of the rank's cache.
+        backends: Those with which links to the rank may be made.
     """
 
     address: str
@@ -446,9 +446,9 @@ def failure(message: Refused | CloseAttempt | AttemptClosed, peer: str, before: 
     """Return what a peer has said of a failure as one of ours.
 
     Args:
-        message: the peer's.
-        peer: the peer's name for operators.
-        before: our words, to be put before the peer's.
+        message: The peer's.
+        peer: The peer's name for operators.
+        before: Our words, to be put before the peer's.
     """
     return Failure(message.kind, before + message.reason, peer)
 
@@ -467,7 +467,7 @@ def encode(message: Message) -> bytes:
     """Return a message as one frame.
 
     Raises:
-        PeerError: the frame would exceed ``MAX_BYTES``.
+        PeerError: The frame would exceed ``MAX_BYTES``.
     """
     frame = _encoder.encode(message)
     if len(frame) > MAX_BYTES:
@@ -480,7 +480,7 @@ def decode(frame: bytes | memoryview) -> Message:
     """Return the message in a frame from a peer.
 
     Raises:
-        PeerError: the frame is too long, or is not a message.
+        PeerError: The frame is too long, or is not a message.
     """
     if len(frame) > MAX_BYTES:
         too_long = f"a frame of {len(frame)} bytes exceeds the limit of {MAX_BYTES}"

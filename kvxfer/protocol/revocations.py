@@ -21,12 +21,12 @@ class RevocationCounter:
     """A count of what a producer has given up.
 
     Args:
-        word: eight bytes of memory that consumers on the host can see, as one unsigned integer; ``None`` means private memory,
+        word: Eight bytes of memory that consumers on the host can see, as one unsigned integer; ``None`` means private memory,
             for machines without a shell.
 
     Attributes:
-        taken_in: how many declarations the control thread has acted upon.
-        declared: how many there have been.
+        taken_in: How many declarations the control thread has acted upon.
+        declared: How many there have been.
     """
 
     def __init__(self, word: memoryview | None = None) -> None:

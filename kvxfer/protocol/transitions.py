@@ -35,9 +35,9 @@ class Transitions(Generic[S, E]):
     """A table of what each stimulus does in each state.
 
     Attributes:
-        moves: where a stimulus leads.
-        ignored: stimuli that leave a state alone, by the reason.
-        never: pairs that the machine that uses the table does not bring about, by the reason; they raise.
+        moves: Where a stimulus leads.
+        ignored: Stimuli that leave a state alone, by the reason.
+        never: Pairs that the machine that uses the table does not bring about, by the reason; they raise.
     """
 
     moves: Mapping[tuple[S, E], S]
@@ -48,7 +48,7 @@ class Transitions(Generic[S, E]):
         """Return the next state, or ``None`` when the stimulus is ignored.
 
         Raises:
-            IllegalTransition: the pair is one that never comes about. Nothing has been changed.
+            IllegalTransition: The pair is one that never comes about. Nothing has been changed.
         """
         after = self.moves.get((state, stimulus))
         if after is None:

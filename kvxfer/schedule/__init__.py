@@ -28,12 +28,12 @@ class Schedule:
     One request may be in both (a turn that loads its past and offers what it adds to it).
 
     Args:
-        groups: the engine's KV-cache groups, in the order of its block tables.
-        own: the engine's own directory, if it has several ranks.
+        groups: The engine's KV-cache groups, in the order of its block tables.
+        own: The engine's own directory, if it has several ranks.
 
     Attributes:
-        producer: follows the requests that are prefilled here for others.
-        consumer: follows those that load from others.
+        producer: Follows the requests that are prefilled here for others.
+        consumer: Follows those that load from others.
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None) -> None:

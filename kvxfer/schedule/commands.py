@@ -28,10 +28,10 @@ class Revoke(msgspec.Struct, frozen=True):
     older generations of the transfer, too, and may come for one that nothing was offered of.
 
     Attributes:
-        gone: the transfer is over; nothing follows, and a worker forgets it once it is quiet. Every transfer that an
+        gone: The transfer is over; nothing follows, and a worker forgets it once it is quiet. Every transfer that an
             ``OfferSchedule`` took up ends with exactly one such revocation, those that all have read included; readers
             that have not read all fail at once. If not gone (preemption), a reader may wait for the next generation.
-        kept: the blocks stay as they are until all workers have released them: those who are reading by then may finish with
+        kept: The blocks stay as they are until all workers have released them: those who are reading by then may finish with
             what has been offered.
     """
 

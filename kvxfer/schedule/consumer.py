@@ -32,7 +32,7 @@ class _Load:
 
 
 class FetchSchedule:
-    """Decides what to load and queues the wants. A transfer is wanted at most once, by one request.
+    """Decides what to load, and queues the fetches. A transfer is fetched at most once, by one request.
 
     One per engine, called by one thread. Each request goes ``arrive``, ``matched`` as often as the engine likes,
     ``allocated``, ``loaded``, ``finish``; calls about a request that did not arrive do nothing.
@@ -89,7 +89,7 @@ class FetchSchedule:
         return True
 
     def matched(self, request: str, computed: int) -> int | None:
-        """How many tokens beyond the ``computed`` local ones can come from outside. Changes nothing.
+        """Return how many tokens beyond the ``computed`` local ones can come from outside. Changes nothing.
 
         0: none, for good (unknown, already taken, failed, or the local cache has all). None: the transfer is
         being loaded; ask again in the next step. A load ends within its deadline, and so does the None.
@@ -104,8 +104,8 @@ class FetchSchedule:
     def allocated(self, request: str, table: BlockTable, computed: int, external: int) -> None:
         """Take in that the engine admitted the request, and counts on ``external`` tokens from outside.
 
-        Without any (it has all, or takes them elsewhere) an untouched transfer is given up. The second call
-        that vLLM makes after a load, with external=0, changes nothing.
+        Without any (it has all, or takes them elsewhere) an untouched transfer is given up. A second call after a load,
+        with external=0, changes nothing.
 
         Args:
             request: the engine's id of it.
@@ -134,9 +134,9 @@ class FetchSchedule:
             self._decline(load, "the consumer does not need it")
 
     def loaded(self, request: str) -> None:
-        """All workers have reported the load that the request asked for: it is over, and its memory quiet.
+        """Take in that all workers have reported the load that the request asked for: it is over, and its memory quiet.
 
-        Due once for each want, however it ended, also after a cancel and for a request that is finished. A
+        Due once for each fetch, however it ended, also after a cancel and for a request that is finished. A
         load that failed is not tried again: the engine computes the tokens or fails the request, by its
         policy.
         """
@@ -145,6 +145,14 @@ class FetchSchedule:
             self._cancels.pop(request, None)  # too late, and must not meet a next load of that name
             load.state, load.loader = _State.CLOSED, None
             self._prune(load)
+
+    def refused(self, request: str) -> None:
+        """Take in that the load was refused before its producer heard of it, which would keep the blocks for its lease.
+
+        Due before ``loaded``.
+        """
+        if (load := self._loading.get(request)) is not None:
+            self._decline(load, "the consumer cannot use it")
 
     def preempt(self, request: str) -> None:
         """Take in that the engine takes the request's blocks away.
@@ -175,7 +183,7 @@ class FetchSchedule:
         return {load.transfer: (load.digest, load.source) for load in open_}
 
     def __len__(self) -> int:
-        """Transfers remembered, cancelled ones that are not quiet yet included."""
+        """Return how many transfers are remembered, cancelled ones that are not quiet yet included."""
         return len(self._loads)
 
     @property
@@ -184,7 +192,7 @@ class FetchSchedule:
         return tuple(self._fetches)
 
     def commands(self) -> StepCommands:
-        """Wants and cancels since the last call: once a step."""
+        """Return the fetches and cancels since the last call; once a step."""
         if not self._fetches and not self._cancels:
             return StepCommands()
         drained = StepCommands(fetches=tuple(self._fetches), cancels=tuple(self._cancels.values()))
@@ -193,7 +201,7 @@ class FetchSchedule:
         return drained
 
     def declines(self) -> tuple[DeclinedTransfer, ...]:
-        """Transfers given up unread since the last call; for their producers, not for workers."""
+        """Return the transfers given up unread since the last call; for their producers, not for workers."""
         drained = tuple(self._declines)
         self._declines.clear()
         return drained

@@ -40,7 +40,7 @@ class OfferSchedule:
     hears.
 
     Args:
-        groups: the engine's KV-cache groups, in the order of its block tables.
+        groups: The engine's KV-cache groups, in the order of its block tables.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -103,12 +103,12 @@ class OfferSchedule:
         """Take in that the request runs in this step.
 
         Args:
-            request: the engine's id of it.
-            computed: tokens computed before this step, prefix-cache hits and loads included.
-            scheduled: tokens that this step computes.
-            table: the WHOLE block table as this step uses it; never an increment. A row may be longer than the
+            request: The engine's id of it.
+            computed: Tokens computed before this step, prefix-cache hits and loads included.
+            scheduled: Tokens that this step computes.
+            table: The WHOLE block table as this step uses it; never an increment. A row may be longer than the
                 tokens need.
-            end: what windows hold of the end of the prompt, if that stays until ``finish`` whatever the request computes.
+            end: What windows hold of the end of the prompt, if that stays until ``finish`` whatever the request computes.
         """
         prefill = self._running.get(request)
         if prefill is None:
@@ -132,13 +132,13 @@ class OfferSchedule:
         """Take in that the request is over.
 
         Args:
-            request: the engine's id of it.
-            table: the whole block table at its end.
-            complete: it ended normally and its KV is good; False for an abort or an error, at whatever point.
-            kept: though not complete, the blocks that it has offered stay as they are until they are released.
+            request: The engine's id of it.
+            table: The whole block table at its end.
+            complete: It ended normally and its KV is good; False for an abort or an error, at whatever point.
+            kept: Though not complete, the blocks that it has offered stay as they are until they are released.
 
         Returns:
-            True: the engine must keep the blocks until ``released`` names the request. False: it frees them
+            True: The engine must keep the blocks until ``released`` names the request. False: it frees them
             now, since nothing can be read (all is revoked) or nobody will (all has been read).
         """
         prefill = self._running.pop(request, None)
@@ -300,10 +300,10 @@ class OfferSchedule:
         """Queue what is new; if it contradicts what was offered, a preemption went unseen: start anew.
 
         Args:
-            prefill: the request's.
-            tokens: complete in all ``full`` groups.
-            full: the blocks that hold them.
-            last: the table of the whole prompt, once all of it can be had.
+            prefill: The request's.
+            tokens: Complete in all ``full`` groups.
+            full: The blocks that hold them.
+            last: The table of the whole prompt, once all of it can be had.
         """
         if not full.continues(self._full(prefill.blocks, prefill.tokens)):
             self._restart(prefill, "the producer's blocks changed")

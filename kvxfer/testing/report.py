@@ -35,12 +35,12 @@ class CaseResult:
     """What became of one case of a clause.
 
     Attributes:
-        clause: its name in the suite.
-        case: which of the choices that the back end offers, empty if there is but one.
-        rule: the clause in words.
+        clause: Its name in the suite.
+        case: Which of the choices that the back end offers, empty if there is but one.
+        rule: The clause in words.
         outcome: ``kept``, ``broken`` or ``left out``.
-        seconds: how long it took.
-        said: why it is broken or left out.
+        seconds: How long it took.
+        said: Why it is broken or left out.
     """
 
     clause: str
@@ -56,8 +56,8 @@ class ConformanceReport:
     """What the suite has found.
 
     Attributes:
-        about: what was tested, on what, by what, and when.
-        results: in the order in which they came.
+        about: What was tested, on what, by what, and when.
+        results: In the order in which they came.
     """
 
     about: Mapping[str, Any]
@@ -116,14 +116,14 @@ def run_suite(
     A clause in which the process dies or hangs is broken, and those after it are not tried.
 
     Args:
-        backend: its name, or ``module:Class``.
-        options: for every instance of it.
-        settings: attributes of the suite.
-        only: an expression of pytest's ``-k`` that chooses clauses; all if it is empty.
+        backend: Its name, or ``module:Class``.
+        options: For every instance of it.
+        settings: Attributes of the suite.
+        only: An expression of pytest's ``-k`` that chooses clauses; all if it is empty.
 
     Raises:
-        ConfigError: there is no such back end, or it refuses the options.
-        TransportError: it cannot start.
+        ConfigError: There is no such back end, or it refuses the options.
+        TransportError: It cannot start.
     """
     about = _about(registry.load(backend), options, settings, only)
     begun = time.monotonic()

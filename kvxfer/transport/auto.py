@@ -33,9 +33,9 @@ class Choice:
     """What ``auto`` comes to on this machine.
 
     Attributes:
-        backends: the one to start with and those for links that it cannot make, in order, by their declared names.
-        reason: what the probe of the first says.
-        passed: those that do not work here, or must not be used, and why.
+        backends: The one to start with and those for links that it cannot make, in order, by their declared names.
+        reason: What the probe of the first says.
+        passed: Those that do not work here, or must not be used, and why.
     """
 
     backends: Mapping[str, Backend]
@@ -53,11 +53,11 @@ def candidates(config: Config, devices: Iterable[str]) -> Mapping[str, Backend]:
     """Return the back ends that an engine may use, in order, by the names that they declare.
 
     Args:
-        config: of the engine. It names one, or ``auto``.
-        devices: where the KV lies, as ``"cpu"`` or ``"cuda:0"``.
+        config: Of the engine. It names one, or ``auto``.
+        devices: Where the KV lies, as ``"cpu"`` or ``"cuda:0"``.
 
     Raises:
-        ConfigError: the one that is named cannot be loaded, or ``auto`` finds none that works.
+        ConfigError: The one that is named cannot be loaded, or ``auto`` finds none that works.
     """
     if config.backend != AUTO:
         named = load(config.backend)
@@ -73,7 +73,7 @@ def options_for(backend: Backend, config: Config) -> Mapping[str, Any]:
     """Return what a back end gets: its options, and of the engine's settings those that it inherits.
 
     Raises:
-        ConfigError: with ``auto``, ``backend_options`` has something else than the options of back ends.
+        ConfigError: With ``auto``, ``backend_options`` has something else than the options of back ends.
     """
     options = _own(backend, config)
     if backend.inherits & options.keys():  # an address set for the back end goes with none of the engine's
@@ -90,12 +90,12 @@ def choose(
     Any thread; may take a second, since those up to the first that works are tried in this process.
 
     Args:
-        memory: the kind of memory to move.
-        config: of the engine, which may have a key, and options for some of them.
-        probe_of: what came of trying one, if that is known already.
+        memory: The kind of memory to move.
+        config: Of the engine, which may have a key, and options for some of them.
+        probe_of: What came of trying one, if that is known already.
 
     Raises:
-        ConfigError: none works; the message has the reason of each.
+        ConfigError: None works; the message has the reason of each.
     """
     config = config or Config(backend=AUTO)
     objection = guard(config)

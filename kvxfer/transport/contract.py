@@ -79,15 +79,15 @@ class Batch:
     """Runs of bytes to move on one link.
 
     Attributes:
-        verb: how they are moved.
-        peer: number of the link.
-        local: number of the memory on this side.
-        lengths: bytes of each run, int64 ``[n]``.
-        local_offsets: flat offset of each run in ``local``, int64 ``[n]``.
-        remote: number of the memory at the peer, for ``READ`` and ``WRITE``.
-        remote_offsets: flat offset of each run in ``remote``, int64 ``[n]``; ``None`` for ``SEND`` and ``RECV``, where the
+        verb: How they are moved.
+        peer: Number of the link.
+        local: Number of the memory on this side.
+        lengths: Bytes of each run, int64 ``[n]``.
+        local_offsets: Flat offset of each run in ``local``, int64 ``[n]``.
+        remote: Number of the memory at the peer, for ``READ`` and ``WRITE``.
+        remote_offsets: Flat offset of each run in ``remote``, int64 ``[n]``; ``None`` for ``SEND`` and ``RECV``, where the
             other place is the peer's business.
-        stream: number of the stream, for ``SEND`` and ``RECV``.
+        stream: Number of the stream, for ``SEND`` and ``RECV``.
     """
 
     verb: Verb
@@ -110,8 +110,8 @@ class PlanBatch:
     """A copy plan to carry out on one link, for back ends whose ``Capabilities.factored`` is true.
 
     Attributes:
-        verb, peer, local, remote, stream: as in ``Batch``.
-        plan: what to move. Its source is local for ``WRITE`` and ``SEND``, and remote for ``READ`` and ``RECV``.
+        verb, peer, local, remote, stream: As in ``Batch``.
+        plan: What to move. Its source is local for ``WRITE`` and ``SEND``, and remote for ``READ`` and ``RECV``.
     """
 
     verb: Verb
@@ -224,6 +224,9 @@ class Transport(ABC):
     exclusive: ClassVar[frozenset[str]] = frozenset()
     """Libraries of which a process can have only one at work, such as ``ucx``: two back ends that both bring one do not go
     together."""
+    tells: ClassVar[Mapping[str, str]] = {}
+    """What in the environment makes its library log how it moves bytes, for ``kvxfer doctor --peer``, which shows what ``carried_by``
+    finds in that log."""
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self.agent = agent
@@ -232,6 +235,11 @@ class Transport(ABC):
     @abstractmethod
     def probe(cls) -> Probe:
         """Say whether this back end works here. Loads its library if it must, leaves no trace, never raises."""
+
+    @classmethod
+    def carried_by(cls, log: str) -> str | None:
+        """Return what moves the bytes of its links, in its library's words, by the log of a process; ``None`` if that does not say."""
+        return None
 
     @property
     @abstractmethod
@@ -262,7 +270,7 @@ class Transport(ABC):
         """Open a link from both sides' endpoints and return its number.
 
         Raises:
-            TransportError: a malformed or incompatible endpoint; an unreachable peer may show only in the
+            TransportError: A malformed or incompatible endpoint; an unreachable peer may show only in the
                 completions of its batches.
         """
 
@@ -283,7 +291,7 @@ class Transport(ABC):
         With ``after``, nothing is touched before the fence has passed.
 
         Raises:
-            TransportError: an unknown peer, offsets outside registered memory, or a verb or memory kind that
+            TransportError: An unknown peer, offsets outside registered memory, or a verb or memory kind that
                 ``capabilities`` lacks; then nothing was started.
         """
 

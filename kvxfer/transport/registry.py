@@ -24,7 +24,7 @@ def load(name: str) -> type[Transport]:
     """Return the class of back end ``name``.
 
     Raises:
-        ConfigError: it is unknown, broken or of another contract.
+        ConfigError: It is unknown, broken or of another contract.
     """
     target = name if ":" in name else available().get(name)
     if target is None:

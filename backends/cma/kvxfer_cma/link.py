@@ -20,12 +20,12 @@ class Link:
     """A link to a peer.
 
     Attributes:
-        mine: the name of this side's end.
-        peer: the agent at the other end.
-        remote: the peer's memories, at the addresses that they have there.
-        processes: a way into each of these memories; empty if ``asker`` is set.
-        asker: who has copies made through shared memory.
-        broken: never known before a batch has failed.
+        mine: The name of this side's end.
+        peer: The agent at the other end.
+        remote: The peer's memories, at the addresses that they have there.
+        processes: A way into each of these memories; empty if ``asker`` is set.
+        asker: Who has copies made through shared memory.
+        broken: Never known before a batch has failed.
     """
 
     mine: bytes
@@ -40,12 +40,12 @@ def way_in(peer: Endpoint, options: Options, pid_namespace: int) -> dict[int, vm
     """Return the way into each of the peer's memories, or ``None`` if copies have to go through shared memory.
 
     Args:
-        peer: what the other side has told of itself.
-        options: whose ``mode`` decides; ``auto`` tries the straight way.
-        pid_namespace: of this process.
+        peer: What the other side has told of itself.
+        options: Whose ``mode`` decides; ``auto`` tries the straight way.
+        pid_namespace: Of this process.
 
     Raises:
-        TransportError: there is no way in, and the options allow no other.
+        TransportError: There is no way in, and the options allow no other.
     """
     if options.mode == "shm":
         return None

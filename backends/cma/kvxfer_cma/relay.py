@@ -58,7 +58,7 @@ class Relay:
         """Ask a peer for copies.
 
         Raises:
-            TransportError: it cannot be reached.
+            TransportError: It cannot be reached.
         """
         if not peer.socket:
             raise TransportError(

@@ -238,7 +238,7 @@ class Server:
         """Take the first message, which brings the shared memory; returns the link that it names.
 
         Raises:
-            OSError: the asker is gone or broke the protocol, as does ``serve``.
+            OSError: The asker is gone or broke the protocol, as does ``serve``.
         """
         link, fds, _, _ = socket.recv_fds(self._socket, LINK_BYTES, 1)
         try:

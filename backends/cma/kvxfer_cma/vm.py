@@ -164,17 +164,17 @@ def copy_own(write: bool, pieces: Pieces, lo: int, hi: int, address: int) -> int
     """Copy pieces of this very process to contiguous memory (``write``), or back from there.
 
     Args:
-        write: which way.
-        pieces: of which ``[lo, hi)``, at most ``IOV_MAX``.
-        lo: the first.
-        hi: behind the last.
-        address: of the contiguous memory.
+        write: Which way.
+        pieces: Of which ``[lo, hi)``, at most ``IOV_MAX``.
+        lo: The first.
+        hi: Behind the last.
+        address: Of the contiguous memory.
 
     Returns:
         The bytes copied.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: The kernel refuses.
     """
     whole = np.array([address, pieces.nbytes(lo, hi)], np.int64)
     function = _libc.process_vm_writev if write else _libc.process_vm_readv

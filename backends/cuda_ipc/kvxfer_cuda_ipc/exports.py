@@ -23,7 +23,7 @@ def export(number: int, regions: Sequence[Region], context: Context) -> Exported
     """Return what a peer must know of a memory.
 
     Raises:
-        TransportError: memory that cannot be shared.
+        TransportError: Memory that cannot be shared.
     """
     known: dict[int, int] = {}
     allocations: list[Allocation] = []

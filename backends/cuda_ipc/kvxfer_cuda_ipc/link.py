@@ -21,9 +21,9 @@ class Link:
     """A link to a peer.
 
     Attributes:
-        liveness: whether the peer is there.
-        peer: what it has told of itself.
-        lowerings: for each of our GPUs, which reaches the peer's memories at addresses of its own.
+        liveness: Whether the peer is there.
+        peer: What it has told of itself.
+        lowerings: For each of our GPUs, which reaches the peer's memories at addresses of its own.
     """
 
     liveness: Liveness
@@ -41,11 +41,11 @@ class CopyJob:
     """A batch.
 
     Attributes:
-        launches: those still to be started.
-        last: number of the last one that was; 0: none.
-        begun: when the first was, by ``time.monotonic``.
-        nbytes: of those that were started.
-        error: how the batch will end, unless it is ``None``.
+        launches: Those still to be started.
+        last: Number of the last one that was; 0: none.
+        begun: When the first was, by ``time.monotonic``.
+        nbytes: Of those that were started.
+        error: How the batch will end, unless it is ``None``.
     """
 
     link: Link

@@ -31,7 +31,7 @@ class Lowering:
         """Yield what is to be launched for a batch.
 
         Raises:
-            TransportError: what lies outside the memories.
+            TransportError: What lies outside the memories.
         """
         if isinstance(batch, PlanBatch):
             for strided in batch.plan.copies:

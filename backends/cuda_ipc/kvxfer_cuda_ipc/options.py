@@ -28,6 +28,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Read the options of a configuration.
 
         Raises:
-            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
         """
         return read(cls, options, "option {!r} of back end 'cuda_ipc'")

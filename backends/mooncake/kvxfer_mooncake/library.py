@@ -39,7 +39,7 @@ def load() -> Any:
     """Load Mooncake and return its class of engines.
 
     Raises:
-        TransportError: it is missing, or a library that it needs is; the message has the lines that install them.
+        TransportError: It is missing, or a library that it needs is; the message has the lines that install them.
     """
     try:
         # What it writes to stderr is decided when it is loaded.
@@ -66,14 +66,14 @@ class LibraryEngine:
     """One engine, with ports of its own. Any thread may call ``probe`` and ``post``; the others are for its owner.
 
     Attributes:
-        name: by which peers reach it, host and port.
+        name: By which peers reach it, host and port.
     """
 
     def __init__(self, options: Options) -> None:
         """Start an engine.
 
         Raises:
-            TransportError: it does not start.
+            TransportError: It does not start.
         """
         kind = load()
         if options.protocol == "rdma" and not any(CARDS.glob("*")):
@@ -94,7 +94,7 @@ class LibraryEngine:
         """Make memory known.
 
         Raises:
-            TransportError: the engine does not take it.
+            TransportError: The engine does not take it.
         """
         if self._engine.register_memory(address, nbytes):
             raise TransportError(
@@ -117,7 +117,7 @@ class LibraryEngine:
             Its number, for ``ended``.
 
         Raises:
-            TransportError: the peer cannot be reached.
+            TransportError: The peer cannot be reached.
         """
         post = self._engine.batch_transfer_async_write if write else self._engine.batch_transfer_async_read
         number = int(post(peer, [here], [there], [nbytes]))

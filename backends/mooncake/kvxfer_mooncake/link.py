@@ -18,9 +18,9 @@ class Link:
     """A link.
 
     Attributes:
-        looks: how many looks at the peer's cell have begun.
-        seen: number of the last look that found the link up.
-        broken: why nothing can move any more.
+        looks: How many looks at the peer's cell have begun.
+        seen: Number of the last look that found the link up.
+        broken: Why nothing can move any more.
     """
 
     def __init__(self, number: int, cell: Cell, mine: Endpoint, theirs: Endpoint, peer: Peer, now: float) -> None:

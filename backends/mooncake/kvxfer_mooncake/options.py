@@ -17,8 +17,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``mooncake``. There is no ``listen``: Mooncake binds to all addresses, whatever it is told.
 
     Attributes:
-        advertise: this host's address or name, by which peers reach Mooncake's ports here.
-        protocol: how Mooncake moves the bytes. ``tcp``, also where there are RDMA cards; or ``rdma``, over those that it finds.
+        advertise: This host's address or name, by which peers reach Mooncake's ports here.
+        protocol: How Mooncake moves the bytes. ``tcp``, also where there are RDMA cards; or ``rdma``, over those that it finds.
     """
 
     advertise: Annotated[str, Meta(min_length=1, max_length=253)] = "127.0.0.1"
@@ -29,7 +29,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Read the options of a configuration.
 
         Raises:
-            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
         """
         naming = "option {!r} of back end 'mooncake'"
         parsed = read(cls, options, naming)

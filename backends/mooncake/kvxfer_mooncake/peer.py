@@ -18,10 +18,10 @@ class Peer:
     """An engine that links of ours lead to.
 
     Attributes:
-        name: of the engine.
-        posted: requests to it that have not ended. It queues no more than a thousand, and fails the others.
-        opened: whether requests to it block nobody.
-        error: why it cannot be reached.
+        name: Of the engine.
+        posted: Requests to it that have not ended. It queues no more than a thousand, and fails the others.
+        opened: Whether requests to it block nobody.
+        error: Why it cannot be reached.
     """
 
     def __init__(self, name: str, engine: LibraryEngine, there: int, cell: Cell) -> None:

@@ -21,7 +21,7 @@ class Spans:
         """Register regions, but for those that lie within a span.
 
         Raises:
-            TransportError: one overlaps with a span in part, or the engine does not take it; then nothing has changed.
+            TransportError: One overlaps with a span in part, or the engine does not take it; then nothing has changed.
         """
         added: list[Region] = []
         try:

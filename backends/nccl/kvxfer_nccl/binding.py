@@ -56,7 +56,7 @@ class Pipe(Protocol):
         """Enqueue the sending of runs (address, bytes), none of them empty, or their reception.
 
         Raises:
-            TransportError: the communicator is broken.
+            TransportError: The communicator is broken.
         """
 
     def wait(self, fence: Fence) -> None:
@@ -75,7 +75,7 @@ class Pipe(Protocol):
         it returns, nothing enqueued touches memory any more.
 
         Raises:
-            TransportError: that cannot be had.
+            TransportError: That cannot be had.
         """
 
 

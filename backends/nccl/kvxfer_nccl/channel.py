@@ -61,7 +61,7 @@ class Channel:
         Those before the connection was lost are still told.
 
         Raises:
-            ValueError: for what is no message.
+            ValueError: For what is no message.
         """
         for _ in range(TURNS):
             if self.lost is not None:
@@ -94,7 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens.
 
     Raises:
-        OSError: the address cannot be used.
+        OSError: The address cannot be used.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     sock = socket.create_server((host, port), family=family, backlog=512)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -32,6 +33,7 @@ STRANGERS = 256
 """Connections that may be in that state."""
 
 _log = logging.getLogger("kvxfer.nccl")
+_CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")  # a line of NCCL's log
 
 
 class NcclTransport(Base[Endpoint, Link]):
@@ -48,6 +50,7 @@ class NcclTransport(Base[Endpoint, Link]):
     )
     costs = {"cuda": 40}
     libraries = {"nccl": ("nccl4py", "nvidia-nccl-cu13", "nvidia-nccl-cu12")}
+    tells = {"NCCL_DEBUG": "INFO"}
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -76,6 +79,10 @@ class NcclTransport(Base[Endpoint, Link]):
         self._woken: deque[int] = deque()
         self._waking = threading.Lock()
         self.wakeup.add(self._listener.fileno(), "listener")
+
+    @classmethod
+    def carried_by(cls, log: str) -> str | None:
+        return ", ".join(dict.fromkeys(_CHANNEL.findall(log))) or None
 
     @classmethod
     def load(cls) -> Binding:

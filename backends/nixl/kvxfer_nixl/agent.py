@@ -50,8 +50,8 @@ class LibraryAgent:
         """Start the agent.
 
         Raises:
-            ConfigError: this NIXL lacks the plugin, or a parameter.
-            TransportError: it cannot start.
+            ConfigError: This NIXL lacks the plugin, or a parameter.
+            TransportError: It cannot start.
         """
         self._library = library = load(options.log_level)
         self._nixl = nixl = library.bindings

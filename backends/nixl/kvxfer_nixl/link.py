@@ -35,7 +35,7 @@ class Peer:
         """Send a message, at once.
 
         Raises:
-            TransportError: the connection is known to have failed.
+            TransportError: The connection is known to have failed.
         """
         if self.error is None:
             try:
@@ -81,7 +81,7 @@ class Link:
         """Greet the peer.
 
         Raises:
-            TransportError: its description or metadata make no sense.
+            TransportError: Its description or metadata make no sense.
         """
         self.number, self.end, self.their_end, self.agent = number, end, theirs.name, theirs.agent
         self.liveness: Liveness | None = None

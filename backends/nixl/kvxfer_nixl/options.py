@@ -29,18 +29,18 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``nixl``.
 
     Attributes:
-        listen: where plugin ``UCX`` opens ports. A loopback address, the default: nowhere, since it uses nothing but shared memory and
+        listen: Where plugin ``UCX`` opens ports. A loopback address, the default: nowhere, since it uses nothing but shared memory and
             GPUs; another one: at the network device that has it; ``0.0.0.0``: at all. See ``kvxfer.backend.ucx``.
-        plugin: the NIXL plugin that moves the bytes; one that reaches other agents (``UCX``, ``LIBFABRIC``, ``MOONCAKE``).
-        plugin_params: the plugin's own parameters, as in ``{"num_workers": "2"}``.
-        ucx: settings of UCX, with or without the prefix ``UCX_``, as in ``{"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}``.
-        verbs: what is offered to the session. ``None``: writes, and reads unless UCX has nothing but TCP (see ``reach.py``); then a
+        plugin: The NIXL plugin that moves the bytes; one that reaches other agents (``UCX``, ``LIBFABRIC``, ``MOONCAKE``).
+        plugin_params: The plugin's own parameters, as in ``{"num_workers": "2"}``.
+        ucx: Settings of UCX, with or without the prefix ``UCX_``, as in ``{"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}``.
+        verbs: What is offered to the session. ``None``: writes, and reads unless UCX has nothing but TCP (see ``reach.py``); then a
             link that only TCP can make is refused. Whoever names them has decided.
-        threads: how many post a large batch in host memory at the same time, each with a worker of plugin ``UCX``; on one host to post is
+        threads: How many post a large batch in host memory at the same time, each with a worker of plugin ``UCX``; on one host to post is
             to copy. ``None``: two, but one where there is a GPU, whose transfers a second worker slows down.
-        num_threads: extra threads with which the plugin posts long batches; 0 for none. They spin while they work.
-        sync_mode: locking inside the NIXL agent. ``None``: what ``threads`` asks for.
-        log_level: what NIXL's library writes to stderr. Read once a process, when NIXL is loaded; ``None`` leaves it to
+        num_threads: Extra threads with which the plugin posts long batches; 0 for none. They spin while they work.
+        sync_mode: Locking inside the NIXL agent. ``None``: what ``threads`` asks for.
+        log_level: What NIXL's library writes to stderr. Read once a process, when NIXL is loaded; ``None`` leaves it to
             ``NIXL_LOG_LEVEL``.
     """
 
@@ -59,7 +59,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Read the options of a configuration.
 
         Raises:
-            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
         """
         parsed = read(cls, options, "option {!r} of back end 'nixl'")
         parsed = msgspec.structs.replace(parsed, plugin=parsed.plugin.upper())

@@ -67,7 +67,7 @@ class RegisteredSpace:
         """Return the descriptors of runs.
 
         Raises:
-            TransportError: the memory is unknown, or a run is not inside one region.
+            TransportError: The memory is unknown, or a run is not inside one region.
         """
         place = self._places.get(memory)
         table = np.empty((len(lengths), 3), np.uint64)
@@ -100,7 +100,7 @@ def one_device(regions: Sequence[Region]) -> tuple[bool, int]:
     """Return whether the regions of a memory lie on a GPU, and on which.
 
     Raises:
-        TransportError: they lie on several devices, or on one of another kind.
+        TransportError: They lie on several devices, or on one of another kind.
     """
     found = {r.device for r in regions}
     if len(found) > 1:

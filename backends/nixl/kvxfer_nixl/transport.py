@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvxfer.backend import Base, CopyPool, LivenessLinks
+from kvxfer.backend import Base, CopyPool, LivenessLinks, ucx
 from kvxfer.backend.host import network_namespace
 from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import KvxferError, TransportError
@@ -50,6 +50,7 @@ class NixlTransport(Base[Endpoint, Link]):
     costs = {"cpu": 20, "cuda": 20}
     exclusive = frozenset({"ucx"})  # it brings one, and with two at work progress has crashed
     libraries = {"nixl": ("nixl",)}
+    tells = ucx.TELLS
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -80,6 +81,10 @@ class NixlTransport(Base[Endpoint, Link]):
         self._lingering: list[Flight] = []
         self._liveness = LivenessLinks("nixl", self.wakeup)
         self._pool = CopyPool(self._options.posting, "kvxfer-nixl")
+
+    @classmethod
+    def carried_by(cls, log: str) -> str | None:
+        return ucx.carried_by(log)
 
     @classmethod
     def probe(cls) -> Probe:

@@ -46,9 +46,9 @@ class Connection:
     The kernel tells once that it has become ``readable`` or ``writable``; then that stays true until a call finds that it is not.
 
     Attributes:
-        readable: whether something may have come, or the connection has ended.
-        writable: whether there may be room to send.
-        out: bytes that are to leave before any data.
+        readable: Whether something may have come, or the connection has ended.
+        writable: Whether there may be room to send.
+        out: Bytes that are to leave before any data.
     """
 
     def __init__(self, loop: Loop, pipe: Pipe) -> None:
@@ -102,9 +102,9 @@ def tune(opened: socket.socket, options: Options, dialled: bool) -> None:
     """Have the kernel send at once, and notice a host that is gone.
 
     Args:
-        opened: the socket.
-        options: of the back end.
-        dialled: whether it is the reading side's. That has little to send, so what is not acknowledged for long means
+        opened: The socket.
+        options: Of the back end.
+        dialled: Whether it is the reading side's. That has little to send, so what is not acknowledged for long means
             that the host is gone; the other side may just wait for a reader that was stopped.
     """
     patience = max(1, round(options.heartbeat_s))

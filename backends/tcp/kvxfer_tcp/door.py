@@ -35,7 +35,7 @@ class Door:
         """Listen.
 
         Raises:
-            OSError: not at this address or port.
+            OSError: Not at this address or port.
         """
         self._loop, self._options, self._admit = loop, options, admit
         self._strangers: dict[_Stranger, float] = {}

@@ -40,14 +40,14 @@ class Keys:
     """The keys of one transport.
 
     Attributes:
-        public: what peers have to know.
+        public: What peers have to know.
     """
 
     def __init__(self) -> None:
         """Make them.
 
         Raises:
-            ConfigError: there is no library for that.
+            ConfigError: There is no library for that.
         """
         try:
             from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -62,7 +62,7 @@ class Keys:
         """Return what makes the pipes of a link.
 
         Raises:
-            TransportError: the peer's public key is none.
+            TransportError: The peer's public key is none.
         """
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 

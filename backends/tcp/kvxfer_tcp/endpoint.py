@@ -19,12 +19,12 @@ class Endpoint(EndpointBase, frozen=True):
     """One end of a link.
 
     Attributes:
-        host: name or address that the peer dials.
-        port: of TCP.
-        token: secret of this end of the link, known to its two ends only.
-        connections: that this side makes or takes at most in each direction.
-        lends: numbers of the memories that the peer may read.
-        key: the public key of this side, if it encrypts.
+        host: Name or address that the peer dials.
+        port: Of TCP.
+        token: Secret of this end of the link, known to its two ends only.
+        connections: That this side makes or takes at most in each direction.
+        lends: Numbers of the memories that the peer may read.
+        key: The public key of this side, if it encrypts.
     """
 
     backend = "tcp"

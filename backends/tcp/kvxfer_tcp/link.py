@@ -26,8 +26,8 @@ class Link:
     """Both directions of a link; what ends one ends the other, too.
 
     Attributes:
-        broken: why it is of no more use, or ``None``.
-        dial_by: when it must be connected; ``None`` where it is, or need not be.
+        broken: Why it is of no more use, or ``None``.
+        dial_by: When it must be connected; ``None`` where it is, or need not be.
     """
 
     def __init__(

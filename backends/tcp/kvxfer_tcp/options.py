@@ -18,10 +18,10 @@ class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     Attributes:
         connections: TCP connections of a link in each direction in which it reads; the lesser of both sides' counts.
-        connect_timeout_s: seconds after which a peer that does not answer is unreachable.
-        heartbeat_s: seconds of silence after which the kernel asks whether a peer's host is there; after five times as
+        connect_timeout_s: Seconds after which a peer that does not answer is unreachable.
+        heartbeat_s: Seconds of silence after which the kernel asks whether a peer's host is there; after five times as
             many without an answer the link is dead.
-        encrypt: whether all that travels is encrypted; alike on both sides.
+        encrypt: Whether all that travels is encrypted; alike on both sides.
     """
 
     backend = "tcp"

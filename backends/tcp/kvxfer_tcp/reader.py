@@ -60,17 +60,21 @@ class Read:
     asks: deque[tuple[int, int]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        keep = self.lengths > 0
-        if not keep.all():
+        if len(self.lengths) and not int(self.lengths.min()):
+            keep = self.lengths > 0
             self.local, self.remote, self.lengths = self.local[keep], self.remote[keep], self.lengths[keep]
-        if len(self.lengths) and int(self.lengths.max()) > ASK_BYTES:
+        ends = np.cumsum(self.lengths)
+        self.nbytes = self.left = int(ends[-1]) if len(ends) else 0
+        if len(ends) <= ASK_RUNS and self.nbytes <= ASK_BYTES:
+            self.asks.extend([(0, len(ends))] if len(ends) else [])
+            return
+        if int(self.lengths.max()) > ASK_BYTES:
             pieces = -(-self.lengths // ASK_BYTES)
             run = np.repeat(np.arange(len(pieces)), pieces)
             skip = (np.arange(len(run)) - (np.cumsum(pieces) - pieces)[run]) * ASK_BYTES
             self.local, self.remote = self.local[run] + skip, self.remote[run] + skip
             self.lengths = np.minimum(self.lengths[run] - skip, ASK_BYTES)
-        ends = np.cumsum(self.lengths)
-        self.nbytes = self.left = int(ends[-1]) if len(ends) else 0
+            ends = np.cumsum(self.lengths)
         lo = 0
         while lo < len(ends):
             before = int(ends[lo - 1]) if lo else 0

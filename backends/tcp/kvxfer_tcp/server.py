@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer_tcp.connection import Connection, Loop, Violation
 from kvxfer_tcp.reader import ASK_BYTES, ASK_RUNS, LEAST_CHUNK, MOST_CHUNK, OPEN_ASKS
-from kvxfer_tcp.vectors import IovecTable, Pipe, Pipes
+from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
 from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind
 
 __all__ = ["Server"]
@@ -20,24 +21,15 @@ __all__ = ["Server"]
 READ_BYTES = 64 << 10
 """At most these bytes of requests are taken in at once."""
 
-_HEADERS = np.dtype([("kind", "<u4"), ("count", "<u4"), ("memory", "<u4"), ("chunk", "<u4"), ("request", "<u8")])
 
-
+@dataclass(eq=False)
 class _Request:
-    """What the peer has asked for, ready to be sent."""
+    """What the peer has asked for, ready to be sent. ``next``: its chunk that is to follow."""
 
-    def __init__(self, request: int, memory: int, table: IovecTable) -> None:
-        self.number, self.memory, self.table = request, memory, table
-        self.next = 0
-        heads = np.zeros(table.chunks, _HEADERS)
-        heads["kind"], heads["request"] = Kind.DATA, request
-        heads["chunk"] = np.arange(table.chunks)
-        heads["count"] = table.chunk_bytes(0)
-        heads["count"][-1] = table.chunk_bytes(table.chunks - 1)
-        self._heads = heads
-        spare = np.array(table.spare[:-1])
-        table.rows[spare, 0] = heads.ctypes.data + FRAME_BYTES * np.arange(table.chunks)
-        table.rows[spare, 1] = FRAME_BYTES
+    number: int
+    memory: int
+    table: IovecTable
+    next: int = 0
 
 
 class Server:
@@ -114,7 +106,7 @@ class Server:
         except TransportError as e:
             self._refuse(header.request, str(e))
             return
-        if not int(lengths.min()) or int(lengths.max()) > ASK_BYTES or int(lengths.sum()) > ASK_BYTES:
+        if not int(lengths.min()) or int(lengths.sum()) > ASK_BYTES:  # the memory holds each, so the sum is one
             raise Violation("a request for nothing, or for more than is served at once")
         self._queue.append(_Request(header.request, header.memory, IovecTable(addresses, lengths, header.chunk)))
         for connection in self._connections.values():
@@ -138,7 +130,7 @@ class _Outgoing(Connection):
     def __init__(self, loop: Loop, server: Server, pipe: Pipe, first: bool) -> None:
         super().__init__(loop, pipe)
         self._server, self._first = server, first
-        self._in = bytearray()
+        self._in, self._head = bytearray(), IovecBuffer(FRAME_BYTES)
         self._request: _Request | None = None
         self._lo = self._hi = self._left = 0
         self.readable = True  # something may have come before it was watched
@@ -171,9 +163,12 @@ class _Outgoing(Connection):
             if following is None:
                 return
             self._request, chunk = following
-            spare = self._request.table.spare
-            self._lo, self._hi = spare[chunk], spare[chunk + 1]
-            self._left = self._request.table.chunk_bytes(chunk) + FRAME_BYTES
+            table = self._request.table
+            nbytes = table.chunk_bytes(chunk)
+            self._head.write(Header(Kind.DATA, nbytes, chunk=chunk, request=self._request.number).encode())
+            self._lo, self._hi = table.spare[chunk], table.spare[chunk + 1]
+            table.rows[self._lo] = self._head.address, FRAME_BYTES
+            self._left = nbytes + FRAME_BYTES
         count = self.pipe.send(self._request.table, self._lo, self._hi)
         if count < 0:
             self.writable = False

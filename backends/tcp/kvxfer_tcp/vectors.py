@@ -51,7 +51,7 @@ def merged(addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
 
     Args:
         addresses: int64 ``[n]``.
-        lengths: bytes, int64 ``[n]``.
+        lengths: Bytes, int64 ``[n]``.
 
     Returns:
         Addresses and lengths of the same bytes in the same order.
@@ -75,28 +75,32 @@ class IovecTable:
     frame's header into the one before a chunk, a receiver the room for the next header into the one after it.
 
     Attributes:
-        nbytes: of the stream.
-        chunks: how many there are.
+        nbytes: Of the stream.
+        chunks: How many there are.
         rows: int64 ``[n, 2]``, of address and length.
-        spare: index of the spare row before each chunk, and of the last one.
+        spare: Index of the spare row before each chunk, and of the last one.
     """
 
     def __init__(self, addresses: Ints, lengths: Ints, chunk: int) -> None:
         """Cut them.
 
         Args:
-            addresses: of the runs, int64 ``[n]``, at least one.
-            lengths: their bytes, int64 ``[n]``, none of them 0.
-            chunk: bytes of a chunk.
+            addresses: Of the runs, int64 ``[n]``, at least one.
+            lengths: Their bytes, int64 ``[n]``, none of them 0.
+            chunk: Bytes of a chunk.
         """
         addresses, lengths = merged(addresses, lengths)
         ends = np.cumsum(lengths)
         self.nbytes = int(ends[-1])
         self.chunks = -(-self.nbytes // chunk)
         self._chunk = chunk
-        cuts = ends
-        if self.chunks > 1:
-            cuts = np.union1d(ends, np.arange(1, self.chunks, dtype=np.int64) * chunk)
+        if self.chunks == 1:  # a short request, whose time would be that of the calls below
+            self.rows = np.zeros((len(lengths) + 2, 2), np.int64)
+            self.rows[1:-1, 0], self.rows[1:-1, 1] = addresses, lengths
+            self.spare: list[int] = [0, len(lengths) + 1]
+            self._address = self.rows.ctypes.data
+            return
+        cuts = np.union1d(ends, np.arange(1, self.chunks, dtype=np.int64) * chunk)
         begins = np.concatenate((np.zeros(1, np.int64), cuts[:-1]))
         run = np.searchsorted(ends, begins, side="right")
         owner = begins // chunk
@@ -105,7 +109,7 @@ class IovecTable:
         self.rows[place, 0] = addresses[run] + begins - (ends - lengths)[run]
         self.rows[place, 1] = cuts - begins
         numbers = np.arange(self.chunks + 1)
-        self.spare: list[int] = (np.searchsorted(owner, numbers) + numbers).tolist()
+        self.spare = (np.searchsorted(owner, numbers) + numbers).tolist()
         self._address = self.rows.ctypes.data
 
     def chunk_bytes(self, number: int) -> int:
@@ -166,12 +170,16 @@ class IovecBuffer(IovecTable):
         """Return the first so many bytes."""
         return self.data[:nbytes].tobytes()
 
+    def write(self, content: bytes) -> None:
+        """Fill it."""
+        self.data.data[:] = content
+
 
 class Pipe:
     """A socket that never blocks. Its methods raise ``OSError`` when the connection is over.
 
     Attributes:
-        unsent: what was taken and waits for room.
+        unsent: What was taken and waits for room.
     """
 
     def __init__(self, connection: socket.socket, ahead: bytes = b"") -> None:

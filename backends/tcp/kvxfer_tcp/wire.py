@@ -69,7 +69,7 @@ class Header(NamedTuple):
         """Return the header that these bytes are.
 
         Raises:
-            ValueError: they are none.
+            ValueError: They are none.
         """
         kind, *rest = _HEADER.unpack(raw)
         if kind not in _KINDS:

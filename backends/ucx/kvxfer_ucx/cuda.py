@@ -34,7 +34,7 @@ def use(device: int) -> None:
     """Give the calling thread a CUDA context, of this device, if it has none: UCX copies in the current one.
 
     Raises:
-        TransportError: there is no such device, or its context cannot be had.
+        TransportError: There is no such device, or its context cannot be had.
     """
     driver = _driver()
     if driver is None:

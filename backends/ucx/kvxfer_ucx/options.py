@@ -37,11 +37,11 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``ucx``.
 
     Attributes:
-        listen: where UCX opens ports. A loopback address, the default: nowhere, since it uses nothing but shared memory and
+        listen: Where UCX opens ports. A loopback address, the default: nowhere, since it uses nothing but shared memory and
             GPUs; another one: at the network device that has it; ``0.0.0.0``: at all. See ``kvxfer.backend.ucx``.
-        ports: range of TCP ports to take them from, as in ``"20000-20999"``; ``None``: any. Each link takes one for each device.
-        connect_timeout_s: seconds until a link that is not yet made counts as failed.
-        ucx: settings of UCX without the prefix ``UCX_``, as in ``{"TLS": "tcp", "NET_DEVICES": "eth0"}``.
+        ports: Range of TCP ports to take them from, as in ``"20000-20999"``; ``None``: any. Each link takes one for each device.
+        connect_timeout_s: Seconds until a link that is not yet made counts as failed.
+        ucx: Settings of UCX without the prefix ``UCX_``, as in ``{"TLS": "tcp", "NET_DEVICES": "eth0"}``.
     """
 
     listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
@@ -54,7 +54,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Read the options of a configuration.
 
         Raises:
-            ConfigError: an option is unknown (the message names the nearest one), or a value is bad.
+            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
         """
         return read(cls, options, "option {!r} of back end 'ucx'")
 
@@ -75,7 +75,7 @@ def make_context(library: Library, options: Options) -> Any:
     """Return a UCX context with these settings.
 
     Raises:
-        ConfigError: a setting that UCX does not take, and ``TransportError`` when it cannot start for another
+        ConfigError: A setting that UCX does not take, and ``TransportError`` when it cannot start for another
             reason.
     """
     ucxx = library.ucxx

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.backend import Base
+from kvxfer.backend import Base, ucx
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
@@ -67,6 +67,7 @@ class UcxTransport(Base[Endpoint, Link]):
     costs = {"cpu": 30, "cuda": 30}
     exclusive = frozenset({"ucx"})  # it brings one, and with two at work progress has crashed
     libraries = {"ucxx": ("ucxx-cu12", "ucxx-cu13", "ucxx")}
+    tells = ucx.TELLS
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -84,6 +85,10 @@ class UcxTransport(Base[Endpoint, Link]):
         # Whether something goes on of which ``News`` does not tell.
         self._unsettled = False
         self._news = News()
+
+    @classmethod
+    def carried_by(cls, log: str) -> str | None:
+        return ucx.carried_by(log)
 
     @classmethod
     def probe(cls) -> Probe:

@@ -62,7 +62,7 @@ class Header(NamedTuple):
         """Read a header.
 
         Raises:
-            ValueError: it is none.
+            ValueError: It is none.
         """
         try:
             kind, stream, a, b = _HEADER.unpack(raw)

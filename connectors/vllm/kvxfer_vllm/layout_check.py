@@ -31,7 +31,7 @@ def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmCon
     and put back as they were.
 
     Raises:
-        ConfigError: a layer writes elsewhere.
+        ConfigError: A layer writes elsewhere.
     """
     import torch
 

@@ -23,9 +23,9 @@ class StepMetadata(KVConnectorMetadata):
     vLLM takes the ends of transfers from its workers only, so that what the scheduler side finds out goes by way of them.
 
     Attributes:
-        doomed: requests whose load has failed though no worker knows it, and their blocks.
-        freed: requests whose blocks vLLM may free.
-        partial: requests whose load is here in part, and their blocks that are not.
+        doomed: Requests whose load has failed though no worker knows it, and their blocks.
+        freed: Requests whose blocks vLLM may free.
+        partial: Requests whose load is here in part, and their blocks that are not.
     """
 
     step: Step = field(default_factory=Step)

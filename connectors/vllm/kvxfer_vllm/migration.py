@@ -61,7 +61,7 @@ def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str,
     A configuration without old keys is returned as it is, with no notes. kvxfer's own keys beside old ones win.
 
     Raises:
-        ConfigError: an old key has a value that its connector would not have taken either.
+        ConfigError: An old key has a value that its connector would not have taken either.
     """
     settings = {key: value for key, value in extra.items() if key not in OLD_KEYS}
     old = {key: extra[key] for key in OLD_KEYS if key in extra}
@@ -113,7 +113,7 @@ def params_of(
     request can write an id, so only an address that ``hosts`` allows is dialled.
 
     Raises:
-        IdentityError: the id is malformed, names an address that is not allowed, or two that are not this engine's.
+        IdentityError: The id is malformed, names an address that is not allowed, or two that are not this engine's.
     """
     entries = tuple(hosts)
     if not entries:

@@ -38,7 +38,7 @@ class Producer:
     """A process that plays the prefill of prompts and offers them.
 
     Attributes:
-        source: where it is found.
+        source: Where it is found.
     """
 
     def __init__(self, config: dict[str, Any], facts: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ class LoadingRequests:
     """From a request's arrival until it is known what becomes of its load; one thread.
 
     Args:
-        spans: has their traces.
+        spans: Has their traces.
     """
 
     def __init__(self, spans: RequestSpans) -> None:

@@ -22,12 +22,12 @@ def scales_of(name: str, layer: Any, spec: Any) -> str:
     Nothing where its cache is not quantised, or all scales lie in its pages.
 
     Args:
-        name: the layer's name.
+        name: The layer's name.
         layer: vLLM's layer object, with its weights loaded; ``None`` if there is none.
-        spec: the layer's spec.
+        spec: The layer's spec.
 
     Raises:
-        ConfigError: the scales are not known, or not fixed.
+        ConfigError: The scales are not known, or not fixed.
     """
     if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") == "NONE":
         return ""

@@ -47,8 +47,8 @@ def fingerprint(checkpoint: Path) -> str:
     """16 hexadecimal digits for a folder of weights, or for one file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it holds no weights, or a file of it is damaged.
+        OSError: It cannot be read.
+        ValueError: It holds no weights, or a file of it is damaged.
     """
     files = _files(checkpoint)
     if not files:

@@ -58,8 +58,8 @@ class CallTimes:
     """What the calls of some transports have taken.
 
     Attributes:
-        longest: by method.
-        count: by method.
+        longest: By method.
+        count: By method.
     """
 
     def __init__(self) -> None:

@@ -249,7 +249,7 @@ class World:
         """Let everything go on until the condition holds.
 
         Raises:
-            OutOfPatience: it takes too long.
+            OutOfPatience: It takes too long.
         """
         if not self._comes(condition, seconds, busy):
             raise OutOfPatience(f"{what} took longer than {self._patience(seconds):g} s")
@@ -258,7 +258,7 @@ class World:
         """Let everything go on until the condition holds, which is what the clause is about.
 
         Raises:
-            RuleBroken: it does not come to hold; the message is the rule.
+            RuleBroken: It does not come to hold; the message is the rule.
         """
         if not self._comes(condition, seconds, None):
             raise RuleBroken(f"{rule}; it was not so for {self._patience(seconds):g} s")

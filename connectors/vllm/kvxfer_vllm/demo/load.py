@@ -37,9 +37,9 @@ class Findings:
     """What became of the requests. Any thread.
 
     Attributes:
-        counts: requests by what the client did and how it ended.
-        wrong: descriptions of answers with other tokens than the plain server's.
-        hung: descriptions of requests without an answer.
+        counts: Requests by what the client did and how it ended.
+        wrong: Descriptions of answers with other tokens than the plain server's.
+        hung: Descriptions of requests without an answer.
     """
 
     counts: Counter[str] = field(default_factory=Counter)

@@ -20,13 +20,13 @@ def encoding_of(
     """Return the encoding of a layer's pages.
 
     Args:
-        name: the layer's name.
+        name: The layer's name.
         layer: vLLM's layer object; ``None`` if there is none.
-        spec: the layer's spec.
-        form: what is known of its pages.
-        writer: who writes them, see ``writer_of``.
-        tensor: the layer's cache, ``[blocks, heads, tokens, content]``.
-        config: the engine's.
+        spec: The layer's spec.
+        form: What is known of its pages.
+        writer: Who writes them, see ``writer_of``.
+        tensor: The layer's cache, ``[blocks, heads, tokens, content]``.
+        config: The engine's.
     """
     return _pages(layer, spec, form, writer, tensor, config) + scales_of(name, layer, spec)
 

@@ -43,10 +43,10 @@ def state_pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> l
 
     Args:
         layer: vLLM's layer object; ``None`` if there is none.
-        spec: its ``MambaSpec``.
-        rank: this rank.
-        size: how many tensor-parallel ranks there are.
-        device: the sort of device whose kernels write the states.
+        spec: Its ``MambaSpec``.
+        rank: This rank.
+        size: How many tensor-parallel ranks there are.
+        device: The sort of device whose kernels write the states.
     """
     sections = _sections(layer, spec, rank.tp, size)
     if sections is None:
