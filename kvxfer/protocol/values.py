@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -31,6 +32,7 @@ __all__ = [
     "RankRoute",
     "LinkId",
     "LinkInfo",
+    "Mode",
     "Move",
     "Moved",
     "Outcome",
@@ -55,6 +57,7 @@ by the peer's socket identity, which is another one each time."""
 
 Role = Literal["producer", "consumer"]
 Mode = Literal["read", "write", "sendrecv"]
+"""How parts move over a link."""
 
 
 class Stages(msgspec.Struct, frozen=True):
@@ -200,8 +203,7 @@ def in_order(refs: Iterable[PartRef]) -> list[PartRef]:
     return sorted(refs, key=lambda ref: ref.part)
 
 
-@dataclass(frozen=True)
-class LinkInfo:
+class LinkInfo(msgspec.Struct, frozen=True, dict=True):
     """What a machine knows of a link that is up.
 
     Attributes:
@@ -222,7 +224,7 @@ class LinkInfo:
     revocations: Callable[[], int] | None = None
     name: str = ""
 
-    @property
+    @cached_property
     def unattended(self) -> bool:
         """Whether a consumer needs only block tables of the producer: it reads direct, and nothing is hashed."""
         return self.mode == "read" and not self.stage_below and self.integrity == "off"
