@@ -193,3 +193,19 @@ def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert words in facts["advice"][i]
     put("proc/self/status", "CapEff:\t0000000000080000\n")
     assert "ptrace" not in host_facts(tmp_path)["advice"][0]
+
+
+def test_it_says_what_becomes_of_elastic_caches(node: Any) -> None:
+    """Which memory counts as elastic by these settings, and which back ends move it straight; and that the engine there has such."""
+    p = node("tcp", seed=1, elastic=True)
+    words = ["doctor", "--json", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"elastic": true}']
+    found = json.loads(CliRunner().invoke(build(), words).stdout)
+    ways = {name: row["elastic"] for name, row in found["backends"].items() if row["usable"]}
+    assert {"tcp": "straight", "zmq": "straight"}.items() <= ways.items()
+    assert all(ways[name] == "staged" for name in {"nixl", "ucx"} & ways.keys())
+    which, *rest = found["elastic"].split("; ")
+    assert which == "all memory, as 'elastic' says"
+    assert rest[0].startswith("straight by ") and "tcp" in rest[0] and "tcp" not in "".join(rest[1:])
+    assert found["peer"]["peer_elastic"] is True
+    assert "failure" not in found["peer"]
+    assert call(node("tcp", seed=1).source)["peer_elastic"] is False

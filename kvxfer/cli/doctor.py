@@ -60,8 +60,9 @@ def doctor(
         "kvxfer": kvxfer.__version__,
         "host": host_facts(),
         "versions": {name: _version(names) for name, names in wanted.items()},
-        "backends": {name: _facts(probe) for name, probe in probes.items()},
+        "backends": {name: {**_facts(f.probe), "elastic": f.elastic} for name, f in found.items()},
         "auto": {memory: _auto(memory, by_class, settings) for memory in _kinds(classes.values())},
+        "elastic": _elastic(found, settings),
         "ports": _ports(found, classes, settings),
     }
     report["problems"] = [*address_problems(settings), *_backend_problems(report, settings)]
@@ -170,6 +171,17 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
     return rows
 
 
+def _elastic(found: Mapping[str, Found], config: Config) -> str:
+    """Return what the setting ``elastic`` comes to here: which memory counts as elastic, and who moves that how."""
+    which = {
+        None: "CUDA memory that is mapped by pages, which is found out; host memory only where 'elastic' says so",
+        True: "all memory, as 'elastic' says",
+        False: "none, as 'elastic' says, though CUDA memory be mapped by pages",
+    }[config.elastic]
+    ways = {way: [name for name, f in found.items() if f.elastic == way] for way in ("straight", "staged")}
+    return "; ".join([which, *(f"{way} by {', '.join(names)}" for way, names in ways.items() if names)])
+
+
 def _classes(names: Iterable[str]) -> dict[str, type[Transport]]:
     """Those back ends whose class can be loaded, which loads no library."""
     classes = {}
@@ -237,6 +249,7 @@ def _show(report: dict[str, Any]) -> None:
     console.print(ports)
     chosen = ", ".join(f"{name} ({where})" for where, name in report["auto"].items())
     console.print(f"backend auto: {chosen}", highlight=False)
+    console.print(f"elastic caches: {escape(report['elastic'])}", highlight=False)
     if "peer" in report:
         show_visit(console, report["peer"])
     for advice in host["advice"]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Literal
 
 import msgspec
 
@@ -36,10 +37,12 @@ class Found:
     Attributes:
         probe: What it says of this machine.
         ports: What it has opened, made as an engine would make it and with one link begun; or why it cannot be made so.
+        elastic: How it moves memory whose pages come and go; empty if it cannot be made.
     """
 
     probe: Probe
     ports: tuple[Port, ...] | str
+    elastic: Literal["", "straight", "staged"] = ""
 
 
 def probe_all(names: Iterable[str], config: Config | None = None, patience_s: float = PATIENCE_S) -> dict[str, Found]:
@@ -78,10 +81,12 @@ def _probe(name: str, config: Config, answer: Connection) -> None:
     except ConfigError as e:
         probe = Probe(False, str(e))
     answer.send((probe.usable, probe.reason, probe.memory, dict(probe.facts)))
-    answer.send(_ports(name, config) if probe.usable else "it does not work here")
+    if probe.usable:
+        answer.send(_made(name, config))
 
 
-def _ports(name: str, config: Config) -> tuple[Port, ...] | str:
+def _made(name: str, config: Config) -> tuple[tuple[Port, ...] | str, str]:
+    """Make a back end; return its ports, and how it moves elastic memory."""
     backend = registry.load(name)
     if config.backend != AUTO and not registry.called(backend, config.backend):
         config = msgspec.structs.replace(config, backend_options={})  # they are another's
@@ -90,11 +95,11 @@ def _ports(name: str, config: Config) -> tuple[Port, ...] | str:
         transport = backend("doctor", options_for(backend, config))
         try:
             transport.endpoint()  # some open a port for each link
-            return tuple(sorted(listening() - before))
+            return tuple(sorted(listening() - before)), "straight" if transport.capabilities.elastic else "staged"
         finally:
             transport.close()
     except Exception as e:
-        return str(e) or type(e).__name__
+        return str(e) or type(e).__name__, ""
 
 
 def _answer(process: BaseProcess, ours: Connection, due: float) -> Found:
@@ -103,7 +108,7 @@ def _answer(process: BaseProcess, ours: Connection, due: float) -> Found:
         return Found(probe, probe.reason)
     try:
         if ours.poll(max(0.0, due - time.monotonic())):
-            return Found(probe, ours.recv())
+            return Found(probe, *ours.recv())
     except EOFError:
         pass
     return Found(probe, "it could not be opened: its process ended, or did not come to an end")

@@ -113,6 +113,8 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
         say(
             f"its cache is in {found['peer_memory']} memory, which this process cannot have: asked with {found['memory']} memory"
         )
+    if found.get("peer_elastic"):
+        say("its cache is elastic: a back end that keeps pages moves it staged")
     for row in found.get("candidates", ()):
         say(f"  {row['backend']}: {row['against'] or 'used'}")
     for link in found.get("links", ())[:1]:
@@ -175,6 +177,7 @@ def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
     report["candidates"] = _candidates(device.partition(":")[0], config, theirs, report["links"])
     report["memory"] = device.partition(":")[0]
     report["peer_memory"] = engine.members[0].cache.regions[0].device.partition(":")[0]
+    report["peer_elastic"] = any(member.cache.elastic for member in engine.members)
     return report
 
 

@@ -31,6 +31,7 @@ from kvxfer.data.data_thread import DataThread
 from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import LinkPolicy, stager
+from kvxfer.data.staging import Staging
 from kvxfer.data.traffic import Limits
 from kvxfer.errors import ArgumentError, KvxferError
 from kvxfer.failures import Failure, FailureKind
@@ -40,7 +41,7 @@ from kvxfer.memory import with_elastic
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Action, Event, Hashed, Stats
 from kvxfer.security import Security
-from kvxfer.transport import Fence, Transport
+from kvxfer.transport import Capabilities, Fence, Transport
 from kvxfer.transport.auto import candidates, options_for
 from kvxfer.values import MOST_REASON, Fetch, Offer
 
@@ -80,8 +81,6 @@ class Agent:
         config = arguments.instance("config", config, Config).located()
         arguments.string("engine", engine, empty=True)
         cache = replace(cache, regions=with_elastic(cache.regions, config.elastic))
-        if cache.elastic:
-            log.info("the cache of %s is elastic: back ends that keep pages move it staged", engine or "this engine")
         self._calls = Calls(cache)
         stated = None if facts is None else f.check(facts)
         self.cache, self.config, self.epoch = cache, config, new_epoch()
@@ -95,16 +94,13 @@ class Agent:
         except BaseException:
             self._revocations.close()
             raise
-        self._data = DataPlane(
-            tuple(self._backends),
-            self._data_thread,
-            lambda name, caps, staging: LinkPolicy.of(name, caps, staging, cache, config.integrity),
-        )
+        self._data = DataPlane(tuple(self._backends), self._data_thread, self._policy)
         self._hasher = Hasher(cache, self._post)
         try:
             if config.integrity != "off":
                 self._hasher.get_ready()
             self._data.start(START_S)
+            self._data.policy(self._data.candidates[0])  # so that the log tells at start how an elastic cache moves
             port = self._loop.sockets.listen(config.listen, 0, None)
         except BaseException:
             self._revocations.close()
@@ -134,6 +130,13 @@ class Agent:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _policy(self, name: str, caps: Capabilities, staging: Staging) -> LinkPolicy:
+        """Return how a back end that has started is used."""
+        if self.cache.elastic:
+            how = "straight" if all(map(caps.moves, self.cache.regions)) else "staged"
+            log.info("the cache of %s is elastic: back end %s moves it %s", self._name, name, how)
+        return LinkPolicy.of(name, caps, staging, self.cache, self.config.integrity)
 
     def _data_thread(self, name: str) -> DataThread:
         regions = self.cache.regions

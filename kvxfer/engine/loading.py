@@ -92,6 +92,11 @@ class LoadingBlocks:
         if known is not None and request not in self and request not in self._writing:
             self._schedule.loaded(request)
 
+    def refused(self, request: str) -> None:
+        """Take in that the load, which is over next, was refused before its producer heard of it."""
+        if request in self:
+            self._schedule.refused(request)
+
     def over(self, request: str) -> None:
         """Take in that the load is over, well or badly."""
         if self._blocks.pop(request, None) is None:

@@ -146,6 +146,14 @@ class FetchSchedule:
             load.state, load.loader = _State.CLOSED, None
             self._prune(load)
 
+    def refused(self, request: str) -> None:
+        """Take in that the load was refused before its producer heard of it, which would keep the blocks for its lease.
+
+        Due before ``loaded``.
+        """
+        if (load := self._loading.get(request)) is not None:
+            self._decline(load, "the consumer cannot use it")
+
     def preempt(self, request: str) -> None:
         """Take in that the engine takes the request's blocks away.
 

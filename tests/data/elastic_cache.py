@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,24 +50,33 @@ def kept(regions: Sequence[Region]) -> list[Region]:
 class ElasticCache:
     """A cache in which a page has memory as long as one of its blocks is held.
 
+    Args:
+        layout: How it is laid out.
+        row: Bytes of a block's K or V of one layer.
+        dice: Which pages are handed out and stirred.
+        pages: Makes its memory.
+
     Attributes:
         blocks: What they hold, ``[block, layer, plane, row]``.
     """
 
-    def __init__(self, layout: Layout, row: int, dice: random.Random) -> None:
+    def __init__(self, layout: Layout, row: int, dice: random.Random, pages: Callable[..., Any]) -> None:
         self._page, planes = ROWS_A_PAGE * row, len(PLANES)
-        pages = len(LAYERS) * planes * BLOCKS // ROWS_A_PAGE
-        self.pages, self._dice = ElasticPages(pages, SPARE, self._page, dice), dice
+        self.pages = pages(len(LAYERS) * planes * BLOCKS // ROWS_A_PAGE, SPARE, self._page, dice)
+        self._dice = dice
         self._users: Counter[int] = Counter()
-        whole = self.pages.bytes
+        whole, device = self.pages.bytes, self.pages.device
         if layout == "contiguous":
             self.blocks = whole.reshape(BLOCKS, len(LAYERS), planes, row)
-            regions, stride = (Region(self.pages.address, whole.nbytes),), len(LAYERS) * planes * row
+            self._strides = len(LAYERS) * planes * row, planes * row, row
+            regions = (Region(self.pages.address, whole.nbytes, device),)
             begins = [i * row for i in range(len(LAYERS) * planes)]
         else:
-            self.blocks = whole.reshape(len(LAYERS), planes, BLOCKS, row).transpose(2, 0, 1, 3)
-            each, stride = BLOCKS * row, row
-            regions = tuple(Region(self.pages.address + i * each, each) for i in range(len(LAYERS) * planes))
+            each = BLOCKS * row
+            by_layer = whole.reshape(len(LAYERS), planes, BLOCKS, row)
+            self.blocks = by_layer.swapaxes(1, 2).swapaxes(0, 1)
+            self._strides = row, planes * each, each
+            regions = tuple(Region(self.pages.address + i * each, each, device) for i in range(len(LAYERS) * planes))
             begins = list(Cache(regions, (), ()).starts)
         views = tuple(
             View(
@@ -76,7 +85,7 @@ class ElasticCache:
                 LAYERS,
                 tuple(begins[i::planes]),
                 BLOCKS,
-                stride,
+                self._strides[0],
                 row // TOKENS,
                 "test",
                 token_stride=row // TOKENS,
@@ -97,6 +106,12 @@ class ElasticCache:
             if not self._users[page]:
                 self.pages.unmap(page)
 
+    def write(self, blocks: Sequence[int], rows: np.ndarray) -> None:
+        self.blocks[list(blocks)] = self.pages.put(rows)
+
+    def read(self, blocks: Sequence[int]) -> np.ndarray:
+        return self.pages.get(self.blocks[list(blocks)])
+
     def stir(self) -> None:
         """Have a page that nobody holds get memory with bytes that are nobody's, and lose it."""
         if unused := self.pages.unused():
@@ -107,7 +122,7 @@ class ElasticCache:
 
     def _pages_of(self, blocks: Sequence[int]) -> list[int]:
         """Return the page of each row of these blocks."""
-        by_block, by_layer, by_plane, _ = self.blocks.strides
+        by_block, by_layer, by_plane = self._strides
         rows = [(layer, plane) for layer in range(len(LAYERS)) for plane in range(len(PLANES))]
         return [
             (b * by_block + layer * by_layer + plane * by_plane) // self._page for b in blocks for layer, plane in rows
@@ -153,18 +168,20 @@ class Room:
     Args:
         backend: Its name, or ``auto``.
         layouts: Of the producer and of the consumer.
-        elastic: Whether each is.
+        elastic: Whether each is; ``None``: found out.
         options: Of the back end.
         row: Bytes of a block's K or V of one layer; a back end with a longer ``run_bytes`` stages them.
+        pages: Makes the memory, as ``ElasticPages`` does.
     """
 
     def __init__(
         self,
         backend: str,
         layouts: tuple[Layout, Layout] = ("contiguous", "contiguous"),
-        elastic: tuple[bool, bool] = (True, True),
+        elastic: tuple[bool | None, bool | None] = (True, True),
         options: Mapping[str, Any] | None = None,
         row: int = 4096,
+        pages: Callable[..., Any] = ElasticPages,
     ) -> None:
         self._row = row
         self._dice, self._number = random.Random(f"{backend} {layouts}"), 0
@@ -180,7 +197,7 @@ class Room:
                     "elastic": is_elastic,
                 }
             )
-            cache = ElasticCache(layout, row, self._dice)
+            cache = ElasticCache(layout, row, self._dice, pages)
             agent = Agent(cache.cache, config, "elastic")
             directory = Directory(config, "elastic")
             directory.publish((agent.member,))
@@ -233,7 +250,7 @@ class Room:
         theirs, mine = p.take(count, self._dice), d.take(count, self._dice)
         shape = (count, len(LAYERS), len(PLANES), self._row)
         fresh = np.frombuffer(self._dice.randbytes(int(np.prod(shape))), np.uint8).reshape(shape)
-        p.cache.blocks[theirs] = fresh
+        p.cache.write(theirs, fresh)
         moving[transfer] = _Moving(theirs, mine, fresh)
         p.agent.offer(Offer(transfer, b"d", 1, tokens, BlockTable.of([theirs]), True))
         source = p.directory.source
@@ -246,7 +263,7 @@ class Room:
         if it.released < 2:
             return None
         p, d = self.sides
-        right = np.array_equal(d.cache.blocks[it.mine], it.fresh)
+        right = np.array_equal(d.cache.read(it.mine), it.fresh)
         del moving[transfer]
         p.give_back(it.theirs)
         d.give_back(it.mine)

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import random
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class ElasticPages:
         address: Of the first byte.
         bytes: All of it, as uint8.
     """
+
+    device = "cpu"
 
     def __init__(self, pages: int, spare: int, nbytes: int = PAGE, dice: random.Random | None = None) -> None:
         self._nbytes, self._dice = nbytes, dice
@@ -65,6 +68,14 @@ class ElasticPages:
     def zero(self) -> bytes:
         """Return what the zero page holds: zeros, unless somebody has written where no memory was."""
         return os.pread(self._pool, self._nbytes, self._zero * self._nbytes)
+
+    def put(self, array: np.ndarray) -> Any:
+        """Return an array of host memory in this sort of memory, and..."""
+        return array
+
+    def get(self, part: Any) -> np.ndarray:
+        """...the other way round."""
+        return np.asarray(part)
 
     def close(self) -> None:
         os.close(self._pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -42,6 +43,21 @@ def test_pages_come_and_go_under_load(room: Callable[..., Room], backend: str, s
     engines = room(backend, layouts)
     assert engines.move(300) == []
     assert engines.staged is staged
+
+
+@pytest.mark.parametrize("elastic", [(True, True), (True, False), (False, True)], ids=["both", "producer", "consumer"])
+def test_auto_takes_what_moves_it_straight(
+    room: Callable[..., Room], elastic: tuple[bool, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In host memory the cheapest that works here follows the pages, and the log says so."""
+    require("cma")
+    with caplog.at_level(logging.INFO, "kvxfer"):
+        engines = room("auto", elastic=elastic)
+        assert engines.move(40) == []
+    assert not engines.staged
+    assert {link.backend for side in engines.sides for link in side.agent.links()} == {"cma"}
+    said = [r.getMessage() for r in caplog.records if "is elastic" in r.getMessage()]
+    assert len(said) == sum(elastic) and all(text.endswith("back end cma moves it straight") for text in said)
 
 
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer import memory
-from kvxfer.config import Config
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
-from kvxfer.geometry import Cache, Group, Region, View
-from kvxfer.identity import TransferId
+from kvxfer.errors import KvxferError
+from kvxfer.geometry import Region
 from kvxfer.memory import with_elastic
-from kvxfer.protocol.values import Ended, Released
-from kvxfer.values import BlockTable, Fetch, Offer
 from tests.conftest import require
+from tests.data.elastic_cache import LAYOUTS, ROWS_A_PAGE, Room
 
 torch = pytest.importorskip("torch")
 driver = pytest.importorskip("cuda.bindings.driver")
 
 pytestmark = pytest.mark.gpu
 
-PAGE, BLOCKS, TOKENS, SPARE, DEVICE = 2 << 20, 16, 4, 6, "cuda:0"
+PAGE, DEVICE = 2 << 20, "cuda:0"
 
 
 def done(result: Any) -> Any:
@@ -34,10 +30,14 @@ def done(result: Any) -> Any:
     return values[0] if values else None
 
 
-class ElasticCuda:
-    """Reserved addresses, each page of which is the one zero page until it gets another one."""
+class CudaPages:
+    """Reserved addresses, each page of which is the one zero page until it gets another one; see ``ElasticPages``."""
 
-    def __init__(self) -> None:
+    device = DEVICE
+
+    def __init__(self, pages: int, spare: int, nbytes: int = PAGE, dice: random.Random | None = None) -> None:
+        from kvxfer.memory.cuda.space import wrap
+
         torch.zeros(1, device=DEVICE)  # makes the context
         self._what = driver.CUmemAllocationProp()
         self._what.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -45,113 +45,96 @@ class ElasticCuda:
         self._who = driver.CUmemAccessDesc()
         self._who.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._who.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self.address = int(done(driver.cuMemAddressReserve(BLOCKS * PAGE, 0, 0, 0)))
-        self._zero, *self._free = (done(driver.cuMemCreate(PAGE, self._what, 0)) for _ in range(BLOCKS + SPARE + 1))
+        self._pages, self._nbytes, self._dice = pages, nbytes, dice or random.Random(0)
+        self.address = int(done(driver.cuMemAddressReserve(pages * self._nbytes, 0, 0, 0)))
+        self._zero, *self._free = (
+            done(driver.cuMemCreate(self._nbytes, self._what, 0)) for _ in range(pages + spare + 1)
+        )
         self._held: dict[int, Any] = {}
-        for page in range(BLOCKS):
+        for page in range(pages):
             self._map(page, self._zero)
-
-    def _map(self, page: int, handle: Any) -> None:
-        at = self.address + page * PAGE
-        done(driver.cuMemMap(at, PAGE, 0, handle, 0))
-        done(driver.cuMemSetAccess(at, PAGE, [self._who], 1))
-
-    def _replace(self, page: int, handle: Any) -> None:
-        torch.cuda.synchronize()
-        done(driver.cuMemUnmap(self.address + page * PAGE, PAGE))
-        self._map(page, handle)
+        self.bytes = wrap(self.address, pages * self._nbytes, DEVICE)
+        self.bytes[: self._nbytes] = 0
 
     def map(self, page: int) -> None:
-        self._held[page] = self._free.pop(0)
+        self._held[page] = self._free.pop(self._dice.randrange(len(self._free)))
         self._replace(page, self._held[page])
 
     def unmap(self, page: int) -> None:
         self._free.append(self._held.pop(page))
         self._replace(page, self._zero)
 
-    def page(self, page: int) -> Any:
-        from kvxfer.memory.cuda.space import wrap
+    def unused(self) -> list[int]:
+        return [page for page in range(self._pages) if page not in self._held]
 
-        return wrap(self.address + page * PAGE, PAGE, DEVICE)
+    def zero(self) -> bytes:
+        page = self.unused()[0]
+        return self.bytes[page * self._nbytes : (page + 1) * self._nbytes].cpu().numpy().tobytes()
+
+    def put(self, array: np.ndarray) -> Any:
+        return torch.from_numpy(array.copy()).to(DEVICE)
+
+    def get(self, part: Any) -> np.ndarray:
+        found: np.ndarray = part.cpu().numpy()
+        return found
 
     def close(self) -> None:
         torch.cuda.synchronize()
-        done(driver.cuMemUnmap(self.address, BLOCKS * PAGE))
-        done(driver.cuMemAddressFree(self.address, BLOCKS * PAGE))
+        done(driver.cuMemUnmap(self.address, self._pages * self._nbytes))
+        done(driver.cuMemAddressFree(self.address, self._pages * self._nbytes))
         for handle in (self._zero, *self._free, *self._held.values()):
             done(driver.cuMemRelease(handle))
 
+    def _replace(self, page: int, handle: Any) -> None:
+        torch.cuda.synchronize()
+        done(driver.cuMemUnmap(self.address + page * self._nbytes, self._nbytes))
+        self._map(page, handle)
 
-class Side:
-    """An agent over elastic memory, and its directory."""
-
-    def __init__(self, backend: str, elastic: bool | None) -> None:
-        config = Config(backend=backend, transfer_timeout=30.0, elastic=elastic)
-        self.memory = ElasticCuda()
-        view = View("kv", 0, ("a",), (0,), BLOCKS, PAGE, PAGE, "test")
-        cache = Cache((Region(self.memory.address, BLOCKS * PAGE, DEVICE),), (Group(TOKENS),), (view,))
-        self.agent = Agent(cache, config, "elastic")
-        self.directory = Directory(config, "elastic")
-        self.directory.publish((self.agent.member,))
-        self.seen: list[Any] = []
-
-    def wait(self, sort: type, count: int) -> Any:
-        until = time.monotonic() + 60
-        while len(found := [e for e in self.seen if isinstance(e, sort)]) < count:
-            assert time.monotonic() < until, self.seen
-            self.seen += self.agent.events()
-            time.sleep(0.0005)
-        return found[count - 1]
-
-    def close(self) -> None:
-        self.agent.close()
-        self.directory.close()
-        self.memory.close()
+    def _map(self, page: int, handle: Any) -> None:
+        at = self.address + page * self._nbytes
+        done(driver.cuMemMap(at, self._nbytes, 0, handle, 0))
+        done(driver.cuMemSetAccess(at, self._nbytes, [self._who], 1))
 
 
-def moves(p: Side, d: Side, number: int, dice: random.Random) -> bool:
-    """Blocks move whose pages have just been mapped, and are unmapped again. Whether all bytes came right."""
-    count = dice.randint(1, 4)
-    theirs, mine = dice.sample(range(BLOCKS), count), dice.sample(range(BLOCKS), count)
-    for side, blocks in ((p, theirs), (d, mine)):
-        for block in blocks:
-            side.memory.map(block)
-    for i, block in enumerate(theirs):
-        p.memory.page(block).fill_(1 + (number * 4 + i) % 250)
-    for block in mine:
-        d.memory.page(block).fill_(255)
-    torch.cuda.synchronize()
-    transfer = TransferId("own/1/elastic", number)
-    tokens = count * TOKENS
-    p.agent.offer(Offer(transfer, b"d", 0, tokens, BlockTable.of([theirs]), True))
-    d.agent.fetch(Fetch(str(number), transfer, b"d", p.directory.source, BlockTable.of([mine]), 0, tokens))
-    outcome = d.wait(Ended, number + 1).outcome
-    assert outcome.delivered, outcome
-    torch.cuda.synchronize()
-    right = all(bool((d.memory.page(block) == 1 + (number * 4 + i) % 250).all()) for i, block in enumerate(mine))
-    for side, blocks in ((p, theirs), (d, mine)):
-        side.wait(Released, number + 1)
-        for block in blocks:
-            side.memory.unmap(block)
-    return right
+@pytest.fixture
+def room() -> Iterator[Callable[..., Room]]:
+    made: list[Room] = []
+
+    def make(*args: Any, row: int = PAGE // ROWS_A_PAGE, **more: Any) -> Room:
+        made.append(Room(*args, row=row, pages=CudaPages, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 @pytest.mark.parametrize("backend", ["cuda_ipc", "zmq", "nixl", "ucx"])
-def test_pages_come_and_go_under_load(backend: str) -> None:
+def test_pages_come_and_go_under_load(room: Callable[..., Room], backend: str, layouts: Any) -> None:
     require(backend)
-    p, d, dice = Side(backend, None), Side(backend, None), random.Random(backend)
-    try:
-        for number in range(100):
-            assert moves(p, d, number, dice), f"transfer {number} brought other bytes"
-        stats = d.agent.stats()
-        assert (stats.direct, stats.staged) == (0, 100)
-    finally:
-        d.close()
-        p.close()
+    engines = room(backend, layouts, elastic=(None, None))
+    assert engines.move(100) == []
+    assert engines.staged
+
+
+@pytest.mark.parametrize("backend", ["nixl", "ucx"])
+def test_forced_to_register_it(room: Callable[..., Room], backend: str) -> None:
+    """What docs/elastic-caches.md says was seen, on a machine without a network card: right bytes, straight."""
+    require(backend)
+    engines = room(backend, elastic=(False, False), row=PAGE)  # shorter rows are packed in any case
+    assert engines.move(100) == []
+    assert not engines.staged
+
+
+def test_a_back_end_that_exports_allocations_refuses_it(room: Callable[..., Room]) -> None:
+    require("cuda_ipc")
+    with pytest.raises(KvxferError, match="cannot be shared"):
+        room("cuda_ipc", elastic=(False, False))
 
 
 def test_it_is_found_out() -> None:
-    mapped, plain = ElasticCuda(), torch.zeros(4096, dtype=torch.uint8, device=DEVICE)
+    mapped, plain = CudaPages(16, 0), torch.zeros(4096, dtype=torch.uint8, device=DEVICE)
     regions = [Region(mapped.address, PAGE, DEVICE), Region(plain.data_ptr(), 4096, DEVICE)]
     assert [r.elastic for r in with_elastic(regions)] == [True, False]
     assert [r.elastic for r in with_elastic(regions, False)] == [False, False]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.failures import FailureKind
 from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer_vllm.compat import HOLDS_BLOCKS
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
@@ -227,6 +228,25 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
     told.tell(p.address, Decline(epoch, (Named(transfer, tracker.digest(transfer)),), "not wanted"))
     step_until(lambda: p.free > before)
     assert again
+
+
+def test_a_consumer_that_does_not_fit_frees_the_producer_s_blocks(make: Make, wire: Wire) -> None:
+    """Not only when the lease ends: a producer on its way to sleep waits for them, and so may other requests."""
+    p, d = make(), make()
+    before, text = p.free, prompt(90)
+    params = prefill(p, text)
+    wire.paused = True
+    name = d.add(text, params)
+    d.steps(2)
+    (load,) = wire.loads(d)
+    wire.fail(load, "the models differ: updates", kind=FailureKind.INCOMPATIBLE)
+    d.run(p, until=name)
+    check(d, name, text)
+    end = time.monotonic() + 10
+    while p.free < before:
+        assert time.monotonic() < end, "the producer has heard nothing"
+        time.sleep(0.005)  # notices go over a socket
+        p.step()
 
 
 def test_a_consumer_that_cannot_allocate_for_a_while(make: Make, wire: Wire) -> None:

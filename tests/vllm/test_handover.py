@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvxfer.failures import Outcome
+from kvxfer.failures import FailureKind, Outcome
 from tests.engine.direct import Switchboard
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
@@ -305,6 +306,23 @@ def test_a_trace_has_a_line_for_each_load(
     for line in lines:
         assert line["source"] == f"{at.host}:{at.port}" and line["transfer"].startswith("own/")
         assert 0 <= line["us"]["fetched"] <= line["us"]["seen"]
+
+
+def test_a_prefetch_that_is_refused_frees_the_producer_s_blocks(make: Make, board: Switchboard, wire: Wire) -> None:
+    """As any load does: the producer, which has not heard of it, need not hold them for its lease."""
+    p = make()
+    d, before, params = decoder(make, board), p.free, offered(p)
+    wire.paused = True
+    name = d.add(prompt(N), params)
+    d.step()
+    for load in wire.loads(d):
+        wire.fail(load, "the models differ: updates", kind=FailureKind.INCOMPATIBLE)
+    right(d, p, name, prompt(N))
+    end = time.monotonic() + 10
+    while p.free < before:
+        assert time.monotonic() < end, "the producer has heard nothing"
+        time.sleep(0.005)  # notices go over a socket
+        p.step()
 
 
 def test_a_trace_that_cannot_be_written_is_no_matter(

@@ -124,10 +124,17 @@ class Agent:
     # What a test or the wire does
 
     def end(self, load: Load, outcome: Outcome, generation: int = -1, short: int | None = None) -> None:
-        """The load's outcome, of a generation; if that is bad, its producer hears that nobody reads any more."""
+        """The load's outcome, of a generation; if that is bad, its producer hears that nobody reads any more.
+
+        Unless the two engines do not fit, which is found out before there is a link.
+        """
         load.ended = True
         producer = self.wire.peer(load)
-        if producer is not None and outcome.failure is not None:
+        if (
+            producer is not None
+            and outcome.failure is not None
+            and outcome.failure.kind is not FailureKind.INCOMPATIBLE
+        ):
             producer.dropped(load.fetch, outcome.failure)
         named = load.fetch.transfer, load.fetch.handle, outcome
         self.out.append(Ended("consumer", *named, 1, 0.01, generation, short=short))

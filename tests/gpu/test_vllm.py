@@ -1,0 +1,198 @@
+"""vLLM's servers on a GPU where the cache's memory goes and comes: sleep mode amid traffic, and kvcached in both layouts.
+
+kvcached must be installed for its own sake here, with its C++ part and its .pth file, beside a vLLM that it has patches for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import require
+
+require("vllm")
+
+from kvxfer_vllm import compat  # noqa: E402  (only where vLLM is)
+from kvxfer_vllm.demo.metrics import received  # noqa: E402
+from kvxfer_vllm.demo.model import write_model  # noqa: E402
+from kvxfer_vllm.demo.routing import complete, prefill_then_decode  # noqa: E402
+from kvxfer_vllm.demo.servers import BLOCK, Server, ServerError, await_ready, connector  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.timeout(400)]
+
+TOKENS = 24
+PROMPTS = [f"request {n}: " + f"{n * 7919} " * (5 + 20 * n) for n in range(8)]
+FLAGS = (
+    "--attention-backend",
+    "TRITON_ATTN",
+    "--gpu-memory-utilization",
+    "0.1",
+    "--kernel-config",
+    '{"enable_flashinfer_autotune": false, "enable_cutedsl_warmup": false, "enable_jit_warmup": false}',
+)
+START_S = 240.0
+
+
+class Servers:
+    """Servers of one model, started side by side, and what a plain one answers."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._model, self._logs, self._stack = folder / "model", folder, stack
+        write_model(self._model)
+        self.started: dict[str, Server] = {}
+        self._expected: dict[str, list[int]] = {}
+
+    def start(
+        self, name: str, backend: str = "", flags: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> Server:
+        transfer = None
+        if backend:
+            role = "kv_producer" if name.startswith("prefill") else "kv_consumer"
+            settings = {"backend": backend, "transfer_timeout": 60.0, "peer_timeout": 20.0}
+            transfer = {**connector(role, settings), "kv_load_failure_policy": "recompute"}
+        server = Server(name, self._model, self._logs, transfer, (*FLAGS, *flags), env)
+        self._stack.callback(server.stop)
+        self.started[name] = server
+        return server
+
+    def await_ready(self) -> None:
+        await_ready(self.started.values(), START_S)
+
+    def expected(self, prompt: str) -> list[int]:
+        if prompt not in self._expected:
+            self._expected[prompt] = complete(self.started["plain"], prompt, TOKENS).tokens
+        return self._expected[prompt]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(tmp_path_factory.mktemp("vllm"), stack)
+
+
+# --- sleep mode ---------------------------------------------------------------------------------------------------------
+
+SLEEPERS = ["cuda_ipc", "ucx"]
+
+
+class Traffic:
+    """Requests from several clients that never stop, and how they end; a wrong token is kept for the test."""
+
+    def __init__(self, servers: Servers, prefill: Server, decode: Server) -> None:
+        self._servers, self._prefill, self._decode = servers, prefill, decode
+        self._over = threading.Event()
+        self.ends: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._clients = [threading.Thread(target=self._client, args=(n,)) for n in range(4)]
+        for client in self._clients:
+            client.start()
+
+    def _client(self, first: int) -> None:
+        number = first
+        while not self._over.is_set():
+            number += len(self._clients)
+            prompt = PROMPTS[number % len(PROMPTS)]
+            try:
+                tokens = prefill_then_decode(self._prefill, self._decode, prompt, TOKENS).tokens
+            except ServerError:
+                self.ends["failed"] += 1  # ended by the sleep, and said so: a router tries again
+                continue
+            self.ends["whole" if len(tokens) == TOKENS else "cut short"] += 1
+            if tokens != self._servers.expected(prompt)[: len(tokens)]:
+                self.wrong.append(prompt)
+
+    def stop(self) -> None:
+        self._over.set()
+        for client in self._clients:
+            client.join(90)
+
+
+@pytest.fixture(scope="module")
+def sleepers(servers: Servers) -> Servers:
+    """A plain server, and a pair with sleep mode for each back end."""
+    if not compat.FOLLOWS_SLEEP:
+        pytest.skip("this vLLM does not tell connectors of sleep mode")
+    servers.start("plain")
+    for backend in SLEEPERS:
+        require(backend)
+        for name in ("prefill", "decode"):
+            servers.start(f"{name} {backend}", backend, ("--enable-sleep-mode",), {"VLLM_SERVER_DEV_MODE": "1"})
+    servers.await_ready()
+    return servers
+
+
+@pytest.mark.parametrize("backend", SLEEPERS)
+def test_two_sleeps_of_each_amid_traffic(sleepers: Servers, backend: str) -> None:
+    """Requests that a sleep meets end or are cut short; all tokens that come are right, and KV moves again afterwards."""
+    prefill, decode = (sleepers.started[f"{name} {backend}"] for name in ("prefill", "decode"))
+    for prompt in PROMPTS:
+        sleepers.expected(prompt)
+    traffic = Traffic(sleepers, prefill, decode)
+    try:
+        for sleeper in (prefill, decode, prefill, decode):
+            time.sleep(2)
+            sleeper.post("/sleep?level=1", {})
+            time.sleep(1)
+            sleeper.post("/wake_up", {})
+        time.sleep(3)
+    finally:
+        traffic.stop()
+    print(f"{backend}: {dict(traffic.ends)}, {received(decode)}")
+    assert traffic.wrong == []
+    assert traffic.ends["whole"] >= 4 * len(PROMPTS)
+    before = received(decode)
+    prompt = f"after the sleeps, by {backend} " * 5
+    assert prefill_then_decode(prefill, decode, prompt, TOKENS).tokens == sleepers.expected(prompt)
+    moved = received(decode) - before
+    assert moved.failed == 0 and moved.tokens >= len(prompt) - BLOCK
+
+
+# --- kvcached -----------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {"contiguous": "true", "apart": "false"}
+
+
+@pytest.fixture(scope="module")
+def cached(servers: Servers) -> Servers:
+    """A plain server, and a pair under kvcached for each of its layouts."""
+    if importlib.util.find_spec("kvcached") is None:
+        pytest.skip("kvcached is not installed")
+    if compat.FOLLOWS_SLEEP:
+        pytest.skip("kvcached has no patches for this vLLM")
+    servers.start("plain")
+    for layout, contiguous in LAYOUTS.items():
+        env = {"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1", "KVCACHED_CONTIGUOUS_LAYOUT": contiguous}
+        for name in ("prefill", "decode"):
+            servers.start(f"{name} {layout}", "nixl", (), env)
+    servers.await_ready()
+    return servers
+
+
+@pytest.mark.parametrize("theirs", LAYOUTS)
+@pytest.mark.parametrize("mine", LAYOUTS)
+def test_tokens_under_kvcached_are_those_of_a_plain_server(cached: Servers, theirs: str, mine: str) -> None:
+    """Waves of requests, so that pages are unmapped and mapped between them; from each layout into each."""
+    prefill, decode = cached.started[f"prefill {theirs}"], cached.started[f"decode {mine}"]
+    for server in (prefill, decode):
+        log = server.log.read_text()
+        assert "kvcached MRV2 persistent allocation" in log and "is elastic" in log
+    before = received(decode)
+    prompts = [f"{theirs} into {mine}, wave {wave}, {prompt}" for wave in range(4) for prompt in PROMPTS]
+    expected = [cached.expected(prompt) for prompt in prompts]
+    for wave in range(4):
+        part = slice(wave * len(PROMPTS), (wave + 1) * len(PROMPTS))
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            answers = list(pool.map(lambda p: prefill_then_decode(prefill, decode, p, TOKENS).tokens, prompts[part]))
+        assert answers == expected[part]
+    moved = received(decode) - before
+    print(f"{theirs} into {mine}: {moved}")
+    assert moved.failed == 0
+    assert moved.tokens >= sum(map(len, prompts)) - len(prompts) * BLOCK
