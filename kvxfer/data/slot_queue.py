@@ -65,8 +65,11 @@ class SlotQueue:
                 continue
             for link in sorted(waiting, key=self._staging.spent) if role == "producer" else list(waiting):
                 while self._staging.room(role) and (mine := waiting.get(link)):
-                    job = next(iter(mine.values()))
+                    job, taken = next(iter(mine.values())), self._staging.taken
                     advance(job)
+                    if job.ref in mine and self._staging.taken != taken:
+                        # The link's next slot is for another part, which may be short.
+                        mine[job.ref] = mine.pop(job.ref)
                     if job.starving:
                         break  # and so would be the link's others
 

@@ -197,7 +197,7 @@ class Traffic:
         job = make_job(action, known.wire)
         job.begun = begun
         self._jobs[ref] = job
-        if action.verb is not Verb.WRITE and (action.verb is not Verb.READ or ref.role == "producer"):
+        if action.verb in (Verb.SEND, Verb.RECV):
             job.line = self._lines.setdefault((ref.link, action.verb), deque())
             job.line.append(job)
         self._advance(job)
