@@ -151,7 +151,7 @@ class TransferManager(CommonKVManager):
             except PeerError as error:
                 log.warning("a message is dropped: %s", error)
             except Exception:
-                log.exception("a message could not be handled; it is dropped")
+                log.exception("a message from a prefill or decode server was ignored, since handling it failed")
 
     def _hear_prefill(self, frames: list[bytes]) -> None:
         if frames[0] == ABORT_TAG:
