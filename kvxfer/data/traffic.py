@@ -202,7 +202,7 @@ class Traffic:
         job = make_job(action, known.wire)
         job.begun = begun
         self._jobs[ref] = job
-        if action.verb is not Verb.WRITE and (action.verb is not Verb.READ or ref.role == "producer"):
+        if action.verb in (Verb.SEND, Verb.RECV):
             job.line = self._lines.setdefault((ref.link, action.verb), deque())
             job.line.append(job)
         self._advance(job)
@@ -342,8 +342,12 @@ class Traffic:
                 continue
             for link in sorted(waiting, key=self._staging.spent) if role == "producer" else list(waiting):
                 while self._staging.room(role) and (mine := waiting.get(link)):
-                    job = next(iter(mine.values()))
+                    job, taken = next(iter(mine.values())), self._staging.taken
                     self._advance(job)
+                    if job.ref in mine and self._staging.taken != taken:
+                        mine[job.ref] = mine.pop(
+                            job.ref
+                        )  # the link's next slot is for another part, which may be short
                     if job.starving:
                         break  # and so would be the link's others
 

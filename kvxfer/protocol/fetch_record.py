@@ -139,8 +139,8 @@ class FetchRecord(msgspec.Struct, eq=False):
 
     @property
     def payload(self) -> bytes:
-        """What came with the offer, from the first of the ranks."""
-        return min(self.rank_fetches, key=lambda rank: rank.spec.rank).payload if self.rank_fetches else b""
+        """What came with the offer, from the first of the ranks that sent something along."""
+        return next((x.payload for x in sorted(self.rank_fetches, key=lambda x: x.spec.rank) if x.payload), b"")
 
     def fetch_request(self, rank: RankFetch, now: float, moving: float) -> m.FetchRequest:
         """Make the message by which a rank fetch asks for its share, ``moving`` seconds of which begin with the first part."""

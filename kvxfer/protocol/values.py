@@ -102,8 +102,8 @@ class Ended(msgspec.Struct, frozen=True):
             which is that of all that was delivered; ``None`` if it has heard of none, or nothing had to come.
         waited: on a consumer, how many of the ``seconds`` had passed when it last heard of a part, so that the rest was spent
             on moving and checking; 0 if it heard of none.
-        payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank, where this rank
-            reads from several, and empty where it had nothing to read.
+        payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank that has given
+            something along, where this rank reads from several, and empty where it had nothing to read.
         stages: on a consumer, when it came how far.
         short: on a consumer to which it was delivered, the token up to which it is here, where the producer has given up before
             all were computed and so many are enough (``Fetch.enough``); ``None`` where all are.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer import ConfigError, PeerError
+from kvxfer import ConfigError, PeerError, Rank
 from kvxfer.geometry import route
 from kvxfer_sglang import notes
 from kvxfer_sglang.cache import heads_of, pool_cache
@@ -73,7 +73,7 @@ def buffers(heads: int, planes: int = 2, **changed: Any) -> SimpleNamespace:
 def test_every_head_of_every_layer_is_read_once(producers: int, consumers: int) -> None:
     def engine(ranks: int, total: int = 4) -> list[Any]:
         own = [heads_of(rank, ranks, total) for rank in range(ranks)]
-        return [pool_cache(buffers(heads[1]), heads, rank, "cpu") for rank, heads in enumerate(own)]
+        return [pool_cache(buffers(heads[1]), heads, Rank(tp=rank), "cpu") for rank, heads in enumerate(own)]
 
     found = route(engine(producers), engine(consumers))
     for rank in found.values():
@@ -88,7 +88,7 @@ def test_every_head_of_every_layer_is_read_once(producers: int, consumers: int) 
 
 
 def test_latents_are_one_plane() -> None:
-    cache = pool_cache(buffers(1, planes=1), None, 0, "cpu")
+    cache = pool_cache(buffers(1, planes=1), None, Rank(), "cpu")
     assert [view.plane for view in cache.views] == ["latent"] and cache.views[0].unit == UNIT
 
 
@@ -103,7 +103,7 @@ def test_latents_are_one_plane() -> None:
 )
 def test_pools_that_lie_otherwise_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedSetupError):
-        pool_cache(buffers(1, **changed), (0, 1, 1), 0, "cpu")
+        pool_cache(buffers(1, **changed), (0, 1, 1), Rank(), "cpu")
 
 
 def test_metadata_are_copied_row_by_row() -> None:

@@ -29,13 +29,13 @@ def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
     return rank * total // ranks, max(1, total // ranks), total
 
 
-def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: int, device: str) -> Cache:
+def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: Rank, device: str) -> Cache:
     """Return what others must know of a pool.
 
     Args:
         args: SGLang's ``KVArgs``.
         heads: The first KV head that is here, how many are here, and how many the model has; ``None`` for latents.
-        rank: The attention's tensor-parallel rank.
+        rank: The pipeline stage, and the attention's tensor-parallel rank.
         device: Where the pool lies, as kvxfer names devices.
 
     Raises:
@@ -49,6 +49,7 @@ def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: int, device:
     regions = tuple(Region(p, n, device) for p, n in zip(args.kv_data_ptrs, args.kv_data_lens, strict=True))
     starts = flat_starts(regions)
     layers = len(regions) // len(planes)
+    first = getattr(args, "prefill_start_layer", 0)  # of a stage; SGLang says it where it prefills
     views = []
     for side, plane in enumerate(planes):
         own = slice(side * layers, (side + 1) * layers)
@@ -64,7 +65,7 @@ def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: int, device:
             View(
                 plane=plane,
                 group=0,
-                layers=tuple(map(str, args.kv_layer_ids[own] or range(layers))),
+                layers=tuple(map(str, args.kv_layer_ids[own] or range(first, first + layers))),
                 offsets=starts[own],
                 blocks=min(region.nbytes for region in regions[own]) // page,
                 block_stride=page,
@@ -74,6 +75,6 @@ def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: int, device:
                 token_stride=page // args.page_size,
             )
         )
-    cache = Cache(regions, (Group(args.page_size),), tuple(views), Rank(tp=rank))
+    cache = Cache(regions, (Group(args.page_size),), tuple(views), rank)
     cache.check()
     return cache

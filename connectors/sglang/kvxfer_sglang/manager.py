@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_parallel, process_model_config
 from sglang.srt.utils.network import NetworkAddress
 
-from kvxfer import PeerError
+from kvxfer import PeerError, Rank
 from kvxfer.memory.fence import CudaEvent
 from kvxfer.threads import NamedThread
 from kvxfer_sglang.cache import heads_of, pool_cache
@@ -55,12 +55,14 @@ class TransferManager(CommonKVManager):
         config = settings(self.local_ip, self.waiting_timeout if decodes else self.bootstrap_timeout)
         model = process_model_config()
         heads = heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_total_num_kv_heads())
-        cache = pool_cache(args, None if is_mla_backend else heads, self.attn_tp_rank, self._device())
+        self.last_stage = self.pp_rank == self.pp_size - 1  # which has sampled, and whose metadata count
+        rank = Rank(pp=self.pp_rank, tp=self.attn_tp_rank)
+        cache = pool_cache(args, None if is_mla_backend else heads, rank, self._device())
         self.prefill, self.decode = PrefillRank(self), DecodeRank(self)
         side = self.decode if decodes else self.prefill
         facts = server_facts(model, args.kv_cache_dtype_str, config)
         name = f"sglang-{disaggregation_mode.value}-dp{self.system_dp_rank or self.attn_dp_rank}"
-        self._rank = EngineRank(cache, config, name, facts, self._gather(), side.heard)
+        self._rank = EngineRank(cache, config, name, facts, self._gather, side.heard)
         side.start(self._rank)
         self._stopped = False
         hear = self._hear_decode if decodes else self._hear_prefill
@@ -72,11 +74,12 @@ class TransferManager(CommonKVManager):
     def _device(self) -> str:
         return "cpu" if get_device().device == "cpu" else f"{get_device().device}:{self.kv_args.gpu_id}"
 
-    def _gather(self) -> Callable[[Any], list[Any]]:
-        if self.attn_tp_size == 1:
-            return lambda own: [own]
-        gather: Callable[[Any], list[Any]] = get_parallel().attn_tp_group.all_gather_object
-        return gather
+    def _gather(self, own: Any) -> list[Any]:
+        """Return what each rank of the engine has, those of the first pipeline stage in front."""
+        stage = [own] if self.attn_tp_size == 1 else get_parallel().attn_tp_group.all_gather_object(own)
+        if self.pp_size == 1:
+            return stage
+        return [told for ranks in get_parallel().pp_group.all_gather_object(stage) for told in ranks]
 
     # --- what SGLang calls -----------------------------------------------------------------------------------------
 
