@@ -100,7 +100,7 @@ def engine(config: Config) -> tuple[Agent, Directory]:
     return agent, directory
 
 
-def busy() -> Counter[str]:
+def thread_seconds() -> Counter[str]:
     """Return the CPU seconds that this process's threads have taken so far, by what they are for."""
     spent: Counter[str] = Counter()
     for thread in threading.enumerate():
@@ -116,7 +116,7 @@ def produce(pipe: Connection, config: Config) -> None:
     pipe.send(directory.source)
     while (first := pipe.recv()) is not None:
         if first < 0:
-            pipe.send(busy())
+            pipe.send(thread_seconds())
             continue
         for i in range(first, first + TOGETHER):
             table = BlockTable.of([[i % UNDER_WAY]])
@@ -171,7 +171,7 @@ def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
 def _both(pipe: Connection) -> Counter[str]:
     """Return the CPU seconds of both sides' threads."""
     pipe.send(-1)
-    sides = {"producer": pipe.recv(), "consumer": busy()}
+    sides = {"producer": pipe.recv(), "consumer": thread_seconds()}
     return Counter({f"{side} {thread}": s for side, spent in sides.items() for thread, s in spent.items()})
 
 

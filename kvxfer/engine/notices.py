@@ -76,7 +76,7 @@ class Notices:
         self._directory.begins(transfer, digest)
 
     def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
-        """Whether we have begun with an offer, or are over with it. Any thread."""
+        """Return whether we have begun with an offer, or are over with it. Any thread."""
         return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
 
     # --- once a step -------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ def test_the_first_token_is_timed_beside_others(cluster: Cluster) -> None:
     least, loaded = found["first_token_least_ms"], found["first_token_loaded_ms"]
     assert 0 < found["step_ms"] < least < 5000 and 0 < loaded < 5000
     assert found["load_in_steps"] == pytest.approx((loaded - least) / found["step_ms"], abs=0.05)
+    assert 0 < found["transfer_ms"] < loaded
+    assert found["first_token_ratio"] == pytest.approx(loaded / (found["step_ms"] + found["transfer_ms"]), abs=0.05)
 
 
 def test_first_tokens_of_several_requests_by_kind(cluster: Cluster) -> None:

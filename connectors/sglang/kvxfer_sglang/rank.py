@@ -59,7 +59,7 @@ class EngineRank:
                 try:
                     self._heard(event)
                 except Exception:
-                    log.exception("an event could not be handled; it is dropped: %s", event)
+                    log.exception("an event of the agent was ignored, since handling it failed: %s", event)
 
     def close(self) -> bool:
         """Stop; whether the pool's memory is quiet, as ``kvxfer.Agent.close`` has it."""

@@ -48,22 +48,30 @@ def measure(prefill: Server, decode: Server, tokens: int, rounds: int, others: i
         others: How many other requests decode meanwhile; the server must have room for one more.
 
     Returns:
-        Medians in milliseconds, and what a load took longer than the least, in steps.
+        Medians in milliseconds, and what a load took longer than the least, in steps. ``first_token_ratio``: the first token with
+        a load, in terms of a step and the load's transfer, which are the least that it could take.
     """
     spans: dict[str, list[tuple[float, float]]] = {"least": [], "loaded": [], "computed": []}
     before = received(decode)
+
+    def take_turns() -> None:
+        for kind, taken in spans.items():
+            prompt = _prompt(2 if kind == "least" else tokens)
+            params = complete(prefill, prompt, 1, PREFILL_PARAMS).kv_transfer_params if kind == "loaded" else None
+            begin = time.perf_counter()
+            taken.append((begin, next(stream(decode, prompt, 1, params))))
+            time.sleep(SETTLE_S)
+
     with busy(decode, others, MAX_LEN - 64) as decoding:
-        for _ in range(rounds + 1):
-            for kind, taken in spans.items():
-                prompt = _prompt(2 if kind == "least" else tokens)
-                params = complete(prefill, prompt, 1, PREFILL_PARAMS).kv_transfer_params if kind == "loaded" else None
-                begin = time.perf_counter()
-                taken.append((begin, next(stream(decode, prompt, 1, params))))
-                time.sleep(SETTLE_S)
-        decoding.check()
+        take_turns()  # links are made, and code is cold
+        warm = received(decode)
         for taken in spans.values():
-            del taken[0]  # links were made, and code was cold
-        came = received(decode) - before
+            taken.clear()
+        for _ in range(rounds):
+            take_turns()
+        decoding.check()
+        after = received(decode)
+        came, transfer = after - before, 1e3 * (after - warm).seconds / rounds
         first = {kind: statistics.median(1e3 * (end - begin) for begin, end in taken) for kind, taken in spans.items()}
         loading, calm = decoding.during(spans["loaded"]), decoding.during(spans["least"])
     step = statistics.median(gap for gap in calm)
@@ -73,6 +81,8 @@ def measure(prefill: Server, decode: Server, tokens: int, rounds: int, others: i
         "step_ms": round(step, 2),
         **{f"first_token_{kind}_ms": round(ms, 2) for kind, ms in first.items()},
         "load_in_steps": round((first["loaded"] - first["least"]) / step, 2),
+        "transfer_ms": round(transfer, 2),
+        "first_token_ratio": round(first["loaded"] / (step + transfer), 2),
         "others_gap_ms": round(statistics.median(calm), 2),
         "others_gap_while_loading_ms": round(statistics.median(loading), 2),
         "others_longest_gap_while_loading_ms": round(max(loading), 2),
@@ -108,7 +118,8 @@ def first_token(
     typer.echo(
         f"first token of {tokens} tokens: {found['first_token_loaded_ms']} ms with KV from the prefill server, "
         f"{found['first_token_computed_ms']} ms computed, {found['first_token_least_ms']} ms for two tokens; that is "
-        f"{found['load_in_steps']} steps of {found['step_ms']} ms more than the least\n"
+        f"{found['load_in_steps']} steps of {found['step_ms']} ms more than the least, and {found['first_token_ratio']} of a step and "
+        f"the transfer of {found['transfer_ms']} ms\n"
         f"the others' tokens came every {found['others_gap_ms']} ms, and every {found['others_gap_while_loading_ms']} ms "
         f"while KV was loaded ({found['others_longest_gap_while_loading_ms']} ms at most)"
     )
