@@ -6,6 +6,7 @@
 #   make docs        the documentation as a site in build/site
 #   make test-matrix the connector's tests on vLLM 0.29 to 0.31, and all but the servers on Python 3.11 to 3.13
 #   make coverage    which lines the tests reach: a report, no gate
+#   make gpu         on a machine with GPUs: tests, transfers, and first tokens at real servers, with tables in build/gpu
 #   make fuzz        noise at the decoder and at a live agent, and the machines in a world that noise drives
 #   make mutants     back ends broken on purpose, and what of the conformance suite finds each
 #   make dist        sdists and wheels for a release    make clean       remove all that was built
@@ -63,7 +64,7 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fuzz mutants dist clean
+.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet gpu fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -100,6 +101,28 @@ fleet: $(READY) $(ROUTER)/.ready
 
 bench: $(READY)
 	$(BIN)/kvxfer bench transfer $(ARGS)
+
+# In an environment that serves by vLLM on GPUs: kvxfer, what the tests need and nothing else is installed into it. One GPU takes
+# both servers where there are no two: make gpu GPUS=0
+GPU_PYTHON   ?= python3
+GPUS         ?= 0,1
+GPU_BACKENDS ?= cuda_ipc nccl nixl ucx
+GPU_CASES    ?= 1024 8192 32768 1024x16
+TABLES       := build/gpu
+
+gpu:
+	$(GPU_PYTHON) -c 'import vllm, torch; assert torch.cuda.is_available(), "torch finds no GPU"'
+	$(GPU_PYTHON) -m pip install -q '.[cli]' $(patsubst %,./backends/%,tcp zmq $(GPU_BACKENDS)) './connectors/vllm[demo]' pytest hypothesis
+	rm -rf $(TABLES) && mkdir -p $(TABLES)
+	$(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/backends --ignore=tests/backends/test_ucx.py
+	$(GPU_PYTHON) -m pytest -m gpu tests/backends/test_ucx.py
+	for backend in $(GPU_BACKENDS); do for tokens in 1024 8192 32768; do \
+	    $(GPU_PYTHON) -m kvxfer bench transfer --backend $$backend --device cuda --tokens $$tokens --staging-bytes 536870912 \
+	    --repeat 15 --json >> $(TABLES)/transfers.jsonl || exit 1; done; done
+	$(GPU_PYTHON) -m kvxfer bench engines $(GPU_BACKENDS) auto NixlConnector --gpus $(GPUS) --plain $(addprefix --case ,$(GPU_CASES)) \
+	    --keep-logs $(TABLES)/logs > $(TABLES)/engines.jsonl
+	$(GPU_PYTHON) -m kvxfer bench table $(TABLES)/transfers.jsonl $(TABLES)/engines.jsonl > $(TABLES)/tables.md
+	cat $(TABLES)/tables.md
 
 # Ten million frames at the decoder, one million at a live agent, five minutes of the machines' world: ten minutes.
 fuzz: $(READY)

@@ -68,7 +68,11 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -
 
 
 def sealed(facts: Mapping[str, str]) -> str:
-    """Return a hash of the facts for digests, whatever their order. Raises ``ConfigError`` as ``check`` does."""
+    """Return a hash of the facts for digests, whatever their order.
+
+    Raises:
+        ConfigError: As ``check`` does.
+    """
     return hashlib.blake2b(key(*sorted(check(facts).items())), digest_size=16).hexdigest()
 
 

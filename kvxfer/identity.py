@@ -29,6 +29,15 @@ _LONGEST = 1 << 14
 """Characters of a transfer's name."""
 
 
+LONGEST_SHOWN = 200
+"""Characters of a name in the log."""
+
+
+def printable(name: object) -> str:
+    """Return a request's or transfer's name for the log: clients choose it, and it may be long, or nothing that a log can encode."""
+    return str(name)[:LONGEST_SHOWN].encode(errors="backslashreplace").decode()
+
+
 class IdentityError(ArgumentError):
     """An id or an ingredient of a digest cannot be used: no transfer may be made from it."""
 
@@ -49,7 +58,7 @@ class TransferId(msgspec.Struct, frozen=True, order=True):
         try:
             self.base.encode()
         except UnicodeEncodeError as error:
-            raise IdentityError(f"id {self.base!r} is not valid Unicode: fix what sent it") from error
+            raise IdentityError(f"id {self.base!r:.60} is not valid Unicode: fix what sent it") from error
         if type(self.prompt) is not int:
             msgspec.structs.force_setattr(self, "prompt", arguments.integer("prompt", self.prompt))
 

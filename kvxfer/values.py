@@ -195,7 +195,7 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return BlockTable.of(rows)
 
     def continues(self, earlier: BlockTable) -> bool:
-        """Whether every row begins with that of an earlier table."""
+        """Return whether every row begins with that of an earlier table."""
         return all(row.startswith(old) for row, old in zip(self.rows, earlier.rows, strict=True))
 
 

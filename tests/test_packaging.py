@@ -36,6 +36,7 @@ LEVELS = [
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing", "bench"},
     {"cli"},
+    {"__main__"},
 ]
 
 

@@ -59,7 +59,11 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read an endpoint. Raises ``TransportError`` for anything but what ``encode`` of this very class made."""
+        """Read an endpoint.
+
+        Raises:
+            TransportError: The bytes are not what ``encode`` of this very class has made.
+        """
         said = data[:-_CHECK_BYTES]
         if len(data) > cls.most_bytes or data[-_CHECK_BYTES:] != _check(said):
             raise TransportError(

@@ -56,7 +56,11 @@ class Memories:
         return number
 
     def remove(self, memory: int) -> tuple[Region, ...]:
-        """Forget a memory and return its regions. Raises ``TransportError`` when the number is unknown."""
+        """Forget a memory and return its regions.
+
+        Raises:
+            TransportError: The number is unknown.
+        """
         if memory not in self._known:
             raise TransportError(f"memory {memory} is not registered")
         del self._spans[memory]

@@ -106,7 +106,11 @@ _IfAddrs._fields_ = [
 
 
 def _addresses() -> list[tuple[str, _IpAddress]]:
-    """Names of network devices with their addresses, of which one may have several. Raises ``OSError``."""
+    """Return names of network devices with their addresses; a device that has several comes several times.
+
+    Raises:
+        OSError: The kernel does not tell them.
+    """
     libc, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         raise OSError(ctypes.get_errno(), "getifaddrs failed")

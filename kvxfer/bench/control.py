@@ -1,8 +1,10 @@
-"""``kvxfer bench control``: what the control plane can do, and what authentication costs it.
+"""``kvxfer bench control``: what the control plane can do, where its time goes, and what authentication costs it.
 
 Messages: one process asks, another answers over a control socket, with enough questions under way that neither waits.
 Transfers: one agent fetches single blocks from another, many at a time, over the default back end; nearly all of the
-time goes to control. Both are measured with and without a key, in turns, and the medians of the rounds are compared.
+time goes to control and to the back end's fixed costs. Both are measured with and without a key, in turns, and the medians of
+the rounds are compared. Of the transfers without a key it is also told what CPU each thread of both sides takes. Steps: what
+each costs by itself (``steps.py``).
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import json
 import multiprocessing as mp
 import statistics
 import tempfile
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from kvxfer.bench import steps
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -96,11 +100,24 @@ def engine(config: Config) -> tuple[Agent, Directory]:
     return agent, directory
 
 
+def thread_seconds() -> Counter[str]:
+    """Return the CPU seconds that this process's threads have taken so far, by what they are for."""
+    spent: Counter[str] = Counter()
+    for thread in threading.enumerate():
+        name = thread.name.removeprefix("kvxfer-")
+        clock = time.pthread_getcpuclockid(thread.ident or 0)
+        spent[name if name in ("control", "data") else "engine"] += time.clock_gettime(clock)  # type: ignore[assignment]
+    return spent
+
+
 def produce(pipe: Connection, config: Config) -> None:
-    """Offer some more transfers whenever told to, until told to stop."""
+    """Offer some more transfers whenever told to, or tell what it has cost so far if told so, until told to stop."""
     agent, directory = engine(config)
     pipe.send(directory.source)
     while (first := pipe.recv()) is not None:
+        if first < 0:
+            pipe.send(thread_seconds())
+            continue
         for i in range(first, first + TOGETHER):
             table = BlockTable.of([[i % UNDER_WAY]])
             agent.offer(Offer(TransferId("own/1/x", i), b"d", 1, 16, table, True))
@@ -109,8 +126,12 @@ def produce(pipe: Connection, config: Config) -> None:
     directory.close()
 
 
-def transfers(config: Config, seconds: float) -> float:
-    """Return how many transfers of a single block are delivered in a second, with ``UNDER_WAY`` under way at any time."""
+def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
+    """Have transfers of a single block delivered, with ``UNDER_WAY`` under way at any time.
+
+    Returns:
+        How many there are in a second, and the microseconds of CPU that each takes on each thread of both sides.
+    """
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=produce, args=(theirs, config), daemon=True)
     process.start()
@@ -135,13 +156,23 @@ def transfers(config: Config, seconds: float) -> float:
                 released += 1
                 free.append(used.pop(event.handle))
         if not begin and released >= UNDER_WAY:  # links are up
+            spent = _both(pipe)
             begin, before = time.perf_counter(), released
-    rate = (released - before) / (time.perf_counter() - begin)
+    count = released - before
+    rate = count / (time.perf_counter() - begin)
+    cpu = {thread: round((s - spent[thread]) / count * 1e6, 1) for thread, s in _both(pipe).items()}
     pipe.send(None)
     process.join()
     agent.close()
     directory.close()
-    return rate
+    return rate, cpu
+
+
+def _both(pipe: Connection) -> Counter[str]:
+    """Return the CPU seconds of both sides' threads."""
+    pipe.send(-1)
+    sides = {"producer": pipe.recv(), "consumer": thread_seconds()}
+    return Counter({f"{side} {thread}": s for side, spent in sides.items() for thread, s in spent.items()})
 
 
 def measure(seconds: float, rounds: int) -> dict[str, Any]:
@@ -155,10 +186,20 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
         Medians and extremes of the rounds, by what was counted.
     """
     out: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
+    calls, microseconds = steps.calls(), steps.microseconds(60)
+    out["steps"] = {step: {"calls": n, "us": microseconds[step]} for step, n in calls.items()}
+    cpu: list[dict[str, float]] = []
+
+    def moved(config: Config, seconds: float) -> float:
+        rate, each = transfers(config, seconds)
+        if config.key_file is None:
+            cpu.append(each)
+        return rate
+
     with tempfile.TemporaryDirectory() as folder:
         make_key(Path(folder) / "key")
         configs = {"plain": Config(lease=5.0), "keyed": Config(lease=5.0, key_file=str(Path(folder) / "key"))}
-        measures: dict[str, Callable[[Config, float], float]] = {"messages": messages, "transfers": transfers}
+        measures: dict[str, Callable[[Config, float], float]] = {"messages": messages, "transfers": moved}
         for name, count in measures.items():
             rates = {k: [0.0] * rounds for k in configs}
             for i in range(rounds):
@@ -168,6 +209,7 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
             out[name] = {f"{k}_per_s": round(v) for k, v in median.items()}
             out[name] |= {f"{k}_least_most": [round(min(v)), round(max(v))] for k, v in rates.items()}
             out[name]["keyed_to_plain"] = round(median["keyed"] / median["plain"], 3)
+    out["cpu_us"] = {thread: statistics.median(each[thread] for each in cpu) for thread in sorted(cpu[0])}
     return out
 
 
@@ -187,3 +229,8 @@ def control(
             f"{name}: {f['plain_per_s']}/s without a key, {f['keyed_per_s']}/s with ({f['keyed_to_plain']:.3f}); from "
             f"{f['plain_least_most'][0]} to {f['plain_least_most'][1]}, and {f['keyed_least_most'][0]} to {f['keyed_least_most'][1]}"
         )
+    typer.echo("CPU a transfer, us: " + ", ".join(f"{thread} {us:.0f}" for thread, us in found["cpu_us"].items()))
+    typer.echo(
+        "steps of a transfer, calls and us: "
+        + ", ".join(f"{s} {f['calls']:.0f} {f['us']:.1f}" for s, f in found["steps"].items())
+    )

@@ -222,7 +222,7 @@ class BenchEngine:
                 one.
 
         Returns:
-            For each round and way its begin and end, and the number of runs.
+            For each round and way its begin and end, the number of runs, and the seconds of the library's steps by name.
         """
         assert self._raw is not None
         peer = None if pipe is None else Meeting(pipe)
@@ -240,8 +240,8 @@ class BenchEngine:
                 if peer is not None:
                     peer.meet()
                 begun = time.monotonic()
-                self._raw.move(here, there, lengths)
-                out[-1].append({"begun": begun, "done": time.monotonic(), "runs": len(lengths)})
+                steps = self._raw.move(here, there, lengths) or {}
+                out[-1].append({"begun": begun, "done": time.monotonic(), "runs": len(lengths), **steps})
         return out
 
     # --- session ---------------------------------------------------------------------------------------------------

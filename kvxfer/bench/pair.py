@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,7 +15,22 @@ from kvxfer.bench.shapes import Model, Request
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["Pair", "Sessions", "cache_devices", "pair"]
+__all__ = ["ByLibrary", "Pair", "Sessions", "cache_devices", "pair"]
+
+
+@dataclass(frozen=True)
+class ByLibrary:
+    """What the back end's library took for a request, by itself.
+
+    Attributes:
+        seconds: Of each round.
+        runs: The most messages or descriptors of a round.
+        steps: Seconds of each round by the library's own steps, as the side that was last to know of them tells it.
+    """
+
+    seconds: list[float]
+    runs: int
+    steps: dict[str, list[float]]
 
 
 class Pair:
@@ -68,9 +84,7 @@ class Pair:
         d("connect_raw", ours)
         return bool(p.get())
 
-    def move_raw(
-        self, src: Ints, dst: Ints, ways: Sequence[bool], two_sided: bool, rounds: int = 1
-    ) -> tuple[list[list[float]], int]:
+    def move_raw(self, src: Ints, dst: Ints, ways: Sequence[bool], two_sided: bool, rounds: int = 1) -> list[ByLibrary]:
         """Move the blocks by the library.
 
         Args:
@@ -81,15 +95,14 @@ class Pair:
             rounds: How often.
 
         Returns:
-            The times of each way, and the most runs.
+            What each way took.
         """
         with self._pipe() as (one, two):
             if two_sided:
                 self.producer.send("move_raw", src, dst, one, rounds, ways)
             self.consumer.send("move_raw", src, dst, two if two_sided else None, rounds, ways)
             sides = self._both() if two_sided else (self.consumer.get(),)
-        seconds = [[_span(*at) for at in zip(*each, strict=True)] for each in zip(*sides, strict=True)]
-        return [list(way) for way in zip(*seconds, strict=True)], max(int(at["runs"]) for at in sides[-1][-1])
+        return [_by_library([[side[r][way] for side in sides] for r in range(rounds)]) for way in range(len(ways))]
 
     @contextmanager
     def _pipe(self) -> Iterator[tuple[Connection, Connection]]:
@@ -168,6 +181,12 @@ def cache_devices(device: str) -> tuple[str, str]:
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here")
     return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+
+
+def _by_library(rounds: list[list[dict[str, float]]]) -> ByLibrary:
+    last = [sides[-1] for sides in rounds]
+    steps = {step: [at[step] for at in last] for step in last[0] if step not in ("begun", "done", "runs")}
+    return ByLibrary([_span(*sides) for sides in rounds], max(int(at["runs"]) for at in last), steps)
 
 
 def _span(*sides: dict[str, float]) -> float:

@@ -38,7 +38,7 @@ class Raw(Protocol):
     def connect(self, theirs: bytes) -> None:
         """Connect. Called on both sides at the same time."""
 
-    def move(self, here: Ints, there: Ints, lengths: Ints) -> None:
+    def move(self, here: Ints, there: Ints, lengths: Ints) -> Mapping[str, float] | None:
         """Move runs with one message or descriptor each.
 
         Return when all bytes have arrived or, at the sender, may be overwritten.
@@ -47,6 +47,9 @@ class Raw(Protocol):
             here: Offset of each run in this side's region.
             there: Offset of each run in the other side's region.
             lengths: Bytes of each run.
+
+        Returns:
+            Seconds that each of the library's own steps took, by name, or ``None`` if there is but one.
         """
 
     def close(self) -> None: ...

@@ -71,9 +71,9 @@ def measure(
         agents = [Sessions(start(chosen), request) for chosen in options] if sessions else []
         for number in range(rounds + WARM):
             if two_sided is not None:
-                runs, one = pairs[0].move_raw(request.src, request.dst, (True, False), two_sided)[0]
-                note("library", 0, runs)
-                note("library in one message", 0, one)
+                runs, one = pairs[0].move_raw(request.src, request.dst, (True, False), two_sided)
+                note("library", 0, runs.seconds)
+                note("library in one message", 0, one.seconds)
             for i, both in enumerate(pairs):
                 note("transport", i, both.move(request.src, request.dst)[0])
             for i, fetches in enumerate(agents):

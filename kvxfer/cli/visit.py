@@ -1,7 +1,7 @@
 """Say hello to a running engine, as an engine of its kind would, and see what comes of it.
 
 An agent for each of its ranks, with a cache of the same layout and one block, wants a transfer that nobody has offered. So the links
-are made as they would be for a request, the engine's cache is not touched, and the want is taken back.
+are made as they would be for a request, the engine's cache is not touched, and the fetch request is taken back.
 
 It runs in a process of its own, in which libraries tell by their logs what they do: `python -m kvxfer.cli.visit`.
 """

@@ -190,8 +190,8 @@ class Agent:
             generation: The generation whose blocks are given up.
             reason: Why, for the consumer and the log.
             gone: Whether it is for good. Then the transfer ends, with its two events unless they have come before.
-            kept: Whether the blocks stay as they are until its ``Released``. Consumers that are reading it, and for which that is
-                enough (``Fetch.enough``), then get what has been offered. Only together with ``gone``.
+            kept: Whether the blocks stay as they are until its ``Released``. Consumers that are reading it then get what has been
+                offered, if that is enough for them (``Fetch.enough``). Only together with ``gone``.
 
         Raises:
             ArgumentError: An argument is of the wrong type or range.
@@ -247,7 +247,7 @@ class Agent:
         self._loop.do(partial(self._shell.prepare, source, own))
 
     def cancel(self, handle: str, reason: str) -> None:
-        """Give up a fetch that the engine no longer wants; one that is over, or never was, is no matter."""
+        """Give up a fetch that the engine no longer wants; does nothing if it is over, or was never begun."""
         self._owner.check()
         arguments.string("handle", handle)
         arguments.string("reason", reason, MOST_REASON, empty=True)
@@ -292,7 +292,7 @@ class Agent:
         return self._events.fileno()
 
     def stats(self) -> Stats:
-        """Return what there is now, and what has been counted."""
+        """Return counts: of what is under way now, and of what has happened since the start."""
         self._owner.check()
         shell = self._shell
         return Stats(
@@ -361,7 +361,7 @@ class Agent:
             self._loop.begin_close(why)
 
     def _check_open(self) -> None:
-        """Refuse a call that cannot have an end any more; what fails by itself ends what is asked of it, as ever."""
+        """Refuse what would never end since the agent is closed. An agent that has failed still ends what is asked of it."""
         self._owner.check()
         if self._loop.why is CLOSED:
             raise KvxferError("this agent has been closed: offer and fetch before that, or make another")

@@ -147,6 +147,11 @@ class ControlConnection:
         return self._open
 
     @property
+    def authenticated(self) -> bool:
+        """Whether its peer has shown that it has the key; nobody has where there is none."""
+        return self._open and isinstance(self._socket, ssl.SSLSocket)
+
+    @property
     def unsent(self) -> bool:
         """Whether something waits for the peer to take it."""
         return self.lost is None and len(self._out) > 0
@@ -278,7 +283,7 @@ class ControlConnection:
         """Close it, if that has not happened."""
         if self.lost is None:
             self.lost = why
-            self._out.clear()
+            self._out = bytearray()  # not cleared: what could not be sent may be held by the error that said so
             self._shut()
 
     def _shut(self) -> None:

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
 from kvxfer import arguments
@@ -37,13 +38,16 @@ class EventQueue:
         self._events: deque[Event] = deque()
         self.heard: Callable[[], None] | None = None
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._told = False  # the descriptor is readable, or will be at once, or whoever has read it has not looked yet
         self._over = False
         weakref.finalize(self, os.close, self._fd)  # not before: events may be taken, and come late, after the end
 
     def put(self, event: Event) -> None:
         """Add an event."""
         self._events.append(event)
-        os.eventfd_write(self._fd, 1)
+        if not self._told:  # once is enough for all that is not taken
+            self._told = True
+            os.eventfd_write(self._fd, 1)
         heard = self.heard
         if heard is not None:
             heard()
@@ -69,10 +73,9 @@ class EventQueue:
         return self._fd
 
     def _taken(self) -> list[Event]:
-        try:
-            os.eventfd_read(self._fd)  # first, so that what comes meanwhile is announced anew
-        except BlockingIOError:
-            return []  # an event is announced after it is put
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        self._told = False  # before it is looked at what there is, so that what comes after that is announced anew
         if self._over:
             os.eventfd_write(self._fd, 1)
         out: list[Event] = []

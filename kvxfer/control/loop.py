@@ -102,7 +102,7 @@ class ControlLoop:
         self._closed = threading.Event()
         self._complain = Complaints(log)
         self._awake = time.monotonic()
-        self._work: Work | None = None
+        self._work: Work  # from ``start`` on
         self.thread = NamedThread(target=self._run, name="kvxfer-control")
 
     # --- any thread ------------------------------------------------------------------------------------------------
@@ -133,14 +133,9 @@ class ControlLoop:
         self.begin_close()
         if threading.current_thread() is not self.thread and not self._closed.wait(timeout + LINGER_S + 0.1):
             log.error("the agent did not close within %g s; its threads are abandoned", timeout)
-        return self.over and not self._doing.held
+        return self.over and not self._work.held
 
     # --- the control thread ----------------------------------------------------------------------------------------
-
-    @property
-    def _doing(self) -> Work:
-        assert self._work is not None
-        return self._work
 
     def _run(self) -> None:
         try:
@@ -157,7 +152,7 @@ class ControlLoop:
 
     def _end(self) -> None:
         """End all transfers, then whatever may touch their memory, then the sockets, which nobody else may close."""
-        work = self._doing
+        work = self._work
         try:
             self._drain()
             for step in work.ends(self.why or CLOSED):
@@ -183,7 +178,7 @@ class ControlLoop:
 
         Of calls and messages only some are taken in each turn, so that neither keeps the other waiting.
         """
-        work = self._doing
+        work = self._work
         wait = min(max(work.next_due() - time.monotonic(), 0.001), LONGEST_WAIT_S)
         news = self.sockets.poll(wait)
         now = time.monotonic()
@@ -206,7 +201,7 @@ class ControlLoop:
         stalled, self._awake = now - self._awake - LONGEST_WAIT_S, now
         if stalled > STALL_S:
             log.warning("this process did not run for about %.1f s", stalled)
-            self._doing.pardon(stalled)
+            self._work.pardon(stalled)
 
     def _drain(self, until: float = math.inf) -> None:
         """Take in what the engine and the data threads have said, up to this time."""
@@ -231,16 +226,16 @@ class ControlLoop:
                 frame = connection.receive()
                 if frame is None:
                     break
-                self._take(partial(self._doing.message, connection, frame))
+                self._take(partial(self._work.message, connection, frame))
             if connection.lost is not None and not connection.ready:
-                self._take(partial(self._doing.hung_up, connection))
+                self._take(partial(self._work.hung_up, connection))
             if time.monotonic() >= until:
                 return
 
     def _take(self, step: Step) -> None:
         """Do one thing; whatever goes wrong with it must not keep others from being done."""
         try:
-            self._doing.perform(step(time.monotonic()))
+            self._work.perform(step(time.monotonic()))
         except PeerError as e:
             self._complain("%s was ignored: %s", _described(step), e)
         except BaseException:  # of what engines and back ends raise, anything may be

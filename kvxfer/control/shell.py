@@ -41,7 +41,7 @@ from kvxfer.data.policy import admit
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, Source, TransferId, printable
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
@@ -403,7 +403,8 @@ class Shell:
                     self._over(event.transfer, event.generation)
                 why = event.outcome.failure
                 if why is not None:
-                    log.warning("%s: request %s, transfer %s: %s", event.role, event.handle, event.transfer, why)
+                    names = printable(event.handle), printable(event.transfer)
+                    log.warning("%s: request %s, transfer %s: %s", event.role, *names, why)
             case Released(role="consumer"):
                 self._calls.released(event.handle)
             case _:

@@ -2,7 +2,8 @@
 
 Those who dial us are *guests* until their owner knows them (``ControlSockets.keep``). What guests may cost is bounded for all of them
 together, so that strangers take nothing from peers: when there are too many, one of the host that has most goes, the one that has
-been silent for longest; when they fill too much memory, the one that fills most.
+been silent for longest; when they fill too much memory, the one that fills most. Where there is a key, who has shown it makes room for
+nobody who has not, though both are of one host.
 """
 
 from __future__ import annotations
@@ -272,10 +273,14 @@ class ControlSockets:
             self._guests[conn] = None
             conn.accepted(sock)
             if len(self._guests) > GUESTS:
-                ((most, _),) = Counter(guest.host for guest in self._guests).most_common(1)
-                oldest = next(guest for guest in self._guests if guest.host == most)
-                self._lose(oldest, f"there are more than {GUESTS} who have said nothing yet")
+                self._lose(self._spare_guest(), f"there are more than {GUESTS} who have said nothing yet")
             self._settle(conn)
+
+    def _spare_guest(self) -> ControlConnection:
+        """Return the guest that goes when there are too many."""
+        strangers = [guest for guest in self._guests if not guest.authenticated] or list(self._guests)
+        ((most, _),) = Counter(guest.host for guest in strangers).most_common(1)
+        return next(guest for guest in strangers if guest.host == most)
 
     def _hear_knocks(self, whether: bool) -> None:
         if self._listener is not None and self._hearing != whether:

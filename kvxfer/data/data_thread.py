@@ -29,7 +29,7 @@ from kvxfer.data.commands import (
     Stop,
     ThreadDied,
 )
-from kvxfer.data.jobs import Job
+from kvxfer.data.jobs import Job, round_bytes
 from kvxfer.data.staging import Staging
 from kvxfer.data.traffic import LOOK_S, Limits, Traffic, backend_failed, shut, unmoved
 from kvxfer.errors import TransportError
@@ -118,7 +118,7 @@ class DataThread:
     def post(self, command: Command) -> None:
         """Have something done. Its results are told by ``post`` of the constructor."""
         if isinstance(command, Move) and not command.piece_bytes and self._made is not None:
-            if not self._made[0].factored:
+            if not self._made[0].factored and round_bytes(command, self._regions) is None:
                 command.plan.runs()  # made here, so that the data thread, which serves all links, has only to move
         self._commands.post(command)
 

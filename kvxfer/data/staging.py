@@ -99,7 +99,7 @@ class Staging:
         self._since: dict[Slot, float] = {}  # producer: when a slot was taken, the oldest first
         self._spent: dict[LinkId, tuple[float, float]] = {}  # producer: seconds that slots were held, and as of when
         self._used: Counter[Use] = Counter()
-        self.given = 0  # how many slots have come back
+        self.taken = self.given = 0  # how many slots have been had, and have come back
 
     def take(self, owner: LinkId, role: Role, sure: bool = True) -> Slot | None:
         """Take a free slot for a link.
@@ -121,6 +121,7 @@ class Staging:
         self._free.remove(free)
         self._held[role][owner] += 1
         self._used[use] += 1
+        self.taken += 1
         slot = Slot(free, owner, use)
         if role == "producer":
             self._since[slot] = time.monotonic()

@@ -55,12 +55,12 @@ class _Peer:
 
     Attributes:
         number: Tells this making of the link from earlier ones.
-        peer: The back end's number for the connection.
+        wire: What its jobs need; with the back end's number for the connection.
         broken: Whether nothing can move on it any more.
     """
 
     number: int
-    peer: int
+    wire: Wire
     broken: bool = False
 
 
@@ -122,7 +122,9 @@ class Traffic:
     def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
         try:
             self._hang_up(link)
-            self._peers[link] = _Peer(number, self._transport.connect(mine, theirs))
+            peer = self._transport.connect(mine, theirs)
+            wire = Wire(self._transport, peer, self._regions, self._staging, self._batches, self._post)
+            self._peers[link] = _Peer(number, wire)
             self._unused.pop(link, None)
             self._post(Connected(link, number))
         except BaseException as e:
@@ -143,7 +145,7 @@ class Traffic:
         if known is None:
             return
         try:
-            self._transport.disconnect(known.peer)
+            self._transport.disconnect(known.wire.peer)
         except BaseException as e:
             log.warning("closing the link to %s: %s", link, e)
         self.poll()
@@ -173,7 +175,7 @@ class Traffic:
         If it is lost it is reported broken, and all that moves on it ends with it.
         """
         known = self._peers.get(link)
-        why = None if known is None else self._transport.lost(known.peer)
+        why = None if known is None else self._transport.lost(known.wire.peer)
         if why is not None:
             self._break(link, why)
 
@@ -196,12 +198,11 @@ class Traffic:
         if known is None or known.broken:
             self._post(unmoved(ref))
             return
-        wire = Wire(self._transport, known.peer, self._regions, self._staging, self._batches, self._post)
         begun = time.monotonic()
-        job = make_job(action, wire)
+        job = make_job(action, known.wire)
         job.begun = begun
         self._jobs[ref] = job
-        if action.verb is not Verb.WRITE and (action.verb is not Verb.READ or ref.role == "producer"):
+        if action.verb in (Verb.SEND, Verb.RECV):
             job.line = self._lines.setdefault((ref.link, action.verb), deque())
             job.line.append(job)
         self._advance(job)
@@ -308,7 +309,7 @@ class Traffic:
         self._aborted.pop(job.ref, None)
         known = self._peers.get(job.ref.link)
         closing = job.calmed_by_close(self._can)
-        if closing and (known is None or known.peer != job.wire.peer):
+        if closing and (known is None or known.wire is not job.wire):
             job.calm()  # what was to make it quiet has happened
         if not job.quiet:
             self._quarantine[job.ref] = job
@@ -341,8 +342,12 @@ class Traffic:
                 continue
             for link in sorted(waiting, key=self._staging.spent) if role == "producer" else list(waiting):
                 while self._staging.room(role) and (mine := waiting.get(link)):
-                    job = next(iter(mine.values()))
+                    job, taken = next(iter(mine.values())), self._staging.taken
                     self._advance(job)
+                    if job.ref in mine and self._staging.taken != taken:
+                        mine[job.ref] = mine.pop(
+                            job.ref
+                        )  # the link's next slot is for another part, which may be short
                     if job.starving:
                         break  # and so would be the link's others
 

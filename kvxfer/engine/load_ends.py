@@ -12,7 +12,7 @@ from kvxfer.engine.paces import LinkPaces
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import Source
+from kvxfer.identity import Source, printable
 from kvxfer.protocol.values import Stages
 from kvxfer.schedule import RankAgreement
 from kvxfer.values import Rank
@@ -129,7 +129,7 @@ class LoadEnds:
                 detail = f"the producer computed it anew meanwhile, and our ranks hold generations {named}"
                 failure = Failure(FailureKind.REVOKED, detail)
                 disagreed[request] = self._loading.blocks(request)
-                log.warning("request %s cannot use what was loaded: %s", request, failure)
+                log.warning("request %s cannot use what was loaded: %s", printable(request), failure)
             source, tokens = self._under_way.pop(request, (None, 0))
             stages = self._stages.pop(request, None)
             payload, short = self._payloads.pop(request, b""), self._short.pop(request, None)
@@ -139,7 +139,8 @@ class LoadEnds:
                     payloads[request] = payload
                 if short is not None:
                     shorter[request] = short
-                    log.warning("request %s has come up to token %d, where its producer gave up", request, short)
+                    what = "request %s has come up to token %d, where its producer gave up"
+                    log.warning(what, printable(request), short)
             else:
                 failed[request] = failure
                 if failure.kind is FailureKind.INCOMPATIBLE:

@@ -1,8 +1,8 @@
 """The consumer's blocks: which requests are being loaded, on which ranks that is over, and what must not be reused yet.
 
 Of a load that has failed, some blocks may still be written to. The engine is told of the failure at once and goes on
-elsewhere, while we pin those blocks until all ranks have reported them quiet. Of one that has come, ranks say so by the
-side channel and again with a step: only after that may another load have its name.
+elsewhere, while we pin those blocks until all ranks have reported them quiet. A load that has come is reported
+twice, by the side channel and with a step; only after the second report may another load have its name.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class LoadingBlocks:
         self._said[request] = set()
 
     def __contains__(self, request: str) -> bool:
-        """Whether its load is under way."""
+        """Return whether its load is under way."""
         return request in self._blocks
 
     def is_of(self, request: str, number: int) -> bool:
-        """Whether its load is under way, and the fetch of that number."""
+        """Return whether its load is under way, and the fetch of that number."""
         return self._numbers.get(request) == number
 
     def blocks(self, request: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from kvxfer.config import Config
 from kvxfer.control.directory import Directory, Unheard
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.starts import Starts
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import Source, TransferId, printable
 from kvxfer.protocol.messages import Begun, Decline, Named, Renew
 from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import Schedule
@@ -55,7 +55,7 @@ class Notices:
         self._take_in()
         if request in self._starts and self._starts.late(request):
             why = f"the producer has not begun within {self._starts.patience:g} s"
-            log.warning("request %s is computed here: %s", request, why)
+            log.warning("request %s is computed here: %s", printable(request), why)
             self._starts.forget(request)
             self._schedule.consumer.finish(request, why)
         return request in self._starts
@@ -76,7 +76,7 @@ class Notices:
         self._directory.begins(transfer, digest)
 
     def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
-        """Whether we have begun with an offer, or are over with it. Any thread."""
+        """Return whether we have begun with an offer, or are over with it. Any thread."""
         return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
 
     # --- once a step -------------------------------------------------------------------------------------------------

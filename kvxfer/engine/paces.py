@@ -41,7 +41,7 @@ class Pace:
         return min(took[-1], statistics.median(took))
 
     def fits(self, tokens: int, seconds: float) -> bool:
-        """Whether these tokens may be tried where there are so many seconds for them.
+        """Return whether these tokens may be tried where there are so many seconds for them.
 
         What is not tried adds nothing to what is known, and a single slow one would refuse all others for good. So when as
         many have been refused as are remembered, one is tried all the same.

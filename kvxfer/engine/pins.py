@@ -69,7 +69,11 @@ class BlockPins:
         self._quarantined: dict[Hashable, int] = {}
 
     def bind(self, pool: BlockPool) -> None:
-        """Take the engine's pool, once it is there. Raises ``ArgumentError`` if it is none."""
+        """Take the engine's pool, once it is there.
+
+        Raises:
+            ArgumentError: It is no pool of blocks.
+        """
         self._pool = arguments.instance("pool", pool, BlockPool)  # type: ignore[type-abstract]
 
     def keep(self, holder: Hashable, blocks: Iterable[int]) -> bool:

@@ -114,7 +114,7 @@ class Prefetches:
         return max(start, behind) // group.block_tokens, group.blocks(tokens)
 
     def __contains__(self, request: str) -> bool:
-        """Whether this request's load is a prefetch."""
+        """Return whether this request's load is a prefetch."""
         return request in self._all
 
     def tokens(self, request: str, computed: int) -> int | None:

@@ -300,7 +300,7 @@ class SchedulerSide:
             table: The whole block table at its end; one of empty rows if it has no blocks.
             complete: It ended normally and its KV is good; False for an abort or an error.
             good: What has been computed is good though the request is not complete, as after an abort. Consumers that are
-                reading it, and for which that is enough, may finish with it.
+                reading it may finish with that, if it is enough for them.
 
         Returns:
             True if the engine must keep the blocks until a ``report`` names the request as ``free``. A load under way

@@ -66,7 +66,7 @@ class DirectFetches(msgspec.Struct, frozen=True):
 class RankResult(msgspec.Struct, frozen=True):
     """What has become of a load on one rank.
 
-    Of a prefetch, its end, and once more when it is quiet; of any other load, one that was delivered and is quiet.
+    Sent when a prefetch ends and once more when it is quiet. Of other loads, sent for those alone that were delivered and are quiet.
 
     Attributes:
         rank: That rank.
@@ -155,7 +155,7 @@ class WorkerChannel:
                         self._forget(fd, poll)
                     except Exception:
                         log.exception(
-                            "side channel: a message could not be handled; what it said comes again with the step"
+                            "side channel: a message was ignored, since handling it failed; the step says the same again"
                         )
         finally:
             for s in (self._listener, self._peer, *self._strangers.values()):

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from kvxfer.identity import TransferId
+from kvxfer.identity import TransferId, printable
 
 __all__ = ["Standstill"]
 
@@ -40,6 +40,7 @@ class Standstill:
             return
         self._given_up, transfer = next(iter(self._held.items()))
         log.warning(
-            "request %s is given up, which was held for others: no request here can have blocks", self._given_up
+            "request %s is given up, which was held for others: no request here can have blocks",
+            printable(self._given_up),
         )
         self._withdraw(transfer, "the producer needed the blocks: no request of its own could have any")

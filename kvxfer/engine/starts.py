@@ -71,11 +71,11 @@ class Starts:
                 del self._waiting[request]
 
     def __contains__(self, request: str) -> bool:
-        """Whether it has still to wait."""
+        """Return whether it has still to wait."""
         return request in self._waiting
 
     def late(self, request: str) -> bool:
-        """Whether it has waited for too long."""
+        """Return whether it has waited for too long."""
         return self._clock() - self._waiting[request].since >= self.patience
 
     def forget(self, request: str) -> None:

@@ -16,7 +16,7 @@ from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, KvxferError
 from kvxfer.failures import Failure, Outcome
-from kvxfer.identity import TransferId
+from kvxfer.identity import TransferId, printable
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
 from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
 
@@ -159,7 +159,7 @@ class WorkerSide:
                     self._before_load(blocks, fetch.start, fetch.tokens)
                 self.agent.fetch(replace(fetch, blocks=blocks))
             except KvxferError as e:
-                log.error("request %s cannot be loaded: %s", fetch.handle, e)
+                log.error("request %s cannot be loaded: %s", printable(fetch.handle), e)
                 outcome = Outcome(Failure.of(e))
                 self._take_in(Ended("consumer", fetch.transfer, fetch.handle, outcome, 0, 0.0))
                 self._take_in(Released("consumer", fetch.transfer, fetch.handle))
@@ -189,7 +189,7 @@ class WorkerSide:
                 try:
                     self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence)
                 except KvxferError as e:
-                    log.error("transfer %s cannot be offered: %s", offer.transfer, e)
+                    log.error("transfer %s cannot be offered: %s", printable(offer.transfer), e)
                     self.agent.revoke(offer.transfer, offer.generation, f"the producer could not offer it: {e}", True)
 
     @_held

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
+import msgspec
 import numpy as np
 
 from kvxfer.geometry.assignment import ShardAssignment, check_assignments
 from kvxfer.geometry.cache import Cache
-from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, join
+from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, greatest, join
 from kvxfer.geometry.strided_copy import Runs, StridedCopy, materialise
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup, view_groups
 from kvxfer.values import Ints
@@ -30,8 +30,7 @@ from kvxfer.values import Ints
 __all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
 
 
-@dataclass(frozen=True, eq=False)
-class CopyPlan:
+class CopyPlan(msgspec.Struct, frozen=True, eq=False, dict=True):
     """What to copy for one transfer between one producer rank and one consumer rank.
 
     Attributes:
@@ -46,12 +45,12 @@ class CopyPlan:
     @cached_property
     def nbytes(self) -> int:
         """Bytes to copy."""
-        return sum(s.nbytes for s in self.copies)
+        return sum([s.nbytes for s in self.copies])
 
     @property
     def rows(self) -> int:
         """Number of runs there would be if no two segments coalesced; costs nothing."""
-        return sum(len(s) for s in self.copies)
+        return sum(map(len, self.copies))
 
     def runs(self) -> Runs:
         """Return the copy as coalesced byte runs, for a back end that wants them.
@@ -103,6 +102,7 @@ class Planner:
     cached inside.
 
     Attributes:
+        all_full: Whether all groups of the destination are of kind ``full``.
         indivisible: A copy that is to be continued ends at a multiple of so many tokens: a block, where blocks are not
             cut by token, else 1.
 
@@ -113,6 +113,7 @@ class Planner:
     def __init__(self, src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) -> None:
         check_assignments(src, dst, assignments)
         self.src, self.dst = src, dst
+        self.all_full = all(g.kind == "full" for g in dst.groups)
         self._view_groups: dict[tuple[int, int, bool], list[ViewGroup]] = defaultdict(list)
         for b in view_groups(src, dst, assignments):
             self._view_groups[b.src_group, b.dst_group, b.opaque].append(b)
@@ -151,7 +152,7 @@ class Planner:
             if sg >= len(src_blocks) or dg >= len(dst_blocks):
                 raise PlanError(f"no block table for group {sg} of the producer or group {dg} of the consumer")
             src, dst = np.asarray(src_blocks[sg], np.int64), np.asarray(dst_blocks[dg], np.int64)
-            if not len(dst) or np.maximum.reduce(dst) < 0:
+            if not len(dst) or greatest(dst) < 0:
                 continue
             *limits, most = self._limits[sg, dg, opaque]
             found = join(src, dst, self._cut(sg, dg, opaque, most, len(dst), start, tokens), dg)
@@ -180,7 +181,7 @@ class Planner:
             ("source", found.src_block, src_blocks),
             ("destination", found.dst_block, dst_blocks),
         ):
-            worst = int(np.maximum.reduce(block))
+            worst = greatest(block)
             if worst >= limit:
                 raise PlanError(f"{side} block {worst} is outside the cache's {limit} blocks")
         if len(found.dst_block) == 1:

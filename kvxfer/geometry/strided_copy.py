@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from kvxfer.geometry.pattern import CopyPattern, Ints
@@ -16,8 +16,7 @@ _FEW = 4096
 """Up to this many runs, ordering them to join the last neighbours costs less than a single message."""
 
 
-@dataclass(frozen=True, eq=False)
-class Runs:
+class Runs(msgspec.Struct, frozen=True, eq=False):
     """Coalesced byte runs: int64 arrays of one length, flat offsets in the source's and destination's cache."""
 
     src: Ints
@@ -38,8 +37,7 @@ class Runs:
         return int(self.length.sum())
 
 
-@dataclass(frozen=True, eq=False)
-class StridedCopy:
+class StridedCopy(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Segments times the rows of a pattern.
 
     Row ``r`` of segment ``s`` copies ``pattern.unit * counts[s]`` contiguous bytes from flat offset ``src_at[s] +

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvxfer.geometry.assignment import ShardAssignment
 from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.pattern import Axis, CopyPattern, Ints, merge
-from kvxfer.geometry.segments import Segments
+from kvxfer.geometry.segments import Segments, greatest, least
 from kvxfer.geometry.strided_copy import StridedCopy
 
 __all__ = ["ViewGroup", "LogicalCopy", "view_groups"]
@@ -101,8 +102,7 @@ class ViewGroup:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class LogicalCopy:
+class LogicalCopy(msgspec.Struct, frozen=True, eq=False):
     """A view group at segments, in logical coordinates.
 
     Attributes:
@@ -129,8 +129,8 @@ class LogicalCopy:
         if b.opaque:
             yield from (StridedCopy(t, self.src_at, self.dst_at, self.count) for t in b._merged)
             return
-        least, most = int(np.minimum.reduce(self.count)), int(np.maximum.reduce(self.count))
-        if least == most:
+        fewest, most = least(self.count), greatest(self.count)
+        if fewest == most:
             for i, tile in enumerate(b._merged):
                 for t in b._with_tokens(i, most):
                     yield StridedCopy(

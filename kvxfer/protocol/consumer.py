@@ -9,7 +9,7 @@ moves any more. Outcome and release are two events: a fetch is released only whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import assert_never
 
@@ -33,6 +33,7 @@ from kvxfer.protocol.values import (
     Hashed,
     LinkId,
     LinkInfo,
+    Mode,
     Move,
     Moved,
     PartRef,
@@ -54,6 +55,9 @@ S, E, K = RankFetchState, RankFetchEvent, FailureKind
 
 RESETS = 8
 """How often a rank is tried anew after its link broke under it."""
+
+VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.RECV}
+"""How a part comes here, by the mode of its link."""
 
 REMINDERS = 4
 """How often a producer is asked to stop writing into our memory before the link is closed instead."""
@@ -303,13 +307,13 @@ class ConsumerMachine:
                 yield f, f.ranks[link]
 
     def _start(self, f: FetchRecord, route: Resolved, now: float) -> list[Action]:
-        f.ranks = {rank.link: RankFetch(rank) for rank in route.ranks}
-        for link in f.ranks:
-            self._over.add(link, f.spec.handle)
-        if not f.ranks:
+        f.take(route.ranks)
+        for rank in f.rank_fetches:
+            self._over.add(rank.spec.link, f.spec.handle)
+        if not f.rank_fetches:
             return self._end(f, DELIVERED, now)  # this rank has nothing to fetch
         out: list[Action] = []
-        for rank in f.ranks.values():
+        for rank in f.rank_fetches:
             out += self._link(f, rank, now)
         return out
 
@@ -413,8 +417,7 @@ class ConsumerMachine:
         rank.flight.add(ref)
         if hashed is not None:
             rank.to_hash[ref] = hashed
-        verb = Verb.RECV if info.mode == "sendrecv" else Verb(info.mode)
-        return [Move(ref, verb, plan, msg.stream, msg.piece_bytes, hashed)]
+        return [Move(ref, VERBS[info.mode], plan, msg.stream, msg.piece_bytes, hashed)]
 
     def _plan(self, f: FetchRecord, info: LinkInfo, msg: m.PartReady) -> CopyPlan:
         return plan_part(
@@ -552,12 +555,12 @@ class ConsumerMachine:
         more = f.generation, waited, payload, f.stages(now), short
         ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, *more)
         out: list[Action] = [Emit(ended)]
-        for link, rank in (f.ranks or {}).items():
+        for rank in f.rank_fetches:
             if rank.state is S.DELIVERED:
                 continue
             rank.on(E.FAIL)
             self._questions.cancel(rank.attempt)
-            if rank.attempt and self._links.get(link) is not None:
+            if rank.attempt and self._links.get(rank.spec.link) is not None:
                 rank.asked = 0
                 out += self._ask(f, rank, now)
                 if not rank.remote_writes:
@@ -566,10 +569,10 @@ class ConsumerMachine:
         return out + self._release(f)
 
     def _release(self, f: FetchRecord) -> list[Action]:
-        if f.outcome is None or not f.quiet or self._fetches.get(f.spec.handle) is not f:
+        if f.outcome is None or self._fetches.get(f.spec.handle) is not f or not f.quiet:
             return []
         del self._fetches[f.spec.handle]
-        for link, rank in (f.ranks or {}).items():
-            self._over.remove(link, f.spec.handle)
+        for rank in f.rank_fetches:
+            self._over.remove(rank.spec.link, f.spec.handle)
             self._tries.pop(rank.attempt, None)
         return [Emit(Released("consumer", f.spec.transfer, f.spec.handle))]

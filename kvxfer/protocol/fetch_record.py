@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import field
 
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
@@ -21,8 +23,7 @@ NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
 """Why an attempt is void of which another rank of the producer has a newer generation."""
 
 
-@dataclass
-class RankFetch:
+class RankFetch(msgspec.Struct, eq=False):
     """The share of a fetch that comes from one producer rank."""
 
     spec: RankRoute
@@ -87,8 +88,7 @@ class RankFetch:
         return same and info.revocations() == self.revocations
 
 
-@dataclass
-class FetchRecord:
+class FetchRecord(msgspec.Struct, eq=False):
     """What a consumer keeps of a fetch."""
 
     spec: Fetch
@@ -100,20 +100,22 @@ class FetchRecord:
     arrived_at: float = 0.0  # when all ranks had all
     begun: bool = False  # a part has been announced: the deadline is that of the outcome, and before that of this
     ranks: dict[LinkId, RankFetch] | None = None  # None: the route is not known yet
+    rank_fetches: tuple[RankFetch, ...] = ()  # the same without their links; none while the route is not known
     outcome: Outcome | None = None
     nbytes: int = 0
     generation: Generation | None = None  # the newest that any rank has heard of
     round: int = 0  # how often all ranks had arrived
     progress: int = 0  # tokens of which the engine has been told
 
+    def take(self, route: Iterable[RankRoute]) -> None:
+        """Take the route, now that it is known."""
+        self.rank_fetches = tuple(RankFetch(rank) for rank in route)
+        self.ranks = {rank.spec.link: rank for rank in self.rank_fetches}
+
     @property
     def least(self) -> Generation:
         """The oldest generation that is of use: whoever lags behind the newest will give its own up."""
         return 0 if self.generation is None else self.generation
-
-    @property
-    def rank_fetches(self) -> Collection[RankFetch]:
-        return self.ranks.values() if self.ranks else ()
 
     @property
     def arrived(self) -> int:
@@ -132,13 +134,13 @@ class FetchRecord:
     @property
     def short(self) -> int | None:
         """The token up to which all ranks have it, where that is not all of it."""
-        end = min((x.end for x in self.rank_fetches if x.end is not None), default=self.spec.tokens)
+        end = min([x.end for x in self.rank_fetches if x.end is not None], default=self.spec.tokens)
         return end if end < self.spec.tokens else None
 
     @property
     def payload(self) -> bytes:
-        """What came with the offer, from the first of the ranks."""
-        return min(self.rank_fetches, key=lambda rank: rank.spec.rank).payload if self.rank_fetches else b""
+        """What came with the offer, from the first of the ranks that sent something along."""
+        return next((x.payload for x in sorted(self.rank_fetches, key=lambda x: x.spec.rank) if x.payload), b"")
 
     def fetch_request(self, rank: RankFetch, now: float, moving: float) -> m.FetchRequest:
         """Make the message by which a rank fetch asks for its share, ``moving`` seconds of which begin with the first part."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from math import lcm
+
+import msgspec
+from msgspec import field
 
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan, PlanError
@@ -13,7 +15,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep
 from kvxfer.protocol.parts import piece_bytes, plan_part, to_hash
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
-from kvxfer.protocol.values import Abort, Action, Hash, LinkId, LinkInfo, Move, PartRef, Send, in_order
+from kvxfer.protocol.values import Abort, Action, Hash, LinkId, LinkInfo, Mode, Move, PartRef, Send, in_order
 from kvxfer.transport import Verb
 from kvxfer.values import Offer
 
@@ -32,12 +34,14 @@ __all__ = [
     "unfit",
 ]
 
+VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.SEND}
+"""How a part leaves here, by the mode of its link."""
+
 Key = tuple[LinkId, int]
 """A serve: the link and the consumer's attempt."""
 
 
-@dataclass
-class ConsumerLink:
+class ConsumerLink(msgspec.Struct, eq=False):
     """A consumer rank that has said hello.
 
     Attributes:
@@ -51,12 +55,12 @@ class ConsumerLink:
     stream: int = 0
 
 
-@dataclass
-class RankServe:
+class RankServe(msgspec.Struct, eq=False):
     """One attempt of one consumer rank, on the producer's side."""
 
     record: OfferRecord
     link: LinkId
+    key: Key
     request: m.FetchRequest
     reader: int  # the consumer's agent, by its epoch
     expires: float
@@ -90,10 +94,6 @@ class RankServe:
         return self.request.blocks.nbytes
 
     @property
-    def key(self) -> Key:
-        return self.link, self.request.attempt
-
-    @property
     def quiet(self) -> bool:
         return not self.flight and not self.hashing
 
@@ -107,8 +107,7 @@ class RankServe:
         return self.state in (ServeState.WAITING, ServeState.SERVING)
 
 
-@dataclass
-class OfferRecord:
+class OfferRecord(msgspec.Struct, eq=False):
     """What a producer rank keeps of an offer and of those who ask for it."""
 
     transfer: TransferId
@@ -213,11 +212,10 @@ class OfferRecord:
         """Return whether these readers make up as many engines as it is for; each is a share of an engine of so many."""
         sizes = [self.fit.get(r, 1) for r in readers]
         unit = lcm(*sizes)  # shares in whole numbers, for they must add up exactly
-        return sum(unit // size for size in sizes) >= self.consumers * unit
+        return sum([unit // size for size in sizes]) >= self.consumers * unit
 
 
-@dataclass(frozen=True)
-class Over:
+class Over(msgspec.Struct, frozen=True):
     """What is remembered of an offer record that has ended."""
 
     outcome: Outcome
@@ -255,15 +253,19 @@ def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | No
     if offer.digest != request.digest:
         why = "the digests differ: it is not the KV of the consumer's prompt"
         return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
-    few = offer.tokens < request.tokens
-    partly = all(g.kind == "full" for cache in (info.planner.src, info.planner.dst) for g in cache.groups)
-    if offer.final and few and not (partly and 0 < request.enough <= offer.tokens):
+    if offer.final and offer.tokens < request.tokens and not _enough(offer, request, info):
         why = f"the producer holds {offer.tokens} tokens, the consumer wants {request.tokens}"
         return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     if offer.final and offer.tokens != request.tokens and any(g.kind == "state" for g in info.planner.src.groups):
         why = f"its state is that after token {offer.tokens}, the consumer wants {request.tokens}"
         return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     return None
+
+
+def _enough(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> bool:
+    """Return whether fewer tokens than are wanted are of use to the consumer: what else it keeps is of all of them."""
+    only_full = all(g.kind == "full" for cache in (info.planner.src, info.planner.dst) for g in cache.groups)
+    return only_full and 0 < request.enough <= offer.tokens
 
 
 def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, lo: int, hi: int, final: bool) -> CopyPlan:
@@ -337,8 +339,7 @@ def announce(
     if info.mode == "read" and not ready.piece_bytes:
         return [Send(serve.link, ready), *out]
     serve.flight.add(ref)  # what is read or written staged needs us to pack
-    verb = Verb.SEND if info.mode == "sendrecv" else Verb(info.mode)
-    return [Send(serve.link, ready), Move(ref, verb, plan, ready.stream, ready.piece_bytes), *out]
+    return [Send(serve.link, ready), Move(ref, VERBS[info.mode], plan, ready.stream, ready.piece_bytes), *out]
 
 
 def told(outcome: Outcome) -> Failure:

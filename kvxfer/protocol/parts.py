@@ -33,7 +33,7 @@ def plan_part(
         PlanError: the block tables do not join, or the part lies outside what is wanted.
     """
     lo, hi = max(lo, start), min(hi, tokens)
-    if all(g.kind == "full" for g in planner.dst.groups):
+    if planner.all_full:
         return planner.plan(src, dst, lo, max(lo, hi))
     plan = planner.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi))
     if final:
@@ -83,6 +83,8 @@ def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
     """
     hashed = info.integrity == "full" and all(r.device == "cpu" for r in info.planner.src.regions)
     parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if hashed else 1
+    if parts < 2:
+        return [hi]
     ends = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
     return [*sorted(end for end in ends if lo < end < hi), hi]
 
@@ -96,7 +98,8 @@ def to_hash(plan: CopyPlan, info: LinkInfo, ref: PartRef) -> CopyPlan | None:
 
 def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
     """Return the size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
-    if not plan.rows or plan.nbytes >= info.stage_below * plan.rows:
+    rows = plan.rows
+    if not rows or plan.nbytes >= info.stage_below * rows:
         return 0
     longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)
     return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 2, plan.nbytes // DEPTH, longest))

@@ -342,7 +342,8 @@ class ProducerMachine:
         if any(s.request.attempt > request.attempt for s in older):
             return [self._refuse(link, request, Failure(K.CANCELLED, "a newer fetch request has come"), now)]
         seconds = min(request.seconds, self._longest)
-        serve = RankServe(h, link, request, reader, now + seconds, seconds < request.seconds, sent=request.start)
+        key, lent = (link, request.attempt), seconds < request.seconds
+        serve = RankServe(h, link, key, request, reader, now + seconds, lent, sent=request.start)
         lost = self._room.take(link, serve.key, REQUEST_BYTES + serve.nbytes)
         if lost is None:
             closed = m.AttemptClosed(request.transfer, request.attempt, MANY.kind, MANY.detail, False)
@@ -439,12 +440,14 @@ class ProducerMachine:
         """Count one more reader that has it all."""
         serve.on(E.SETTLE)
         h, link = serve.record, self._links.get(serve.link)
-        self._budgets.set(serve.key, now + self._lease)
         h.settled.add(serve.reader)
         if link is not None and h.offer is not None:
             h.nbytes += delivered_bytes(serve, link.info, h.offer)
+        out = self._drop_if_over(serve, now) + self._count(h, DELIVERED, now)
+        if not serve.quiet:
+            self._budgets.set(serve.key, now + self._lease)
         self._lend(h, now)  # for the others that it is for
-        return self._drop_if_over(serve, now) + self._count(h, DELIVERED, now)
+        return out
 
     def _close_attempt(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
         """End an attempt that a reader gives up, and count the reader out unless another attempt follows.
@@ -473,7 +476,7 @@ class ProducerMachine:
 
     def _count(self, h: OfferRecord, last: Outcome, now: float) -> list[Action]:
         """End the transfer here if all readers are done with it, one way or the other."""
-        if not h.done:
+        if h.outcome is not None or not h.done:
             return []
         if last.delivered and not h.whole:
             last = Outcome(Failure(K.CANCELLED, "one of its readers dropped it"))

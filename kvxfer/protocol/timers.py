@@ -109,7 +109,7 @@ class Recent(Generic[K, V]):
 
     def next(self) -> float | None:
         """Return when ``forget`` has something to do next, or ``None``."""
-        return next((at for at, _ in self._kept.values()), None)
+        return next(iter(self._kept.values()))[0] if self._kept else None
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -31,6 +32,7 @@ __all__ = [
     "RankRoute",
     "LinkId",
     "LinkInfo",
+    "Mode",
     "Move",
     "Moved",
     "Outcome",
@@ -55,6 +57,7 @@ by the peer's socket identity, which is another one each time."""
 
 Role = Literal["producer", "consumer"]
 Mode = Literal["read", "write", "sendrecv"]
+"""How parts move over a link."""
 
 
 class Stages(msgspec.Struct, frozen=True):
@@ -99,8 +102,8 @@ class Ended(msgspec.Struct, frozen=True):
             which is that of all that was delivered; ``None`` if it has heard of none, or nothing had to come.
         waited: on a consumer, how many of the ``seconds`` had passed when it last heard of a part, so that the rest was spent
             on moving and checking; 0 if it heard of none.
-        payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank, where this rank
-            reads from several, and empty where it had nothing to read.
+        payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank that has given
+            something along, where this rank reads from several, and empty where it had nothing to read.
         stages: on a consumer, when it came how far.
         short: on a consumer to which it was delivered, the token up to which it is here, where the producer has given up before
             all were computed and so many are enough (``Fetch.enough``); ``None`` where all are.
@@ -200,8 +203,7 @@ def in_order(refs: Iterable[PartRef]) -> list[PartRef]:
     return sorted(refs, key=lambda ref: ref.part)
 
 
-@dataclass(frozen=True)
-class LinkInfo:
+class LinkInfo(msgspec.Struct, frozen=True, dict=True):
     """What a machine knows of a link that is up.
 
     Attributes:
@@ -222,7 +224,7 @@ class LinkInfo:
     revocations: Callable[[], int] | None = None
     name: str = ""
 
-    @property
+    @cached_property
     def unattended(self) -> bool:
         """Whether a consumer needs only block tables of the producer: it reads direct, and nothing is hashed."""
         return self.mode == "read" and not self.stage_below and self.integrity == "off"

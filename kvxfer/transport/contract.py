@@ -247,11 +247,19 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> int:
-        """Make memory known; returns its number. Raises ``TransportError`` for memory it cannot move."""
+        """Make memory known, and return its number.
+
+        Raises:
+            TransportError: It cannot move such memory.
+        """
 
     @abstractmethod
     def deregister(self, memory: int) -> None:
-        """Forget memory; raises ``TransportError`` when it is unknown or a batch in flight still uses it."""
+        """Forget memory.
+
+        Raises:
+            TransportError: It is unknown, or a batch in flight still uses it.
+        """
 
     @abstractmethod
     def endpoint(self) -> bytes:

@@ -21,7 +21,8 @@ from kvxfer_tcp import TcpTransport
 from kvxfer_tcp.connection import SHARED_UNSENT
 from kvxfer_tcp.door import STRANGERS
 from kvxfer_tcp.endpoint import Endpoint
-from kvxfer_tcp.reader import ASK_RUNS, LEAST_CHUNK, OPEN_ASKS
+from kvxfer_tcp.read import ASK_RUNS
+from kvxfer_tcp.reader import LEAST_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 

@@ -4,7 +4,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
 import msgspec
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Started, Suite, World
 from kvxfer.testing.conformance.harness import assert_equal
@@ -299,3 +300,16 @@ def test_copies_are_of_the_rows_and_no_byte_more() -> None:
     for at, nbytes in zip(begins.tolist(), lengths.tolist(), strict=True):
         wanted[at : at + nbytes] = source[at : at + nbytes]
     assert_equal(target, wanted, "what was copied")
+
+
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_elastic_memory_is_taken_only_where_the_kernel_copies(encrypt: bool) -> None:
+    """A copy of ours that meets no page would end the process; a system call returns an error."""
+    memory = np.zeros(4096, np.uint8)
+    transport = TcpTransport("a", {"encrypt": encrypt})
+    region = Region(memory.ctypes.data, memory.nbytes, elastic=True)
+    try:
+        with pytest.raises(TransportError, match="elastic memory goes staged") if encrypt else nullcontext():
+            transport.register([region])
+    finally:
+        transport.close()

@@ -16,6 +16,8 @@ from kvxfer.bench.transfer import measure, measure_elastic
 from kvxfer.errors import KvxferError
 
 PAGES = MODELS["pages-of-16k"]
+STEPS = ("prepare", "post", "transfer")
+"""What NIXL's own benchmark tells apart."""
 
 
 @pytest.mark.parametrize(("backend", "library"), [("zmq", False), ("cma", True), ("nixl", True), ("ucx", True)])
@@ -32,6 +34,12 @@ def test_what_is_measured(backend: str, library: bool) -> None:
         "checked_fetch_ms",
     } <= set(timed)
     assert ("raw_one_message_GB_per_s" in timed) == ("transport_to_raw_runs" in out) == library
+    steps = {
+        f"raw_{way}_{step}{which}_us" for way in ("one_message", "runs") for step in STEPS for which in ("", "_p99")
+    }
+    assert {key for key in timed if key.startswith("raw_") and key.endswith("_us")} == (
+        steps if backend == "nixl" else set()
+    )
 
 
 @pytest.mark.parametrize(("backend", "library"), [("zmq", False), ("tcp", True)])

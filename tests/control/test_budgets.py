@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from types import FrameType
 
 import pytest
 
@@ -22,6 +23,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline
 from kvxfer.protocol.values import Ended
+from kvxfer.testing import network
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable
 from tests.control.conftest import Engine, fetch, offered, until
@@ -357,11 +359,12 @@ def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Counts what the control and data threads do, in calls, that are started within."""
+    """Counts what the control and data threads do, in calls, that are started within; the played network's own count for nothing."""
     events = [0]
 
-    def hook(frame: object, event: str, arg: object) -> None:
-        if threading.current_thread().name.startswith(("kvxfer-control", "kvxfer-data")):
+    def hook(frame: FrameType, event: str, arg: object) -> None:
+        ours = threading.current_thread().name.startswith(("kvxfer-control", "kvxfer-data"))
+        if ours and frame.f_code.co_filename != network.__file__:
             events[0] += 1
 
     threading.setprofile(hook)
@@ -398,5 +401,5 @@ def test_a_turn_costs_the_same_however_much_is_under_way(engine) -> None:
             d.agents[0].fetch(fetch(nobody, [6], 4, transfer=TransferId("own/2/waits", i), handle=f"waits {i}"))
         until(lambda: p.agents[0].stats().offers >= 10_000 and d.agents[0].stats().fetches >= 10_000, 60)
         among = cost("among others")
-    assert among < 1.5 * alone, f"{among:.0f} calls a transfer, {alone:.0f} with nothing else under way"
+    assert among < 1.2 * alone, f"{among:.0f} calls a transfer, {alone:.0f} with nothing else under way"
     other.close()

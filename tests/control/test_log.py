@@ -30,3 +30,16 @@ def test_an_offer_without_a_name_goes_by_its_transfer(engine) -> None:
     p.agents[0].offer(offered([3], 4, transfer=T))
     p.agents[0].revoke(T, 1, "given up", True)
     assert p.wait(Ended)[0].handle == str(T)
+
+
+def test_a_name_of_any_length_takes_no_more_of_a_line_than_can_be_read(
+    engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    p = engine({})
+    long = TransferId("own/1/" + "x" * 4_000, 0)
+    p.agents[0].offer(msgspec.structs.replace(offered([3], 4, transfer=long), handle="y" * 4_000))
+    p.agents[0].revoke(long, 1, "given up", True)
+    assert p.wait(Ended)[0].handle == "y" * 4_000
+    p.wait(Released)
+    (line,) = [r.getMessage() for r in caplog.records if "given up" in r.getMessage()]
+    assert "producer: request yyy" in line and len(line) < 1000

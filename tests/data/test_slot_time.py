@@ -102,3 +102,29 @@ def test_the_slot_that_was_held_for_longest_is_given_up_and_no_other(
     for s, ready in zip(slow[1:], readies[1:], strict=True):
         s.takes(ready)
         assert s.hears().piece == ready.piece + 1
+
+
+def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..., Engine]) -> None:
+    """Counted in pieces: a consumer asks for 38, and then for one a time, before it takes any."""
+    p = engine(dict(STAGED), seed=1, **CALM)
+    other = FakeTransport("other", STAGED)
+    with ExitStack() as stack:
+        stack.callback(other.close)
+        long = stack.enter_context(Slow(p, other, 0))
+        held = [long.hears() for _ in range(4)]  # all that one consumer may have
+        shorts = 5
+        for i in range(1, 1 + shorts):
+            long.say(m.FetchRequest(name(i), 1 + i, b"d", 0, 4, BlockTable.of([[200 + i]]), 1, 50.0))
+            p.agents[0].offer(offered([200 + i], 4, transfer=name(i)))
+            assert isinstance(long.answer(), m.PartReady)
+        order = []
+        while len(set(order)) < 1 + shorts:
+            long.takes(held.pop(0))
+            held.append(long.hears())
+            order.append(held[-1].transfer)
+        assert len(order) <= 2 * shorts, "each waits for the others and for a piece of the long one, not for all of it"
+        pieces = {ready.piece for ready in held if ready.transfer == name(0)}
+        while 37 not in pieces:
+            long.takes(held.pop(0))
+            held.append(long.hears())
+            pieces.add(held[-1].piece)

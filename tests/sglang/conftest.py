@@ -115,7 +115,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., contextlib.AbstractContextManager[Any]]]:
-    """Returns played engines: of these ranks each, as (prefill, decode)."""
+    """Returns played engines: of these ranks each, as (prefill, decode); the one that prefills may have pipeline stages."""
     forks = Forks()
     folder = tmp_path_factory.mktemp("sglang")
     model = model_folder(folder)
@@ -125,6 +125,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
     def pair(
         prefill: int = 1,
         decode: int = 1,
+        stages: int = 1,
         environ: dict[str, str] | None = None,
         settings: dict[str, dict[str, Any]] | None = None,
         **setup: Any,
@@ -132,17 +133,18 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
         port, n = free_port(), next(count)
         engines = []
         with contextlib.ExitStack() as stack:
-            for role, tp in (("prefill", prefill), ("decode", decode)):
+            for role, tp, of in (("prefill", prefill, stages), ("decode", decode, 1)):
                 told = {
                     "role": role,
                     "tp": tp,
+                    "stages": of,
                     "port": port,
                     "model": str(model),
                     "store": f"{folder}/{n}-{role}",
                     **setup,
                 }
                 env = {"KVXFER_SGLANG": json.dumps((settings or {}).get(role, {})), **(environ or {})}
-                engines.append(Engine([forks.rank({**told, "rank": rank}, env) for rank in range(tp)]))
+                engines.append(Engine([forks.rank({**told, "rank": rank}, env) for rank in range(tp * of)]))
                 for rank in engines[-1].ranks:
                     stack.callback(rank.kill)
             for engine in engines:

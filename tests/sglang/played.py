@@ -39,9 +39,10 @@ class Rank:
     """What the two kinds of ranks share.
 
     Args:
-        setup: `role`, `port` of the bootstrap server, `tp` and `rank`, `store` (a file by which ranks meet), `model` (a
-            folder), and `args`, further arguments of the server by name; `latent` for a
-            pool of latents; `chunk`, tokens of a forward pass, for a rank with a scheduler.
+        setup: `role`, `port` of the bootstrap server, `tp`, `stages` of a pipeline (1) and `rank` among all of them, `store`
+            (a file by which ranks meet), `model` (a folder), and `args`, further arguments of the server by name; `latent` for
+            a pool of latents; `draft` for a draft model of one layer and two heads; `chunk`, tokens of a forward pass, for a
+            rank with a scheduler.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -52,12 +53,16 @@ class Rank:
         from sglang.srt.server_args import ServerArgs
 
         load_plugins()
-        self.role, self.tp, self.rank, self.port = setup["role"], setup["tp"], setup["rank"], setup["port"]
+        self.role, self.tp, self.port, stages = setup["role"], setup["tp"], setup["port"], setup.get("stages", 1)
+        self.stage, self.rank = divmod(setup["rank"], self.tp)
+        cuts = [-(-LAYERS * stage // stages) for stage in range(stages + 1)]
+        self.layers = range(*cuts[self.stage : self.stage + 2])
         self.server_args = ServerArgs(
             model_path=setup["model"],
             device="cpu",
             page_size=PAGE,
             tp_size=self.tp,
+            pp_size=stages,
             skip_tokenizer_init=True,
             host="127.0.0.1",
             port=1,
@@ -66,20 +71,27 @@ class Rank:
             disaggregation_bootstrap_port=self.port,
             **setup.get("args", {}),
         )
-        ranks = runtime_context.SpawnRanks(world_rank=self.rank, dp_rank=None, gpu_id=0)
+        ranks = runtime_context.SpawnRanks(world_rank=setup["rank"], dp_rank=None, gpu_id=0)
         runtime_context.publish(self.server_args, role="scheduler", ranks=ranks)
-        group = _Group(self.tp, self.rank, setup["store"])
-        runtime_context.get_parallel().override_permanently(pp_group=_Alone(group), attn_tp_group=group)
+        ranks, world = range(self.tp * stages), setup["rank"]
+        group = _Group.world(len(ranks), world, setup["store"])
+        # All ranks make all groups, in one order.
+        by_stage = [group.among([*ranks[i * self.tp : (i + 1) * self.tp]]) for i in range(stages)]
+        across = [group.among([*ranks[i :: self.tp]]) for i in range(self.tp)]
+        runtime_context.get_parallel().override_permanently(
+            pp_group=across[self.rank], attn_tp_group=by_stage[self.stage]
+        )
         backend = utils.TransferBackend("kvxfer")
         kinds = utils.KVClassType
         self.classes = {kind: utils.get_kv_class(backend, kind) for kind in kinds}
-        if self.role == "prefill" and self.rank == 0:
+        if self.role == "prefill" and world == 0:
             self.bootstrap = self.classes[kinds.BOOTSTRAP_SERVER](host="127.0.0.1", port=self.port)
             _wait_for(self.port)
         group.barrier()
         torch.set_num_threads(1)
         self.latent = bool(setup.get("latent"))
-        self.pool = self._pool()
+        self.draft = bool(setup.get("draft"))
+        self.pool, self.draft_pool = self._pool(), self._draft_pool() if self.draft else None
         self._begin(setup)
         group.barrier()
 
@@ -99,38 +111,65 @@ class Rank:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
         size = {"size": PAGES * PAGE, "page_size": PAGE}
-        common = {**size, "dtype": torch.bfloat16, "layer_num": LAYERS, "device": "cpu"}
+        common = {**size, "dtype": torch.bfloat16, "layer_num": len(self.layers), "device": "cpu"}
+        common["start_layer"] = self.layers.start
         if self.latent:
             return MLATokenToKVPool(kv_lora_rank=24, qk_rope_head_dim=8, enable_memory_saver=False, **common)
         return MHATokenToKVPool(head_num=HEADS // self.tp, head_dim=DIM, enable_memory_saver=False, **common)
+
+    def _draft_pool(self) -> Any:
+        import torch
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        size = {"size": PAGES * PAGE, "page_size": PAGE, "head_num": 2 // self.tp, "head_dim": DIM, "layer_num": 1}
+        return MHATokenToKVPool(dtype=torch.bfloat16, device="cpu", enable_memory_saver=False, **size)
+
+    def _buffers(self) -> list[Any]:
+        """Return the buffers of all layers, in SGLang's order."""
+        pools = [self.pool] + ([self.draft_pool] if self.draft else [])
+        return [
+            b
+            for pool in pools
+            for b in (pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer)
+        ]
 
     def _kv_args(self) -> Any:
         from sglang.srt.disaggregation import utils
 
         args = self.classes[utils.KVClassType.KVARGS]()
-        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = self.rank, 0, None, 0
+        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = self.rank, self.stage, None, 0
+        args.prefill_start_layer = self.layers.start
         args.kv_cache_dtype_str, args.kv_layout, args.kv_layer_ids, args.page_size = "bfloat16", None, [], PAGE
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
+        if self.draft:
+            more = self.draft_pool.get_contiguous_buf_infos()
+            args.num_draft_entries = len(more[0])
+            args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
+                mine + theirs
+                for mine, theirs in zip((args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens), more, strict=True)
+            )
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
         utils.setup_state_kv_args(args, self.pool, None, LAYERS)
         return args
 
     def pages(self, ids: list[int]) -> list[Any]:
         """Return the pages of each buffer, as [page, token, head, dim] with this rank's heads, or [page, token, dim]."""
-        buffers = self.pool.kv_buffer if self.latent else self.pool.k_buffer + self.pool.v_buffer
-        return [b.view(-1, PAGE, *b.shape[1:])[ids] for b in buffers]
+        return [b.view(-1, PAGE, *b.shape[1:])[ids] for b in self._buffers()]
 
     def content(self, seed: int, first: int, count: int) -> list[Any]:
         """Return what a request's pages [first, first + count) hold in this rank's buffers, made up from a seed."""
         import torch
 
         made = []
-        for buffer in range(LAYERS if self.latent else 2 * LAYERS):
+        sides = 1 if self.latent else 2
+        buffers = [(side * LAYERS + layer, HEADS) for side in range(sides) for layer in self.layers]
+        for buffer, heads in buffers + ([(100, 2), (101, 2)] if self.draft else []):
             draw = torch.Generator().manual_seed(1000 * seed + buffer)
-            shape = (PAGES, PAGE, 1, 32) if self.latent else (PAGES, PAGE, HEADS, DIM)
+            latent = self.latent and buffer < 100
+            shape = (PAGES, PAGE, 1, 32) if latent else (PAGES, PAGE, heads, DIM)
             whole = torch.randn(shape, generator=draw).to(torch.bfloat16)[first : first + count]
-            here = HEADS // self.tp
-            made.append(whole if self.latent else whole[:, :, self.rank * here : (self.rank + 1) * here])
+            here = heads // self.tp
+            made.append(whole if latent else whole[:, :, self.rank * here : (self.rank + 1) * here])
         return made
 
     def matches(self, seed: int, ids: list[int], first: int = 0) -> bool:
@@ -206,8 +245,7 @@ class Prefill(Rank):
         """Play a forward pass: write a request's pages from `first` on."""
         for pages, made in zip(self.pages(ids), self.content(seed, first, len(ids)), strict=True):
             assert pages.shape == made.shape
-        buffers = self.pool.kv_buffer if self.latent else self.pool.k_buffer + self.pool.v_buffer
-        for buffer, made in zip(buffers, self.content(seed, first, len(ids)), strict=True):
+        for buffer, made in zip(self._buffers(), self.content(seed, first, len(ids)), strict=True):
             buffer.view(-1, PAGE, *buffer.shape[1:])[ids] = made
 
     def note(self, row: int, token: int, room: int) -> None:
@@ -314,32 +352,42 @@ class _Event:
 
 
 class _Group:
-    """SGLang's coordinator of the ranks that share a request's attention, over torch's own."""
+    """SGLang's coordinator of some ranks, over torch's own."""
 
-    def __init__(self, ranks: int, rank: int, store: str) -> None:
+    def __init__(self, ranks: list[int], rank: int, group: Any) -> None:
+        self.ranks, self.world_size, self.cpu_group, self._rank = ranks, len(ranks), group, rank
+        self.rank_in_group = ranks.index(rank) if rank in ranks else -1
+
+    @classmethod
+    def world(cls, ranks: int, rank: int, store: str) -> "_Group":
         import torch.distributed as dist
 
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        self.world_size, self.rank_in_group, self.cpu_group = ranks, rank, dist.group.WORLD
+        return cls([*range(ranks)], rank, dist.group.WORLD)
+
+    def among(self, ranks: list[int]) -> "_Group":
+        import torch.distributed as dist
+
+        return _Group(ranks, self._rank, dist.new_group(ranks, backend="gloo"))
 
     def all_gather_object(self, own: Any) -> list[Any]:
         import torch.distributed as dist
 
         told: list[Any] = [None] * self.world_size
-        dist.all_gather_object(told, own)
+        dist.all_gather_object(told, own, group=self.cpu_group)
         return told
+
+    def broadcast_object(self, own: Any, src: int = 0) -> Any:
+        import torch.distributed as dist
+
+        told = [own]
+        dist.broadcast_object_list(told, src=self.ranks[src], group=self.cpu_group)
+        return told[0]
 
     def barrier(self) -> None:
         import torch.distributed as dist
 
-        dist.barrier()
-
-
-class _Alone:
-    """The coordinator of a pipeline of one stage."""
-
-    def __init__(self, group: _Group) -> None:
-        self.world_size, self.rank_in_group, self.cpu_group = 1, 0, group.cpu_group
+        dist.barrier(group=self.cpu_group)
 
 
 def _wait_for(port: int) -> None:

@@ -70,10 +70,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("states (swa, dsa)", {"args": {"state_types": ["swa", "dsa"]}}),
     ("hybrid or compressed latent pools", {"args": {"is_hybrid_mla_backend": True}}),
     ("hybrid or compressed latent pools", {"args": {"kv_layout": "fp8_paged"}}),
-    ("draft model", {"args": {"num_draft_entries": 2}}),
+    (
+        "draft model's cache (--speculative-algorithm) together with",
+        {"args": {"num_draft_entries": 2}, "settings": {"parallel": {"pp_size": 2}}},
+    ),
     ("--kv-cache-dtype fp4_e2m1", {"args": {"kv_cache_dtype_str": "fp4_e2m1"}}),
     ("70000 bytes of metadata", {"args": {"aux_item_lens": [70_000]}}),
-    ("--pp-size 2", {"settings": {"parallel": {"pp_size": 2}}}),
     ("--attn-cp-size 2", {"settings": {"parallel": {"attn_cp_size": 2}}}),
     ("--dcp-size 2", {"settings": {"parallel": {"attn_dcp_size": 2}}}),
     ("--enable-kv-cache-sharding", {"settings": {"parallel": {"enable_kv_cache_sharding": True}}}),
@@ -105,8 +107,10 @@ def test_pages_must_not_be_reused_while_they_are_written_to(pair: tuple[Engine, 
 
 
 def test_all_that_is_in_the_way_is_named_at_once(pair: tuple[Engine, Engine]) -> None:
-    told = pair[0].refusal(args={"state_types": ["mamba"]}, settings={"parallel": {"pp_size": 2}}, environ={})[0]
-    assert "mamba" in told and "--pp-size 2" in told
+    change = {"args": {"state_types": ["mamba"]}, "settings": {"parallel": {"pp_size": 2}}, "environ": {}}
+    prefill, decode = (engine.refusal(**change)[0] for engine in pair)
+    assert "mamba" in decode and "--pp-size 2" in decode
+    assert "mamba" in prefill and "--pp-size" not in prefill, "a server that prefills may have stages"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The two parts of the connector by themselves: what they call in which order, with an agent that is played."""
 
+import ctypes
 import sys
 import types
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ class Manager:
         self.request_status: dict[int, int] = {}
         self.transfer_infos: dict[int, dict[Any, PagesWanted]] = {}
         self.req_to_decode_prefix_len: dict[int, int] = {}
+        self.last_stage = True
         self.kv_args = SimpleNamespace(page_size=PAGE, aux_data_ptrs=[], aux_item_lens=[])
         self.done: list[tuple[str, Any]] = []
         self.rank: Any = SimpleNamespace(source=HERE, agent=self)
@@ -88,6 +90,22 @@ def test_further_pages_are_offered_and_not_told(manager: Manager) -> None:
     rank.add(ROOM, [8], True, 0, None)
     offer = dict(manager.done)["offer"][0]
     assert offer.blocks == BlockTable.of([[3, 8]]) and offer.final and "tell" not in manager.called()
+
+
+def test_only_the_last_stage_of_a_pipeline_tells_what_was_sampled(manager: Manager) -> None:
+    memory = ctypes.create_string_buffer(b"token")
+    manager.kv_args.aux_data_ptrs, manager.kv_args.aux_item_lens = [ctypes.addressof(memory)], [5]
+    for last, payload in ((False, b""), (True, b"token")):
+        manager.last_stage = last
+        rank, _ = prefilling(manager)
+        rank.add(ROOM, [8], True, 0, None)
+        assert dict(manager.done)["offer"][0].payload == payload
+        rank.begin(ROOM, 0)
+        manager.done.clear()
+        rank.add(ROOM, [], True, 0, None)  # decode has all pages, and needs the metadata
+        assert [note.aux for name, note in manager.done if name == "tell"] == ([payload] if last else [])
+        manager.request_status[ROOM] = BOOTSTRAPPING
+        manager.transfer_infos.clear(), manager.done.clear()
 
 
 def test_pages_are_given_up_before_anyone_hears_of_it(manager: Manager) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.sglang.conftest import FAILED, SUCCESS, WAITING, Engine
+from tests.sglang.conftest import FAILED, SUCCESS, TRANSFERRING, WAITING, Engine
 from tests.sglang.played import PAGE
 
 
@@ -145,3 +145,45 @@ def test_ranks_may_differ(start: Callable[..., Any], room: int, prefill: int, de
         pair[1].until(room + 1, FAILED)
         pair[0].why(room=room + 1), pair[1].why(room=room + 1)
         moved(*pair, room + 2, 2, [[3, 9], [4]], [7, 1, 30])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode", "latent"), [(2, 1, False), (1, 2, True)])
+def test_prefill_may_have_pipeline_stages(
+    start: Callable[..., Any], room: int, prefill: int, decode: int, latent: bool
+) -> None:
+    """Each stage sends its layers when it has computed them; the request is there once all have."""
+    with start(prefill, decode, stages=2, latent=latent) as pair:
+        servers, decoding = pair
+        moved(*pair, room, 1, [[3, 9], [4]], [7, 1, 30])
+        begun(*pair, room + 1, [7, 1, 30], 3)
+        first, last = (Engine(servers.ranks[stage * prefill : (stage + 1) * prefill]) for stage in range(2))
+        sent(first, room + 1, 2, [[3, 9]])
+        first.run(seed=2, ids=[4], first=2)
+        first.note(row=1, token=7, room=room + 1)  # the last stage knows
+        first.send(room=room + 1, ids=[4])
+        sent(last, room + 1, 2, [[3, 9]])
+        assert set(decoding.until(room + 1, TRANSFERRING)) == {TRANSFERRING}
+        last.run(seed=2, ids=[4], first=2)
+        last.note(row=1, token=102, room=room + 1)
+        last.send(room=room + 1, ids=[4])
+        delivered(*pair, room + 1, 2, [7, 1, 30])
+        begun(*pair, room + 2, [7, 1], 2)
+        sent(first, room + 2, 3, [[3, 9]])
+        last.abort(room=room + 2)
+        decoding.until(room + 2, FAILED)
+        first.abort(room=room + 2)  # SGLang's stages agree on what has failed
+        servers.until(room + 2, FAILED)
+        servers.why(room=room + 2), decoding.why(room=room + 2)
+        quiet(decoding, room + 2)
+        begun(*pair, room + 3, [], 0, prefix=3 * PAGE)
+        sent(servers, room + 3, 4, [[]])
+        delivered(*pair, room + 3, 4, [])
+        moved(*pair, room + 4, 5, [[3, 9], [4]], [7, 1, 30])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "latent"), [(1, True), (2, False)])
+def test_a_draft_model_s_cache_comes_along(start: Callable[..., Any], room: int, ranks: int, latent: bool) -> None:
+    with start(ranks, ranks, draft=True, latent=latent) as pair:
+        moved(*pair, room, 1, [[3, 9], [4]], [7, 1, 30])

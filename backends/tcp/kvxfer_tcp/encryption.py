@@ -103,9 +103,9 @@ class _Numbered:
 
     def next(self) -> tuple[AESGCM, bytes]:
         """Return key and nonce of the next record."""
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
         if self._count % RECORDS_PER_KEY == 0:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
             both = _derive(self._secret, b"kvxfer tcp key", 2 * _SECRET_BYTES)
             self._secret, self._cipher = both[:_SECRET_BYTES], AESGCM(both[_SECRET_BYTES:])
         nonce = self._count.to_bytes(12, "big")
@@ -161,7 +161,8 @@ class _SealedPipe(Pipe):
         return len(text)
 
     def _drop(self, nbytes: int) -> int:
-        self._text = self._text[nbytes:]
+        # Of a record that is done with, nothing is kept: there may be a thousand idle connections.
+        self._text = self._text[nbytes:] if nbytes < len(self._text) else memoryview(b"")
         return nbytes
 
     def _fill(self) -> bool:

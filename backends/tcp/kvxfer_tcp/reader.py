@@ -12,26 +12,22 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from kvxfer.errors import PeerError
-from kvxfer.geometry.plan import Ints
-from kvxfer.transport.contract import Completion, Fence
+from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Connection, Loop, Violation, tune
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
+from kvxfer_tcp.read import Read
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
 from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind, greeting
 
-__all__ = ["Address", "Read", "Reader"]
+__all__ = ["Address", "Reader"]
 
 Address = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
-
-ASK_RUNS, ASK_BYTES = 8192, 1 << 30
-"""Runs and bytes of one request: what the peer must keep for it is bounded by both."""
 
 OPEN_ASKS = 32
 """Requests of a link that wait at the peer, at most."""
@@ -43,44 +39,6 @@ a connection for a batch that was aborted. Where a chunk ends a reader may have 
 WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
 """A reader sleeps until so much of a chunk has come, on the only connection or on each of several. Without that it would
 wake for the first packet, and on a busy host wait for its turn on a processor each time."""
-
-
-@dataclass(eq=False)
-class Read:
-    """A batch that has not ended. ``left``: bytes that have not come; ``asks``: requests that have not been made."""
-
-    number: int
-    local: Ints
-    memory: int
-    remote: Ints
-    lengths: Ints
-    after: Fence | None
-    nbytes: int = 0
-    left: int = 0
-    asks: deque[tuple[int, int]] = field(default_factory=deque)
-
-    def __post_init__(self) -> None:
-        if len(self.lengths) and not int(self.lengths.min()):
-            keep = self.lengths > 0
-            self.local, self.remote, self.lengths = self.local[keep], self.remote[keep], self.lengths[keep]
-        ends = np.cumsum(self.lengths)
-        self.nbytes = self.left = int(ends[-1]) if len(ends) else 0
-        if len(ends) <= ASK_RUNS and self.nbytes <= ASK_BYTES:
-            self.asks.extend([(0, len(ends))] if len(ends) else [])
-            return
-        if int(self.lengths.max()) > ASK_BYTES:
-            pieces = -(-self.lengths // ASK_BYTES)
-            run = np.repeat(np.arange(len(pieces)), pieces)
-            skip = (np.arange(len(run)) - (np.cumsum(pieces) - pieces)[run]) * ASK_BYTES
-            self.local, self.remote = self.local[run] + skip, self.remote[run] + skip
-            self.lengths = np.minimum(self.lengths[run] - skip, ASK_BYTES)
-            ends = np.cumsum(self.lengths)
-        lo = 0
-        while lo < len(ends):
-            before = int(ends[lo - 1]) if lo else 0
-            hi = min(lo + ASK_RUNS, int(np.searchsorted(ends, before + ASK_BYTES, side="right")))
-            self.asks.append((lo, hi))
-            lo = hi
 
 
 class _Ask:

@@ -12,7 +12,8 @@ import numpy as np
 from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer_tcp.connection import Connection, Loop, Violation
-from kvxfer_tcp.reader import ASK_BYTES, ASK_RUNS, LEAST_CHUNK, MOST_CHUNK, OPEN_ASKS
+from kvxfer_tcp.read import ASK_BYTES, ASK_RUNS
+from kvxfer_tcp.reader import LEAST_CHUNK, MOST_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
 from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind
 

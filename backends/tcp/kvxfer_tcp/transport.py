@@ -20,7 +20,7 @@ from kvxfer_tcp.encryption import Keys
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.link import Link, Names, numeric
 from kvxfer_tcp.options import Options
-from kvxfer_tcp.reader import Read
+from kvxfer_tcp.read import Read
 from kvxfer_tcp.vectors import Pipes
 
 __all__ = ["TcpTransport"]

@@ -18,7 +18,8 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_parallel, process_model_config
 from sglang.srt.utils.network import NetworkAddress
 
-from kvxfer import PeerError
+from kvxfer import PeerError, Rank
+from kvxfer.facts import TEXT
 from kvxfer.memory.fence import CudaEvent
 from kvxfer.threads import NamedThread
 from kvxfer_sglang.cache import heads_of, pool_cache
@@ -55,12 +56,16 @@ class TransferManager(CommonKVManager):
         config = settings(self.local_ip, self.waiting_timeout if decodes else self.bootstrap_timeout)
         model = process_model_config()
         heads = heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_total_num_kv_heads())
-        cache = pool_cache(args, None if is_mla_backend else heads, self.attn_tp_rank, self._device())
+        self.last_stage = self.pp_rank == self.pp_size - 1  # which has sampled, and whose metadata count
+        rank = Rank(pp=self.pp_rank, tp=self.attn_tp_rank)
+        cache = pool_cache(args, None if is_mla_backend else heads, rank, self.attn_tp_size, self._device())
         self.prefill, self.decode = PrefillRank(self), DecodeRank(self)
         side = self.decode if decodes else self.prefill
         facts = server_facts(model, args.kv_cache_dtype_str, config)
+        if args.num_draft_entries:
+            facts["draft"] = str(server_args.speculative_draft_model_path)[-TEXT:]
         name = f"sglang-{disaggregation_mode.value}-dp{self.system_dp_rank or self.attn_dp_rank}"
-        self._rank = EngineRank(cache, config, name, facts, self._gather(), side.heard)
+        self._rank = EngineRank(cache, config, name, facts, self._gather, side.heard)
         side.start(self._rank)
         self._stopped = False
         hear = self._hear_decode if decodes else self._hear_prefill
@@ -72,11 +77,12 @@ class TransferManager(CommonKVManager):
     def _device(self) -> str:
         return "cpu" if get_device().device == "cpu" else f"{get_device().device}:{self.kv_args.gpu_id}"
 
-    def _gather(self) -> Callable[[Any], list[Any]]:
-        if self.attn_tp_size == 1:
-            return lambda own: [own]
-        gather: Callable[[Any], list[Any]] = get_parallel().attn_tp_group.all_gather_object
-        return gather
+    def _gather(self, own: Any) -> list[Any]:
+        """Return what each rank of the engine has, those of the first pipeline stage in front."""
+        stage = [own] if self.attn_tp_size == 1 else get_parallel().attn_tp_group.all_gather_object(own)
+        if self.pp_size == 1:
+            return stage
+        return [told for ranks in get_parallel().pp_group.all_gather_object(stage) for told in ranks]
 
     # --- what SGLang calls -----------------------------------------------------------------------------------------
 
@@ -145,7 +151,7 @@ class TransferManager(CommonKVManager):
             except PeerError as error:
                 log.warning("a message is dropped: %s", error)
             except Exception:
-                log.exception("a message could not be handled; it is dropped")
+                log.exception("a message from a prefill or decode server was ignored, since handling it failed")
 
     def _hear_prefill(self, frames: list[bytes]) -> None:
         if frames[0] == ABORT_TAG:

@@ -103,9 +103,11 @@ class PrefillRank:
             if sending is None or manager.request_status.get(room) in (None, KVPoll.Failed):
                 return
             sending.pages += pages
-            aux = row_of(manager.kv_args, aux_index) if last and aux_index is not None else b""
+            sampled = last and manager.last_stage
+            aux = row_of(manager.kv_args, aux_index) if sampled and aux_index is not None else b""
             tell = not sending.offered
             if not sending.pages:  # the decode server has them all
+                tell = manager.last_stage
                 manager.update_status(room, KVPoll.Success)
             else:
                 try:

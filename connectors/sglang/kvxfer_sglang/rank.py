@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvxfer import Agent, Cache, Config, Directory, Event, Source
+from kvxfer import Agent, Cache, Config, Directory, Event, Rank, Source
 from kvxfer.threads import NamedThread
 
 __all__ = ["EngineRank"]
@@ -18,7 +18,7 @@ TURN_S = 1.0
 
 
 class EngineRank:
-    """A rank of an engine, where an engine is all ranks that share the attention of their requests.
+    """A rank of an engine, where an engine is all ranks that share the attention of their requests, in all pipeline stages.
 
     Args:
         cache: The rank's pool.
@@ -43,7 +43,7 @@ class EngineRank:
         heard: Callable[[Event], None],
     ) -> None:
         self.agent = Agent(cache, config, name, facts)
-        self._directory = Directory(config, name, facts) if not cache.rank.tp else None
+        self._directory = Directory(config, name, facts) if cache.rank == Rank() else None
         told = gather((self.agent.member, self._directory.source if self._directory else None))
         self.source: Source = next(source for _, source in told if source is not None)
         if self._directory is not None:
@@ -59,7 +59,7 @@ class EngineRank:
                 try:
                     self._heard(event)
                 except Exception:
-                    log.exception("an event could not be handled; it is dropped: %s", event)
+                    log.exception("an event of the agent was ignored, since handling it failed: %s", event)
 
     def close(self) -> bool:
         """Stop; whether the pool's memory is quiet, as ``kvxfer.Agent.close`` has it."""

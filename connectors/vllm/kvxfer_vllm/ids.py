@@ -8,15 +8,12 @@ import msgspec
 
 from kvxfer.identity import Address, IdentityError, parse_address
 
-__all__ = ["ExternalId", "RoutedAddresses", "external_id", "printable", "routed_addresses"]
+__all__ = ["ExternalId", "RoutedAddresses", "external_id", "routed_addresses"]
 
 _CHILD = re.compile(r"([0-9]{1,9})_")
 _KIND = re.compile(r"(cmpl|chatcmpl|generate-tokens)-")
 _SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 _PROMPT = re.compile(r"(.*)-([0-9]{1,9})\Z", re.DOTALL)
-
-LONGEST_SHOWN = 200
-"""Characters of a request's id in the log."""
 
 _PREFILL, _DECODE = "___prefill_addr_", "___decode_addr_"
 
@@ -66,11 +63,6 @@ def external_id(internal: str) -> ExternalId:
     if not rest:
         raise IdentityError(f"request id {internal!r} has no external part: send a request id of your own")
     return ExternalId(rest, prompt, child)
-
-
-def printable(internal: str) -> str:
-    """Return a request id for the log: clients choose it, and it may be long, or nothing that a log can encode."""
-    return internal[:LONGEST_SHOWN].encode(errors="backslashreplace").decode()
 
 
 class RoutedAddresses(msgspec.Struct, frozen=True):

@@ -13,12 +13,12 @@ from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
-from kvxfer.identity import Address, digest
+from kvxfer.identity import Address, digest, printable
 from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
 from kvxfer_vllm.identity import facts_of, updated
-from kvxfer_vllm.ids import external_id, printable
+from kvxfer_vllm.ids import external_id
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pool import VllmBlockPool
@@ -140,7 +140,7 @@ class SchedulerHooks:
             log.warning(
                 "request %s is to %s, which this engine does not do: the router sends it to the wrong engine, or kv_role must "
                 "be %s or kv_both",
-                request.request_id,
+                printable(request.request_id),
                 asked,
                 needed,
             )
@@ -168,7 +168,7 @@ class SchedulerHooks:
             self.side.allocated(request.request_id, table, external)
         except KvxferError as e:
             # An exception here would end the engine; a load that fails at once costs this request only.
-            log.error("request %s cannot be loaded: %s", request.request_id, e)
+            log.error("request %s cannot be loaded: %s", printable(request.request_id), e)
             self._doomed[request.request_id] = table.ids()
             self._loading.ended(request.request_id, str(FailureKind.MISUSE))
 

@@ -1,7 +1,7 @@
 """Jobs: how one part becomes batches. Run on the data thread; never block.
 
-A direct job submits the plan's runs as they are. Staged jobs cut the plan into pieces and pass them through slots of
-staging memory: pack, move as one long run, unpack. By verb, and whose slots the two sides speak of:
+A direct job submits the plan's runs as they are, those of a long part in bounded batches. Staged jobs cut the plan into pieces and
+pass them through slots of staging memory: pack, move as one long run, unpack. By verb, and whose slots the two sides speak of:
 
 =========  ===========================  =======================================================
 verb       producer                     consumer
@@ -14,13 +14,13 @@ write      packs, writes into the slot  lends a slot for each piece, unpacks onc
 
 from __future__ import annotations
 
-from kvxfer.data.jobs.direct import Direct
+from kvxfer.data.jobs.direct import Direct, round_bytes
 from kvxfer.data.jobs.job import Job, Wire
 from kvxfer.data.jobs.staged import Staged, StagedLend, StagedRead, StagedRecv, StagedSend, StagedServe, StagedWrite
 from kvxfer.protocol.values import Move, Role
 from kvxfer.transport import Verb
 
-__all__ = ["Job", "Wire", "make_job"]
+__all__ = ["Job", "Wire", "make_job", "round_bytes"]
 
 
 STAGED: dict[tuple[Verb, Role], type[Staged]] = {

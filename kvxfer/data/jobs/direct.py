@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from kvxfer.data.jobs.job import CACHE, PIECES, Job, Wire
+from kvxfer.geometry import CopyPlan, Region
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, PlanBatch, Verb
 
-__all__ = ["Direct"]
+__all__ = ["Direct", "round_bytes"]
+
+HOST_ROUND, CUDA_ROUND = 32 << 20, 512 << 20
+"""Bytes of a batch where a long part is cut: some milliseconds of its link, and far more than a batch costs."""
+ROUNDS = 2
+"""Batches of a part that are under way at once: while one ends, the next moves."""
+
+
+def round_bytes(action: Move, regions: Sequence[Region]) -> int | None:
+    """Return the most bytes of a batch of this part; ``None``: it goes in one."""
+    most = HOST_ROUND if all(region.device == "cpu" for region in regions) else CUDA_ROUND
+    return most if action.verb in (Verb.READ, Verb.WRITE) and action.plan.nbytes > most else None
 
 
 class Direct(Job):
-    """The plan's own runs in one batch."""
+    """The plan's own runs, in one batch.
+
+    Of a long part that is read or written, several batches, a few at a time: a library may move one after the other whatever it is
+    given, and then a short part that comes later would wait for all of it. Batches that need another half are not cut.
+    """
 
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
-        self._begun = False
+        most = round_bytes(action, wire.regions)
+        self._rest: Iterator[CopyPlan] = iter((action.plan,)) if most is None else action.plan.split(most)
+        self._next = next(self._rest, None)
 
     @property
     def complete(self) -> bool:
-        return self._begun
+        return self._next is None
 
     @property
     def submitting(self) -> bool:
-        return not self._begun and self.error is None
+        return self._next is not None and self.error is None
 
     def advance(self) -> None:
-        if not self.submitting or not self.my_turn:
-            return
-        self._begun = True
-        plan, verb = self.action.plan, self.action.verb
-        if plan.nbytes == 0:
-            return
-        incoming = verb in (Verb.READ, Verb.RECV)
-        stream = self.action.stream * PIECES
+        while self._next is not None and self.error is None and self.my_turn and len(self.batches) < ROUNDS:
+            plan, self._next = self._next, next(self._rest, None)
+            if plan.nbytes:
+                self._submit(self._batch(plan))
+
+    def _batch(self, plan: CopyPlan) -> Batch | PlanBatch:
+        verb, stream = self.action.verb, self.action.stream * PIECES
         if self.wire.transport.capabilities.factored:
-            self._submit(PlanBatch(verb, self.wire.peer, CACHE, plan, CACHE, stream))
-            return
+            return PlanBatch(verb, self.wire.peer, CACHE, plan, CACHE, stream)
         runs = plan.runs()
-        local, remote = (runs.dst, runs.src) if incoming else (runs.src, runs.dst)
+        local, remote = (runs.dst, runs.src) if verb in (Verb.READ, Verb.RECV) else (runs.src, runs.dst)
         one_sided = verb in (Verb.READ, Verb.WRITE)
-        self._submit(
-            Batch(verb, self.wire.peer, CACHE, runs.length, local, CACHE, remote if one_sided else None, stream)
-        )
+        return Batch(verb, self.wire.peer, CACHE, runs.length, local, CACHE, remote if one_sided else None, stream)

@@ -54,8 +54,8 @@ class Job:
         self.collateral = False
         self.nbytes = action.plan.nbytes
         self.begun = 0.0  # when the data thread took it up
-        # What is sent, received or served on a link goes in the order of its parts, whole parts one after the other:
-        # the order in which the peer expects it. A job submits when it is the first in line.
+        # What is sent and received on a link goes in the order of its parts, whole parts one after the other: the order in which
+        # the peer expects it. A job submits when it is the first in line.
         self.line: deque[Job] | None = None
 
     @property

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -36,11 +34,11 @@ def demo(
     """Serve a tiny model by a prefill and a decode server; exit 0 if KV moved and every token is right."""
     settings = demo_settings(backend, config)
     # Imported now, so that no other command waits for them.
-    from kvxfer_vllm.demo.servers import ServerError
+    from kvxfer_vllm.demo.servers import ServerError, ended_by_sigterm
 
     progress = Console(stderr=True, highlight=False)
     try:
-        with _ended_by_sigterm(), _log_folder(keep_logs) as logs:
+        with ended_by_sigterm(), _log_folder(keep_logs) as logs:
             if chaos is None:
                 report, show = _run(settings, logs, progress), _show
             else:
@@ -181,17 +179,3 @@ def _log_folder(kept: Path | None) -> Iterator[Path]:
     else:
         with tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as folder:
             yield Path(folder)
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Treat SIGTERM as ctrl-C, so that the servers are ended too."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -8,25 +8,21 @@ of the others.
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.model import MAX_LEN, write_model
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
-from kvxfer_vllm.demo.servers import MODEL_NAME, Server, await_ready, connector
+from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm
+from kvxfer_vllm.demo.streams import busy, stream
 
 OTHERS = 8
 SETTLE_S = 0.15
@@ -41,83 +37,6 @@ def _prompt(tokens: int) -> str:
     return (begin + "kv cache " * tokens)[:tokens]
 
 
-def _stream(server: Server, prompt: str, tokens: int, params: Mapping[str, Any] | None = None) -> Iterator[float]:
-    """Yield when each piece of an answer has come, by ``time.perf_counter``."""
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True} | ({} if params is None else {"kv_transfer_params": params})
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise server.error(f"answered {answer.status}: {answer.read(500).decode(errors='replace')}")
-        for line in answer:
-            if line.startswith(b"data: {"):
-                if b'"error"' in line:
-                    raise server.error(f"failed a request: {line[:500].decode(errors='replace')}")
-                yield time.perf_counter()
-    finally:
-        connection.close()
-
-
-class _Others:
-    """Requests that decode all the time, each followed by another.
-
-    Attributes:
-        gaps: When a token of one of them came, and how many seconds after the one before.
-    """
-
-    def __init__(self, server: Server, number: int) -> None:
-        self._server, self._ends = server, threading.Event()
-        self.gaps: list[tuple[float, float]] = []
-        self._error: BaseException | None = None
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(number)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._decode()
-        except BaseException as e:  # told by ``check``, on the thread that waits
-            self._error = e
-
-    def check(self) -> None:
-        """Raise what has ended one of them."""
-        if self._error is not None:
-            raise self._error
-
-    def _decode(self) -> None:
-        while not self._ends.is_set():
-            before = None
-            for now in _stream(self._server, _prompt(4), MAX_LEN - 64):
-                if before is not None:
-                    self.gaps.append((now, now - before))
-                before = now
-                if self._ends.is_set():
-                    return
-
-    def during(self, spans: list[tuple[float, float]]) -> list[float]:
-        """Return the gaps that ended within one of these spans of time, in milliseconds."""
-        return [1e3 * gap for at, gap in self.gaps if any(lo <= at <= hi for lo, hi in spans)]
-
-    def stop(self) -> None:
-        self._ends.set()
-        for thread in self._threads:
-            thread.join(60)
-
-
-@contextmanager
-def _busy(server: Server, number: int) -> Iterator[_Others]:
-    others = _Others(server, number)
-    try:
-        while len(others.gaps) < 20 * number:
-            others.check()
-            time.sleep(0.05)
-        yield others
-    finally:
-        others.stop()
-
-
 def measure(prefill: Server, decode: Server, tokens: int, rounds: int, others: int = OTHERS) -> dict[str, Any]:
     """Measure on two servers that run.
 
@@ -129,24 +48,32 @@ def measure(prefill: Server, decode: Server, tokens: int, rounds: int, others: i
         others: How many other requests decode meanwhile; the server must have room for one more.
 
     Returns:
-        Medians in milliseconds, and what a load took longer than the least, in steps.
+        Medians in milliseconds, and what a load took longer than the least, in steps. ``first_token_ratio``: the first token with
+        a load, in terms of a step and the load's transfer, which are the least that it could take.
     """
     spans: dict[str, list[tuple[float, float]]] = {"least": [], "loaded": [], "computed": []}
     before = received(decode)
-    with _busy(decode, others) as busy:
-        for _ in range(rounds + 1):
-            for kind, taken in spans.items():
-                prompt = _prompt(2 if kind == "least" else tokens)
-                params = complete(prefill, prompt, 1, PREFILL_PARAMS).kv_transfer_params if kind == "loaded" else None
-                begin = time.perf_counter()
-                taken.append((begin, next(_stream(decode, prompt, 1, params))))
-                time.sleep(SETTLE_S)
-        busy.check()
+
+    def take_turns() -> None:
+        for kind, taken in spans.items():
+            prompt = _prompt(2 if kind == "least" else tokens)
+            params = complete(prefill, prompt, 1, PREFILL_PARAMS).kv_transfer_params if kind == "loaded" else None
+            begin = time.perf_counter()
+            taken.append((begin, next(stream(decode, prompt, 1, params))))
+            time.sleep(SETTLE_S)
+
+    with busy(decode, others, MAX_LEN - 64) as decoding:
+        take_turns()  # links are made, and code is cold
+        warm = received(decode)
         for taken in spans.values():
-            del taken[0]  # links were made, and code was cold
-        came = received(decode) - before
+            taken.clear()
+        for _ in range(rounds):
+            take_turns()
+        decoding.check()
+        after = received(decode)
+        came, transfer = after - before, 1e3 * (after - warm).seconds / rounds
         first = {kind: statistics.median(1e3 * (end - begin) for begin, end in taken) for kind, taken in spans.items()}
-        loading, calm = busy.during(spans["loaded"]), busy.during(spans["least"])
+        loading, calm = decoding.during(spans["loaded"]), decoding.during(spans["least"])
     step = statistics.median(gap for gap in calm)
     return {
         "tokens": tokens,
@@ -154,6 +81,8 @@ def measure(prefill: Server, decode: Server, tokens: int, rounds: int, others: i
         "step_ms": round(step, 2),
         **{f"first_token_{kind}_ms": round(ms, 2) for kind, ms in first.items()},
         "load_in_steps": round((first["loaded"] - first["least"]) / step, 2),
+        "transfer_ms": round(transfer, 2),
+        "first_token_ratio": round(first["loaded"] / (step + transfer), 2),
         "others_gap_ms": round(statistics.median(calm), 2),
         "others_gap_while_loading_ms": round(statistics.median(loading), 2),
         "others_longest_gap_while_loading_ms": round(max(loading), 2),
@@ -169,7 +98,7 @@ def first_token(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time the first token at a busy decode server whose KV is ready at a prefill server: two real vLLM servers on this machine."""
-    with tempfile.TemporaryDirectory() as folder:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_model(model)
         flags = ["--max-num-seqs", str(OTHERS + 4), "--max-num-batched-tokens", str(MAX_LEN)]
@@ -189,7 +118,8 @@ def first_token(
     typer.echo(
         f"first token of {tokens} tokens: {found['first_token_loaded_ms']} ms with KV from the prefill server, "
         f"{found['first_token_computed_ms']} ms computed, {found['first_token_least_ms']} ms for two tokens; that is "
-        f"{found['load_in_steps']} steps of {found['step_ms']} ms more than the least\n"
+        f"{found['load_in_steps']} steps of {found['step_ms']} ms more than the least, and {found['first_token_ratio']} of a step and "
+        f"the transfer of {found['transfer_ms']} ms\n"
         f"the others' tokens came every {found['others_gap_ms']} ms, and every {found['others_gap_while_loading_ms']} ms "
         f"while KV was loaded ({found['others_longest_gap_while_loading_ms']} ms at most)"
     )

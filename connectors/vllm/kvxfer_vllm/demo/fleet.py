@@ -29,7 +29,15 @@ import typer
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.routing import complete
-from kvxfer_vllm.demo.servers import MODEL_NAME, Server, ServerError, await_ready, connector, free_port
+from kvxfer_vllm.demo.servers import (
+    MODEL_NAME,
+    Server,
+    ServerError,
+    await_ready,
+    connector,
+    ended_by_sigterm,
+    free_port,
+)
 
 CLIENTS = 4
 PROMPTS = 40
@@ -59,7 +67,7 @@ def fleet(
     program = shutil.which(router)
     if program is None:
         raise typer.BadParameter(f"there is no program {router!r}: pip install vllm-router", param_hint="--router")
-    with tempfile.TemporaryDirectory(prefix="kvxfer-fleet-") as folder:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-fleet-") as folder:
         logs = keep_logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         write_model(Path(folder) / "model")

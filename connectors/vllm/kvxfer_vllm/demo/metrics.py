@@ -38,14 +38,21 @@ class ReceivedKV:
 
 def received(server: Server) -> ReceivedKV:
     """Read the totals now. Raises ServerError if the server does not export one of the metrics."""
-    by_source = "vllm:prompt_tokens_by_source_total"
     page = _families(server)
     return ReceivedKV(
-        tokens=int(_total(page, server, by_source, lambda has: has["source"] == "external_kv_transfer")),
+        tokens=_loaded(page, server),
         kv_bytes=int(_total(page, server, "kvxfer_kv_bytes_total")),
         seconds=_total(page, server, "kvxfer_transfer_seconds_sum"),
         failed=int(_total(page, server, "kvxfer_transfers_total", lambda has: has["outcome"] != "delivered")),
     )
+
+
+def loaded_tokens(server: Server) -> int:
+    """Return of how many prompt tokens the KV came from outside, by whatever connector, as vLLM itself counts them.
+
+    Raises ServerError if the server does not export it.
+    """
+    return _loaded(_families(server), server)
 
 
 def total(server: Server, name: str) -> float:
@@ -54,6 +61,11 @@ def total(server: Server, name: str) -> float:
     Raises ServerError if the server does not export it.
     """
     return _total(_families(server), server, name)
+
+
+def _loaded(page: dict[str, list[Sample]], server: Server) -> int:
+    by_source = "vllm:prompt_tokens_by_source_total"
+    return int(_total(page, server, by_source, lambda has: has["source"] == "external_kv_transfer"))
 
 
 def _families(server: Server) -> dict[str, list[Sample]]:

@@ -22,6 +22,7 @@ from kvxfer_vllm.demo.load import staged, under_load
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.prompts import PROMPTS
+from kvxfer_vllm.demo.servers import ended_by_sigterm
 
 
 def mixed_load(
@@ -43,7 +44,7 @@ def mixed_load(
     # Some share their beginnings, most do not: what hits the prefix cache takes no new blocks.
     prompts = [*PROMPTS.values(), *(f"{n}. {text}" for n in range(8) for text in PROMPTS.values())]
     flags = ["--kv-cache-memory-bytes", str(cache_mib << 20)]
-    with tempfile.TemporaryDirectory() as folder:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder:
         model, logs = Path(folder) / "model", Path(folder)
         write_model(model)
         with staged(model, logs, {"backend": backend, "lease": 3.0}, 1, say, flags, prompts) as (stage, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +30,12 @@ class Generated:
 
 def complete(
     server: Server,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_tokens: int,
     kv_transfer_params: dict[str, Any] | None = None,
     timeout: float = 60.0,
 ) -> Generated:
-    """Return one greedy completion, exactly `max_tokens` long.
+    """Return one greedy completion, exactly `max_tokens` long, of a text or of token ids.
 
     Raises ServerError if the server fails it, and NoAnswer (having hung up, which makes the server abort it) after
     `timeout` seconds.

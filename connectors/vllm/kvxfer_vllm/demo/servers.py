@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from kvxfer_vllm.demo.resources import ProcessResources, resources
@@ -275,3 +276,17 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Treat SIGTERM as ctrl-C within the block, so that servers that were started are ended too. Main thread only."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,110 @@
+"""Answers as they stream from a real server: when each token came, and requests that decode meanwhile."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvxfer_vllm.demo.servers import MODEL_NAME, Server
+
+
+def stream(
+    server: Server, prompt: str | Sequence[int], tokens: int, params: Mapping[str, Any] | None = None
+) -> Iterator[float]:
+    """Yield when each piece of an answer has come, by ``time.perf_counter``.
+
+    Args:
+        server: Who answers.
+        prompt: A text, or token ids.
+        tokens: How many it generates.
+        params: ``kv_transfer_params``.
+
+    Raises:
+        ServerError: It failed the request.
+    """
+    body: dict[str, Any] = {
+        "model": MODEL_NAME,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    body |= {"stream": True} | ({} if params is None else {"kv_transfer_params": params})
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise server.error(f"answered {answer.status}: {answer.read(500).decode(errors='replace')}")
+        for line in answer:
+            if line.startswith(b"data: {"):
+                if b'"error"' in line:
+                    raise server.error(f"failed a request: {line[:500].decode(errors='replace')}")
+                yield time.perf_counter()
+    finally:
+        connection.close()
+
+
+class Others:
+    """Requests that decode all the time, each followed by another.
+
+    Attributes:
+        gaps: When a token of one of them came, and how many seconds after the one before.
+    """
+
+    def __init__(self, server: Server, number: int, tokens: int) -> None:
+        self._server, self._tokens, self._ends = server, tokens, threading.Event()
+        self.gaps: list[tuple[float, float]] = []
+        self._error: BaseException | None = None
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._decode()
+        except BaseException as e:  # told by ``check``, on the thread that waits
+            self._error = e
+
+    def check(self) -> None:
+        """Raise what has ended one of them."""
+        if self._error is not None:
+            raise self._error
+
+    def _decode(self) -> None:
+        while not self._ends.is_set():
+            before = None
+            for now in stream(self._server, "Once", self._tokens):
+                if before is not None:
+                    self.gaps.append((now, now - before))
+                before = now
+                if self._ends.is_set():
+                    return
+
+    def during(self, spans: list[tuple[float, float]]) -> list[float]:
+        """Return the gaps that ended within one of these spans of time, in milliseconds."""
+        return [1e3 * gap for at, gap in self.gaps if any(lo <= at <= hi for lo, hi in spans)]
+
+    def stop(self) -> None:
+        self._ends.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+@contextmanager
+def busy(server: Server, number: int, tokens: int) -> Iterator[Others]:
+    """Keep a server decoding ``number`` requests of ``tokens`` tokens each, others following, from the start of the block to its end."""
+    others = Others(server, number, tokens)
+    try:
+        while len(others.gaps) < 20 * number:
+            others.check()
+            time.sleep(0.05)
+        yield others
+    finally:
+        others.stop()

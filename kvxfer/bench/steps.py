@@ -1,0 +1,131 @@
+"""What each step of a small transfer costs by itself: both machines and the messages between them, on one thread.
+
+There is no socket, no other thread and no back end: what is left of a transfer's time on the control threads is theirs. Times
+are the least of many rounds; calls are counted, and the same on every host.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from kvxfer.geometry import Cache, Group, Planner, Rank, Region, View, route
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.consumer import ConsumerMachine
+from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.revocations import RevocationCounter
+from kvxfer.protocol.values import LinkInfo, Move, Moved, RankRoute, Resolved, Send
+from kvxfer.values import BlockTable, Fetch, Offer
+
+__all__ = ["calls", "microseconds"]
+
+BLOCKS, BLOCK = 200, 4096
+ROUND = 150
+"""Transfers whose times are added up before the least is looked for."""
+HERE, THERE = b"consumer", ("tcp://127.0.0.1:1", 1)
+"""The link as the producer and as the consumer names it."""
+
+R = TypeVar("R")
+Do = Callable[..., Any]
+"""Does one step: its name, what is called, with what."""
+
+
+class _Pair:
+    """A producer's and a consumer's machine with a link between them."""
+
+    def __init__(self) -> None:
+        view = View("kv", 0, ("layer",), (0,), BLOCKS, BLOCK, BLOCK, "bench")
+        cache = Cache((Region(0, BLOCKS * BLOCK),), (Group(16),), (view,))
+        assigned = route([cache], [cache])[Rank()].assignments[Rank()]
+        self.source, self.begun, self.now = Source("127.0.0.1", 1, 1), 0, 0.0
+        self.revocations = RevocationCounter()
+        self.producer = ProducerMachine(5.0, 30.0, self.revocations)
+        self.consumer = ConsumerMachine(30.0, 30.0)
+        self.producer.link_up(HERE, LinkInfo("read", Planner(cache, cache, assigned), 2, BLOCK, 1024), 0.0)
+        seen = LinkInfo(
+            "read", Planner(cache, cache, assigned), 1, BLOCK, revocations=lambda: self.revocations.declared
+        )
+        self.consumer.prepare(self.source, None)
+        self.consumer.resolved(self.source, Resolved((RankRoute(THERE, 1),)), 0.0)
+        self.consumer.link_up(THERE, seen, 0.0)
+
+    def transfer(self, do: Do) -> None:
+        """Move one block, from the two calls of the engines to both outcomes."""
+        transfer, table = TransferId("own/1/x", self.begun), BlockTable.of([[self.begun % BLOCKS]])
+        offer = Offer(transfer, b"d", 1, 16, table, True)
+        fetch = Fetch(str(self.begun), transfer, b"d", self.source, table, 0, 16)
+        self.begun, self.now = self.begun + 1, self.now + 0.001
+        self.revocations.offered(transfer, 1)
+        do("offer", self.producer.offer, offer, self.now)
+        (want,) = do("fetch", self.consumer.fetch, fetch, self.now)
+        (have,) = do("want", self.producer.message, HERE, self._carried(do, want), self.now)
+        (move,) = do("have", self.consumer.message, THERE, self._carried(do, have), self.now)
+        assert isinstance(move, Move)
+        do("runs", move.plan.runs)
+        *events, last = do("moved", self.consumer.moved, Moved(move.ref, None, True, BLOCK), self.now)
+        assert len(events) == 2
+        events = do("committed", self.producer.message, HERE, self._carried(do, last), self.now)
+        assert len(events) == 2
+        self.revocations.over(transfer, 1)
+        do("timers", self._tick)
+
+    def _carried(self, do: Do, action: Send) -> m.Message:
+        """Return a message as the peer gets it."""
+        frame = do("messages", m.encode, action.message)
+        message: m.Message = do("messages", m.decode, frame)
+        return message
+
+    def _tick(self) -> None:
+        for machine in (self.producer, self.consumer):
+            due = machine.next_tick()
+            if due is not None and due <= self.now:
+                machine.tick(self.now)
+
+
+def microseconds(rounds: int) -> dict[str, float]:
+    """Return how long each step takes, in microseconds a transfer; ``rounds`` of which the quickest counts."""
+    spent: Counter[str] = Counter()
+
+    def do(step: str, function: Callable[..., R], *args: Any) -> R:
+        begin = time.perf_counter_ns()
+        out = function(*args)
+        spent[step] += time.perf_counter_ns() - begin
+        return out
+
+    pair = _Pair()
+    least: dict[str, int] = {}
+    for _ in range(rounds):
+        spent.clear()
+        for _ in range(ROUND):
+            pair.transfer(do)
+        for step, ns in spent.items():
+            least[step] = min(ns, least.get(step, ns))
+    return {step: round(ns / ROUND / 1e3, 2) for step, ns in least.items()}
+
+
+def calls(transfers: int = 200) -> dict[str, float]:
+    """Return how many calls of Python each step makes, a transfer."""
+    made: Counter[str] = Counter()
+
+    def do(step: str, function: Callable[..., R], *args: Any) -> R:
+        def count(frame: FrameType, event: str, arg: object) -> None:
+            made[step] += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            return function(*args)
+        finally:
+            sys.setprofile(before)
+
+    pair = _Pair()
+    for _ in range(100):
+        pair.transfer(lambda step, function, *args: function(*args))  # what is kept from the first is made
+    for _ in range(transfers):
+        pair.transfer(do)
+    return {step: round(n / transfers, 2) for step, n in made.items()}

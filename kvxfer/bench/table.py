@@ -1,0 +1,53 @@
+"""``kvxfer bench table``: the JSON lines that other benchmarks print, as Markdown tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvxfer.errors import ConfigError
+
+__all__ = ["table", "tables"]
+
+
+def tables(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return Markdown: rows that follow each other and have the same keys share a table, with a column a key."""
+    out: list[str] = []
+    before: list[str] | None = None
+    for row in rows:
+        keys = list(row)
+        if keys != before:
+            out += ["", _line(keys), _line(["---"] * len(keys))]
+            before = keys
+        out.append(_line([_cell(value) for value in row.values()]))
+    return "\n".join(out[1:])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def table(
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Files with a JSON object a line.")],
+) -> None:
+    """Print as Markdown tables what benchmarks printed as JSON, a file a section."""
+    for file in files:
+        rows = []
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as e:
+                raise ConfigError(f"{file}, line {number} is not JSON: {e}") from None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{file}, line {number} is no JSON object")
+            rows.append(row)
+        typer.echo(f"## {file.stem}\n\n{tables(rows)}\n")

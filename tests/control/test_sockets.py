@@ -1,0 +1,81 @@
+"""The control sockets by themselves, with a key and without one."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.control import sockets
+from kvxfer.control.sockets import ControlSockets, address
+from kvxfer.protocol import messages as m
+from kvxfer.security import OPEN, Security, make_key
+
+
+def polled(until: Callable[[], bool], *hubs: ControlSockets) -> None:
+    """Poll both sides until something is so."""
+    deadline = time.monotonic() + 20
+    while not until():
+        assert time.monotonic() < deadline, "it has not come about"
+        for hub in hubs:
+            hub.poll(0.01)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_connection_that_breaks_under_what_is_being_sent_is_lost_and_closed(keyed: bool, tmp_path: Path) -> None:
+    """The error of a failed send holds on to what could not be sent, which must not keep the connection from its end."""
+    security = OPEN
+    if keyed:
+        make_key(tmp_path / "key")
+        security = Security.of(Config(key_file=str(tmp_path / "key")))
+    ours, theirs = ControlSockets(security), ControlSockets(security)
+    try:
+        port = theirs.listen("127.0.0.1", 0, None)
+        connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
+        polled(lambda: connection.opened, ours, theirs)
+        descriptor = connection.fileno()
+        (peer,) = theirs._by_fd.values()
+        assert peer._socket is not None
+        peer._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer._socket.close()  # a reset, which our end has not looked at
+        select.select([descriptor], [], [], 5.0)
+        connection.send(m.Ping(1))
+        ours.flush()
+        assert connection.lost is not None and "the connection broke" in connection.lost
+        assert connection.fileno() == -1 and not connection.unsent
+    finally:
+        ours.close()
+        theirs.close()
+
+
+def test_strangers_take_the_place_of_nobody_who_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "GUESTS", 4)
+    make_key(tmp_path / "key")
+    security = Security.of(Config(key_file=str(tmp_path / "key")))
+    with ExitStack() as stack:
+        ours, theirs = ControlSockets(security), ControlSockets(security)
+        stack.callback(ours.close)
+        stack.callback(theirs.close)
+        port = theirs.listen("127.0.0.1", 0, None)
+        connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
+        polled(lambda: connection.opened and any(c.authenticated for c in theirs._guests), ours, theirs)
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(8)]
+        polled(lambda: sum(bool(select.select([s], [], [], 0)[0]) for s in strangers) >= 5, ours, theirs)
+        assert connection.lost is None
+        connection.send(m.Ping(1))
+        ours.flush()
+        heard: list[bytes] = []
+
+        def hear() -> bool:
+            heard.extend(frame for c in theirs.ready() if (frame := c.receive()) is not None)
+            return bool(heard)
+
+        polled(hear, ours, theirs)
+        assert m.decode(heard[0]) == m.Ping(1)
