@@ -55,6 +55,7 @@ class Setup:
         blocks: Blocks of the cache.
         device: Where the cache is.
         staging_bytes: Staging memory.
+        elastic: Whether the cache's pages may come and go.
     """
 
     role: str  # "producer" or "consumer"
@@ -64,6 +65,7 @@ class Setup:
     blocks: int
     device: str
     staging_bytes: int
+    elastic: bool = False
 
 
 class BenchEngine:
@@ -71,7 +73,7 @@ class BenchEngine:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._pool = Pool(setup.model, setup.blocks, setup.device)
+        self._pool = Pool(setup.model, setup.blocks, setup.device, setup.elastic)
         if setup.role == "producer":
             self._pool.fill()
         self._config = Config(

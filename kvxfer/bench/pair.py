@@ -11,11 +11,11 @@ from typing import Any
 
 from kvxfer.bench.engine import BenchEngine, Setup
 from kvxfer.bench.remote import Remote
-from kvxfer.bench.shapes import Model
+from kvxfer.bench.shapes import Model, Request
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["ByLibrary", "Pair", "cache_devices", "pair"]
+__all__ = ["ByLibrary", "Pair", "Sessions", "cache_devices", "pair"]
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,37 @@ class Pair:
         return ours, self.consumer.get()
 
 
+class Sessions:
+    """Fetches between the two agents of a pair, one after the other."""
+
+    def __init__(self, both: Pair, request: Request) -> None:
+        self._both, self._request = both, request
+        self._source = both.producer("open_agent", "off")
+        both.consumer("open_agent", "off")
+
+    def fetch(self, number: int) -> float:
+        """Offer and fetch; return the seconds from the producer's word to the outcome."""
+        self._both.producer("offer", [number], self._request.src)
+        [row] = self._both.consumer("fetch", [number], self._request.dst, {"off": self._source}, 0.0)
+        return float(row["off"]["session_s"])
+
+
 @contextmanager
 def pair(
-    backend: str, options: dict[str, Any], model: Model, blocks: int, where: tuple[str, str], staging_bytes: int
+    backend: str,
+    options: dict[str, Any],
+    model: Model,
+    blocks: int,
+    where: tuple[str, str],
+    staging_bytes: int,
+    elastic: bool = False,
 ) -> Iterator[Pair]:
-    """Start two processes with a cache of ``blocks`` each, on the devices ``where``."""
+    """Start two processes with a cache of ``blocks`` each, on the devices ``where``; both elastic, or neither."""
     with ExitStack() as stack:
         made = []
         for role, device in zip(("producer", "consumer"), where, strict=True):
-            made.append(Remote(role, BenchEngine, Setup(role, backend, options, model, blocks, device, staging_bytes)))
+            setup = Setup(role, backend, options, model, blocks, device, staging_bytes, elastic)
+            made.append(Remote(role, BenchEngine, setup))
             stack.callback(made[-1].close)
         yield Pair(*made)
 

@@ -65,13 +65,17 @@ MODELS = {
     "llama-3-70b-tp4": Model(80, 2, 512, 16),
     "deepseek-mla": Model(61, 1, 1152, 64),
     "pages-of-16k": Model(1, 1, 1024, 16),  # no model: pages for comparing transports
+    "pages-of-1k": Model(64, 1, 64, 16),  # nor this: so short that whoever has to, or not, packs them
 }
 
 
 class Pool:
-    """A cache of ``blocks`` blocks on ``device`` in one allocation, layer-outermost and token-major."""
+    """A cache of ``blocks`` blocks on ``device`` in one allocation, layer-outermost and token-major.
 
-    def __init__(self, model: Model, blocks: int, device: str) -> None:
+    One that is elastic lies, on a GPU, in memory that is mapped by pages; on a host it is only said to be.
+    """
+
+    def __init__(self, model: Model, blocks: int, device: str, elastic: bool = False) -> None:
         self.model, self.blocks, self.device = model, blocks, device
         self.nbytes = model.layers * blocks * model.page
         self._torch: Any = None
@@ -83,9 +87,11 @@ class Pool:
 
             self._torch = torch
             torch.cuda.set_device(device)
+            if elastic:
+                torch.cuda.memory._set_allocator_settings("expandable_segments:True")
             self.words = torch.zeros(self.nbytes // 8, dtype=torch.int64, device=device)
             address = self.words.data_ptr()
-        self.cache = self._describe(Region(address, self.nbytes, device))
+        self.cache = self._describe(Region(address, self.nbytes, device, elastic))
 
     def _describe(self, region: Region) -> Cache:
         m = self.model

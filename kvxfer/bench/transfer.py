@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from contextlib import ExitStack
 from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import typer
 
-from kvxfer.bench.pair import Pair, cache_devices, pair
+from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
 
-__all__ = ["measure", "transfer"]
+__all__ = ["measure", "measure_elastic", "transfer"]
 
 PAUSE_S = 0.02
 
@@ -64,6 +65,47 @@ def measure(
             if figure != ceiling and f"{ceiling}_GB_per_s" in out:
                 ratio = out[f"{figure}_GB_per_s"] / out[f"{ceiling}_GB_per_s"]
                 out[f"{figure}_to_{ceiling}"] = round(ratio, 3)
+    return out
+
+
+def measure_elastic(
+    backend: str, options: dict[str, Any], device: str, tokens: int, model: str, repeat: int, staging_bytes: int
+) -> dict[str, Any]:
+    """Move a request between two elastic caches and, in turns, between two plain ones.
+
+    Returns:
+        For both ways (``elastic_``, ``plain_``) whether bytes went staged and the GB/s of the median round; and the medians of the
+        rounds' own ratios, elastic to plain. What elastic memory costs shows where plain memory goes staged as well.
+    """
+    shape = MODELS[model]
+    request = Request(shape, tokens)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    out: dict[str, Any] = {"backend": backend, "device": device, "model": model, "tokens": tokens, "repeat": repeat}
+    with ExitStack() as stack:
+
+        def start(elastic: bool) -> Pair:
+            given = shape, request.blocks, cache_devices(device), staging_bytes, elastic
+            return stack.enter_context(pair(backend, options, *given))
+
+        pairs = {"elastic": start(True), "plain": start(False)}
+        sessions = {way: Sessions(start(way == "elastic"), request) for way in pairs}
+        for both in pairs.values():
+            both.connect()
+            both.consumer("clear")
+        for number in range(repeat + 2):
+            for way, both in pairs.items():
+                took, said = both.move(request.src, request.dst)
+                out[f"{way}_staged"] = bool(said["staged"])
+                seconds.setdefault((way, "transport"), []).extend(took)
+            for way, fetches in sessions.items():
+                seconds.setdefault((way, "session"), []).append(fetches.fetch(number))
+        for both in pairs.values():
+            both.expect(request.dst, request.src, "transport")
+    for (way, what), took in seconds.items():
+        out[f"{way}_{what}_GB_per_s"] = round(request.nbytes / statistics.median(took[2:]) / 1e9, 3)
+    for what in ("transport", "session"):
+        rounds = zip(seconds["plain", what][2:], seconds["elastic", what][2:], strict=True)
+        out[f"elastic_to_plain_{what}"] = round(statistics.median(plain / elastic for plain, elastic in rounds), 3)
     return out
 
 
@@ -170,6 +212,9 @@ def transfer(
     options: Annotated[str, typer.Option(help="backend_options as a JSON object.")] = "{}",
     staging_bytes: Annotated[int, typer.Option(help="Staging memory on each side.")] = 64 << 20,
     integrity: Annotated[str, typer.Option(help="Also measure with this check: off, sample or full.")] = "off",
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Compare elastic caches with plain ones, in turns.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Move a request's scattered blocks between two processes and print what it took."""
@@ -183,7 +228,8 @@ def transfer(
         chosen = json.loads(options)
     except json.JSONDecodeError as e:
         raise ConfigError(f"--options is not JSON: {e}") from None
-    out = measure(backend, chosen, device, tokens, model, repeat, staging_bytes, cast(Integrity, integrity))
+    given = backend, chosen, device, tokens, model, repeat, staging_bytes
+    out = measure_elastic(*given) if elastic else measure(*given, cast(Integrity, integrity))
     if as_json:
         typer.echo(json.dumps(out))
         return

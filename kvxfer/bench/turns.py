@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.bench.pair import Pair, cache_devices, pair
+from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Request
 from kvxfer.errors import ConfigError
 
@@ -21,21 +21,6 @@ __all__ = ["measure", "turns"]
 
 WARM = 2
 """Rounds that are not counted."""
-
-
-class _Sessions:
-    """Fetches between two agents, one after the other."""
-
-    def __init__(self, both: Pair, request: Request) -> None:
-        self._both, self._request = both, request
-        self._source = both.producer("open_agent", "off")
-        both.consumer("open_agent", "off")
-
-    def fetch(self, number: int) -> float:
-        """Offer and fetch; return the seconds from the producer's word to the outcome."""
-        self._both.producer("offer", [number], self._request.src)
-        [row] = self._both.consumer("fetch", [number], self._request.dst, {"off": self._source}, 0.0)
-        return float(row["off"]["session_s"])
 
 
 def measure(
@@ -83,7 +68,7 @@ def measure(
         for both in pairs:
             both.connect()
         two_sided = pairs[0].connect_raw()
-        agents = [_Sessions(start(chosen), request) for chosen in options] if sessions else []
+        agents = [Sessions(start(chosen), request) for chosen in options] if sessions else []
         for number in range(rounds + WARM):
             if two_sided is not None:
                 runs, one = pairs[0].move_raw(request.src, request.dst, (True, False), two_sided)

@@ -68,8 +68,8 @@ class SlotQueue:
                     job, taken = next(iter(mine.values())), self._staging.taken
                     advance(job)
                     if job.ref in mine and self._staging.taken != taken:
-                        # The link's next slot is for another part, which may be short.
-                        mine[job.ref] = mine.pop(job.ref)
+                        for ref in [r for r in mine if r[:-1] == job.ref[:-1]]:
+                            mine[ref] = mine.pop(ref)  # the next slot is for another transfer, which may be short
                     if job.starving:
                         break  # and so would be the link's others
 

@@ -12,7 +12,7 @@ from kvxfer.bench import turns
 from kvxfer.bench.meeting import Meeting
 from kvxfer.bench.pair import pair
 from kvxfer.bench.shapes import MODELS, Request
-from kvxfer.bench.transfer import measure
+from kvxfer.bench.transfer import measure, measure_elastic
 from kvxfer.errors import KvxferError
 
 PAGES = MODELS["pages-of-16k"]
@@ -50,6 +50,16 @@ def test_what_takes_turns(backend: str, library: bool) -> None:
     assert [row["options"] for row in rows if "options" in row] == [{}, {"port": 0}] * 2
     assert all(row["ms"] > 0 and row["GB_per_s"] > 0 for row in rows)
     assert all(("to_one_message" in row) == (library and "options" in row) for row in rows)
+
+
+def test_elastic_caches_take_turns_with_plain_ones() -> None:
+    """The same bytes, right in both; only the elastic ones are staged, since rows of 16 KiB need not be."""
+    out = measure_elastic("nixl", {}, "cpu", 16 * 8, "pages-of-16k", 2, 16 << 20)
+    assert (out["elastic_staged"], out["plain_staged"]) == (True, False)
+    assert {k for k, v in out.items() if k.startswith("elastic_to_plain_") and v > 0} == {
+        "elastic_to_plain_transport",
+        "elastic_to_plain_session",
+    }
 
 
 def test_each_round_is_timed_and_wrong_bytes_are_told() -> None:

@@ -41,7 +41,8 @@ class Rank:
     Args:
         setup: `role`, `port` of the bootstrap server, `tp`, `stages` of a pipeline (1) and `rank` among all of them, `store`
             (a file by which ranks meet), `model` (a folder), and `args`, further arguments of the server by name; `latent` for
-            a pool of latents; `chunk`, tokens of a forward pass, for a rank with a scheduler.
+            a pool of latents; `draft` for a draft model of one layer and two heads; `chunk`, tokens of a forward pass, for a
+            rank with a scheduler.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -89,7 +90,8 @@ class Rank:
         group.barrier()
         torch.set_num_threads(1)
         self.latent = bool(setup.get("latent"))
-        self.pool = self._pool()
+        self.draft = bool(setup.get("draft"))
+        self.pool, self.draft_pool = self._pool(), self._draft_pool() if self.draft else None
         self._begin(setup)
         group.barrier()
 
@@ -115,6 +117,22 @@ class Rank:
             return MLATokenToKVPool(kv_lora_rank=24, qk_rope_head_dim=8, enable_memory_saver=False, **common)
         return MHATokenToKVPool(head_num=HEADS // self.tp, head_dim=DIM, enable_memory_saver=False, **common)
 
+    def _draft_pool(self) -> Any:
+        import torch
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        size = {"size": PAGES * PAGE, "page_size": PAGE, "head_num": 2 // self.tp, "head_dim": DIM, "layer_num": 1}
+        return MHATokenToKVPool(dtype=torch.bfloat16, device="cpu", enable_memory_saver=False, **size)
+
+    def _buffers(self) -> list[Any]:
+        """Return the buffers of all layers, in SGLang's order."""
+        pools = [self.pool] + ([self.draft_pool] if self.draft else [])
+        return [
+            b
+            for pool in pools
+            for b in (pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer)
+        ]
+
     def _kv_args(self) -> Any:
         from sglang.srt.disaggregation import utils
 
@@ -123,14 +141,20 @@ class Rank:
         args.prefill_start_layer = self.layers.start
         args.kv_cache_dtype_str, args.kv_layout, args.kv_layer_ids, args.page_size = "bfloat16", None, [], PAGE
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
+        if self.draft:
+            more = self.draft_pool.get_contiguous_buf_infos()
+            args.num_draft_entries = len(more[0])
+            args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
+                mine + theirs
+                for mine, theirs in zip((args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens), more, strict=True)
+            )
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
         utils.setup_state_kv_args(args, self.pool, None, LAYERS)
         return args
 
     def pages(self, ids: list[int]) -> list[Any]:
         """Return the pages of each buffer, as [page, token, head, dim] with this rank's heads, or [page, token, dim]."""
-        buffers = self.pool.kv_buffer if self.latent else self.pool.k_buffer + self.pool.v_buffer
-        return [b.view(-1, PAGE, *b.shape[1:])[ids] for b in buffers]
+        return [b.view(-1, PAGE, *b.shape[1:])[ids] for b in self._buffers()]
 
     def content(self, seed: int, first: int, count: int) -> list[Any]:
         """Return what a request's pages [first, first + count) hold in this rank's buffers, made up from a seed."""
@@ -138,12 +162,14 @@ class Rank:
 
         made = []
         sides = 1 if self.latent else 2
-        for buffer in (side * LAYERS + layer for side in range(sides) for layer in self.layers):
+        buffers = [(side * LAYERS + layer, HEADS) for side in range(sides) for layer in self.layers]
+        for buffer, heads in buffers + ([(100, 2), (101, 2)] if self.draft else []):
             draw = torch.Generator().manual_seed(1000 * seed + buffer)
-            shape = (PAGES, PAGE, 1, 32) if self.latent else (PAGES, PAGE, HEADS, DIM)
+            latent = self.latent and buffer < 100
+            shape = (PAGES, PAGE, 1, 32) if latent else (PAGES, PAGE, heads, DIM)
             whole = torch.randn(shape, generator=draw).to(torch.bfloat16)[first : first + count]
-            here = HEADS // self.tp
-            made.append(whole if self.latent else whole[:, :, self.rank * here : (self.rank + 1) * here])
+            here = heads // self.tp
+            made.append(whole if latent else whole[:, :, self.rank * here : (self.rank + 1) * here])
         return made
 
     def matches(self, seed: int, ids: list[int], first: int = 0) -> bool:
@@ -219,8 +245,7 @@ class Prefill(Rank):
         """Play a forward pass: write a request's pages from `first` on."""
         for pages, made in zip(self.pages(ids), self.content(seed, first, len(ids)), strict=True):
             assert pages.shape == made.shape
-        buffers = self.pool.kv_buffer if self.latent else self.pool.k_buffer + self.pool.v_buffer
-        for buffer, made in zip(buffers, self.content(seed, first, len(ids)), strict=True):
+        for buffer, made in zip(self._buffers(), self.content(seed, first, len(ids)), strict=True):
             buffer.view(-1, PAGE, *buffer.shape[1:])[ids] = made
 
     def note(self, row: int, token: int, room: int) -> None:

@@ -70,7 +70,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("states (swa, dsa)", {"args": {"state_types": ["swa", "dsa"]}}),
     ("hybrid or compressed latent pools", {"args": {"is_hybrid_mla_backend": True}}),
     ("hybrid or compressed latent pools", {"args": {"kv_layout": "fp8_paged"}}),
-    ("draft model", {"args": {"num_draft_entries": 2}}),
+    (
+        "draft model's cache (--speculative-algorithm) together with",
+        {"args": {"num_draft_entries": 2}, "settings": {"parallel": {"pp_size": 2}}},
+    ),
     ("--kv-cache-dtype fp4_e2m1", {"args": {"kv_cache_dtype_str": "fp4_e2m1"}}),
     ("70000 bytes of metadata", {"args": {"aux_item_lens": [70_000]}}),
     ("--attn-cp-size 2", {"settings": {"parallel": {"attn_cp_size": 2}}}),

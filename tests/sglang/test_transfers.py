@@ -172,6 +172,7 @@ def test_prefill_may_have_pipeline_stages(
         sent(first, room + 2, 3, [[3, 9]])
         last.abort(room=room + 2)
         decoding.until(room + 2, FAILED)
+        first.abort(room=room + 2)  # SGLang's stages agree on what has failed
         servers.until(room + 2, FAILED)
         servers.why(room=room + 2), decoding.why(room=room + 2)
         quiet(decoding, room + 2)
@@ -179,3 +180,10 @@ def test_prefill_may_have_pipeline_stages(
         sent(servers, room + 3, 4, [[]])
         delivered(*pair, room + 3, 4, [])
         moved(*pair, room + 4, 5, [[3, 9], [4]], [7, 1, 30])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "latent"), [(1, True), (2, False)])
+def test_a_draft_model_s_cache_comes_along(start: Callable[..., Any], room: int, ranks: int, latent: bool) -> None:
+    with start(ranks, ranks, draft=True, latent=latent) as pair:
+        moved(*pair, room, 1, [[3, 9], [4]], [7, 1, 30])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer import ConfigError, PeerError, Rank
+from kvxfer import ConfigError, KvxferError, PeerError, Rank
 from kvxfer.geometry import route
 from kvxfer_sglang import notes
 from kvxfer_sglang.cache import heads_of, pool_cache
@@ -63,6 +63,7 @@ def buffers(heads: int, planes: int = 2, **changed: Any) -> SimpleNamespace:
         "kv_data_lens": [PAGES * page] * count,
         "kv_item_lens": [page] * count,
         "kv_layer_ids": [],
+        "num_draft_entries": 0,
         "kv_cache_dtype_str": "bfloat16",
         "page_size": PAGE,
     }
@@ -73,7 +74,7 @@ def buffers(heads: int, planes: int = 2, **changed: Any) -> SimpleNamespace:
 def test_every_head_of_every_layer_is_read_once(producers: int, consumers: int) -> None:
     def engine(ranks: int, total: int = 4) -> list[Any]:
         own = [heads_of(rank, ranks, total) for rank in range(ranks)]
-        return [pool_cache(buffers(heads[1]), heads, Rank(tp=rank), "cpu") for rank, heads in enumerate(own)]
+        return [pool_cache(buffers(heads[1]), heads, Rank(tp=rank), ranks, "cpu") for rank, heads in enumerate(own)]
 
     found = route(engine(producers), engine(consumers))
     for rank in found.values():
@@ -88,8 +89,22 @@ def test_every_head_of_every_layer_is_read_once(producers: int, consumers: int) 
 
 
 def test_latents_are_one_plane() -> None:
-    cache = pool_cache(buffers(1, planes=1), None, Rank(), "cpu")
+    cache = pool_cache(buffers(1, planes=1), None, Rank(), 1, "cpu")
     assert [view.plane for view in cache.views] == ["latent"] and cache.views[0].unit == UNIT
+
+
+def test_a_draft_model_moves_between_equal_numbers_of_ranks() -> None:
+    def engine(ranks: int) -> list[Any]:
+        own = [heads_of(rank, ranks, 4) for rank in range(ranks)]
+        drafts = {"num_draft_entries": 2}  # the last two of the buffers
+        return [pool_cache(buffers(h[1], 4, **drafts), h, Rank(tp=r), ranks, "cpu") for r, h in enumerate(own)]
+
+    [producers, consumers] = engine(2), engine(2)
+    for rank, found in route(producers, consumers).items():
+        planes = {(p.tp, producers[p.tp].views[a.src_view].plane) for p, of in found.assignments.items() for a in of}
+        assert planes == {(rank.tp, plane) for plane in ("k", "v", "draft")}
+    with pytest.raises(KvxferError, match="draft"):
+        route(engine(2), engine(1))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +118,7 @@ def test_latents_are_one_plane() -> None:
 )
 def test_pools_that_lie_otherwise_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedSetupError):
-        pool_cache(buffers(1, **changed), (0, 1, 1), Rank(), "cpu")
+        pool_cache(buffers(1, **changed), (0, 1, 1), Rank(), 1, "cpu")
 
 
 def test_metadata_are_copied_row_by_row() -> None:

@@ -1,7 +1,8 @@
 """SGLang's KV pool as kvxfer sees it: pages of tokens, of keys and values or of latents.
 
 SGLang describes a pool by the first byte, the length and the bytes of a page of each buffer: the keys of all layers, then
-the values; or the latents. A page lies in one piece, token by token, and in it head by head.
+the values; or the latents; then, where there is a draft model, its buffers, which have the same pages. A page lies in one
+piece, token by token, and in it head by head.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
     return rank * total // ranks, max(1, total // ranks), total
 
 
-def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: Rank, device: str) -> Cache:
+def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: Rank, ranks: int, device: str) -> Cache:
     """Return what others must know of a pool.
 
     Args:
         args: SGLang's ``KVArgs``.
         heads: The first KV head that is here, how many are here, and how many the model has; ``None`` for latents.
         rank: The pipeline stage, and the attention's tensor-parallel rank.
+        ranks: How many ranks share the attention.
         device: Where the pool lies, as kvxfer names devices.
 
     Raises:
         UnsupportedSetupError: The buffers are not laid out so.
     """
     planes = ("k", "v") if heads else ("latent",)
-    if not args.kv_data_ptrs or len(args.kv_data_ptrs) % len(planes):
-        raise UnsupportedSetupError(
-            f"a KV pool of {len(args.kv_data_ptrs)} buffers has no {' and '.join(planes)} of each layer"
-        )
+    count = len(args.kv_data_ptrs) - args.num_draft_entries
+    if count <= 0 or count % len(planes):
+        raise UnsupportedSetupError(f"a KV pool of {count} buffers has no {' and '.join(planes)} of each layer")
     regions = tuple(Region(p, n, device) for p, n in zip(args.kv_data_ptrs, args.kv_data_lens, strict=True))
     starts = flat_starts(regions)
-    layers = len(regions) // len(planes)
+    layers = count // len(planes)
     first = getattr(args, "prefill_start_layer", 0)  # of a stage; SGLang says it where it prefills
     views = []
     for side, plane in enumerate(planes):
@@ -75,6 +76,31 @@ def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: Rank, device
                 token_stride=page // args.page_size,
             )
         )
+    views += [_draft_view(args, i, i - count, starts[i], rank.tp, ranks) for i in range(count, len(regions))]
     cache = Cache(regions, (Group(args.page_size),), tuple(views), rank)
     cache.check()
     return cache
+
+
+def _draft_view(args: Any, buffer: int, number: int, start: int, rank: int, ranks: int) -> View:
+    """Return what one buffer of the draft model is.
+
+    SGLang does not say what heads a draft model has. So a rank's share counts as one of as many as there are ranks: it moves
+    whole, between equal numbers of ranks, and others are refused.
+    """
+    page = args.kv_item_lens[buffer]
+    if page % args.page_size:
+        raise UnsupportedSetupError(f"a draft model's page of {page} bytes is not {args.page_size} alike tokens")
+    unit = page // args.page_size
+    return View(
+        plane="draft",
+        group=0,
+        layers=(str(number),),
+        offsets=(start,),
+        blocks=args.kv_data_lens[buffer] // page,
+        block_stride=page,
+        unit=unit,
+        encoding=args.kv_cache_dtype_str,
+        heads=Heads(rank, 1, ranks, stride=unit),
+        token_stride=unit,
+    )

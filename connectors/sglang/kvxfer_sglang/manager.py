@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_device, get_parallel, process_model_c
 from sglang.srt.utils.network import NetworkAddress
 
 from kvxfer import PeerError, Rank
+from kvxfer.facts import TEXT
 from kvxfer.memory.fence import CudaEvent
 from kvxfer.threads import NamedThread
 from kvxfer_sglang.cache import heads_of, pool_cache
@@ -57,10 +58,12 @@ class TransferManager(CommonKVManager):
         heads = heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_total_num_kv_heads())
         self.last_stage = self.pp_rank == self.pp_size - 1  # which has sampled, and whose metadata count
         rank = Rank(pp=self.pp_rank, tp=self.attn_tp_rank)
-        cache = pool_cache(args, None if is_mla_backend else heads, rank, self._device())
+        cache = pool_cache(args, None if is_mla_backend else heads, rank, self.attn_tp_size, self._device())
         self.prefill, self.decode = PrefillRank(self), DecodeRank(self)
         side = self.decode if decodes else self.prefill
         facts = server_facts(model, args.kv_cache_dtype_str, config)
+        if args.num_draft_entries:
+            facts["draft"] = str(server_args.speculative_draft_model_path)[-TEXT:]
         name = f"sglang-{disaggregation_mode.value}-dp{self.system_dp_rank or self.attn_dp_rank}"
         self._rank = EngineRank(cache, config, name, facts, self._gather, side.heard)
         side.start(self._rank)

@@ -41,8 +41,8 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
         yield f"pools with states ({kinds}): models with recurrent layers, sliding-window pools or sparse indices"
     if args.is_hybrid_mla_backend or args.mla_compression_ratios or args.kv_layout:
         yield "hybrid or compressed latent pools"
-    if args.num_draft_entries:
-        yield "the draft model's cache (--speculative-algorithm)"
+    if args.num_draft_entries and parallel.pp_size > 1:
+        yield "the draft model's cache (--speculative-algorithm) together with pipeline stages"
     if "fp4" in args.kv_cache_dtype_str:
         yield f"--kv-cache-dtype {args.kv_cache_dtype_str}, whose scales SGLang does not hand over"
     if decodes and parallel.pp_size > 1:
