@@ -345,9 +345,8 @@ class Traffic:
                     job, taken = next(iter(mine.values())), self._staging.taken
                     self._advance(job)
                     if job.ref in mine and self._staging.taken != taken:
-                        mine[job.ref] = mine.pop(
-                            job.ref
-                        )  # the link's next slot is for another part, which may be short
+                        for ref in [r for r in mine if r[:-1] == job.ref[:-1]]:
+                            mine[ref] = mine.pop(ref)  # the next slot is for another transfer, which may be short
                     if job.starving:
                         break  # and so would be the link's others
 

@@ -117,7 +117,7 @@ def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..
             long.say(m.FetchRequest(name(i), 1 + i, b"d", 0, 4, BlockTable.of([[200 + i]]), 1, 50.0))
             p.agents[0].offer(offered([200 + i], 4, transfer=name(i)))
             assert isinstance(long.answer(), m.PartReady)
-        order = []
+        order: list[TransferId] = []
         while len(set(order)) < 1 + shorts:
             long.takes(held.pop(0))
             held.append(long.hears())
@@ -128,3 +128,27 @@ def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..
             long.takes(held.pop(0))
             held.append(long.hears())
             pieces.add(held[-1].piece)
+
+
+def test_a_transfer_of_many_parts_has_no_more_slots_for_that_and_they_go_in_order(
+    engine: Callable[..., Engine],
+) -> None:
+    p = engine(dict(STAGED), seed=1, **CALM)
+    other = FakeTransport("other", STAGED)
+    with ExitStack() as stack:
+        stack.callback(other.close)
+        long = stack.enter_context(Slow(p, other, 0))
+        held = [long.hears() for _ in range(4)]
+        long.say(m.FetchRequest(name(1), 2, b"d", 0, 480, BlockTable.of([list(range(200, 320))]), 1, 50.0))
+        for tokens in (160, 320, 480):
+            p.agents[0].offer(
+                offered(list(range(200, 200 + tokens // 4)), tokens, final=tokens == 480, transfer=name(1))
+            )
+            assert isinstance(long.answer(), m.PartReady)
+        mine = []
+        for _ in range(12):
+            long.takes(held.pop(0))
+            held.append(long.hears())
+            mine += [(held[-1].part, held[-1].piece)] if held[-1].transfer == name(1) else []
+        assert 5 <= len(mine) <= 7, "half of the slots, though it has three parts"
+        assert mine == sorted(mine)

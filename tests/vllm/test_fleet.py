@@ -66,13 +66,14 @@ def test_tokens_are_compared_however_they_come(url: str, streams: bool) -> None:
     _ask(url, Wish("b", 3, streams), [1, 2, 4], answers)
     _ask(url, Wish("fails", 3, streams), [1, 2, 3], answers)
     assert (answers.done, answers.identical, len(answers.wrong), len(answers.failed)) == (3, 1, 1, 1)
-    assert len(_objections(answers, True, 1, [])) == 2
+    assert len(_objections(answers, 1, True, 1, [])) == 2
 
 
 def test_a_run_without_transfers_or_without_the_one_that_joined_is_no_success() -> None:
-    assert _objections(Answers(), True, 1, []) == []
-    assert "no KV was moved" in _objections(Answers(), True, 0, [])[0]
-    assert "joined" in _objections(Answers(), False, 1, [])[0]
+    assert _objections(Answers(), 2, True, 1, []) == []
+    assert "no KV was moved" in _objections(Answers(), 1, True, 0, [])[0]
+    assert "joined" in _objections(Answers(), 1, False, 1, [])[0]
+    assert "nothing was interrupted" in _objections(Answers(), 0, True, 1, [])[0]
 
 
 def test_without_the_router_it_says_what_to_install() -> None:

@@ -30,7 +30,7 @@ from kvxfer_vllm.demo.metrics import loaded_tokens
 from kvxfer_vllm.demo.model import SHAPES, Shape, write_shape
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, ended_by_sigterm, free_port
-from kvxfer_vllm.demo.streams import stream
+from kvxfer_vllm.demo.streams import busy, stream
 
 STOCK = "NixlConnector"
 """The connector of vLLM's own that is measured beside kvxfer."""
@@ -38,6 +38,8 @@ START_S = 400.0
 SETTLE_S = 0.05
 STEPS = 96
 """Tokens by which a decode step is timed."""
+OTHERS_TOKENS = 1024
+"""Tokens that each of the others decodes before another takes its place."""
 CASES = ["1024", "8192", "32768", "1024x16"]
 
 Prompt = list[int]
@@ -245,6 +247,7 @@ def compare_engines(
     ] = "0,1",
     case: Annotated[list[str], typer.Option(help="Tokens of a prompt, as 1024, or of 16 at once, as 1024x16.")] = CASES,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; one more warms up.")] = 7,
+    others: Annotated[int, typer.Option(min=0, help="Requests that decode at the decode server all the while.")] = 0,
     plain: Annotated[bool, typer.Option(help="Also a server without a connector, on the decode server's GPU.")] = False,
     flags: Annotated[str, typer.Option(help="Further flags of the servers, separated by spaces.")] = "",
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
@@ -260,14 +263,16 @@ def compare_engines(
         where, logs = Path(folder) / "model", keep_logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         write_shape(where, shape)
-        more = [*_flags(shape, cases, bool(on)), *flags.split()]
+        more = [*_flags(shape, cases, others, bool(on)), *flags.split()]
         for name in backends:
-            said = {"backend": name, "model": model, "gpus": on}
+            said = {"backend": name, "model": model, "gpus": on, "others": others}
             try:
                 with servers(name, where, logs, on, plain, more) as pair:
                     scatter(pair, prompts, _room(cases))
-                    for one in cases:
-                        typer.echo(json.dumps(said | first_tokens(pair, prompts, one, rounds)))
+                    with busy(pair.decode, others, OTHERS_TOKENS) as decoding:
+                        for one in cases:
+                            typer.echo(json.dumps(said | first_tokens(pair, prompts, one, rounds)))
+                            decoding.check()
                     if plain:
                         typer.echo(json.dumps(said | idle_cost(pair, prompts, rounds)))
             except ServerError as error:
@@ -276,17 +281,17 @@ def compare_engines(
     raise typer.Exit(int(failed))
 
 
-def _room(cases: Sequence[PromptCase]) -> int:
+def _room(cases: Sequence[PromptCase], others: int = 0) -> int:
     """Return how many tokens a server's cache must hold: those of the largest case, and what is released a moment later."""
-    return max(case.tokens * case.at_once for case in cases) * 5 // 4 + 4096
+    return max(case.tokens * case.at_once for case in cases) * 5 // 4 + 4096 + others * OTHERS_TOKENS
 
 
-def _flags(shape: Shape, cases: Sequence[PromptCase], gpu: bool) -> list[str]:
+def _flags(shape: Shape, cases: Sequence[PromptCase], others: int, gpu: bool) -> list[str]:
     """Return what sets these servers apart from the demo's: weights that are made up, and a cache for the largest case."""
     longest, most = max(case.tokens for case in cases), max(case.at_once for case in cases)
-    flags = ["--load-format", "dummy", "--dtype", shape.dtype, "--max-num-seqs", str(max(16, most))]
-    flags += ["--kv-cache-memory-bytes", str(_room(cases) * shape.token_bytes)]
-    flags += ["--max-model-len", str(min(shape.max_len, longest + 256))]
+    flags = ["--load-format", "dummy", "--dtype", shape.dtype, "--max-num-seqs", str(max(16, most) + others)]
+    flags += ["--kv-cache-memory-bytes", str(_room(cases, others) * shape.token_bytes)]
+    flags += ["--max-model-len", str(min(shape.max_len, max(longest, OTHERS_TOKENS) + 256))]
     if gpu:
         flags += ["--no-enforce-eager", "--block-size", "16", "--max-num-batched-tokens", "8192"]
     return flags

@@ -42,6 +42,8 @@ from kvxfer_vllm.demo.servers import (
 CLIENTS = 4
 PROMPTS = 40
 START_S, ANSWER_S, JOIN_S = 300.0, 120.0, 180.0
+AMID_S = 30.0
+"""Within this a prefill server under load has an offer in hand."""
 HEALTH_S = 1
 """How often the router looks whether servers live."""
 
@@ -162,8 +164,8 @@ def _run(model: Path, logs: Path, program: str, backend: str, requests: int, see
                 last = requests * 3 // 4
                 send(wishes[:last])
                 _await(answers, requests // 4)
-                prefills[0].kill()
-                say(f"after {answers.done} requests {prefills[0].name} is killed")
+                amid = _kill_amid(prefills[0])
+                say(f"after {answers.done} requests {prefills[0].name} is killed with {amid} offers in hand")
                 port = int(prefills[0].url.rpartition(":")[2])
                 successor = start("prefill-2", "kv_producer", port)
                 await_ready([successor], JOIN_S)
@@ -177,18 +179,30 @@ def _run(model: Path, logs: Path, program: str, backend: str, requests: int, see
             "requests": answers.done,
             "identical": answers.identical,
             "failed": len(answers.failed),
-            "killed": 1,
+            "killed": int(prefills[0].ended(0.0)),
+            "offers_killed": amid,
             "joined": int(fetched > 0),
             "streamed": sum(wish.streams for wish in wishes),
             "external_tokens": sum(load.tokens for load in loads),
             "failed_loads": sum(load.failed for load in loads),
             "server_errors": int(sum(_errors(server) for server in decodes)),
-            "objections": _objections(answers, fetched > 0, sum(load.tokens for load in loads), decodes),
+            "objections": _objections(answers, amid, fetched > 0, sum(load.tokens for load in loads), decodes),
         }
 
 
-def _objections(answers: Answers, joined: bool, external: int, decodes: Sequence[Server]) -> list[str]:
+def _kill_amid(server: Server) -> int:
+    """Kill a prefill server while KV of it is fetched or waits for that; return how many offers it had in hand."""
+    until = time.monotonic() + AMID_S
+    while not (offers := int(total(server, "kvxfer_offers_in_hand"))) and time.monotonic() < until:
+        time.sleep(0.01)
+    server.kill()
+    return offers
+
+
+def _objections(answers: Answers, amid: int, joined: bool, external: int, decodes: Sequence[Server]) -> list[str]:
     out = [*answers.wrong[:5], *answers.failed[:5]]
+    if not amid:
+        out.append("the prefill server that was killed had no offer in hand: nothing was interrupted")
     if not joined:
         out.append("the prefill server that joined was given no request")
     if not external:
