@@ -114,6 +114,7 @@ def produce(pipe: Connection, config: Config) -> None:
     """Offer some more transfers whenever told to, or tell what it has cost so far if told so, until told to stop."""
     agent, directory = engine(config)
     pipe.send(directory.source)
+    offered = released = 0
     while (first := pipe.recv()) is not None:
         if first < 0:
             pipe.send(thread_seconds())
@@ -121,9 +122,16 @@ def produce(pipe: Connection, config: Config) -> None:
         for i in range(first, first + TOGETHER):
             table = BlockTable.of([[i % UNDER_WAY]])
             agent.offer(Offer(TransferId("own/1/x", i), b"d", 1, 16, table, True))
-        agent.events()
+        offered += TOGETHER
+        released += _released(agent, 0.0)
+    while released < offered:  # so that nothing is cut off, and logged for it
+        released += _released(agent, 1.0)
     agent.close()
     directory.close()
+
+
+def _released(agent: Agent, timeout: float) -> int:
+    return sum(isinstance(event, Released) for event in agent.events(timeout))
 
 
 def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
@@ -161,6 +169,10 @@ def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
     count = released - before
     rate = count / (time.perf_counter() - begin)
     cpu = {thread: round((s - spent[thread]) / count * 1e6, 1) for thread, s in _both(pipe).items()}
+    while used:  # as at the producer
+        for event in agent.events(1.0):
+            if isinstance(event, Released):
+                del used[event.handle]
     pipe.send(None)
     process.join()
     agent.close()
