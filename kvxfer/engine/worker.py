@@ -78,6 +78,7 @@ class WorkerSide:
         self._quarantine, self._copy = quarantine, copy
         self._payloads: dict[TransferId, bytes] = {}  # for offers that are still to come
         self._facts: Mapping[str, str] | None = None
+        self._untold: list[DirectFetches] = []  # what has come before the first step, which says what our KV depends on
         self._lock = threading.Condition()  # what follows is the worker's and the side channel's
         self._report = Report(members={self._rank: agent.member})
         self._blocks: dict[str, tuple[int, ...]] = {}  # request -> the scheduler's blocks that its load fills
@@ -110,8 +111,12 @@ class WorkerSide:
     def begin(self, step: Step) -> None:
         """Apply what must be known before this step's forward pass reuses a block: revocations, and other weights."""
         if step.facts is not None:
-            self._facts = step.facts
             self.agent.identify(step.facts)
+            with self._lock:
+                self._facts = step.facts
+                untold, self._untold = self._untold, []
+            for direct in untold:
+                self._take(direct)
         for revoke in step.commands.revokes:
             self._payloads.pop(revoke.transfer, None)
             self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone, kept=revoke.kept)
@@ -215,6 +220,11 @@ class WorkerSide:
     # --- on the side channel's thread ------------------------------------------------------------------------------
 
     def _take(self, direct: DirectFetches) -> None:
+        """Begin what goes ahead of its step. A link made before our facts are stated would be refused, and its fetches with it."""
+        with self._lock:
+            if self._facts is None:
+                self._untold.append(direct)
+                return
         for source, own in direct.prepare:
             self.agent.prepare(source, own)
         with self._lock:

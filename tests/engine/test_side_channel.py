@@ -12,18 +12,22 @@ from typing import Any
 
 import pytest
 
+from kvxfer.engine import Step, WorkerSide
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel, WorkerChannel
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Stages
-from kvxfer.values import BlockTable, Fetch, Rank
+from kvxfer.schedule import StepCommands
+from kvxfer.values import BlockTable, Fetch, Group, Rank
+from tests.engine.direct import Switchboard
+from tests.engine.small import FACTS, Agent, Wire
 
 LONG_S = 20.0
+SOURCE = Source("127.0.0.1", 1, 1)
 
 
 def fetches(blocks: int = 3) -> DirectFetches:
-    source = Source("127.0.0.1", 1, 1)
-    fetch = Fetch("r", TransferId("own/1/x", 0), b"d", source, BlockTable.of([range(blocks)]), 0, 16 * blocks)
+    fetch = Fetch("r", TransferId("own/1/x", 0), b"d", SOURCE, BlockTable.of([range(blocks)]), 0, 16 * blocks)
     return DirectFetches(7, (fetch,), ("r",))
 
 
@@ -145,3 +149,31 @@ def test_without_a_descriptor_it_waits_and_then_goes_on(workers: list[Worker]) -
     listener.full = False
     assert ours.send(fetches()) and worker.got.get(timeout=LONG_S) == fetches()
     ours.close()
+
+
+def test_nothing_goes_ahead_of_the_step_that_says_what_our_kv_depends_on() -> None:
+    """A link that is made before that would be refused by its producer, and all fetches over it with it."""
+    board, said = Switchboard(), list[str]()
+
+    class Told(Agent):
+        def identify(self, facts: dict[str, str]) -> None:
+            said.append("facts")
+
+        def prepare(self, source: Any, own: Any = None) -> None:
+            said.append("prepare")
+
+        def fetch(self, fetch: Fetch) -> None:
+            said.append(fetch.handle)
+
+    agent: Any = Told(Wire(), [Group(16)], Rank(0, 0))
+    worker = WorkerSide(agent, channel=board.worker)
+    (end,) = board.ends.values()
+    ahead = fetches()
+    end.take(DirectFetches(0, prepare=((SOURCE, None),)))
+    end.take(ahead)
+    assert said == []
+    worker.begin(Step(StepCommands(fetches=ahead.fetches), facts=FACTS, first=ahead.first))
+    assert said == ["facts", "prepare", "r"]
+    worker.load(Step(StepCommands(fetches=ahead.fetches), first=ahead.first))
+    end.take(DirectFetches(8, prepare=((SOURCE, None),)))
+    assert said == ["facts", "prepare", "r", "prepare"], "what comes again with its step has begun; and no more waits"
