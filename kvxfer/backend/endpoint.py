@@ -11,7 +11,7 @@ import msgspec
 
 from kvxfer.errors import TransportError
 
-__all__ = ["TOKEN_BYTES", "EndpointBase", "Token", "new_token"]
+__all__ = ["TOKEN_BYTES", "EndpointBase", "Token", "check_encryption", "new_token"]
 
 TOKEN_BYTES = 16
 
@@ -86,6 +86,24 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 _building = threading.Lock()
 _decoders: dict[type[EndpointBase], msgspec.msgpack.Decoder[Any]] = {}
+
+
+def check_encryption(theirs: EndpointBase, here: bool, there: bool) -> None:
+    """Check that both sides of a link encrypt, or neither.
+
+    Args:
+        theirs: The peer's endpoint.
+        here: Whether this side does, by its option ``encrypt``.
+        there: Whether the peer does.
+
+    Raises:
+        TransportError: One does.
+    """
+    if here != there:
+        does, does_not = ("this side", f"{theirs.agent!r}") if here else (f"{theirs.agent!r}", "this side")
+        raise TransportError(
+            f"{does} encrypts and {does_not} does not; set option 'encrypt' of back end {theirs.backend!r} alike on both"
+        )
 
 
 def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:

@@ -244,19 +244,6 @@ def test_a_key_is_followed_by_the_next(world: World, tapped: Tapped, monkeypatch
     assert_equal(tapped.b.content(0), tapped.a.content(0), "what has come")
 
 
-def test_both_sides_encrypt_or_neither() -> None:
-    a, b = TcpTransport("a", {"encrypt": True}), TcpTransport("b", {})
-    try:
-        mine, theirs = a.endpoint(), b.endpoint()
-        with pytest.raises(TransportError, match="this side encrypts and 'b' does not; set option 'encrypt'"):
-            a.connect(mine, theirs)
-        with pytest.raises(TransportError, match="'a' encrypts and this side does not"):
-            b.connect(theirs, mine)
-    finally:
-        a.close()
-        b.close()
-
-
 def test_a_key_that_is_none_is_refused() -> None:
     a, b = TcpTransport("a", {"encrypt": True}), TcpTransport("b", {"encrypt": True})
     try:

@@ -407,16 +407,3 @@ def test_nobody_gets_in_who_does_not_know_the_key() -> None:
     finally:
         victim.close()
         context.term()
-
-
-def test_both_sides_encrypt_or_neither() -> None:
-    a, b = ZmqTransport("a", {"encrypt": True}), ZmqTransport("b", {})
-    try:
-        mine, theirs = a.endpoint(), b.endpoint()
-        with pytest.raises(TransportError, match="this side encrypts and 'b' does not; set option 'encrypt'"):
-            a.connect(mine, theirs)
-        with pytest.raises(TransportError, match="'a' encrypts and this side does not"):
-            b.connect(theirs, mine)
-    finally:
-        a.close()
-        b.close()

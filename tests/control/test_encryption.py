@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvxfer.errors import TransportError
 from kvxfer.identity import TransferId
 from kvxfer.security import make_key
+from kvxfer.transport.registry import load
 from tests.control.conftest import Ended, Engine, fetch, offered
 
 T = TransferId("own/1/x", 0)
@@ -38,3 +40,18 @@ def test_one_that_encrypts_and_one_that_does_not(engine: Callable[..., Engine], 
     assert failure is not None
     assert "encrypts and" in failure.detail and f"set option 'encrypt' of back end '{backend}' alike" in failure.detail
     assert np.array_equal(d.block(5), before)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "zmq"])
+def test_both_sides_encrypt_or_neither(backend: str) -> None:
+    kind = load(backend)
+    a, b = kind("a", {"encrypt": True}), kind("b", {})
+    try:
+        mine, theirs = a.endpoint(), b.endpoint()
+        with pytest.raises(TransportError, match="this side encrypts and 'b' does not; set option 'encrypt'"):
+            a.connect(mine, theirs)
+        with pytest.raises(TransportError, match="'a' encrypts and this side does not"):
+            b.connect(theirs, mine)
+    finally:
+        a.close()
+        b.close()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvxfer.backend.base import Base
-from kvxfer.backend.endpoint import new_token
+from kvxfer.backend.endpoint import check_encryption, new_token
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
 from kvxfer_tcp.connection import ANY, Connection, Violation
@@ -74,8 +74,8 @@ class TcpTransport(Base[Endpoint, Link]):
         return Capabilities(
             verbs=frozenset({Verb.READ}),
             memory=frozenset({"cpu"}),
-            elastic=self._keys
-            is None,  # we copy what is to be encrypted, and a page that is gone would end the process
+            # We copy what is to be encrypted, and a page that is gone would end the process.
+            elastic=self._keys is None,
             run_bytes=512,
             may_block_s=4 * TURN_S,
         )
@@ -95,11 +95,7 @@ class TcpTransport(Base[Endpoint, Link]):
             opened.close()
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        if bool(theirs.key) != bool(mine.key):
-            here, there = ("this side", f"{theirs.agent!r}") if mine.key else (f"{theirs.agent!r}", "this side")
-            raise TransportError(
-                f"{here} encrypts and {there} does not; set option 'encrypt' of back end 'tcp' alike on both"
-            )
+        check_encryption(theirs, here=bool(mine.key), there=bool(theirs.key))
         pipes = Pipes() if self._keys is None else self._keys.pipes(mine, theirs)
         link = Link(self, self._options, self.memories, mine, theirs, pipes, self.complete)
         self._by_token[mine.token] = link

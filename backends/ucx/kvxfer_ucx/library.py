@@ -36,7 +36,7 @@ def load() -> Library:
     """Load ucxx and its UCX.
 
     Raises:
-        TransportError: Ucxx is missing (the message has the pip line), or its UCX is one that we do not know.
+        TransportError: There is no ucxx (the message has the pip line), or its UCX is one that we do not know.
     """
     with _environment_kept():
         # Read once, when the library is loaded. The cache misses memory that was allocated before that, which

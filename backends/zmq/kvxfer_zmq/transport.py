@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from kvxfer.backend import Base
-from kvxfer.backend.endpoint import new_token
+from kvxfer.backend.endpoint import check_encryption, new_token
 from kvxfer.errors import TransportError
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_zmq.bytestream import FRAME, ByteStream
@@ -87,11 +87,7 @@ class ZmqTransport(Base[Endpoint, Link]):
         del self._ends[mine.token]
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        if bool(theirs.key) != bool(mine.key):
-            here, there = ("this side", f"{theirs.agent!r}") if mine.key else (f"{theirs.agent!r}", "this side")
-            raise TransportError(
-                f"{here} encrypts and {there} does not; set option 'encrypt' of back end 'zmq' alike on both"
-            )
+        check_encryption(theirs, here=bool(mine.key), there=bool(theirs.key))
         connection = Connection(self._context, self._options, self._keys, mine, theirs, self.wakeup, number)
         link = Link(number, mine, theirs, connection, self.complete, self._say_bye)
         self._ends[mine.token] = self._open[number] = link
