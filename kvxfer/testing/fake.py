@@ -184,11 +184,12 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
                 self._abort(post)
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
+        looked = time.monotonic()
         for side in list(self.links.values()):
             self._net.advance(side)
         for number in self._net.settled(self):
             self.quieted(number)
-        self.wakeup.at(self._next_look())
+        self.wakeup.at(self._next_look(looked))
 
     def shut_down(self) -> None:
         self._net.leave(self)
@@ -249,13 +250,14 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         if side.other is not None:
             self._net.cut(side.other, f"{self.agent!r} aborted the link")
 
-    def _next_look(self) -> float | None:
-        """Return when the next delay ends or a fence has to be asked again, on the monotonic clock."""
-        now = time.monotonic()
+    def _next_look(self, looked: float) -> float | None:
+        """Return when to look again, on the monotonic clock: at the end of a delay, or when a fence is to be asked.
+
+        What the look at ``looked`` found to be not ready may have become so since: nobody has moved it.
+        """
         posts = [p for side in self.links.values() for p in side.posts if not p.withdrawn]
-        times = [p.due for p in posts if p.due > now] + self._net.settling(self)
-        if any(p.fenced for p in posts):
-            times.append(now + FENCE_INTERVAL_S)
+        times = [p.due for p in posts if p.due > looked] + self._net.settling(self)
+        times += [looked + FENCE_INTERVAL_S if p.fenced() else looked for p in posts if p.after is not None]
         return min(times, default=None)
 
     def _fate(self, verb: Verb) -> Fault | None:

@@ -52,7 +52,7 @@ class PendingBatch:
         addresses: Local address of each run.
         remote: Offset of each run at the peer, for one-sided verbs.
         lengths: Bytes of each run.
-        after: A fence to wait for.
+        after: A fence to wait for, until it is found to have passed.
         due: When it may begin, on the monotonic clock.
         fate: The fault that it meets.
         withdrawn: Whether it has ended for its owner. It keeps its place in the stream, so that the other half meets it
@@ -70,14 +70,15 @@ class PendingBatch:
     fate: Fault | None
     withdrawn: bool = False
 
-    @property
     def fenced(self) -> bool:
-        """Whether its fence has yet to pass."""
-        return self.after is not None and not self.after.passed()
+        """Ask whether its fence has yet to pass, and forget one that has."""
+        if self.after is not None and self.after.passed():
+            self.after = None
+        return self.after is not None
 
     def ready(self, now: float) -> bool:
         """Return whether it may begin."""
-        return now >= self.due and not self.fenced
+        return now >= self.due and not self.fenced()
 
 
 @dataclass(eq=False)

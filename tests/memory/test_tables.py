@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvxfer.memory.cuda.tables import Tables  # noqa: E402  (needs torch)
-from kvxfer.testing.conformance.harness import HostFence  # noqa: E402
+from kvxfer.testing.conformance.fences import HostFence  # noqa: E402
 
 
 def test_a_table_is_used_again_once_it_has_been_read() -> None:

@@ -156,8 +156,10 @@ class ShmTransport(Base):
     # --8<-- [start:advance]
     def advance(self, readable):
         self.lines.handle(readable)
+        # Asked before the steps: a fence that passes meanwhile is asked about once more, and not forgotten.
+        fenced = any(half.waits() for link in self.links.values() for half in link.halves.values())
         more = [link for link in self.links.values() if self.step(link)]
-        if more or any(half.waits() for link in self.links.values() for half in link.halves.values()):
+        if more or fenced:
             self.wakeup.at(time.monotonic() + (0 if more else FENCE_S))
 
     def step(self, link):

@@ -21,7 +21,6 @@ from kvxfer.transport.contract import Batch, Capabilities, Fence, Transport, Ver
 __all__ = [
     "SIZES",
     "RuleBroken",
-    "HostFence",
     "OutOfPatience",
     "Part",
     "ParticipantLink",
@@ -72,20 +71,6 @@ PARTS = (
     Part(TransferMode.SEND, "source"),
     Part(TransferMode.SEND, "target"),
 )
-
-
-class HostFence:
-    """A fence that a clause opens by hand."""
-
-    def __init__(self) -> None:
-        self.open = False
-
-    def passed(self) -> bool:
-        return self.open
-
-    @property
-    def event(self) -> None:
-        return None
 
 
 @dataclass

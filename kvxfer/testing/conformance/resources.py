@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from kvxfer.testing.conformance.harness import PARTS, HostFence, Started, Suite, World
+from kvxfer.testing.conformance.fences import HostFence
+from kvxfer.testing.conformance.harness import PARTS, Started, Suite, World
 from kvxfer.testing.participant import LocalParticipant, Runs
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5

@@ -6,17 +6,8 @@ import numpy as np
 import pytest
 
 from kvxfer.geometry.cache import GAP
-from kvxfer.testing.conformance.harness import (
-    SIZES,
-    HostFence,
-    Part,
-    Started,
-    Suite,
-    TransferMode,
-    World,
-    assert_equal,
-    overlay,
-)
+from kvxfer.testing.conformance.fences import CountedFence, HostFence
+from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, TransferMode, World, assert_equal, overlay
 from kvxfer.testing.participant import Runs
 
 SECOND = -(-SIZES[0] // GAP) * GAP + GAP
@@ -222,6 +213,21 @@ class Transfers(Suite):
             world.promptly(started.over, "a batch goes on by itself when its fence has passed")
             world.succeed(started)
             assert_equal(target.content(0), expected, "the target's memory after the fence")
+
+    def test_a_fence_passes_between_two_questions(self, world: World, part: Part) -> None:
+        """A fence may pass at any moment: between two questions of one ``poll`` as well.
+
+        Who asks once to begin the batch, and once more to know whether to come back, must not lose it between the two.
+        """
+        a, b, link = world.pair()
+        source, target = part.sides(a, b)
+        for asks in range(4):
+            runs, fence = Runs.of([0], [asks], [10_000]), CountedFence(asks)
+            expected = overlay(target.content(0), source.content(0), runs)
+            started = link.start(part.way, source, target, runs, fences={a.name: fence})
+            world.promptly(started.over, "a batch goes on by itself when its fence has passed")
+            world.succeed(started)
+            assert_equal(target.content(0), expected, "the target's memory")
 
     def test_a_fence_does_no_harm_to_what_follows(self, world: World, part: Part) -> None:
         """Batches submitted behind one that waits for its fence may wait with it or overtake it.

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from kvxfer.testing import FakeTransport
+from kvxfer.testing.fake import FENCE_INTERVAL_S
 from kvxfer.transport import Batch, Completion, Fence, Verb
 
 
@@ -55,8 +56,16 @@ class IgnoresFences(FakeTransport):
 class ForgetsToAskTheFence(FakeTransport):
     """Waits for the fence, but does not wake its thread to look."""
 
-    def _next_look(self) -> float | None:
+    def _next_look(self, looked: float) -> float | None:
         return None
+
+
+class LosesAFenceBetweenTwoQuestions(FakeTransport):
+    """Asks once to begin, and asks again whether there is anything to come back for."""
+
+    def _next_look(self, looked: float) -> float | None:
+        fenced = [p for side in self.links.values() for p in side.posts if p.fenced()]
+        return looked + FENCE_INTERVAL_S if fenced else None
 
 
 class FailsAtRoundSizes(FakeTransport):
