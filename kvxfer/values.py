@@ -34,6 +34,10 @@ MOST_TOKENS, MOST_DIGEST = 1 << 48, 64
 """Tokens of a transfer, and bytes of a digest."""
 MOST_PAYLOAD, MOST_CONSUMERS = 64 << 10, 1 << 16
 """Bytes of a payload, and consumers of an offer."""
+MOST_BANDS = 8
+"""Ranges into which layers are divided. Of layers that take equally long, one band is left to be moved when the last has been
+computed: an eighth of the bytes. Each costs a fence and a message for each transfer, so that more would soon cost more than
+they hide."""
 MOST_REASON = 1 << 20
 """Characters of a reason that an engine gives; peers are told the beginning."""
 
@@ -223,6 +227,9 @@ class Offer(msgspec.Struct, frozen=True):
             outcome (``Ended.payload``). Once given, with the final offer of a generation at the latest, it stays for that
             generation; all ranks give the same.
         handle: The engine's own name for it, for its events and the log; the transfer's if it is empty.
+        bands: The tokens behind those of the offer before are complete in the first so many bands of layers only
+            (``kvxfer.geometry.bands``): made while the other layers are computed, for consumers over slow links. 0: in all layers.
+            Not in a final offer, and one for all layers follows.
 
     Raises:
         ArgumentError: An argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
@@ -237,6 +244,7 @@ class Offer(msgspec.Struct, frozen=True):
     consumers: int = 1
     payload: bytes = b""
     handle: str = ""
+    bands: int = 0
 
     def __post_init__(self) -> None:
         _named(self)
@@ -248,6 +256,7 @@ class Offer(msgspec.Struct, frozen=True):
         arguments.octets("payload", self.payload, MOST_PAYLOAD, empty=True)
         if self.final and not self.tokens:
             raise ArgumentError("tokens must be positive in a final offer, not 0")
+        force_setattr(self, "bands", arguments.integer("bands", self.bands, 0, 0 if self.final else MOST_BANDS))
 
 
 class Fetch(msgspec.Struct, frozen=True):

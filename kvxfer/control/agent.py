@@ -178,6 +178,13 @@ class Agent:
         self._revocations.offered(offer.transfer, offer.generation)
         self._loop.do(partial(self._shell.offer, offer, after, time.monotonic()))
 
+    def banded(self, transfer: TransferId, tokens: int) -> bool:
+        """Return whether a consumer that is being served would take bands of layers of these tokens (``Offer.bands``).
+
+        One whose link is slow asks for them. The answer is of now, and costs no wait.
+        """
+        return self._shell.producer.banded(transfer, tokens)
+
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
         """Give up the blocks of a generation; whoever has read them will be told not to trust them.
 

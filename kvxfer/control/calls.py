@@ -8,7 +8,7 @@ import numpy as np
 
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
-from kvxfer.geometry import Cache
+from kvxfer.geometry import Cache, bands
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, TransferId
 from kvxfer.values import Fetch, Offer, Rank
@@ -26,6 +26,7 @@ class Calls:
     def __init__(self, cache: Cache) -> None:
         self._tables = TableCheck(cache.groups)
         self._tables.learn(cache)
+        self._bands = len(bands(cache))
         self._groups = {v.group: cache.groups[v.group] for v in cache.views}  # of which something is here
         held = next((v.heads for v in cache.views if v.heads is not None and v.heads.count < v.heads.total), None)
         self._part = ""
@@ -45,6 +46,7 @@ class Calls:
         """
         arguments.instance("offer", offer, Offer)
         self._tables.check("blocks", offer.blocks)
+        arguments.integer("bands", offer.bands, 0, self._bands)
         for g, group in self._groups.items():
             full = group.kind == "full"
             if full or offer.final:

@@ -1,6 +1,7 @@
 """Which bytes: cache layouts, sharding and copy plans. Pure: no I/O, no torch, no clock."""
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment
+from kvxfer.geometry.bands import bands
 from kvxfer.geometry.cache import Cache, Heads, Region, View
 from kvxfer.geometry.pattern import CopyPattern
 from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, StridedCopy
@@ -28,6 +29,7 @@ __all__ = [
     "StridedCopy",
     "CopyPattern",
     "View",
+    "bands",
     "uncovered",
     "route",
 ]

@@ -19,8 +19,10 @@ from math import lcm
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvxfer.geometry.assignment import ShardAssignment, check_assignments
+from kvxfer.geometry.bands import bands
 from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, greatest, join
 from kvxfer.geometry.strided_copy import Runs, StridedCopy, materialise
@@ -105,6 +107,8 @@ class Planner:
         all_full: Whether all groups of the destination are of kind ``full``.
         indivisible: A copy that is to be continued ends at a multiple of so many tokens: a block, where blocks are not
             cut by token, else 1.
+        bands: How many bands of layers the source has (``kvxfer.geometry.bands``); 1 if it has none.
+        token_bytes: Bytes of a token in all groups of kind ``full``.
 
     Raises:
         Incompatible: The assignments do not fit the caches.
@@ -112,7 +116,9 @@ class Planner:
 
     def __init__(self, src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) -> None:
         check_assignments(src, dst, assignments)
-        self.src, self.dst = src, dst
+        self.src, self.dst, self._assignments = src, dst, tuple(assignments)
+        self._bands, self._of = bands(src), dict[tuple[int, int], Planner]()
+        self.bands = max(len(self._bands), 1)
         self.all_full = all(g.kind == "full" for g in dst.groups)
         self._view_groups: dict[tuple[int, int, bool], list[ViewGroup]] = defaultdict(list)
         for b in view_groups(src, dst, assignments):
@@ -124,11 +130,27 @@ class Planner:
                 if opaque and src.groups[sg].kind == "full"
             )
         )
+        self.token_bytes = sum(
+            len(b.names) * b.heads[0] * b.unit / (src.groups[b.src_group].block_tokens if b.opaque else 1)
+            for members in self._view_groups.values()
+            for b in members
+            if src.groups[b.src_group].kind == "full"
+        )
         self._limits = {
             key: (min(b.src_blocks for b in of), min(b.dst_blocks for b in of), min(b.most_tokens for b in of))
             for key, of in self._view_groups.items()
         }
         self._seen = np.empty(max((v.blocks for v in dst.views), default=0), np.int32)
+
+    def of(self, first: int, past: int) -> Planner:
+        """Return the planner of the bands ``[first, past)`` alone: of their layers in groups of kind ``full``."""
+        found = self._of.get((first, past))
+        if found is None:
+            layers = frozenset[str]().union(*self._bands[first:past])
+            full = [a for a in self._assignments if self.src.groups[self.src.views[a.src_view].group].kind == "full"]
+            some = [replace(a, layers=tuple(layer for layer in a.layers if layer in layers)) for a in full]
+            found = self._of[first, past] = Planner(self.src, self.dst, [a for a in some if a.layers])
+        return found
 
     def plan(self, src_blocks: Rows, dst_blocks: Rows, start: int, tokens: int) -> CopyPlan:
         """Plan one request: join the block tables of both sides.

@@ -19,7 +19,8 @@ from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
 from kvxfer.protocol.index import Index
-from kvxfer.protocol.parts import PIECE_LEAST, plan_part, to_hash
+from kvxfer.protocol.pace import LinkPace
+from kvxfer.protocol.parts import PIECE_LEAST, Span, plan_part, to_hash
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import (
@@ -91,6 +92,7 @@ class ConsumerMachine:
         self._seeking: Index[Source, str] = Index()  # fetches whose route is not known yet
         self._over: Index[LinkId, str] = Index()  # fetches that use a link
         self._links: dict[LinkId, LinkInfo | None] = {}  # None: dialled, not up
+        self._paces: dict[LinkId, LinkPace] = {}  # of those over which something has come
         self._deadlines: Timers[str] = Timers()
         self._questions: Timers[int] = Timers()
 
@@ -244,6 +246,10 @@ class ConsumerMachine:
         link, plan = done.ref.link, rank.to_hash.pop(done.ref, None)
         if done.failure is None:
             f.nbytes += done.nbytes
+            if link not in self._paces and link in self._links:
+                self._paces[link] = LinkPace()
+            if link in self._paces:
+                self._paces[link].took(done.nbytes, done.seconds)
             rank.checksum += done.checksum or 0
             if plan is not None and done.checksum is None and rank.state is S.MOVING:
                 return [Hash(done.ref, plan, "destination")]
@@ -325,7 +331,7 @@ class ConsumerMachine:
 
     def _close(self, link: LinkId, why: Failure) -> list[Action]:
         """Give a link up. The route to what is behind it has to be looked up anew."""
-        self._links.pop(link, None)
+        self._links.pop(link, None), self._paces.pop(link, None)
         for source in self._behind.pop(link):
             self._routes.pop(source, None)
         return [Close(link, why)]
@@ -345,6 +351,8 @@ class ConsumerMachine:
         self._tries.pop(rank.attempt, None)
         rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.least)
         self._tries[rank.attempt] = f, rank
+        pace = self._paces.get(rank.spec.link)
+        rank.banded = pace is not None and pace.slow((f.spec.tokens - f.spec.start) * info.planner.token_bytes)
         f.asked = now
         return self._ask(f, rank, now)
 
@@ -386,6 +394,8 @@ class ConsumerMachine:
             return self._outdate(f, rank, now)
         if msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
             return self._misused(f, rank, "it sends pieces of another size than was agreed on", now)
+        if msg.bands is not None and not msg.bands[0] < msg.bands[1] <= info.planner.bands:
+            return self._misused(f, rank, "it has bands of layers that there are not", now)
         self._questions.cancel(rank.attempt)
         f.heard = now
         if not f.begun:
@@ -395,7 +405,7 @@ class ConsumerMachine:
         rank.generation, rank.revocations = msg.generation, msg.revocations
         rank.end = msg.hi if msg.final else rank.end
         rank.payload = rank.payload or msg.payload
-        rank.spans[msg.part] = msg.lo, msg.hi
+        rank.spans[msg.part], rank.bands = Span(msg.lo, msg.hi, msg.bands), info.planner.bands
         try:
             plan = self._plan(f, info, msg)
         except PlanError as e:
@@ -420,9 +430,8 @@ class ConsumerMachine:
         return [Move(ref, VERBS[info.mode], plan, msg.stream, msg.piece_bytes, hashed)]
 
     def _plan(self, f: FetchRecord, info: LinkInfo, msg: m.PartReady) -> CopyPlan:
-        return plan_part(
-            info.planner, msg.blocks, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final
-        )
+        s = f.spec
+        return plan_part(info.planner, msg.blocks, s.blocks, s.start, s.tokens, msg.lo, msg.hi, msg.final, msg.bands)
 
     def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
         """Take a generation that a producer rank has announced.

@@ -11,7 +11,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.parts import covered, reached
+from kvxfer.protocol.parts import Span, reached
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, RankRoute, Stages
 from kvxfer.values import Fetch
@@ -33,7 +33,9 @@ class RankFetch(msgspec.Struct, eq=False):
     generation: Generation | None = None
     revocations: int | None = None  # the producer's, when it announced the first part
     end: int | None = None  # where the final part ends, once it has been announced
-    spans: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> tokens, of the parts announced
+    spans: dict[int, Span] = field(default_factory=dict)  # of the parts announced, by their numbers
+    bands: int = 1  # of the producer's layers
+    banded: bool = False  # parts of some bands are asked for
     flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     checksum: int = 0  # of all that has been hashed; checksums add up
@@ -72,13 +74,14 @@ class RankFetch(msgspec.Struct, eq=False):
 
     def complete(self, start: int, enough: int) -> bool:
         """Return whether all parts are here, and cover what there is and at least what is enough."""
-        whole = self.end is not None and covered(self.spans.values(), start, max(self.end, enough))
-        return whole and not self.flight and self.error is None
+        if self.end is None or self.flight or self.error is not None:
+            return False
+        return reached(self.spans.values(), start, self.bands) >= max(self.end, enough)
 
     def arrived(self, start: int) -> int:
         """Return the token up to which all parts are here, from ``start``."""
         moving = {ref.part for ref in self.flight}
-        return reached((span for part, span in self.spans.items() if part not in moving), start)
+        return reached([span for part, span in self.spans.items() if part not in moving], start, self.bands)
 
     def held(self, info: LinkInfo | None) -> bool:
         """Return whether all that is here can be seen to be good, so that nobody has to be asked."""
@@ -147,7 +150,7 @@ class FetchRecord(msgspec.Struct, eq=False):
         s = self.spec
         left = max(self.deadline - now, 0.0)
         wanted = s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks
-        return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough)
+        return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough, rank.banded)
 
     def commit_request(self, rank: RankFetch) -> m.CommitRequest:
         """Make the message by which a rank fetch asks, when all is here, whether it can be trusted."""

@@ -13,11 +13,12 @@ from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep
-from kvxfer.protocol.parts import piece_bytes, plan_part, to_hash
+from kvxfer.protocol.pace import LinkPace
+from kvxfer.protocol.parts import Span, lacking, piece_bytes, plan_part, to_hash
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
 from kvxfer.protocol.values import Abort, Action, Hash, LinkId, LinkInfo, Mode, Move, PartRef, Send, in_order
 from kvxfer.transport import Verb
-from kvxfer.values import Offer
+from kvxfer.values import MOST_BANDS, Offer
 
 __all__ = [
     "Early",
@@ -32,7 +33,11 @@ __all__ = [
     "plan_for",
     "told",
     "unfit",
+    "unsent",
 ]
+
+ALL = MOST_BANDS + 1
+"""More bands than there are: all layers."""
 
 VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.SEND}
 """How a part leaves here, by the mode of its link."""
@@ -48,11 +53,19 @@ class ConsumerLink(msgspec.Struct, eq=False):
         info: what is known of its link.
         serves: what it is being served, by attempt, the newest last.
         stream: the next number of a part on the link.
+        pace: how fast we have written over it.
     """
 
     info: LinkInfo
     serves: dict[int, RankServe] = field(default_factory=dict)
     stream: int = 0
+    pace: LinkPace = field(default_factory=LinkPace)
+
+    def banded(self, request: m.FetchRequest) -> bool:
+        """Return whether bands of layers pay for what is wanted: the side that moves the parts knows how fast the link is."""
+        if self.info.mode != "write":
+            return request.banded
+        return self.pace.slow((request.tokens - request.start) * self.info.planner.token_bytes)
 
 
 class RankServe(msgspec.Struct, eq=False):
@@ -65,8 +78,9 @@ class RankServe(msgspec.Struct, eq=False):
     reader: int  # the consumer's agent, by its epoch
     expires: float
     lent: bool  # it wanted more time than it got, and may ask anew
+    sent: list[int]  # tokens announced so far, of each band of layers
+    banded: bool = False  # it gets bands as they are ready
     state: ServeState = ServeState.WAITING
-    sent: int = 0  # tokens announced so far
     part: int = 0
     bytes: int = 0  # of the parts announced, where they were planned
     final: bool = False
@@ -113,7 +127,8 @@ class OfferRecord(msgspec.Struct, eq=False):
     transfer: TransferId
     began: float
     leased: float  # until when the offer is kept though nobody asks
-    offer: Offer | None = None
+    offer: Offer | None = None  # the last one
+    tokens: int = 0  # complete in all layers, of its generation
     generation: Generation | None = None  # the last one that was offered or revoked
     least: Generation = 0  # older ones are given up
     revoked: Generation | None = None  # the last one that was given up while the transfer goes on, until it is released
@@ -136,10 +151,12 @@ class OfferRecord(msgspec.Struct, eq=False):
     def take(self, offer: Offer) -> None:
         """Take what the engine offers."""
         if offer.generation != self.generation:
-            self.payload, self.short = b"", None
+            self.payload, self.short, self.tokens = b"", None, 0
         self.payload = offer.payload or self.payload
         self.known, self.generation, self.offer, self.consumers = True, offer.generation, offer, offer.consumers
         self.handle = offer.handle
+        if not offer.bands:
+            self.tokens = offer.tokens
         if self.digest != offer.digest:
             self.digest = offer.digest
             for readers in (self.fit, self.settled, self.dropped, self.misfits):
@@ -243,9 +260,26 @@ def follows(new: Offer, old: Offer) -> bool:
     """Return whether a new offer says more than the old one."""
     if new.generation != old.generation:
         return new.generation > old.generation
-    if (new.tokens, new.final) == (old.tokens, old.final):
+    there, before = (new.tokens, new.bands or ALL), (old.tokens, old.bands or ALL)
+    if (there, new.final) == (before, old.final):
         return new.consumers < old.consumers
-    return not old.final and (new.final or new.tokens > old.tokens)
+    return not old.final and (new.final or there > before)
+
+
+def unsent(serve: RankServe, info: LinkInfo) -> list[Span]:
+    """Return what there is of an offer that its consumer wants and has not been told of; with the final offer at least something."""
+    h, request, step = serve.record, serve.request, info.planner.indivisible
+    offer = h.offer
+    assert offer is not None
+    tokens = min(request.tokens, h.tokens if offer.final else h.tokens - h.tokens % step)
+    if not serve.banded:
+        lo, hi = serve.sent[0], max(tokens, serve.sent[0])
+        return [Span(lo, hi)] if hi > lo or offer.final else []
+    ahead = min(request.tokens, offer.tokens - offer.tokens % step)
+    ready = [max(ahead if band < offer.bands else tokens, sent) for band, sent in enumerate(serve.sent)]
+    spans = lacking(serve.sent, ready)
+    end = max(tokens, min(serve.sent))
+    return spans or ([Span(end, end)] if offer.final else [])
 
 
 def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | None:
@@ -268,14 +302,16 @@ def _enough(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> bool:
     return only_full and 0 < request.enough <= offer.tokens
 
 
-def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, lo: int, hi: int, final: bool) -> CopyPlan:
-    """Return the plan of the part that holds tokens ``[lo, hi)``.
+def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, span: Span, final: bool) -> CopyPlan:
+    """Return the plan of the part that holds this.
 
     Raises:
         PlanError: the block tables do not join.
     """
     request = serve.request
-    return plan_part(info.planner, offer.blocks, request.blocks, request.start, request.tokens, lo, hi, final)
+    return plan_part(
+        info.planner, offer.blocks, request.blocks, request.start, request.tokens, span.lo, span.hi, final, span.bands
+    )
 
 
 def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
@@ -287,13 +323,13 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
     if not info.unattended:
         return serve.bytes
     try:
-        return plan_for(serve, info, offer, serve.request.start, serve.sent, serve.final).nbytes
+        return plan_for(serve, info, offer, Span(serve.request.start, min(serve.sent)), serve.final).nbytes
     except PlanError:
         return 0
 
 
 def announce(
-    serve: RankServe, link: ConsumerLink, offer: Offer, plan: CopyPlan | None, hi: int, final: bool
+    serve: RankServe, link: ConsumerLink, offer: Offer, plan: CopyPlan | None, span: Span, final: bool
 ) -> list[Action]:
     """Return the actions that tell the consumer of the next part, move it and hash it.
 
@@ -302,7 +338,7 @@ def announce(
         link: the consumer's.
         offer: what is announced.
         plan: that of the part; ``None`` where the link is unattended.
-        hi: the token up to which the part goes.
+        span: what the part holds.
         final: whether it is the last part.
     """
     request, info, number = serve.request, link.info, serve.part
@@ -313,16 +349,19 @@ def announce(
         request.attempt,
         offer.generation,
         number,
-        serve.sent,
-        hi,
+        span.lo,
+        span.hi,
         final,
         offer.blocks,
         link.stream,
         0 if plan is None else piece_bytes(plan, info),
         serve.revocations,
         serve.record.payload if final else b"",
+        span.bands,
     )
-    serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
+    serve.part, serve.final, serve.generation = number + 1, final, offer.generation
+    first, past = span.bands or (0, len(serve.sent))
+    serve.sent[first:past] = [span.hi] * (past - first)
     link.stream += 1
     if plan is None:
         return [Send(serve.link, ready)]

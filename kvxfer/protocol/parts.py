@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from math import lcm
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +13,9 @@ from kvxfer.geometry import Cache, CopyPlan, Planner
 from kvxfer.memory import sample
 from kvxfer.protocol.values import LinkInfo, PartRef
 from kvxfer.values import BlockTable
+
+Bands = tuple[int, int]
+"""The first of some bands of layers, and the one after the last (``kvxfer.geometry.bands``)."""
 
 PIECE_LEAST = 8 << 20
 """Bytes of a piece below which its fixed costs show; half a slot, where that is more: slots are sized for the link."""
@@ -21,10 +26,26 @@ DEPTH = 2
 sides the time in which a fast link moves tens of MiB."""
 
 
+class Span(NamedTuple):
+    """What of a transfer a part holds: tokens ``[lo, hi)`` of the layers in these bands, or of all."""
+
+    lo: int
+    hi: int
+    bands: Bands | None = None
+
+
 def plan_part(
-    planner: Planner, src: BlockTable, dst: BlockTable, start: int, tokens: int, lo: int, hi: int, final: bool
+    planner: Planner,
+    src: BlockTable,
+    dst: BlockTable,
+    start: int,
+    tokens: int,
+    lo: int,
+    hi: int,
+    final: bool,
+    bands: Bands | None = None,
 ) -> CopyPlan:
-    """Return the plan of the part that holds tokens ``[lo, hi)``, the same on both sides.
+    """Return the plan of the part that holds tokens ``[lo, hi)`` of these bands, the same on both sides.
 
     Groups of kind ``full`` move those tokens; ``window`` and ``state`` groups move whole with the final part,
     because an engine gives their blocks up while it computes.
@@ -33,9 +54,10 @@ def plan_part(
         PlanError: the block tables do not join, or the part lies outside what is wanted.
     """
     lo, hi = max(lo, start), min(hi, tokens)
+    of = planner if bands is None else planner.of(*bands)
     if planner.all_full:
-        return planner.plan(src, dst, lo, max(lo, hi))
-    plan = planner.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi))
+        return of.plan(src, dst, lo, max(lo, hi))
+    plan = of.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi))
     if final:
         plan += planner.plan(src, _only(planner.dst, dst, full=False), start, tokens)
     return plan
@@ -48,19 +70,41 @@ def _only(cache: Cache, table: BlockTable, *, full: bool) -> BlockTable:
     )
 
 
-def covered(spans: Iterable[tuple[int, int]], start: int, tokens: int) -> bool:
-    """Return whether the union of token spans holds ``[start, tokens)``."""
-    return reached(spans, start) >= tokens
+def reached(spans: Collection[Span], start: int, bands: int) -> int:
+    """Return the largest ``tokens`` for which the union of spans holds ``[start, tokens)`` in each of so many bands."""
+    if {span.bands for span in spans} == {None}:
+        return _reached(spans, start)
+    return min(
+        _reached([s for s in spans if s.bands is None or s.bands[0] <= band < s.bands[1]], start)
+        for band in range(bands)
+    )
 
 
-def reached(spans: Iterable[tuple[int, int]], start: int) -> int:
-    """Return the largest ``tokens`` for which the union of token spans holds ``[start, tokens)``."""
+def _reached(spans: Iterable[Span], start: int) -> int:
     tokens = start
-    for lo, hi in sorted(spans):
+    for lo, hi, _ in sorted(spans, key=itemgetter(0, 1)):
         if lo > tokens:
             break
         tokens = max(tokens, hi)
     return tokens
+
+
+def lacking(sent: Sequence[int], ready: Sequence[int]) -> list[Span]:
+    """Return what is ready of each band and has not been sent: bands that lack the same tokens go together.
+
+    Args:
+        sent: By band, the token up to which it has been sent.
+        ready: By band, the token up to which it is there.
+    """
+    spans: list[Span] = []
+    for band, (lo, hi) in enumerate(zip(sent, ready, strict=True)):
+        last = spans[-1] if spans else None
+        if last is not None and last.bands is not None and (last.lo, last.hi, last.bands[1]) == (lo, hi, band):
+            spans[-1] = Span(lo, hi, (last.bands[0], band + 1))
+        elif hi > lo:
+            spans.append(Span(lo, hi, (band, band + 1)))
+    whole = (0, len(sent))
+    return [Span(span.lo, span.hi) if span.bands == whole else span for span in spans]
 
 
 def aligned(cache: Cache, tokens: int) -> int:

@@ -31,8 +31,9 @@ from kvxfer.protocol.offer_record import (
     plan_for,
     told,
     unfit,
+    unsent,
 )
-from kvxfer.protocol.parts import cuts
+from kvxfer.protocol.parts import Span, cuts
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.timers import Recent, Timers
 from kvxfer.protocol.transitions import ServeEvent, ServeState
@@ -157,7 +158,7 @@ class ProducerMachine:
         if transfer not in self._records and not gone:
             return [Emit(GenerationReleased("producer", transfer, str(transfer), generation))]
         h = self._record(transfer, now)
-        if kept and gone and h.offer is not None and h.offer.generation == generation and h.offer.tokens and h.served:
+        if kept and gone and h.offer is not None and h.offer.generation == generation and h.tokens and h.served:
             return self._shorten(h, h.offer, why, now)
         h.give_up(generation)
         h.known |= gone  # now at the latest, so that it is kept until its end has been told
@@ -235,6 +236,8 @@ class ProducerMachine:
             serve.flight.discard(done.ref)
         ready = serve.unsent.pop(done.ref, None)
         if done.failure is None:
+            if done.ref.link in self._links:
+                self._links[done.ref.link].pace.took(done.nbytes, done.seconds)
             if ready is not None and serve.state is S.SERVING:
                 out.append(Send(serve.link, ready))
         elif done.collateral:
@@ -288,6 +291,12 @@ class ProducerMachine:
         """Return when ``tick`` has something to do next, or ``None``."""
         clocks = self._budgets, self._leases, self._last_words, self._early, self._over
         return min((t for clock in clocks if (t := clock.next()) is not None), default=None)
+
+    def banded(self, transfer: TransferId, tokens: int) -> bool:
+        """Return whether somebody waits for bands of layers of this transfer, up to this token. Any thread."""
+        h = self._records.get(transfer)
+        serves = [] if h is None else list(h.serves.values())
+        return any(s.banded and s.live and not s.final and min(s.sent) < tokens for s in serves)
 
     def holds(self, transfer: TransferId) -> bool:
         """Return whether the transfer is offered or wanted, and has not ended."""
@@ -343,7 +352,9 @@ class ProducerMachine:
             return [self._refuse(link, request, Failure(K.CANCELLED, "a newer fetch request has come"), now)]
         seconds = min(request.seconds, self._longest)
         key, lent = (link, request.attempt), seconds < request.seconds
-        serve = RankServe(h, link, key, request, reader, now + seconds, lent, sent=request.start)
+        known = self._links[link]
+        sent = [request.start] * known.info.planner.bands
+        serve = RankServe(h, link, key, request, reader, now + seconds, lent, sent, known.banded(request))
         lost = self._room.take(link, serve.key, REQUEST_BYTES + serve.nbytes)
         if lost is None:
             closed = m.AttemptClosed(request.transfer, request.attempt, MANY.kind, MANY.detail, False)
@@ -376,31 +387,39 @@ class ProducerMachine:
         serve.record.admit(serve.reader, request.readers)
         if offer.generation < request.least:
             return []  # another rank of ours has given it up already; we hear of that next
-        tokens = offer.tokens - (0 if offer.final else offer.tokens % info.planner.indivisible)
-        hi = max(min(request.tokens, tokens), serve.sent)
-        if hi == serve.sent and not offer.final:
-            return []
-        plan, ends = None, [hi]
+        spans = unsent(serve, info)
+        out: list[Action] = []
+        for span in spans:
+            if serve.live:
+                out += self._announce(serve, link, offer, span, offer.final and span is spans[-1], now)
+        return out
+
+    def _announce(
+        self, serve: RankServe, link: ConsumerLink, offer: Offer, span: Span, final: bool, now: float
+    ) -> list[Action]:
+        """Announce what is ready, in one part or in several."""
+        info, plan, lo, ends = link.info, None, span.lo, [span.hi]
         if not info.unattended:
             try:
-                plan = plan_for(serve, info, offer, serve.sent, hi, offer.final)
+                plan = plan_for(serve, info, offer, span, final)
             except PlanError as e:
                 return self._stop(serve, Failure(K.MISUSE, f"the block tables do not join: {e}"), False, now)
-            ends = cuts(serve.sent, hi, plan, info)
-        out: list[Action] = []
+            ends = cuts(lo, span.hi, plan, info)
         if serve.revocations is None:
-            serve.revocations = self._revocations.vouch(request.transfer)
-        if serve.state is S.WAITING and request.moving:
-            serve.expires = now + min(request.moving, self._longest)
+            serve.revocations = self._revocations.vouch(serve.request.transfer)
+        if serve.state is S.WAITING and serve.request.moving:
+            serve.expires = now + min(serve.request.moving, self._longest)
             self._budgets.set(serve.key, serve.expires)
+        out: list[Action] = []
         for end in ends:
             if serve.part >= m.MAX_PARTS:
                 many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
                 return out + self._stop(serve, many, False, now)
-            final = offer.final and end == hi
+            part, last = span if len(ends) == 1 else Span(lo, end, span.bands), final and end == span.hi
             if len(ends) > 1:
-                plan = plan_for(serve, info, offer, serve.sent, end, final)
-            out += announce(serve, link, offer, plan, end, final)
+                plan = plan_for(serve, info, offer, part, last)
+            out += announce(serve, link, offer, plan, part, last)
+            lo = end
         return out
 
     def _commit_request(self, serve: RankServe, msg: m.CommitRequest, now: float) -> list[Action]:
@@ -493,7 +512,7 @@ class ProducerMachine:
 
     def _shorten(self, h: OfferRecord, offer: Offer, why: Failure, now: float) -> list[Action]:
         """Make what has been offered all that there is, for those who are being served."""
-        h.short, h.offer = why, replace(offer, final=True)
+        h.short, h.offer = why, replace(offer, final=True, tokens=h.tokens, bands=0)
         out: list[Action] = []
         for serve in list(h.serves.values()):
             out += self._advance(serve, now)

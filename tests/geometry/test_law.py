@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Rank, ShardAssignment, route
-from kvxfer.protocol.parts import plan_part
+from kvxfer.protocol.parts import Span, lacking, plan_part, reached
 from kvxfer.values import BlockTable
 from tests.geometry.engines import Case, cases
 
@@ -174,6 +174,34 @@ def test_a_transfer_may_be_cut_wherever_its_planner_says(case: Case, data: st.Da
         ends = (case.start, cut), (cut, case.tokens)
         parts = [plan_part(planner, src, dst, case.start, case.tokens, *end, end is ends[-1]) for end in ends]
         assert mapping(parts[0] + parts[1]) == mapping(planner.plan(src, dst, case.start, case.tokens))
+
+
+@LAW
+@given(cases(), st.data())
+def test_bands_of_layers_add_up_to_the_whole(case: Case, data: st.DataObject) -> None:
+    """In whatever steps tokens and bands become ready, each byte is moved once."""
+    for p, c, assignments in links(case):
+        planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
+        src, dst = (BlockTable.of([row.tolist() for row in side.tables]) for side in (case.producer, case.consumer))
+        ready, sent, moved, seen = [case.start] * planner.bands, [case.start] * planner.bands, {}, []
+        for final in (False, False, False, True):
+            tokens = data.draw(st.integers(max(ready), case.tokens))
+            tokens = case.tokens if final else max(case.start, tokens - tokens % planner.indivisible)
+            some = planner.bands if final else data.draw(st.integers(0, planner.bands))
+            ready = [max(tokens, old) if band < some else old for band, old in enumerate(ready)]
+            spans = lacking(sent, ready) or [Span(tokens, tokens)]
+            for span in spans:
+                last = final and span is spans[-1]
+                part = mapping(
+                    plan_part(planner, src, dst, case.start, case.tokens, span.lo, span.hi, last, span.bands)
+                )
+                assert not part.keys() & moved.keys()
+                moved |= part
+                seen.append(span)
+                arrived = reached(seen, case.start, planner.bands)
+                assert arrived <= min(ready) and (span is not spans[-1] or arrived == min(ready))
+            sent = ready
+        assert moved == mapping(planner.plan(src, dst, case.start, case.tokens))
 
 
 def elsewhere(cache: Cache, order: tuple[int, ...]) -> Cache:

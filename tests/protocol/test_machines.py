@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source
-from kvxfer.protocol import parts
+from kvxfer.protocol import pace, parts
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, Transitions
 from kvxfer.protocol.values import Emit, Ended, LinkInfo, RankRoute, Resolved
@@ -29,8 +29,10 @@ NOISE = st.binary(min_size=500, max_size=2000)
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is hashed goes in several parts even here."""
+    """What is hashed goes in several parts even here, and bands pay over any link that has moved something."""
     monkeypatch.setattr(parts, "CHECKED_LEAST", 8)
+    monkeypatch.setattr(pace, "LEAST", 1)
+    monkeypatch.setattr(pace, "PAYS_S", 0.0)
 
 
 each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
@@ -54,7 +56,7 @@ def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest
         return after(self, state, stimulus)
 
     monkeypatch.setattr(Transitions, "after", record)
-    delivered, short, seed, begin = 0, 0, 0, World.steps
+    delivered, short, banded, seed, begin = 0, 0, 0, 0, World.steps
     while World.steps < begin + STEPS:
         for name, setting in SETTINGS.items():
             world = World(setting, Script(random.Random(f"{name} {seed}").randbytes(3000)))
@@ -64,13 +66,14 @@ def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest
                 raise AssertionError(f"{name}, seed {seed}: {e}") from e
             delivered += world.decodes.outcomes["delivered"]
             short += world.decodes.outcomes["short"]
+            banded += world.banded
         seed += 1
     for life in (RANK_FETCH, RANK_SERVE):
         missed = sorted(map(str, set(life.moves) - taken))
         assert not missed, "transitions that nothing brings about"
         impossible = sorted(map(str, frozenset().union(*life.never.values()) & taken))
         assert not impossible, "what should never happen did"
-    assert delivered > STEPS / 100 and short
+    assert delivered > STEPS / 100 and short and banded > STEPS / 100
 
 
 @each_setting
@@ -81,9 +84,11 @@ def test_all_is_delivered_when_nothing_goes_wrong(setting: Setting) -> None:
         world.decodes.fetch(transfer, total, world.source)
         world.elapse(0.1)
         for rank in range(RANKS):
-            for _ in range(4):
+            while world.prefills.orders[rank]:
                 world.prefills.work(rank)
+                world.elapse(0.1)
     world.end()
+    assert world.banded, "what is computed layer by layer comes so"
     assert world.decodes.outcomes == {"delivered": 7 * RANKS, "whole": 7}  # the last is the world's own
 
 

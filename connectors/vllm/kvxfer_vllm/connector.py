@@ -162,7 +162,8 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: what a step counts on is there before its forward pass, and a load beside it is not counted on."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Offers are made once a step, for all layers."""
+        """Offer the layers so far where somebody waits for them. Not called in CUDA graphs that hold the attention as well."""
+        self._work.layer_done(self._step, layer_name)
 
     def wait_for_save(self) -> None:
         """Make the step's offers, in the last hook after the forward pass and drafting; wait for nothing."""

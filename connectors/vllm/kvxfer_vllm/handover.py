@@ -135,6 +135,7 @@ def handover(
             typer.echo(f"  {mode}: {found[way][mode]['further_steps']}; µs from one stage to the next: {spent}")
     left = found["exposed"]
     typer.echo(
-        f"behind the producer's last token: {left['chunked_ms']} ms with {CHUNKS} chunks, {left['whole_ms']} ms with one; "
-        f"ratio {left['ratio']}, to be at most {left['goal']}"
+        f"behind the producer's last token: {left['whole_ms']} ms with one chunk; with {CHUNKS}, {left['chunked_ms']} ms, ratio "
+        f"{left['ratio']}, to be at most {left['goal']}; with one in bands of layers, {left['banded_ms']} ms, ratio "
+        f"{left['banded_ratio']}, to be at most {left['banded_goal']}"
     )

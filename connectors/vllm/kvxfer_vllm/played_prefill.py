@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import time
 from dataclasses import dataclass
@@ -12,26 +13,31 @@ from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
+from kvxfer.geometry import bands
 from kvxfer.identity import Source, TransferId
 from kvxfer.values import BlockTable, Offer
 
 __all__ = ["BLOCK", "BLOCKS", "MODEL", "WAIT_S", "Producer", "Prompt", "sleep_until"]
 
 BLOCK, BLOCKS, WAIT_S = 16, 2048, 60.0
-MODEL = Model(4, 4, 256, BLOCK)
+MODEL = Model(8, 2, 256, BLOCK)
 
 spawn = mp.get_context("spawn")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a producer is to compute: in so many chunks, which take it so long together."""
+    """What a producer is to compute: in so many chunks, which take it so long together.
+
+    banded: It says of each band of layers when that is computed.
+    """
 
     transfer: TransferId
     digest: bytes
     tokens: int
     chunks: int
     seconds: float
+    banded: bool = False
 
 
 class Producer:
@@ -71,12 +77,16 @@ def _prefill(pipe: Connection, settings: dict[str, Any], facts: dict[str, str]) 
         pipe.send(directory.source)
         while (prompt := pipe.recv()) is not None:
             begun = at = time.monotonic()
-            for chunk in range(1, prompt.chunks + 1):
-                sleep_until(begun + prompt.seconds * chunk / prompt.chunks)
+            layers = len(bands(pool.cache)) if prompt.banded else 1
+            for chunk, band in itertools.product(range(1, prompt.chunks + 1), range(1, layers + 1)):
+                sleep_until(begun + prompt.seconds * (chunk - 1 + band / layers) / prompt.chunks)
                 last, at = chunk == prompt.chunks, time.monotonic()
                 tokens = prompt.tokens if last else prompt.tokens * chunk // prompt.chunks // BLOCK * BLOCK
                 table = BlockTable.of([range(-(-tokens // BLOCK))])
-                agent.offer(Offer(prompt.transfer, prompt.digest, 1, tokens, table, last))
+                if band == layers:
+                    agent.offer(Offer(prompt.transfer, prompt.digest, 1, tokens, table, last))
+                elif agent.banded(prompt.transfer, tokens):
+                    agent.offer(Offer(prompt.transfer, prompt.digest, 1, tokens, table, False, bands=band))
                 agent.events()
             pipe.send(at)
 

@@ -49,6 +49,8 @@ class WorkerHooks:
         self._stats = KVXferStats()
         self._noted: Gauges | None = None
         self._asleep = False
+        # Of a step in two halves, each calls the hook of a layer when its own half is written.
+        self._halved = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
         """Describe the cache, which is allocated, and start the agent."""
@@ -130,6 +132,11 @@ class WorkerHooks:
         self._received.update(metadata.partial)
         self._missing.update(*metadata.partial.values())
         self._on.load(metadata.step)
+
+    def layer_done(self, metadata: StepMetadata, layer: str) -> None:
+        """Take in that this step's KV of a layer is written, as far as the device has been told."""
+        if not self._halved:
+            self._on.layer_done(metadata.step, layer)
 
     def after_forward(self, metadata: StepMetadata) -> None:
         """Offer what this step has computed."""

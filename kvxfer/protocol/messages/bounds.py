@@ -10,9 +10,9 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from kvxfer.values import MOST_DIGEST
+from kvxfer.values import MOST_BANDS, MOST_DIGEST
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
@@ -23,6 +23,7 @@ NO_CHECKSUM = bytes(8)
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+Band = Annotated[int, Meta(ge=0, le=MOST_BANDS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
 Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Digest = Annotated[bytes, Meta(max_length=MOST_DIGEST)]

@@ -14,6 +14,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol.messages.bounds import (
     NO_CHECKSUM,
+    Band,
     Checksum,
     Count,
     Digest,
@@ -49,6 +50,7 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
         moving: How long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
         offered: See ``Fetch``.
         enough: See ``Fetch``.
+        banded: Parts of some bands of layers are of use, since the link is slow; else each part holds all layers.
     """
 
     transfer: TransferId
@@ -63,10 +65,11 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
     moving: Seconds = 0.0
     offered: bool = False
     enough: Count = 0
+    banded: bool = False
 
 
 class PartReady(WireMessage, frozen=True, tag="part"):
-    """Producer: part ``part`` holds the tokens ``[lo, hi)``.
+    """Producer: part ``part`` holds the tokens ``[lo, hi)``, of all layers or of some bands of them.
 
     What it means for the bytes depends on the link's verb. Read: the consumer may read them. Send: they come from ``stream``
     onwards. Write: they are in the consumer's memory or, if staged, will be written into the slots that it lends.
@@ -77,6 +80,8 @@ class PartReady(WireMessage, frozen=True, tag="part"):
         piece_bytes: Size of the pieces in which the part comes packed; 0 for direct runs.
         revocations: The revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
         payload: What came with the offer, with the final part.
+        bands: The first of the bands of layers that the part holds, and the one after the last (``kvxfer.geometry.bands``);
+            ``None`` for all. Window and state groups are in no band.
     """
 
     transfer: TransferId
@@ -91,6 +96,7 @@ class PartReady(WireMessage, frozen=True, tag="part"):
     piece_bytes: Count
     revocations: Number | None = None
     payload: Annotated[bytes, Meta(max_length=MOST_PAYLOAD)] = b""
+    bands: tuple[Band, Band] | None = None
 
 
 class SlotReady(WireMessage, frozen=True, tag="slot_ready"):

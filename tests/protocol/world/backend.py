@@ -149,9 +149,7 @@ class Backend:
         if error is None and op.check is not None and self.world.setting.by_itself:
             checksum = memory.space(op.agent.cache.regions).checksum(op.check, "destination").value
         failure = None if error is None else Failure(FailureKind.BACKEND_FAILED, error)
-        self._tell(
-            op.agent, Moved(op.ref, failure, quiet, 0 if error else op.plan.nbytes, collateral, checksum=checksum)
-        )
+        self._tell(op.agent, Moved(op.ref, failure, quiet, 0 if error else op.plan.nbytes, collateral, 1.0, checksum))
         if not quiet and not op.lends_memory:
             self.world.later(QUIET, None, lambda: self._calm(op))
 

@@ -16,6 +16,7 @@ from kvxfer.protocol.values import PartRef
 from kvxfer.transport import Verb
 
 RANKS = 2
+LAYERS = 3  # of each producer rank, and a band each
 BLOCKS = 24
 UNIT = 4
 P_TOKENS, D_TOKENS = 2, 4  # tokens of a block on either side
@@ -76,6 +77,11 @@ class Script:
 
     def chance(self, of_256: int) -> bool:
         return not self.ended and self.pick(256) >= 256 - of_256
+
+
+def layers_of(rank: int) -> tuple[str, ...]:
+    """The layers of a producer rank."""
+    return tuple(f"layer.{rank}.{i}" for i in range(LAYERS))
 
 
 def make_cache(memory: np.ndarray, layers: tuple[str, ...], tokens: int, tp: int) -> Cache:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,19 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Action, Ended, GenerationReleased, Released
 from kvxfer.schedule import RankAgreement
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.protocol.world.base import D_TOKENS, FREE, P_TOKENS, RANKS, START, TIMEOUT, UNIT, Agent, check, content
+from tests.protocol.world.base import (
+    D_TOKENS,
+    FREE,
+    LAYERS,
+    P_TOKENS,
+    RANKS,
+    START,
+    TIMEOUT,
+    UNIT,
+    Agent,
+    check,
+    content,
+)
 
 if TYPE_CHECKING:
     from tests.protocol.world.world import World
@@ -79,12 +93,12 @@ class ProducerEngine:
         self.busy[transfer] = RANKS
         for r, line in enumerate(self.orders):
             line.append(lambda r=r: self._start(r, transfer, total, generation))
-            line += [lambda r=r, n=n: self._chunk(r, transfer, n) for n in chunks[:computed]]
+            line += self._layers(r, transfer, chunks[:computed])
             if midway or plot == 0:
                 line.append(lambda r=r: self._abort(r, transfer, kept))
             if 1 <= plot <= preempts:
                 line.append(lambda r=r: self._preempt(r, transfer, again))
-                line += [lambda r=r, n=n: self._chunk(r, transfer, n) for n in chunks]
+                line += self._layers(r, transfer, chunks)
             line.append(lambda: self._planned(transfer))
 
     def _planned(self, transfer: TransferId) -> None:
@@ -99,17 +113,31 @@ class ProducerEngine:
             if blocks is not None:
                 self.lives[r][transfer] = Transitions(transfer, total, generation, blocks)
 
+    def _layers(self, r: int, transfer: TransferId, chunks: list[int]) -> list[Callable[[], None]]:
+        """Orders to compute these chunks, layer by layer."""
+        each = itertools.product(chunks, range(LAYERS))
+        return [partial(self._layer, r, transfer, tokens, layer) for tokens, layer in each]
+
     def _chunk(self, r: int, transfer: TransferId, tokens: int) -> None:
-        """Some more tokens are computed and offered, with the blocks of all of them so far."""
-        life, agent = self.lives[r].get(transfer), self.world.producers[r]
+        for layer in range(LAYERS):
+            self._layer(r, transfer, tokens, layer)
+
+    def _layer(self, r: int, transfer: TransferId, tokens: int, layer: int) -> None:
+        """Some more tokens are computed in one layer and offered, with the blocks of all of them so far, or wait for other layers."""
+        life, agent, last = self.lives[r].get(transfer), self.world.producers[r], layer == LAYERS - 1
         if life is None or life.over:
             return
         for t in range(life.tokens, tokens):
-            cell = agent.view()[0, life.blocks[t // P_TOKENS], t % P_TOKENS]
-            cell[:] = np.frombuffer(content(transfer, life.generation, r, t).to_bytes(UNIT, "little"), np.uint8)
-        life.tokens, life.told = max(life.tokens, tokens), life.generation
-        table = BlockTable.of([life.blocks[: -(-tokens // P_TOKENS)]])
-        offer = Offer(transfer, b"digest", life.generation, tokens, table, tokens == life.total)
+            cell = agent.view()[layer, life.blocks[t // P_TOKENS], t % P_TOKENS]
+            what = content(transfer, life.generation, r * LAYERS + layer, t)
+            cell[:] = np.frombuffer(what.to_bytes(UNIT, "little"), np.uint8)
+        if not last and self.world.script.pick(4) == 3:
+            return
+        life.told = life.generation
+        if last:
+            life.tokens = max(life.tokens, tokens)
+        table, final = BlockTable.of([life.blocks[: -(-tokens // P_TOKENS)]]), last and tokens == life.total
+        offer = Offer(transfer, b"digest", life.generation, tokens, table, final, bands=0 if last else layer + 1)
         agent.revocations.offered(transfer, life.generation)
 
         def call() -> list[Action]:
@@ -282,8 +310,8 @@ class ConsumerEngine:
         if ended.short is not None:
             end = ended.short
             check(0 < spec.enough <= end < spec.tokens, f"{ended} has too few tokens")
-        words = agent.view()[:, wish.blocks].reshape(RANKS, -1, UNIT).copy().view("<u4")[..., 0]
-        for layer in range(RANKS):
+        words = agent.view()[:, wish.blocks].reshape(RANKS * LAYERS, -1, UNIT).copy().view("<u4")[..., 0]
+        for layer in range(RANKS * LAYERS):
             for t in [*range(end), *range(spec.tokens, words.shape[1])]:
                 want = content(spec.transfer, ended.generation, layer, t) if spec.start <= t < spec.tokens else FREE
                 check(words[layer, t] == want, f"{spec.transfer} token {t} layer {layer}: wrong bytes were delivered")

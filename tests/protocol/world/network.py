@@ -8,7 +8,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import LinkInfo
-from tests.protocol.world.base import LATEST, SILENCE, Agent, Link
+from tests.protocol.world.base import LATEST, SILENCE, Agent, Link, layers_of
 
 if TYPE_CHECKING:
     from tests.protocol.world.world import World
@@ -56,7 +56,7 @@ class Network:
         self.world.perform(c, c.machine.link_up(link.name, self._info(link), self.world.now))
 
     def _info(self, link: Link) -> LinkInfo:
-        assignments = (ShardAssignment(0, 0, (f"layer.{link.producer.rank}",), 0, 1),)
+        assignments = (ShardAssignment(0, 0, layers_of(link.producer.rank), 0, 1),)
         planner = Planner(link.producer.cache, link.consumer.cache, assignments)
         setting, revocations = self.world.setting, link.producer.revocations
         below, seen = 1 << 40 if setting.staged else 0, (lambda: revocations.declared) if setting.seen else None
@@ -141,6 +141,7 @@ class Network:
         if to is link.consumer:
             if to.links.get(link.name) is link and link.up_c:
                 if isinstance(msg, m.PartReady):
+                    self.world.banded += msg.bands is not None
                     self.world.decodes.begun(to, msg.attempt)
                 self.world.perform(to, to.machine.message(link.name, msg, self.world.now))
         elif link.up_p:

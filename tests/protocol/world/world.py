@@ -36,6 +36,7 @@ from tests.protocol.world.base import (
     D_TOKENS,
     GARBAGE,
     LATEST,
+    LAYERS,
     LONGEST,
     P_TOKENS,
     RANKS,
@@ -48,6 +49,7 @@ from tests.protocol.world.base import (
     Script,
     Setting,
     check,
+    layers_of,
     make_cache,
 )
 from tests.protocol.world.engines import ConsumerEngine, ProducerEngine
@@ -66,6 +68,7 @@ class World:
         self.epochs = count(1)
         self.generations = count(1)
         self.moments = count(1)  # finer than the clock: what comes before what
+        self.banded = 0  # parts of some layers that were announced
         # What will happen: (latest time, order key or None, what). Things of one key happen in their order.
         self.agenda: list[tuple[float, Any, Callable[[], None]]] = []
         self.network, self.backend = Network(self), Backend(self)
@@ -74,8 +77,8 @@ class World:
         self.consumers = [self._consumer(r) for r in range(RANKS)]
 
     def _producer(self, rank: int) -> Agent:
-        memory = np.full(BLOCKS * P_TOKENS * UNIT, GARBAGE, np.uint8)
-        cache = make_cache(memory, (f"layer.{rank}",), P_TOKENS, rank)
+        memory = np.full(LAYERS * BLOCKS * P_TOKENS * UNIT, GARBAGE, np.uint8)
+        cache = make_cache(memory, layers_of(rank), P_TOKENS, rank)
         revocations = RevocationCounter()
         return Agent(
             "producer",
@@ -88,8 +91,8 @@ class World:
         )
 
     def _consumer(self, rank: int) -> Agent:
-        memory = np.full(RANKS * BLOCKS * D_TOKENS * UNIT, GARBAGE, np.uint8)
-        cache = make_cache(memory, tuple(f"layer.{i}" for i in range(RANKS)), D_TOKENS, rank)
+        memory = np.full(RANKS * LAYERS * BLOCKS * D_TOKENS * UNIT, GARBAGE, np.uint8)
+        cache = make_cache(memory, sum(map(layers_of, range(RANKS)), ()), D_TOKENS, rank)
         return Agent("consumer", rank, ConsumerMachine(START, TIMEOUT, RETRY), memory, cache, next(self.epochs))
 
     @property
@@ -229,7 +232,7 @@ class World:
             self.happen()
         elif choice < 38:
             rank = s.pick(RANKS)
-            for _ in range(1 + s.pick(8)):
+            for _ in range(1 + s.pick(8 * LAYERS)):
                 self.prefills.work(rank)
         elif choice < 44:
             self.prefills.prefill(*TRANSFERS[s.pick(len(TRANSFERS))])
@@ -264,7 +267,7 @@ class World:
         self.decodes.fetch(transfer, total, self.source)
         self.elapse(self.script.pick(16) / 8)
         for rank in range(RANKS):
-            for _ in range(2 + self.script.pick(2)):
+            for _ in range(1 + LAYERS + self.script.pick(LAYERS)):
                 self.prefills.work(rank)
         self.elapse(self.script.pick(8) / 8)
 
