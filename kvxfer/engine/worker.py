@@ -189,6 +189,8 @@ class WorkerSide:
             step: the scheduler's.
             layer: its name in the cache; others are ignored.
         """
+        if not isinstance(step, Step):
+            arguments.instance("step", step, Step)
         if not step.commands.offers:
             return
         of, done, layers = self._banded if self._banded[0] is step else (step, 0, set[str]())

@@ -33,6 +33,7 @@ MESSAGES: list[m.Message] = [
     m.FetchRequest(T, 1, b"digest", 0, 12, BlockTable.of([ROW] * 3), 1, 30.0, 0, 20.0),
     m.PartReady(T, 1, 1, 0, 0, 12, True, BlockTable.of([ROW] * 3), 0, 0),
     m.PartReady(T, 1, 1, 1, 4, 8, False, BlockTable.of([ROW]), 3, 4096),
+    m.PartReady(T, 1, 1, 2, 8, 12, False, BlockTable.of([ROW]), 4, 0, bands=(1, 2)),
     m.SlotReady(T, 1, 0, 0, 4096, 512),
     m.SlotFree(T, 1, 0, 0),
     m.Checksums(T, 1, b"checksum"),

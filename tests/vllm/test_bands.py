@@ -31,12 +31,12 @@ class Slow(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        groups = tuple(Group(BLOCK, "window", g.window) if g.window else Group(BLOCK) for g in self.engine.groups)
+        groups = tuple(Group(BLOCK, "window" if g.window else "full", g.window) for g in self.engine.groups)
         view = View("kv", 0, LAYERS, tuple(4096 * i for i in range(len(LAYERS))), 2, 2048, 16, "e", None, 16)
         self.cache = Cache((Region(4096, 1 << 20),), groups, (view,), self.rank)
 
     def banded(self, transfer: TransferId, tokens: int) -> bool:
-        return self.wanted and tokens == N - 1
+        return self.wanted and tokens == N
 
     def offer(self, offer: Offer, after: Any = None) -> None:
         assert after is not None
@@ -64,9 +64,7 @@ def p(make: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
             @kv_transfer_utils.maybe_transfer_kv_layer
             def attention(layer_name: str, agent: Any = agent) -> None:
                 first = (*LAYERS, layer_name).index(layer_name)
-                assert all(
-                    10 * offer.bands // 8 <= first for offer in agent.told if offer.tokens == N - 1 and offer.bands
-                )
+                assert all(10 * offer.bands // 8 <= first for offer in agent.told if offer.tokens == N and offer.bands)
 
             for name in (*LAYERS, "draft.layers.0.attn") if output.num_scheduled_tokens else ():
                 attention(name)
@@ -82,7 +80,7 @@ def test_bands_are_offered_as_their_layers_are_computed_and_then_all(p: Engine) 
     p.run(until=p.add(prompt(N), to_p, n=1))
     for agent in p.agents:
         offered = [(offer.bands, offer.tokens, offer.final) for offer in agent.told]
-        assert offered[:8] == [*((band, N - 1, False) for band in range(1, 8)), (0, N - 1, p.groups == FULL)]
+        assert offered[:8] == [*((band, N, False) for band in range(1, 8)), (0, N, True)]
         assert len({offer.blocks[0].tobytes() for offer in agent.told}) == 1
     p.lease_ends()
 
