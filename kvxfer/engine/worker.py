@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from kvxfer import arguments, memory
 from kvxfer.control.agent import Agent
+from kvxfer.engine.computed import ComputedBands
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, KvxferError
 from kvxfer.failures import Failure, Outcome
-from kvxfer.geometry import bands
 from kvxfer.identity import TransferId, printable
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
 from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
@@ -79,12 +79,7 @@ class WorkerSide:
         self._rank, self._device = agent.cache.rank, agent.cache.regions[0].device
         self._quarantine, self._copy = quarantine, copy
         self._payloads: dict[TransferId, bytes] = {}  # for offers that are still to come
-        self._bands = bands(agent.cache)
-        self._banded: tuple[Step | None, int, set[str]] = (
-            None,
-            0,
-            set(),
-        )  # a step, bands that it has computed, and layers besides
+        self._computed = ComputedBands(agent.cache)
         self._facts: Mapping[str, str] | None = None
         self._untold: list[DirectFetches] = []  # what has come before the first step, which says what our KV depends on
         self._lock = threading.Condition()  # what follows is the worker's and the side channel's
@@ -183,7 +178,7 @@ class WorkerSide:
         """Offer what this step has computed of the layers so far, where consumers over slow links wait for it.
 
         An engine that can say so calls it once the kernels that write a layer's KV are launched, of all tokens of the step. It costs
-        next to nothing where nobody waits, and at most eight fences a step. Who does not call it has all layers offered together.
+        next to nothing where nobody waits, and at most seven fences a step. Who does not call it has all layers offered together.
 
         Args:
             step: the scheduler's.
@@ -191,23 +186,13 @@ class WorkerSide:
         """
         if not isinstance(step, Step):
             arguments.instance("step", step, Step)
-        if not step.commands.offers:
-            return
-        of, done, layers = self._banded if self._banded[0] is step else (step, 0, set[str]())
-        layers.add(layer)
-        known = done
-        while done < len(self._bands) and self._bands[done] <= layers:
-            done += 1
-        self._banded = of, done, layers
-        if known < done < len(self._bands):  # the last goes with all layers
-            self._offer_bands(step, done)
-
-    def _offer_bands(self, step: Step, done: int) -> None:
-        offers = [offer for offer in step.commands.offers if self.agent.banded(offer.transfer, offer.tokens)]
-        if offers:
+        bands = self._computed.layer(step, layer) if step.commands.offers else 0
+        offers = step.commands.offers if bands else ()
+        wanted = [offer for offer in offers if self.agent.banded(offer.transfer, offer.tokens)]
+        if wanted:
             fence = memory.fence(self._device)
-        for offer in offers:
-            some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=done)
+        for offer in wanted:
+            some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=bands)
             with suppress(KvxferError):  # it is refused again with all layers, and said then
                 self.agent.offer(some, after=fence)
 
@@ -410,7 +395,7 @@ class WorkerSide:
         """
         if _agent(agent).cache.rank != self._rank:
             raise KvxferError(f"the new agent must be of rank {self._rank}, not {agent.cache.rank}")
-        self.agent, self._device, self._bands = agent, agent.cache.regions[0].device, bands(agent.cache)
+        self.agent, self._device, self._computed = agent, agent.cache.regions[0].device, ComputedBands(agent.cache)
         if self._facts is not None:
             agent.identify(self._facts)
         with self._lock:

@@ -1,0 +1,36 @@
+"""How far a step is in the layers of a cache, band by band."""
+
+from __future__ import annotations
+
+from kvxfer.engine.exchange import Step
+from kvxfer.geometry import Cache, bands
+
+__all__ = ["ComputedBands"]
+
+
+class ComputedBands:
+    """The bands of layers that the last step has computed; one thread.
+
+    Args:
+        cache: Has the layers.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._bands = bands(cache)
+        self._step: Step | None = None
+        self._layers: set[str] = set()
+        self._count = 0
+
+    def layer(self, step: Step, layer: str) -> int:
+        """Take in that a step has computed a layer; return how many bands it has, from the first on, or 0 if that is no news.
+
+        The last band is none: all layers are complete with it.
+        """
+        if self._step is not step:
+            self._step, self._count = step, 0
+            self._layers.clear()
+        self._layers.add(layer)
+        before = self._count
+        while self._count < len(self._bands) and self._bands[self._count] <= self._layers:
+            self._count += 1
+        return self._count if before < self._count < len(self._bands) else 0
