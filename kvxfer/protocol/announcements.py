@@ -1,0 +1,133 @@
+"""What an offer is to one consumer: whether it is what that wants, and the parts in which it is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import CopyPlan, PlanError
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.offer_record import ConsumerLink, RankServe
+from kvxfer.protocol.parts import Span, lacking, piece_bytes, plan_part, to_hash
+from kvxfer.protocol.transitions import ServeEvent
+from kvxfer.protocol.values import Action, Hash, LinkInfo, Mode, Move, PartRef, Send
+from kvxfer.transport import Verb
+from kvxfer.values import Offer
+
+__all__ = ["announce", "delivered_bytes", "plan_for", "unfit", "untold"]
+
+VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.SEND}
+"""How a part leaves here, by the mode of its link."""
+
+
+def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | None:
+    """Return why this offer can never be what the consumer wants, or ``None`` if it can be."""
+    if offer.digest != request.digest:
+        why = "the digests differ: it is not the KV of the consumer's prompt"
+        return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
+    if offer.final and offer.tokens < request.tokens and not _enough(offer, request, info):
+        why = f"the producer holds {offer.tokens} tokens, the consumer wants {request.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
+    if offer.final and offer.tokens != request.tokens and any(g.kind == "state" for g in info.planner.src.groups):
+        why = f"its state is that after token {offer.tokens}, the consumer wants {request.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
+    return None
+
+
+def _enough(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> bool:
+    """Return whether fewer tokens than are wanted are of use to the consumer: what else it keeps is of all of them."""
+    only_full = all(g.kind == "full" for cache in (info.planner.src, info.planner.dst) for g in cache.groups)
+    return only_full and 0 < request.enough <= offer.tokens
+
+
+def untold(serve: RankServe, info: LinkInfo) -> list[Span]:
+    """Return what there is of an offer that its consumer wants and has not been told of; with the final offer at least something."""
+    h, request, step = serve.record, serve.request, info.planner.indivisible
+    offer = h.offer
+    assert offer is not None
+    tokens = min(request.tokens, h.tokens if offer.final else h.tokens - h.tokens % step)
+    if not serve.banded:
+        lo, hi = serve.sent[0], max(tokens, serve.sent[0])
+        return [Span(lo, hi)] if hi > lo or offer.final else []
+    ahead = min(request.tokens, offer.tokens - offer.tokens % step)
+    ready = [max(ahead if band < offer.bands else tokens, sent) for band, sent in enumerate(serve.sent)]
+    spans = lacking(serve.sent, ready)
+    end = max(tokens, min(serve.sent))
+    return spans or ([Span(end, end)] if offer.final else [])
+
+
+def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, span: Span, final: bool) -> CopyPlan:
+    """Return the plan of the part that holds this.
+
+    Raises:
+        PlanError: the block tables do not join.
+    """
+    blocks, wanted = (offer.blocks, serve.request.blocks), (serve.request.start, serve.request.tokens)
+    return plan_part(info.planner, *blocks, *wanted, span.lo, span.hi, final, span.bands)
+
+
+def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
+    """Return how many bytes a consumer has got that has everything.
+
+    Over an unattended link nobody has planned it here before, because the consumer would have had to wait for that. Of block
+    tables that do not join it has read nothing.
+    """
+    if not info.unattended:
+        return serve.bytes
+    try:
+        return plan_for(serve, info, offer, Span(serve.request.start, min(serve.sent)), serve.final).nbytes
+    except PlanError:
+        return 0
+
+
+def announce(
+    serve: RankServe, link: ConsumerLink, offer: Offer, plan: CopyPlan | None, span: Span, final: bool
+) -> list[Action]:
+    """Return the actions that tell the consumer of the next part, move it and hash it.
+
+    Args:
+        serve: the attempt; it is brought up to date.
+        link: the consumer's.
+        offer: what is announced.
+        plan: that of the part; ``None`` where the link is unattended.
+        span: what the part holds.
+        final: whether it is the last part.
+    """
+    request, info, number = serve.request, link.info, serve.part
+    serve.on(ServeEvent.ANNOUNCE)
+    ref = PartRef("producer", serve.link, request.transfer, request.attempt, number)
+    ready = m.PartReady(
+        request.transfer,
+        request.attempt,
+        offer.generation,
+        number,
+        span.lo,
+        span.hi,
+        final,
+        offer.blocks,
+        link.stream,
+        0 if plan is None else piece_bytes(plan, info),
+        serve.revocations,
+        serve.record.payload if final else b"",
+        span.bands,
+    )
+    serve.part, serve.final, serve.generation = number + 1, final, offer.generation
+    first, past = span.bands or (0, len(serve.sent))
+    serve.sent[first:past] = [span.hi] * (past - first)
+    link.stream += 1
+    if plan is None:
+        return [Send(serve.link, ready)]
+    serve.bytes += plan.nbytes
+    out: list[Action] = []
+    hashed = to_hash(plan, info, ref)
+    if hashed is not None:
+        serve.hashing.add(ref)
+        out.append(Hash(ref, hashed, "source"))
+    if info.mode == "write" and not ready.piece_bytes:
+        serve.flight.add(ref)
+        serve.unsent[ref] = ready
+        return [Move(ref, Verb.WRITE, plan, ready.stream, ready.piece_bytes), *out]
+    if info.mode == "read" and not ready.piece_bytes:
+        return [Send(serve.link, ready), *out]
+    serve.flight.add(ref)  # what is read or written staged needs us to pack
+    return [Send(serve.link, ready), Move(ref, VERBS[info.mode], plan, ready.stream, ready.piece_bytes), *out]
