@@ -101,11 +101,11 @@ def test_an_engine_of_two_ranks() -> None:
     memories = [np.zeros(3 * 16 * 2 * 4 * 16, np.uint8) for _ in range(2)]
     agents = [Agent(make_cache(memory, 2, rank, 16), config, "two") for rank, memory in enumerate(memories)]
     with agents[0], agents[1], Directory(config, "two") as directory:
-        directory.publish(tuple(agent.member for agent in agents))
+        directory.publish(tuple(agent.descriptor for agent in agents))
         found = call(directory.source)
         assert "failure" not in found and found["ranks"] == 2
         peers = {link["peer"] for link in found["links"]}
-        assert len(peers) == 2 and all(any(a.member.address in peer for peer in peers) for a in agents)
+        assert len(peers) == 2 and all(any(a.descriptor.address in peer for peer in peers) for a in agents)
 
 
 def test_wrong_use() -> None:

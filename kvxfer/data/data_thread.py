@@ -30,8 +30,9 @@ from kvxfer.data.commands import (
     ThreadDied,
 )
 from kvxfer.data.jobs import Job, round_bytes
+from kvxfer.data.quarantine import Limits
 from kvxfer.data.staging import Staging
-from kvxfer.data.traffic import LOOK_S, Limits, Traffic, backend_failed, shut, unmoved
+from kvxfer.data.traffic import LOOK_S, Traffic, backend_failed, shut, unmoved
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region

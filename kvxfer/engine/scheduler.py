@@ -43,7 +43,7 @@ _held = arguments.holding(
     source=partial(arguments.instance, kind=Source),
     consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
     report=partial(arguments.instance, kind=Report),
-    members=partial(arguments.several, kind=RankDescriptor),
+    descriptors=partial(arguments.several, kind=RankDescriptor),
     reason=partial(arguments.string, most=MOST_REASON, empty=True),
     **dict.fromkeys(_COUNTS, partial(arguments.integer, least=0, most=MOST_TOKENS)),
     **dict.fromkeys(_FLAGS, arguments.flag),
@@ -104,7 +104,7 @@ class SchedulerSide:
         self._notices = Notices(config, self.directory, self._schedule)
         self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks)
         self._offers: dict[str, TransferId] = {}  # request -> what it offers
-        self._members: dict[Rank, RankDescriptor] = {}
+        self._descriptors: dict[Rank, RankDescriptor] = {}
         trace = Trace(config.trace, engine)
         self._loads = Loads(
             config, self._schedule.consumer, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
@@ -311,7 +311,7 @@ class SchedulerSide:
         transfer = self._offers.pop(request, None)
         if transfer is not None:
             self._notices.over(transfer, self._schedule.producer.digest(transfer) or b"")
-        return self._offered.finished(request, transfer, table, complete, found=bool(self._members), good=good)
+        return self._offered.finished(request, transfer, table, complete, found=bool(self._descriptors), good=good)
 
     @_held
     def freed(self, request: str) -> None:
@@ -340,8 +340,8 @@ class SchedulerSide:
 
         Includes what they have said by the side channel, so that it may be worth a call without a report of theirs.
         """
-        if report.members:
-            self.announce(report.members.values())
+        if report.descriptors:
+            self.announce(report.descriptors.values())
         if report.channels:
             self.listen_to(report.channels)
         self._dispatch.begun(report.begun)
@@ -376,16 +376,16 @@ class SchedulerSide:
     # --- life ------------------------------------------------------------------------------------------------------
 
     @_held
-    def announce(self, members: Iterable[RankDescriptor]) -> None:
+    def announce(self, descriptors: Iterable[RankDescriptor]) -> None:
         """Take in where workers' agents listen; once all have been said, other engines find this one.
 
         Their first reports say it, too.
         """
-        self._members |= {member.cache.rank: member for member in members}
-        self._offered.elastic = any(member.cache.elastic for member in self._members.values())
-        self._tables.relearn(member.cache for member in self._members.values())
-        if len(self._members) == self._ranks:
-            self.directory.publish(tuple(self._members.values()))
+        self._descriptors |= {one.cache.rank: one for one in descriptors}
+        self._offered.elastic = any(one.cache.elastic for one in self._descriptors.values())
+        self._tables.relearn(one.cache for one in self._descriptors.values())
+        if len(self._descriptors) == self._ranks:
+            self.directory.publish(tuple(self._descriptors.values()))
 
     def listen_to(self, channels: Mapping[Rank, ChannelAddress]) -> None:
         """Take in where worker sides listen; once all have been said, fetches need not wait for a step.

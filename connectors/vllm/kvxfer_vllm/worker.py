@@ -112,7 +112,7 @@ class WorkerHooks:
 
     def handshake(self) -> Handshake | None:
         """Return where the agent listens; None before there is one."""
-        return None if self._side is None else Handshake(self._side.agent.member, self._side.address)
+        return None if self._side is None else Handshake(self._side.agent.descriptor, self._side.address)
 
     def before_forward(self, metadata: StepMetadata) -> None:
         """Apply what must be known before this step can reuse a block."""
