@@ -16,6 +16,7 @@ from kvxfer.engine.load_ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.offered import OfferedBlocks
+from kvxfer.engine.offers import Offers
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
@@ -103,7 +104,7 @@ class SchedulerSide:
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = Notices(config, self.directory, self._schedule)
         self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks)
-        self._offers: dict[str, TransferId] = {}  # request -> what it offers
+        self._offers = Offers(self._schedule.producer, self._offered, self._tables, self._notices)
         self._descriptors: dict[Rank, RankDescriptor] = {}
         trace = Trace(config.trace, engine)
         self._loads = Loads(
@@ -142,10 +143,7 @@ class SchedulerSide:
         """
         self._check_open()
         arguments.string("request", request)
-        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers, stops)
-        if taken:
-            self._offers[request] = transfer
-        return taken
+        return self._offers.arrive(request, transfer, digest, tokens, consumers, stops)
 
     @_held
     def load(
@@ -214,9 +212,7 @@ class SchedulerSide:
     @_held
     def ticket(self, request: str) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; None if it offers nothing, or no more."""
-        transfer = self._offers.get(request)
-        digest = None if transfer is None else self._schedule.producer.digest(transfer)
-        return None if transfer is None or digest is None else Ticket(transfer, digest, self.source)
+        return self._offers.ticket(request, self.source)
 
     @_held
     def loadable(self, request: str, computed: int) -> int | None:
@@ -273,17 +269,7 @@ class SchedulerSide:
         Raises:
             ArgumentError: A block table that is none of this engine's, or lists too few blocks for what the step computes.
         """
-        producer = self._schedule.producer
-        if request in producer:
-            self._tables.check("table", table)
-            for g, group in enumerate(self._tables.groups):
-                if group.kind == "full":
-                    self._tables.lists("table", table, g, 0, min(computed + scheduled, producer.total(request)))
-            transfer, digest = self._offers[request], producer.digest(self._offers[request]) or b""
-            begun = producer.begun(transfer, digest)
-            self._offered.runs(request, computed, scheduled, table)
-            if not begun:
-                self._notices.begins(transfer, digest)
+        self._offers.runs(request, computed, scheduled, table)
 
     @_held
     def preempted(self, request: str) -> None:
@@ -308,10 +294,7 @@ class SchedulerSide:
         """
         self._tables.check("table", table)
         self._loads.finished(request)
-        transfer = self._offers.pop(request, None)
-        if transfer is not None:
-            self._notices.over(transfer, self._schedule.producer.digest(transfer) or b"")
-        return self._offered.finished(request, transfer, table, complete, found=bool(self._descriptors), good=good)
+        return self._offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
     @_held
     def freed(self, request: str) -> None:
