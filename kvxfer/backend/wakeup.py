@@ -26,6 +26,9 @@ class Timer:
     """A descriptor that polls readable once a time has come.
 
     A thread that waits so wakes sooner than one that sleeps, or polls for whole milliseconds.
+
+    Raises:
+        OSError: No descriptor is left.
     """
 
     def __init__(self) -> None:

@@ -110,7 +110,11 @@ class DataThread:
 
     @property
     def made(self) -> tuple[Capabilities, Staging]:
-        """The capabilities and staging memory of a back end that has started; raises what kept it from that."""
+        """The capabilities and staging memory of a back end that has started.
+
+        Raises:
+            Exception: What kept it from that.
+        """
         if self._unmade is not None:
             raise self._unmade
         assert self._made is not None

@@ -86,7 +86,11 @@ class Process:
         self._opened = False
 
     def ready(self) -> bool:
-        """Whether the peer has opened the link by now. Raises ``PeerError`` if ``read`` would."""
+        """Return whether the peer has opened the link by now.
+
+        Raises:
+            PeerError: ``read`` would raise it.
+        """
         if not self._opened:
             try:
                 self._read_keyed(*self._nothing, 0, 0)

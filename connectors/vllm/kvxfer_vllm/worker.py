@@ -90,7 +90,11 @@ class WorkerHooks:
         )
 
     def suspend(self) -> None:
-        """Let go of the cache before vLLM unmaps it, for sleep mode. Raises ``KvxferError`` if it must stay."""
+        """Let go of the cache before vLLM unmaps it, for sleep mode.
+
+        Raises:
+            KvxferError: It must stay.
+        """
         if not self._asleep:
             self._on.suspend()
             self._asleep = True
