@@ -139,6 +139,9 @@ def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
 
     Returns:
         How many there are in a second, and the microseconds of CPU that each takes on each thread of both sides.
+
+    Raises:
+        SystemExit: One was not delivered.
     """
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=produce, args=(theirs, config), daemon=True)

@@ -57,7 +57,7 @@ class Agent:
     """Move KV in and out of one worker's cache.
 
     Make it once the cache is allocated. All methods may be called from any thread and return at once, save ``close`` and ``drain``.
-    In a process that was forked from the one that made it they raise ``KvxferError``, save ``close``, which does
+    In a process that was forked from the one that made it they fail with ``KvxferError``, save ``close``, which does
     nothing there. The agent is closed when a ``with`` block or the interpreter ends.
 
     Args:

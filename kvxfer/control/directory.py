@@ -69,7 +69,7 @@ class Directory:
     """Serve the descriptor of an engine from a thread of its own.
 
     All methods may be called from any thread and do not block, save ``close``. In a process that was forked from the
-    one that made it they raise ``KvxferError``, save ``close``, which does nothing there. The directory is closed when
+    one that made it they fail with ``KvxferError``, save ``close``, which does nothing there. The directory is closed when
     a ``with`` block or the interpreter ends.
 
     Args:

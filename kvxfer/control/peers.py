@@ -1,6 +1,6 @@
 """The peers of an agent: what they say goes into the machines, and what the machines ask of them is done.
 
-Used by the control thread only. Peers are ranks that we have dialled, ranks that have dialled us, and directories.
+Used by the control thread only. AgentPeers are ranks that we have dialled, ranks that have dialled us, and directories.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Resolve, Send
 
-__all__ = ["Peers"]
+__all__ = ["AgentPeers"]
 
 MOST_EXAMINED = 256
 """Descriptors that may wait to be looked at."""
@@ -37,7 +37,7 @@ MOST_EXAMINED = 256
 T = TypeVar("T")
 
 
-class Peers:
+class AgentPeers:
     """Links to and from other engines' ranks, and questions to directories.
 
     Args:

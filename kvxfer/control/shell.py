@@ -17,7 +17,7 @@ from kvxfer.control.events import EventQueue
 from kvxfer.control.fences import Fences
 from kvxfer.control.link import LinkStatus
 from kvxfer.control.loop import ControlLoop, Step
-from kvxfer.control.peers import Peers
+from kvxfer.control.peers import AgentPeers
 from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.control.sockets import ControlConnection
 from kvxfer.data.commands import (
@@ -105,7 +105,7 @@ class Shell:
         self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._fences = Fences()
-        self._peers = Peers(loop, data, revocations.place, me, config, engine, facts, self.consumer, self.producer)
+        self._peers = AgentPeers(loop, data, revocations.place, me, config, engine, facts, self.consumer, self.producer)
         self.direct = self.staged = 0
 
     def links(self) -> list[LinkStatus]:

@@ -262,7 +262,11 @@ class Server:
         return link
 
     def serve(self, most: int) -> None:
-        """Answer up to ``most`` requests, without waiting for any."""
+        """Answer up to ``most`` requests, without waiting for any.
+
+        Raises:
+            OSError: The asker has closed, or does not keep to the protocol.
+        """
         if self._slots is None:
             raise OSError("a request before the shared memory")
         for _ in range(most):

@@ -73,7 +73,7 @@ class Process:
 
     Once ``ready`` said yes, ``read`` and ``write`` move the pieces ``[lo, hi)`` of two lists of pairwise equal
     length, at most ``IOV_MAX - 1`` at once. They use up the rows before ``hi``: move pieces in order. They
-    raise ``PeerError`` when the process is gone, refuses, shows another key, or has unmapped the memory; what
+    fail with ``PeerError`` when the process is gone, refuses, shows another key, or has unmapped the memory; what
     a failed read left behind is worthless. Any thread, several at once with lists of their own; ``ready`` by one.
     """
 

@@ -224,7 +224,11 @@ def blocks_for(launch: Launch) -> int:
 
 
 class CopyEngines:
-    """``cuMemcpyBatchAsync``, called by its own name: cuda-bindings would make three Python objects of every run."""
+    """``cuMemcpyBatchAsync``, called by its own name: cuda-bindings would make three Python objects of every run.
+
+    Raises:
+        TransportError: The driver is too old to have it.
+    """
 
     class _Attributes(ctypes.Structure):
         _fields_ = [(name, ctypes.c_int) for name in ("order", "from_type", "from_id", "to_type", "to_id", "flags")]

@@ -118,9 +118,13 @@ class LibraryAgent:
             raise TransportError(f"NIXL cannot deregister memory: {self._library.explain(e)}") from e
 
     def metadata(self, *tokens: Any) -> bytes:
-        """Return what a peer has to ``add``: how to reach this agent, and the memory that was registered so.
+        """Return what a peer has to ``add``: how to reach this agent, and memory of it.
 
-        If that is not none, or one, all that is registered.
+        Args:
+            tokens: What ``register`` returned for that memory; of several, all that is registered is told.
+
+        Raises:
+            TransportError: NIXL refuses.
         """
         few = self._nixl.nixlRegDList(self._segments[0], []) if not tokens else tokens[0]
         try:

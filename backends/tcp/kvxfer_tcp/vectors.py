@@ -176,7 +176,7 @@ class IovecBuffer(IovecTable):
 
 
 class Pipe:
-    """A socket that never blocks. Its methods raise ``OSError`` when the connection is over.
+    """A socket that never blocks. Its methods fail with ``OSError`` when the connection is over.
 
     Attributes:
         unsent: What was taken and waits for room.

@@ -17,11 +17,11 @@ from kvxfer.geometry import CopyPlan
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, Fence, Verb
 
-__all__ = ["Piece", "SlotAtPeer", "Staged", "misfit"]
+__all__ = ["StagedPiece", "SlotAtPeer", "Staged", "misfit"]
 
 
 @dataclass
-class Piece:
+class StagedPiece:
     """A piece of a part, and the slot that it passes through; the fence tells when the device is done with it."""
 
     number: int
@@ -54,9 +54,9 @@ class Staged(Job):
         self.staging = wire.staging
         self._rest: Iterator[tuple[int, CopyPlan]] = enumerate(_pieces(action))
         self._ahead: tuple[int, CopyPlan] | None = None
-        self.held: dict[int, Piece] = {}  # batch or piece number -> the piece that holds a slot
-        self.unpacking: list[Piece] = []
-        self.stranded: list[Piece] = []  # their slots may still be touched
+        self.held: dict[int, StagedPiece] = {}  # batch or piece number -> the piece that holds a slot
+        self.unpacking: list[StagedPiece] = []
+        self.stranded: list[StagedPiece] = []  # their slots may still be touched
         self._starving = False  # wants a slot, and there was none
         self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
 
@@ -98,7 +98,7 @@ class Staged(Job):
         self._ahead, self._rest = None, iter(())
         self._unpackers.clear()
 
-    def begin(self) -> Piece | None:
+    def begin(self) -> StagedPiece | None:
         """Return the next piece with a slot for it, or ``None`` when there is nothing to begin now."""
         ahead = self.peek()
         if ahead is None or self.error is not None or not self.my_turn:
@@ -107,14 +107,14 @@ class Staged(Job):
         if slot is None:
             return None
         self._ahead = None
-        return Piece(*ahead, slot)
+        return StagedPiece(*ahead, slot)
 
     def take(self) -> Slot | None:
         slot = self.staging.take(self.ref.link, self.ref.role)
         self._starving = slot is None
         return slot
 
-    def one_run(self, verb: Verb, piece: Piece, remote: int | None = None, after: Fence | None = None) -> None:
+    def one_run(self, verb: Verb, piece: StagedPiece, remote: int | None = None, after: Fence | None = None) -> None:
         one = np.array([piece.plan.nbytes], dtype=np.int64)
         batch = Batch(
             verb,
@@ -132,7 +132,7 @@ class Staged(Job):
             self.staging.give(piece.slot)
             raise
 
-    def pack(self, piece: Piece) -> Fence:
+    def pack(self, piece: StagedPiece) -> Fence:
         try:
             return self.staging.pack(piece.plan, piece.slot)
         except BaseException:
@@ -153,7 +153,7 @@ class Staged(Job):
             if number not in self._unpackers:
                 self._unpackers[number] = self.staging.unpack(plan)
 
-    def land(self, piece: Piece) -> None:
+    def land(self, piece: StagedPiece) -> None:
         """Begin to unpack a piece that has arrived in its slot."""
         try:
             unpack = self._unpackers.pop(piece.number, None) or self.staging.unpack(piece.plan)
@@ -169,7 +169,7 @@ class Staged(Job):
             self.unpacking.remove(piece)
             self.staging.give(piece.slot)
 
-    def give_back(self, piece: Piece, quiet: bool) -> None:
+    def give_back(self, piece: StagedPiece, quiet: bool) -> None:
         """Free the slot of a piece that ends here; one that is not quiet stays out until it is."""
         if quiet:
             self.staging.give(piece.slot)
@@ -207,7 +207,7 @@ class SlotAtPeer(Staged):
             return
         self._named.append((news.piece, news.offset))
 
-    def next_named(self) -> tuple[Piece, int] | None:
+    def next_named(self) -> tuple[StagedPiece, int] | None:
         """Return the next piece with a slot here, and its offset at the peer; ``None`` when there is none now."""
         while self.error is None and self._named:
             slot = self.take()
@@ -216,6 +216,6 @@ class SlotAtPeer(Staged):
             number, offset = self._named.popleft()
             plan = self._plans.pop(number, None)
             if plan is not None:
-                return Piece(number, plan, slot), offset
+                return StagedPiece(number, plan, slot), offset
             self.staging.give(slot)  # it was named twice
         return None

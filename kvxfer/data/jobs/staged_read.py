@@ -6,7 +6,7 @@ from itertools import islice
 
 from kvxfer.data.commands import PieceNews, PieceReady, PieceTaken
 from kvxfer.data.jobs.job import Wire
-from kvxfer.data.jobs.staged import Piece, SlotAtPeer, Staged
+from kvxfer.data.jobs.staged import SlotAtPeer, Staged, StagedPiece
 from kvxfer.data.staging import Slot
 from kvxfer.failures import Failure
 from kvxfer.protocol.values import Move
@@ -23,7 +23,7 @@ class StagedServe(Staged):
 
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
-        self._packing: list[Piece] = []
+        self._packing: list[StagedPiece] = []
 
     @property
     def waiting_on_device(self) -> bool:

@@ -6,7 +6,7 @@ from collections import deque
 
 from kvxfer.data.commands import PieceNews, PieceReady, PieceTaken
 from kvxfer.data.jobs.job import Wire
-from kvxfer.data.jobs.staged import Piece, SlotAtPeer, Staged, misfit
+from kvxfer.data.jobs.staged import SlotAtPeer, Staged, StagedPiece, misfit
 from kvxfer.failures import Failure
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Completion, Verb
@@ -40,7 +40,7 @@ class StagedLend(Staged):
 
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
-        self._written: deque[Piece] = deque()
+        self._written: deque[StagedPiece] = deque()
 
     @property
     def complete(self) -> bool:
