@@ -122,8 +122,10 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
         long, short = found["measured"]["bytes"]
         for way, words in (("from_peer", "from there"), ("to_peer", "to there")):
             got = found["measured"][way]
-            figures = f"{got['GB_per_s']} GB/s for {long >> 20} MiB, {got['ms']} ms for {short >> 10} KiB"
-            say(f"{words}: {got['failure'] if 'failure' in got else figures}")
+            if "failure" in got:
+                say(f"{words}: {got['failure']}")
+            else:
+                say(f"{words}: {got['GB_per_s']} GB/s for {long >> 20} MiB, {got['ms']} ms for {short >> 10} KiB")
     elif "links" in found:
         say(
             "GB/s: not measured, since the engine's memory is that of its requests; run kvxfer doctor --stand-in cpu --config FILE "
