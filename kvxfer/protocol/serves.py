@@ -124,8 +124,11 @@ class Serves:
     def _announce(
         self, serve: RankServe, link: ConsumerLink, offer: Offer, span: Span, final: bool, now: float
     ) -> list[Action]:
-        """Announce what is ready, in one part or in several."""
+        """Announce what is ready, in one part or in several; what may not go yet is announced when a part has ended."""
         info, plan, lo, ends = link.info, None, span.lo, [span.hi]
+        left = serve.parts_left(info)
+        if left <= 0:
+            return []
         if not info.unattended:
             try:
                 plan = plan_for(serve, info, offer, span, final)
@@ -138,7 +141,7 @@ class Serves:
             serve.expires = now + min(serve.request.moving, self._longest)
             self._times.set(serve.key, serve.expires)
         out: list[Action] = []
-        for end in ends:
+        for end in ends[:left]:
             if serve.part >= m.MAX_PARTS:
                 many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
                 return out + self.stop(serve, many, False, now)
@@ -223,6 +226,7 @@ class Serves:
                 self.links[done.ref.link].pace.took(done.nbytes, done.seconds)
             if ready is not None and serve.state is S.SERVING:
                 out.append(Send(serve.link, ready))
+            out += self.advance(serve, now)
         elif done.collateral:
             out += self.stop(serve, done.failure.about("the link broke: "), True, now)
         else:

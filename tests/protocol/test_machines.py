@@ -29,8 +29,9 @@ NOISE = st.binary(min_size=500, max_size=2000)
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is hashed goes in several parts even here, and bands pay over any link that has moved something."""
+    """Parts are small, and bands pay over any link that has moved something, even here."""
     monkeypatch.setattr(parts, "CHECKED_LEAST", 8)
+    monkeypatch.setattr(parts, "HOST_PART", 8)
     monkeypatch.setattr(pace, "LEAST", 1)
     monkeypatch.setattr(pace, "PAYS_S", 0.0)
 
