@@ -127,6 +127,7 @@ class Shell:
         self._out = Outbound(loop.sockets, data, silence, me.cache, me.epoch, engine, stated)
         patience = min(config.peer_timeout, config.transfer_timeout)
         self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)
+        self._waiting: list[Callable[[], None]] = []  # until nothing is in hand
         self.direct = self.staged = 0
 
     def links(self) -> list[LinkStatus]:
@@ -330,6 +331,8 @@ class Shell:
             except BaseException as e:
                 log.exception("an action failed: %s", type(action).__name__)
                 self._failed(action, Failure.of(e, FailureKind.PEER_LOST))
+        if self._waiting and self._idle:
+            self._tell_waiting()
 
     def _failed(self, action: Action, why: Failure) -> None:
         """Count the link as lost whose action could not be done."""
@@ -407,11 +410,23 @@ class Shell:
 
     def ended(self) -> None:
         self._events.end()
+        self._tell_waiting()
+
+    def when_idle(self, call: Callable[[], None], now: float) -> list[Action]:
+        """Call this once no offer or fetch of ours is in hand, or the thread ends."""
+        self._waiting.append(call)
+        if self._loop.over:
+            self._tell_waiting()
+        return []
 
     @property
-    def idle(self) -> bool:
-        """Whether no offer or fetch of ours is in hand. Any thread."""
+    def _idle(self) -> bool:
         return not (self._fences or self.producer.offered or len(self.consumer))
+
+    def _tell_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
 
     @property
     def held(self) -> int:
