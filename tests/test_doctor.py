@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvxfer.backend.ports import listening
+from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.main import build
 from kvxfer.cli.visit import visit
@@ -19,7 +24,8 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.engine import WorkerChannel
-from kvxfer.identity import Source
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol.messages import Await, Named
 from kvxfer.security import make_key
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import registry
@@ -108,6 +114,54 @@ def test_an_engine_of_two_ranks() -> None:
         assert len(peers) == 2 and all(any(a.member.address in peer for peer in peers) for a in agents)
 
 
+@contextmanager
+def stand_in(**config: Any) -> Iterator[str]:
+    """Where a stand-in with these settings is, which runs in a process of its own and is ended as people end it."""
+    words = [sys.executable, "-m", "kvxfer", "doctor", "--stand-in", "cpu", "--config", json.dumps(config)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().partition("--peer ")[2].partition(" ")[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("backend", ["tcp", "zmq", "cma"])
+def test_a_stand_in_is_measured_in_both_directions(backend: str, tmp_path: Path) -> None:
+    require(backend)
+    make_key(tmp_path / "key")
+    settings = {"backend": backend, "key_file": str(tmp_path / "key")}
+    with stand_in(**settings) as there:
+        found = visit(there, Config.from_mapping(settings))
+        assert "failure" not in found and found["measured"]["bytes"] == [64 << 20, 64 << 10]
+        for way in ("from_peer", "to_peer"):
+            assert 0.001 < found["measured"][way]["GB_per_s"] < 1000, found
+            assert 0.001 < found["measured"][way]["ms"] < 1000, found
+
+
+def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
+    settings = {"backend": "tcp", "peer_timeout": 1.0}
+    with stand_in(**settings) as there:
+        host, port = there.split(":")
+        with Directory(Config.from_mapping(settings), "stranger") as directory:
+            for base in ("router/x", "own/x/give 1", "own/1/give x", "own/1/burn 1 127.0.0.1 9", "own/1/take 1 a/b 9"):
+                named = (Named(TransferId(base, 0), b""),)
+                directory.tell(Source(host, int(port), 1), Await(0, named))
+            found = visit(there, Config.from_mapping({**settings, "advertise": "127.0.0.2"}))
+        assert found["measured"]["from_peer"]["GB_per_s"] > 0
+        assert "could not fetch from here" in found["measured"]["to_peer"]["failure"]
+        words = ["doctor", "--peer", there, "--config", json.dumps(settings)]
+        shown = " ".join(CliRunner().invoke(build(), words).stdout.split())
+        assert "from there: " in shown and "to there: " in shown and "GB/s for 64 MiB" in shown
+
+
+def test_strangers_reach_no_stand_in() -> None:
+    words = ["doctor", "--stand-in", "cpu", "--config", '{"listen": "0.0.0.0", "advertise": "127.0.0.1"}']
+    result = CliRunner().invoke(build(), words)
+    assert result.exit_code == 1 and "key_file" in result.stderr
+
+
 def test_wrong_use() -> None:
     for wrong in (["--peer", "nowhere"], ["--peer", "host:99999"], ["--config", "["], ["--what"]):
         assert CliRunner().invoke(build(), ["doctor", *wrong]).exit_code == 2
@@ -193,6 +247,36 @@ def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert words in facts["advice"][i]
     put("proc/self/status", "CapEff:\t0000000000080000\n")
     assert "ptrace" not in host_facts(tmp_path)["advice"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "encrypted", "advice"),
+    [
+        ("tcp", {"backend": "tcp"}, False, 'set "backend_options": {"encrypt": true} on all engines'),
+        ("zmq", {"backend": "zmq", "backend_options": {"encrypt": True}}, True, "set 'key_file' as well"),
+        ("tcp", {"backend": "auto"}, False, 'set "backend_options": {"tcp": {"encrypt": true}} on all engines'),
+        ("tcp", {"backend": "auto", "backend_options": {"tcp": {"encrypt": True}}}, True, "set 'key_file' as well"),
+        ("cma", {"backend": "cma"}, False, "or use tcp or zmq"),
+    ],
+)
+def test_whether_the_bulk_is_encrypted(name: str, config: dict[str, Any], encrypted: bool, advice: str) -> None:
+    known = [registry.load(each) for each in ("tcp", "zmq", "cma")]
+    said = encryption(Config.from_mapping(config), [registry.load(name)], known)[name]
+    assert said["encrypted"] is encrypted and advice in said["advice"]
+    assert encrypted or "key_file" not in said["advice"]
+
+
+def test_people_and_programs_are_told_whether_the_bulk_is_encrypted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = registry.available()
+    monkeypatch.setattr(registry, "available", lambda: {"tcp": installed["tcp"]})  # the others cost time
+    make_key(tmp_path / "key")
+    config = {"backend": "tcp", "backend_options": {"encrypt": True}, "key_file": str(tmp_path / "key")}
+    told = CliRunner().invoke(build(), ["doctor", "--config", json.dumps(config)]).stdout
+    assert "what tcp moves is encrypted\n" in told
+    told = CliRunner().invoke(build(), ["doctor", "--json", "--config", '{"backend": "auto"}']).stdout
+    assert json.loads(told)["encryption"]["tcp"]["encrypted"] is False
 
 
 def test_it_says_what_becomes_of_elastic_caches(node: Any) -> None:

@@ -25,6 +25,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from kvxfer.cli import stand_in
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -117,10 +118,16 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
         say("its cache is elastic: a back end that keeps pages moves it staged")
     for row in found.get("candidates", ()):
         say(f"  {row['backend']}: {row['against'] or 'used'}")
-    for link in found.get("links", ())[:1]:
+    if "measured" in found:
+        long, short = found["measured"]["bytes"]
+        for way, words in (("from_peer", "from there"), ("to_peer", "to there")):
+            got = found["measured"][way]
+            figures = f"{got['GB_per_s']} GB/s for {long >> 20} MiB, {got['ms']} ms for {short >> 10} KiB"
+            say(f"{words}: {got['failure'] if 'failure' in got else figures}")
+    elif "links" in found:
         say(
-            "GB/s: not measured, since the engine has no memory that may be written; between two processes of this host: "
-            f"kvxfer bench transfer --backend {link['backend']}"
+            "GB/s: not measured, since the engine's memory is that of its requests; run kvxfer doctor --stand-in cpu --config FILE "
+            "on its host, with its settings and another port, and visit that"
         )
 
 
@@ -137,8 +144,12 @@ def _visit(peer: str, config: Config) -> dict[str, Any]:
         "first_answer_ms": round(found.first_s * 1e3, 3),
         "round_trip_ms": round(statistics.median(found.round_trips) * 1e3, 3),
     }
+    source = Source(target.host, target.port, found.engine.epoch)
     try:
-        return report | _greet(Source(target.host, target.port, found.engine.epoch), found, config)
+        report |= _greet(source, found, config)
+        if found.engine.engine == stand_in.NAME and "failure" not in report:
+            report["measured"] = stand_in.measure(source, config, report["device"])
+        return report
     except (KvxferError, OSError) as e:
         return report | {"failure": _told(Failure.of(e, peer=peer))}
 
@@ -175,6 +186,7 @@ def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
     device = next(region.device for cache in caches for region in cache.regions)
     theirs = {name for member in engine.members for name in member.backends}
     report["candidates"] = _candidates(device.partition(":")[0], config, theirs, report["links"])
+    report["device"] = device
     report["memory"] = device.partition(":")[0]
     report["peer_memory"] = engine.members[0].cache.regions[0].device.partition(":")[0]
     report["peer_elastic"] = any(member.cache.elastic for member in engine.members)

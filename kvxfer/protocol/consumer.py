@@ -9,44 +9,30 @@ moves any more. Outcome and release are two events: a fetch is released only whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import count
 from typing import assert_never
 
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
-from kvxfer.geometry import CopyPlan, PlanError
+from kvxfer.geometry import PlanError
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.attempts import Attempts
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
-from kvxfer.protocol.index import Index
-from kvxfer.protocol.parts import PIECE_LEAST, plan_part, to_hash
+from kvxfer.protocol.routes import Routes
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import (
-    Abort,
     Action,
-    Close,
-    Dial,
     Emit,
-    Ended,
     Hash,
     Hashed,
     LinkId,
     LinkInfo,
-    Mode,
-    Move,
     Moved,
-    PartRef,
-    Progress,
     Released,
-    RemoteWritesEnded,
-    Resolve,
     Resolved,
     Send,
-    in_order,
     link_name,
 )
-from kvxfer.transport import Verb
 from kvxfer.values import Fetch
 
 __all__ = ["ConsumerMachine"]
@@ -55,12 +41,6 @@ S, E, K = RankFetchState, RankFetchEvent, FailureKind
 
 RESETS = 8
 """How often a rank is tried anew after its link broke under it."""
-
-VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.RECV}
-"""How a part comes here, by the mode of its link."""
-
-REMINDERS = 4
-"""How often a producer is asked to stop writing into our memory before the link is closed instead."""
 
 
 class ConsumerMachine:
@@ -79,20 +59,15 @@ class ConsumerMachine:
     """
 
     def __init__(self, start: float, timeout: float, retry: float = 1.0) -> None:
-        self._start_s, self._timeout, self._retry = start, timeout, retry
+        self._start_s, self._timeout = start, timeout
         self.corrupt = 0
         self._closed: Failure | None = None
-        self._attempts = count(1)
         self._fetches: dict[str, FetchRecord] = {}
-        self._tries: dict[int, tuple[FetchRecord, RankFetch]] = {}  # by a rank's last attempt
-        self._routes: dict[Source, Resolved] = {}
-        self._prepared: set[Source] = set()  # whose links are to be made once there is a route
-        self._behind: Index[LinkId, Source] = Index()  # whose route leads over a link
-        self._seeking: Index[Source, str] = Index()  # fetches whose route is not known yet
-        self._over: Index[LinkId, str] = Index()  # fetches that use a link
-        self._links: dict[LinkId, LinkInfo | None] = {}  # None: dialled, not up
+        self._routes = Routes()
+        self._links = self._routes.links
+        self._attempts = Attempts(self._routes, timeout, retry)
+        self._ask = self._attempts.ask
         self._deadlines: Timers[str] = Timers()
-        self._questions: Timers[int] = Timers()
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
@@ -103,9 +78,6 @@ class ConsumerMachine:
             spec: what to fetch, and into which blocks.
             now: the time in seconds.
             called: when the engine asked for it, from which the time for its first part runs; ``None`` means now.
-
-        Returns:
-            The actions that follow.
 
         Raises:
             ValueError: the handle is that of a fetch that is still alive.
@@ -118,20 +90,11 @@ class ConsumerMachine:
             return self._fail(f, self._closed, now)
         self._deadlines.set(spec.handle, f.deadline)
         route = self._routes.get(spec.source)
-        if route is not None:
-            return self._start(f, route, now)
-        self._seeking.add(spec.source, spec.handle)
-        return [Resolve(spec.source, spec.own)]
+        return self._routes.seek(f) if route is None else self._start(f, route, now)
 
     def prepare(self, source: Source, own: Source | None) -> list[Action]:
         """Make the links to a source from which fetches are to come. If there is no way, those will say so."""
-        if self._closed is not None:
-            return []
-        route = self._routes.get(source)
-        if route is not None:
-            return self._dial(rank.link for rank in route.ranks)
-        self._prepared.add(source)
-        return [Resolve(source, own)]
+        return [] if self._closed is not None else self._routes.prepare(source, own)
 
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
         """End a fetch that the engine no longer wants. Unknown handles are ignored."""
@@ -145,7 +108,7 @@ class ConsumerMachine:
         for f in list(self._fetches.values()):
             out += self._fail(f, why, now)
         for link in list(self._links):
-            out += self._close(link, why)
+            out += self._routes.close(link, why)
         return out
 
     # --- from the shell --------------------------------------------------------------------------------------------
@@ -153,26 +116,16 @@ class ConsumerMachine:
     def resolved(self, source: Source, route: Resolved | Failure, now: float) -> list[Action]:
         """Take the route to a source, or the reason why there is none."""
         out: list[Action] = []
-        if isinstance(route, Resolved):
-            self._routes[source] = route
-            for rank in route.ranks:
-                self._behind.add(rank.link, source)
-        for f in [self._fetches[handle] for handle in self._seeking.pop(source)]:
+        for f in self._routes.resolved(source, route):
             out += self._start(f, route, now) if isinstance(route, Resolved) else self._fail(f, route, now)
-        if source in self._prepared:
-            self._prepared.remove(source)
-            out += self._dial(rank.link for rank in route.ranks) if isinstance(route, Resolved) else []
-        return out
+        return out + self._routes.prepared(source)
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
         """Use a link that was dialled and is up now."""
-        if link not in self._links:
-            return []
-        self._links[link] = info
         out: list[Action] = []
-        for f, rank in self._on_link(link):
+        for f, rank in self._routes.up(link, info):
             if rank.state is S.LINKING:
-                out += self._request(f, rank, now)
+                out += self._attempts.begin(f, rank, now)
             elif rank.state is S.COMMITTING:
                 out += self._ask(f, rank, now)
         return out
@@ -181,31 +134,29 @@ class ConsumerMachine:
         """Void the attempts on a link that broke but can be made again, and dial it anew where it is still needed."""
         if self._links.get(link) is None:
             return []  # being dialled anew already, or of no interest
-        ranks = list(self._on_link(link))
+        ranks = self._routes.users(link)
         out: list[Action] = []
         for f, rank in ranks:
             if rank.on(E.LINK_RESET):
                 self._reopen(f)
                 rank.resets += 1
                 rank.broke = why
-                self._questions.cancel(rank.attempt)
+                self._attempts.answered(rank)
                 if rank.resets > RESETS:
-                    often = why.about(f"the link broke {rank.resets} times: ", link_name(link))
-                    out += self._fail(f, often, now)
-                out += [Abort(ref) for ref in in_order(rank.flight)]
+                    out += self._fail(f, why.about(f"the link broke {rank.resets} times: ", link_name(link)), now)
+                out += rank.aborts
         if any(rank.state in (S.LINKING, S.PAUSED, S.COMMITTING, S.HELD) for _, rank in ranks):
-            self._links[link] = None
-            out.append(Dial(link))
+            out += self._routes.redial(link)
         else:
-            out += self._close(link, why)
+            out += self._routes.close(link, why)
         for f, rank in ranks:
-            out += self._resume(f, rank, now)
+            out += self._attempts.resume(f, rank, now)
         return out
 
     def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
         """Fail what uses a link that is lost for good."""
-        out = self._close(link, why)
-        for f, rank in list(self._on_link(link)):
+        out = self._routes.close(link, why)
+        for f, rank in self._routes.users(link):
             if rank.on(E.LINK_DOWN):
                 out += self._fail(f, why.about("", link_name(link)), now)
         return out
@@ -213,14 +164,14 @@ class ConsumerMachine:
     def link_closed(self, link: LinkId, now: float) -> list[Action]:
         """Note that a link is closed, as ``Close`` or ``Dial`` asked: its producer can no longer write into our memory."""
         out: list[Action] = []
-        for f, rank in list(self._on_link(link)):
+        for f, rank in self._routes.users(link):
             if rank.remote_writes and rank.state in (S.PAUSED, S.FAILED, S.ARRIVED, S.COMMITTING):
                 out += self._remote_writes_ended(f, rank, now)
         return out
 
     def message(self, link: LinkId, msg: m.ToConsumer, now: float) -> list[Action]:
         """Handle a message from the producer rank behind ``link``. Anything late, repeated or unknown changes nothing."""
-        f, rank = self._tries.get(msg.attempt, (None, None))
+        f, rank = self._attempts.tries.get(msg.attempt, (None, None))
         if f is None or rank is None or rank.spec.link != link or f.spec.transfer != msg.transfer:
             return []
         match msg:
@@ -238,14 +189,13 @@ class ConsumerMachine:
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """Handle the end of a part on this side."""
-        f, rank = self._tries.get(done.ref.attempt, (None, None))
+        f, rank = self._attempts.tries.get(done.ref.attempt, (None, None))
         if f is None or rank is None or done.ref not in rank.flight:
             return []
-        link, plan = done.ref.link, rank.to_hash.pop(done.ref, None)
+        plan = rank.came(done)
         if done.failure is None:
             f.nbytes += done.nbytes
-            rank.checksum += done.checksum or 0
-            if plan is not None and done.checksum is None and rank.state is S.MOVING:
+            if plan is not None:
                 return [Hash(done.ref, plan, "destination")]
         if done.quiet:
             rank.flight.discard(done.ref)
@@ -254,175 +204,83 @@ class ConsumerMachine:
             if done.failure is None:
                 out += self._complete(f, rank, now)
             elif done.collateral:
-                out += self.link_reset(link, done.failure, now)
+                out += self.link_reset(done.ref.link, done.failure, now)
             elif rank.error is None:
                 # If that is because the producer has ended its half, its AttemptClosed says what follows.
                 rank.error = done.failure
-                self._questions.set(rank.attempt, now + self._retry)
-        return out + self._resume(f, rank, now) + self._release(f)
+                self._attempts.expect(rank, now)
+        return out + self._attempts.resume(f, rank, now) + self._release(f)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
         """Handle the checksum of what has arrived with a part."""
-        f, rank = self._tries.get(done.ref.attempt, (None, None))
+        f, rank = self._attempts.tries.get(done.ref.attempt, (None, None))
         if f is None or rank is None or done.ref not in rank.flight:
             return []
         rank.flight.discard(done.ref)
         rank.checksum += done.value
         out: list[Action] = []
-        if rank.state is S.MOVING and done.failure is not None:
-            unchecked = done.failure.about("what has come cannot be checked: ", link_name(done.ref.link))
-            out += self._fail(f, unchecked, now)
-        elif rank.state is S.MOVING:
-            out += self._complete(f, rank, now)
-        return out + self._resume(f, rank, now) + self._release(f)
+        if rank.state is S.MOVING:
+            why = done.failure and done.failure.about("what has come cannot be checked: ", link_name(done.ref.link))
+            out += self._complete(f, rank, now) if why is None else self._fail(f, why, now)
+        return out + self._attempts.resume(f, rank, now) + self._release(f)
 
     def tick(self, now: float) -> list[Action]:
         """Handle deadlines and repeat questions. Call it when ``next_tick`` is due."""
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
-            states = ", ".join(sorted({str(rank) for rank in f.rank_fetches} or {f"looking for {f.spec.source}"}))
-            why = f"nothing came within {self._start_s:g} s (still {states})"
-            if f.begun:
-                why = f"no outcome within {self._timeout:g} s of the first part (still {states})"
-            peers = ", ".join(link_name(rank.spec.link) for rank in f.rank_fetches) or str(f.spec.source)
-            out += self._fail(f, Failure(f.late, why, peers), now)
-        for attempt in self._questions.due(now):
-            f, rank = self._tries[attempt]
-            out += self._ask(f, rank, now)
+            out += self._fail(f, f.overdue(self._start_s, self._timeout), now)
+        for f, rank in self._attempts.due(now):
+            why = self._attempts.hopeless(rank)
+            if why is None:
+                out += self._ask(f, rank, now)
+                continue
+            if rank.state is S.MOVING:
+                out += self._fail(f, why.about("moving a part: ", link_name(rank.spec.link)), now)
+            out += self.link_reset(rank.spec.link, why, now)
         return out
 
     def next_tick(self) -> float | None:
         """Return when ``tick`` has something to do next, or ``None``."""
-        return min((t for t in (self._deadlines.next(), self._questions.next()) if t is not None), default=None)
+        return min((t for t in (self._deadlines.next(), self._attempts.next()) if t is not None), default=None)
 
     def __len__(self) -> int:
         return len(self._fetches)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _on_link(self, link: LinkId) -> Iterator[tuple[FetchRecord, RankFetch]]:
-        for f in [self._fetches[handle] for handle in self._over.of(link)]:
-            if f.ranks is not None:
-                yield f, f.ranks[link]
-
     def _start(self, f: FetchRecord, route: Resolved, now: float) -> list[Action]:
         f.take(route.ranks)
-        for rank in f.rank_fetches:
-            self._over.add(rank.spec.link, f.spec.handle)
+        self._routes.use(f)
         if not f.rank_fetches:
             return self._end(f, DELIVERED, now)  # this rank has nothing to fetch
-        out: list[Action] = []
-        for rank in f.rank_fetches:
-            out += self._link(f, rank, now)
-        return out
-
-    def _dial(self, links: Iterable[LinkId]) -> list[Action]:
-        """Make those of these links that there are not."""
-        new = [link for link in links if link not in self._links]
-        self._links |= dict.fromkeys(new)
-        return [Dial(link) for link in new]
-
-    def _close(self, link: LinkId, why: Failure) -> list[Action]:
-        """Give a link up. The route to what is behind it has to be looked up anew."""
-        self._links.pop(link, None)
-        for source in self._behind.pop(link):
-            self._routes.pop(source, None)
-        return [Close(link, why)]
-
-    def _link(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Begin an attempt of a rank fetch in LINKING if its link is up, else see that the link is being made."""
-        link = rank.spec.link
-        if self._links.get(link) is not None:
-            return self._request(f, rank, now)
-        return self._dial([link])
-
-    def _request(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Begin an attempt."""
-        info = self._links[rank.spec.link]
-        assert info is not None
-        rank.on(E.LINK_UP)
-        self._tries.pop(rank.attempt, None)
-        rank.begin(next(self._attempts), remote_writes=info.mode == "write", least=f.least)
-        self._tries[rank.attempt] = f, rank
-        f.asked = now
-        return self._ask(f, rank, now)
-
-    def _ask(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Put, or repeat, the question that a rank fetch waits on.
-
-        A producer answers each, but messages are lost with their link.
-        """
-        self._questions.set(rank.attempt, now + self._retry * 2 ** min(rank.asked, 4))
-        rank.asked += 1
-        link = rank.spec.link
-        if rank.state is S.COMMITTING:
-            return (
-                [Send(link, f.commit_request(rank))] if self._links.get(link) is not None else []
-            )  # else once there is a link
-        if rank.state is S.REQUESTED:
-            return [Send(link, f.fetch_request(rank, now, 0.0 if f.begun else self._timeout))]
-        if rank.state is S.MOVING and rank.error is not None:
-            # Nobody explains it. A back end has no word for a link that is of no more use, so none outlives an error.
-            self._questions.cancel(rank.attempt)
-            out = self._fail(f, rank.error.about("moving a part: ", link_name(link)), now)
-            return out + self.link_reset(link, rank.error, now)
-        if self._links.get(link) is None or rank.asked > REMINDERS:
-            self._questions.cancel(rank.attempt)
-            return self.link_reset(link, Failure(K.PEER_LOST, "it does not close the attempt", link_name(link)), now)
-        return [Send(link, f.close_attempt(rank))]
+        return [action for rank in f.rank_fetches for action in self._attempts.begin(f, rank, now)]
 
     def _part_ready(self, f: FetchRecord, rank: RankFetch, msg: m.PartReady, now: float) -> list[Action]:
         info = self._links.get(rank.spec.link)
-        if info is None or msg.part in rank.spans or rank.error is not None:
+        if info is None or msg.part in rank.spans or rank.error is not None or not rank.on(E.PART_READY):
             return []
-        if rank.state in (S.REQUESTED, S.MOVING) and rank.generation not in (None, msg.generation):
-            return self._misused(f, rank, "it mixed generations in one attempt", now)
-        if not rank.on(E.PART_READY):
-            return []
-        if msg.generation < rank.least:
-            return self._misused(f, rank, "it has an older generation than it was asked for", now)
+        wrong = rank.misuse(msg, info)
+        if wrong is not None:
+            return self._fail(f, wrong, now)
         if msg.generation < f.least:
             return self._outdate(f, rank, now)
-        if msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
-            return self._misused(f, rank, "it sends pieces of another size than was agreed on", now)
-        self._questions.cancel(rank.attempt)
+        self._attempts.answered(rank)
         f.heard = now
         if not f.begun:
             f.announced = now
             f.begun, f.deadline = True, now + self._timeout
             self._deadlines.set(f.spec.handle, f.deadline)
-        rank.generation, rank.revocations = msg.generation, msg.revocations
-        rank.end = msg.hi if msg.final else rank.end
-        rank.payload = rank.payload or msg.payload
-        rank.spans[msg.part] = msg.lo, msg.hi
+        rank.announced(msg)
         try:
-            plan = self._plan(f, info, msg)
+            plan = f.plan(msg, info)
         except PlanError as e:
-            return self._misused(f, rank, f"what it has does not fit what is wanted: {e}", now)
-        return self._newest(f, msg.generation, now) + self._take(f, rank, info, msg, plan, now)
-
-    def _take(
-        self, f: FetchRecord, rank: RankFetch, info: LinkInfo, msg: m.PartReady, plan: CopyPlan, now: float
-    ) -> list[Action]:
-        """Ask for the actions by which an announced part arrives."""
-        ref = PartRef("consumer", rank.spec.link, f.spec.transfer, rank.attempt, msg.part)
-        hashed = to_hash(plan, info, ref)
+            why = f"what it has does not fit what is wanted: {e}"
+            return self._fail(f, Failure(K.MISUSE, why, link_name(rank.spec.link)), now)
+        out = self._newest(f, msg.generation, now)
         if info.mode == "write" and not msg.piece_bytes:
             f.nbytes += plan.nbytes
-            if hashed is None:
-                return self._complete(f, rank, now)
-            rank.flight.add(ref)
-            return [Hash(ref, hashed, "destination")]
-        rank.flight.add(ref)
-        if hashed is not None:
-            rank.to_hash[ref] = hashed
-        return [Move(ref, VERBS[info.mode], plan, msg.stream, msg.piece_bytes, hashed)]
-
-    def _plan(self, f: FetchRecord, info: LinkInfo, msg: m.PartReady) -> CopyPlan:
-        return plan_part(
-            info.planner, msg.blocks, f.spec.blocks, f.spec.start, f.spec.tokens, msg.lo, msg.hi, msg.final
-        )
+        return out + (rank.take(msg, info, plan) or self._complete(f, rank, now))
 
     def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
         """Take a generation that a producer rank has announced.
@@ -441,12 +299,8 @@ class ConsumerMachine:
         if not rank.on(E.OUTDATED):
             return []
         self._reopen(f)
-        rank.asked, rank.revoked = 0, True
-        out = self._ask(f, rank, now)
-        if not rank.remote_writes:
-            self._questions.cancel(rank.attempt)
-        out += [Abort(ref) for ref in in_order(rank.flight)]
-        return out + self._resume(f, rank, now)
+        rank.revoked = True
+        return self._attempts.give_up(f, rank, now) + self._attempts.resume(f, rank, now)
 
     def _reopen(self, f: FetchRecord) -> None:
         """Take back what other rank fetches of this fetch know to have held, because one of them begins anew.
@@ -455,14 +309,14 @@ class ConsumerMachine:
         """
         for rank in f.rank_fetches:
             if rank.on(E.ANOTHER):
-                self._questions.cancel(rank.attempt)
+                self._attempts.answered(rank)
 
     def _complete(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
         """Note that a rank fetch has arrived, if all its parts are here and cover what was wanted.
 
         Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
         """
-        out = self._progress(f)
+        out = f.news()
         if not rank.complete(f.spec.start, f.enough):
             return out
         rank.on(E.COMPLETE)
@@ -478,18 +332,10 @@ class ConsumerMachine:
                 out += self._ask(f, x, now)
         return out + self._deliver(f, now)
 
-    def _progress(self, f: FetchRecord) -> list[Action]:
-        """Tell the engine how far its fetch is, if it has asked for that."""
-        tokens = f.arrived if f.spec.progress else 0
-        if tokens < max(f.progress, f.spec.start) + f.spec.progress or not tokens:
-            return []
-        f.progress = tokens
-        return [Emit(Progress("consumer", f.spec.transfer, f.spec.handle, tokens))]
-
     def _commit_ack(self, f: FetchRecord, rank: RankFetch, msg: m.CommitAck, now: float) -> list[Action]:
         if msg.round != f.round or not rank.on(E.COMMIT_ACK):
             return []
-        self._questions.cancel(rank.attempt)
+        self._attempts.answered(rank)
         rank.remote_writes = False
         rank.counted = len(f.rank_fetches) == 1
         return self._deliver(f, now)
@@ -504,9 +350,10 @@ class ConsumerMachine:
         for rank in f.rank_fetches:
             rank.on(E.ALL_HELD)
         out = self._end(f, DELIVERED, now)
-        return out + [
-            Send(x.spec.link, f.committed(x)) for x in f.rank_fetches if not x.counted and self._links.get(x.spec.link)
-        ]
+        for rank in f.rank_fetches:
+            if not rank.counted and self._links.get(rank.spec.link):
+                out.append(Send(rank.spec.link, f.committed(rank)))
+        return out
 
     def _attempt_closed(self, f: FetchRecord, rank: RankFetch, msg: m.AttemptClosed, now: float) -> list[Action]:
         out: list[Action] = []
@@ -516,63 +363,37 @@ class ConsumerMachine:
         elif msg.again and rank.on(E.CLOSED_AGAIN):
             rank.revoked |= msg.kind is K.REVOKED
             self._reopen(f)
-            out += [Abort(ref) for ref in in_order(rank.flight)]
-        if rank.remote_writes:
-            out += [RemoteWritesEnded(ref) for ref in in_order(rank.flight)]
-        return out + self._remote_writes_ended(f, rank, now)
+            out += rank.aborts
+        return out + rank.written + self._remote_writes_ended(f, rank, now)
 
     def _remote_writes_ended(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
         """Note that the producer has ended what it did for a void attempt."""
         rank.remote_writes = False
         if rank.state in (S.PAUSED, S.FAILED):
-            self._questions.cancel(rank.attempt)
-        return self._resume(f, rank, now) + self._release(f)
-
-    def _resume(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Begin the next attempt of a paused rank fetch of which nothing moves any more."""
-        if rank.state is not S.PAUSED or not rank.quiet:
-            return []
-        rank.on(E.QUIET)
-        return self._link(f, rank, now)
+            self._attempts.answered(rank)
+        return self._attempts.resume(f, rank, now) + self._release(f)
 
     def _fail(self, f: FetchRecord, why: Failure, now: float) -> list[Action]:
         return self._end(f, Outcome(why), now)
-
-    def _misused(self, f: FetchRecord, rank: RankFetch, what: str, now: float) -> list[Action]:
-        """Fail a fetch whose producer broke the protocol."""
-        return self._fail(f, Failure(K.MISUSE, what, link_name(rank.spec.link)), now)
 
     def _end(self, f: FetchRecord, outcome: Outcome, now: float) -> list[Action]:
         """Fix the outcome once, and stop whatever still moves."""
         if f.outcome is not None:
             return []
         f.outcome = outcome
-        spec = f.spec
-        self._deadlines.cancel(spec.handle)
-        self._seeking.remove(spec.source, spec.handle)
-        seconds, waited = now - f.began, f.heard - f.began
-        payload, short = (f.payload, f.short) if outcome.delivered else (b"", None)
-        more = f.generation, waited, payload, f.stages(now), short
-        ended = Ended("consumer", spec.transfer, spec.handle, outcome, f.nbytes, seconds, *more)
-        out: list[Action] = [Emit(ended)]
+        self._deadlines.cancel(f.spec.handle)
+        out: list[Action] = [Emit(f.ended(now))]
         for rank in f.rank_fetches:
-            if rank.state is S.DELIVERED:
-                continue
-            rank.on(E.FAIL)
-            self._questions.cancel(rank.attempt)
-            if rank.attempt and self._links.get(rank.spec.link) is not None:
-                rank.asked = 0
-                out += self._ask(f, rank, now)
-                if not rank.remote_writes:
-                    self._questions.cancel(rank.attempt)
-            out += [Abort(ref) for ref in in_order(rank.flight)]
+            if rank.state is not S.DELIVERED:
+                rank.on(E.FAIL)
+                out += self._attempts.give_up(f, rank, now)
         return out + self._release(f)
 
     def _release(self, f: FetchRecord) -> list[Action]:
         if f.outcome is None or self._fetches.get(f.spec.handle) is not f or not f.quiet:
             return []
         del self._fetches[f.spec.handle]
+        self._routes.leave(f)
         for rank in f.rank_fetches:
-            self._over.remove(rank.spec.link, f.spec.handle)
-            self._tries.pop(rank.attempt, None)
+            self._attempts.forget(rank)
         return [Emit(Released("consumer", f.spec.transfer, f.spec.handle))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec import field
@@ -11,13 +11,34 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.parts import covered, reached
+from kvxfer.protocol.parts import PIECE_LEAST, covered, plan_part, reached, to_hash
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
-from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, RankRoute, Stages
+from kvxfer.protocol.values import (
+    Abort,
+    Action,
+    Emit,
+    Ended,
+    Hash,
+    LinkId,
+    LinkInfo,
+    Mode,
+    Move,
+    Moved,
+    PartRef,
+    Progress,
+    RankRoute,
+    RemoteWritesEnded,
+    Stages,
+    in_order,
+    link_name,
+)
+from kvxfer.transport import Verb
 from kvxfer.values import Fetch
 
 __all__ = ["FetchRecord", "RankFetch"]
 
+VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.RECV}
+"""How a part comes here, by the mode of its link."""
 
 NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
 """Why an attempt is void of which another rank of the producer has a newer generation."""
@@ -63,12 +84,63 @@ class RankFetch(msgspec.Struct, eq=False):
         self.spans.clear()
         self.to_hash.clear()
 
+    def misuse(self, msg: m.PartReady, info: LinkInfo) -> Failure | None:
+        """Return how an announcement breaks the protocol, or ``None`` if it does not."""
+        if self.generation not in (None, msg.generation):
+            what = "it mixed generations in one attempt"
+        elif msg.generation < self.least:
+            what = "it has an older generation than it was asked for"
+        elif msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
+            what = "it sends pieces of another size than was agreed on"
+        else:
+            return None
+        return Failure(FailureKind.MISUSE, what, link_name(self.spec.link))
+
+    def announced(self, msg: m.PartReady) -> None:
+        """Note that a part of the attempt has been announced."""
+        self.generation, self.revocations = msg.generation, msg.revocations
+        self.end = msg.hi if msg.final else self.end
+        self.payload = self.payload or msg.payload
+        self.spans[msg.part] = msg.lo, msg.hi
+
+    def take(self, msg: m.PartReady, info: LinkInfo, plan: CopyPlan) -> list[Action]:
+        """Return the actions by which an announced part arrives; none when it has."""
+        ref = PartRef("consumer", self.spec.link, msg.transfer, self.attempt, msg.part)
+        hashed = to_hash(plan, info, ref)
+        if info.mode == "write" and not msg.piece_bytes:
+            if hashed is None:
+                return []
+            self.flight.add(ref)
+            return [Hash(ref, hashed, "destination")]
+        self.flight.add(ref)
+        if hashed is not None:
+            self.to_hash[ref] = hashed
+        return [Move(ref, VERBS[info.mode], plan, msg.stream, msg.piece_bytes, hashed)]
+
+    def came(self, done: Moved) -> CopyPlan | None:
+        """Note that a part has come, or has failed to, and return what is still to be hashed of it."""
+        plan = self.to_hash.pop(done.ref, None)
+        if done.failure is not None:
+            return None
+        self.checksum += done.checksum or 0
+        return plan if done.checksum is None and self.state is RankFetchState.MOVING else None
+
     def __str__(self) -> str:
         return f"{self.state}, since its link broke: {self.broke.detail}" if self.broke else str(self.state)
 
     @property
     def quiet(self) -> bool:
         return not self.flight and not self.remote_writes
+
+    @property
+    def aborts(self) -> list[Action]:
+        """The actions that end whatever of it still touches memory."""
+        return [Abort(ref) for ref in in_order(self.flight)]
+
+    @property
+    def written(self) -> list[Action]:
+        """The actions that end the parts that its producer may have been writing, and has said to write no more."""
+        return [RemoteWritesEnded(ref) for ref in in_order(self.flight)] if self.remote_writes else []
 
     def complete(self, start: int, enough: int) -> bool:
         """Return whether all parts are here, and cover what there is and at least what is enough."""
@@ -165,6 +237,41 @@ class FetchRecord(msgspec.Struct, eq=False):
         why = NEWER if self.outcome is None or self.outcome.failure is None else self.outcome.failure
         again = self.outcome is None
         return m.CloseAttempt(s.transfer, rank.attempt, s.digest, why.kind, why.detail, again, rank.spec.readers)
+
+    def plan(self, msg: m.PartReady, info: LinkInfo) -> CopyPlan:
+        """Return the plan of an announced part.
+
+        Raises:
+            PlanError: what was announced does not fit what is wanted.
+        """
+        s = self.spec
+        return plan_part(info.planner, msg.blocks, s.blocks, s.start, s.tokens, msg.lo, msg.hi, msg.final)
+
+    def news(self) -> list[Action]:
+        """Tell the engine how far its fetch is, if it has asked for that and there is something to tell."""
+        tokens = self.arrived if self.spec.progress else 0
+        if tokens < max(self.progress, self.spec.start) + self.spec.progress or not tokens:
+            return []
+        self.progress = tokens
+        return [Emit(Progress("consumer", self.spec.transfer, self.spec.handle, tokens))]
+
+    def ended(self, now: float) -> Ended:
+        """Make the event that tells its engine of the outcome."""
+        assert self.outcome is not None
+        s, delivered = self.spec, self.outcome.delivered
+        payload, short = (self.payload, self.short) if delivered else (b"", None)
+        seconds, waited = now - self.began, self.heard - self.began
+        more = self.generation, waited, payload, self.stages(now), short
+        return Ended("consumer", s.transfer, s.handle, self.outcome, self.nbytes, seconds, *more)
+
+    def overdue(self, start: float, timeout: float) -> Failure:
+        """Return why it fails if its deadline passes now, of ``start`` seconds for the first part and ``timeout`` for all."""
+        states = ", ".join(sorted({str(rank) for rank in self.rank_fetches} or {f"looking for {self.spec.source}"}))
+        why = f"nothing came within {start:g} s (still {states})"
+        if self.begun:
+            why = f"no outcome within {timeout:g} s of the first part (still {states})"
+        peers = ", ".join(link_name(rank.spec.link) for rank in self.rank_fetches) or str(self.spec.source)
+        return Failure(self.late, why, peers)
 
     @property
     def late(self) -> FailureKind:

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import lcm
 
 import msgspec
 from msgspec import field
 
 from kvxfer.failures import Failure, FailureKind, Outcome
-from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep
-from kvxfer.protocol.parts import piece_bytes, plan_part, to_hash
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
-from kvxfer.protocol.values import Abort, Action, Hash, LinkId, LinkInfo, Mode, Move, PartRef, Send, in_order
-from kvxfer.transport import Verb
+from kvxfer.protocol.values import (
+    Abort,
+    Action,
+    Emit,
+    Ended,
+    GenerationReleased,
+    LinkId,
+    LinkInfo,
+    PartRef,
+    Released,
+    in_order,
+)
 from kvxfer.values import Offer
 
-__all__ = [
-    "Early",
-    "OfferRecord",
-    "Key",
-    "ConsumerLink",
-    "Over",
-    "RankServe",
-    "announce",
-    "delivered_bytes",
-    "follows",
-    "plan_for",
-    "told",
-    "unfit",
-]
-
-VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.SEND}
-"""How a part leaves here, by the mode of its link."""
+__all__ = ["Early", "OfferRecord", "Key", "ConsumerLink", "Over", "RankServe", "follows", "told"]
 
 Key = tuple[LinkId, int]
 """A serve: the link and the consumer's attempt."""
@@ -101,6 +93,19 @@ class RankServe(msgspec.Struct, eq=False):
     def aborts(self) -> list[Action]:
         """The actions that end whatever of it still touches memory."""
         return [Abort(ref) for ref in in_order(self.flight | self.hashing)]
+
+    def checksums(self) -> m.Checksums:
+        """Make the message that tells the consumer what it should have got."""
+        return m.Checksums(self.request.transfer, self.request.attempt, m.pack_checksum(self.checksum))
+
+    def overdue(self, now: float) -> tuple[Failure, bool]:
+        """Return why it ends, its time being over, and whether its consumer may ask anew."""
+        if now < self.expires:
+            why = "it was offered, by the consumer's word, and is not known here any more"
+            return Failure(FailureKind.WITHDRAWN, why), False
+        waited = self.state is ServeState.WAITING
+        kind = FailureKind.NEVER_OFFERED if waited else FailureKind.TIMED_OUT
+        return Failure(kind, "the consumer's time for it is over"), self.lent and waited
 
     @property
     def live(self) -> bool:
@@ -184,9 +189,33 @@ class OfferRecord(msgspec.Struct, eq=False):
         if digest == self.digest:
             self.misfits.add(reader)
 
-    def drop(self, reader: int) -> None:
-        """Note that a reader that counts has given the transfer up."""
+    def drop(self, reader: int, readers: int) -> None:
+        """Count a consumer that wanted what is offered, and has given it up."""
+        self.admit(reader, readers)
         self.dropped.add(reader)
+
+    def unfetched(self, lease: float) -> Failure:
+        """Return why it ends if its lease of so many seconds has run out."""
+        whose = f", by all {self.consumers} engines that it is for" if self.consumers > 1 else ""
+        return Failure(FailureKind.TIMED_OUT, f"it was not fetched within the lease of {lease:g} s{whose}")
+
+    def ended(self, outcome: Outcome, now: float) -> Ended:
+        """Make the event that tells its engine of the outcome."""
+        seconds = now - self.began
+        return Ended("producer", self.transfer, self.name, outcome, self.nbytes, seconds, self.generation)
+
+    def released(self) -> list[Action]:
+        """Release the engine's blocks once nothing of the offer moves; this comes once, with its last rank serve."""
+        if self.outcome is None or self.serves or not self.known:
+            return []
+        return [Emit(Released("producer", self.transfer, self.name, self.generation))]
+
+    def released_generation(self) -> list[Action]:
+        """Release what was revoked of a transfer that goes on, once nothing of that moves."""
+        if self.revoked is None or self.outcome is not None or self.serves_of(self.revoked):
+            return []
+        generation, self.revoked = self.revoked, None
+        return [Emit(GenerationReleased("producer", self.transfer, self.name, generation))]
 
     @property
     def served(self) -> bool:
@@ -246,100 +275,6 @@ def follows(new: Offer, old: Offer) -> bool:
     if (new.tokens, new.final) == (old.tokens, old.final):
         return new.consumers < old.consumers
     return not old.final and (new.final or new.tokens > old.tokens)
-
-
-def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | None:
-    """Return why this offer can never be what the consumer wants, or ``None`` if it can be."""
-    if offer.digest != request.digest:
-        why = "the digests differ: it is not the KV of the consumer's prompt"
-        return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
-    if offer.final and offer.tokens < request.tokens and not _enough(offer, request, info):
-        why = f"the producer holds {offer.tokens} tokens, the consumer wants {request.tokens}"
-        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
-    if offer.final and offer.tokens != request.tokens and any(g.kind == "state" for g in info.planner.src.groups):
-        why = f"its state is that after token {offer.tokens}, the consumer wants {request.tokens}"
-        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
-    return None
-
-
-def _enough(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> bool:
-    """Return whether fewer tokens than are wanted are of use to the consumer: what else it keeps is of all of them."""
-    only_full = all(g.kind == "full" for cache in (info.planner.src, info.planner.dst) for g in cache.groups)
-    return only_full and 0 < request.enough <= offer.tokens
-
-
-def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, lo: int, hi: int, final: bool) -> CopyPlan:
-    """Return the plan of the part that holds tokens ``[lo, hi)``.
-
-    Raises:
-        PlanError: the block tables do not join.
-    """
-    request = serve.request
-    return plan_part(info.planner, offer.blocks, request.blocks, request.start, request.tokens, lo, hi, final)
-
-
-def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
-    """Return how many bytes a consumer has got that has everything.
-
-    Over an unattended link nobody has planned it here before, because the consumer would have had to wait for that. Of block
-    tables that do not join it has read nothing.
-    """
-    if not info.unattended:
-        return serve.bytes
-    try:
-        return plan_for(serve, info, offer, serve.request.start, serve.sent, serve.final).nbytes
-    except PlanError:
-        return 0
-
-
-def announce(
-    serve: RankServe, link: ConsumerLink, offer: Offer, plan: CopyPlan | None, hi: int, final: bool
-) -> list[Action]:
-    """Return the actions that tell the consumer of the next part, move it and hash it.
-
-    Args:
-        serve: the attempt; it is brought up to date.
-        link: the consumer's.
-        offer: what is announced.
-        plan: that of the part; ``None`` where the link is unattended.
-        hi: the token up to which the part goes.
-        final: whether it is the last part.
-    """
-    request, info, number = serve.request, link.info, serve.part
-    serve.on(ServeEvent.ANNOUNCE)
-    ref = PartRef("producer", serve.link, request.transfer, request.attempt, number)
-    ready = m.PartReady(
-        request.transfer,
-        request.attempt,
-        offer.generation,
-        number,
-        serve.sent,
-        hi,
-        final,
-        offer.blocks,
-        link.stream,
-        0 if plan is None else piece_bytes(plan, info),
-        serve.revocations,
-        serve.record.payload if final else b"",
-    )
-    serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
-    link.stream += 1
-    if plan is None:
-        return [Send(serve.link, ready)]
-    serve.bytes += plan.nbytes
-    out: list[Action] = []
-    hashed = to_hash(plan, info, ref)
-    if hashed is not None:
-        serve.hashing.add(ref)
-        out.append(Hash(ref, hashed, "source"))
-    if info.mode == "write" and not ready.piece_bytes:
-        serve.flight.add(ref)
-        serve.unsent[ref] = ready
-        return [Move(ref, Verb.WRITE, plan, ready.stream, ready.piece_bytes), *out]
-    if info.mode == "read" and not ready.piece_bytes:
-        return [Send(serve.link, ready), *out]
-    serve.flight.add(ref)  # what is read or written staged needs us to pack
-    return [Send(serve.link, ready), Move(ref, VERBS[info.mode], plan, ready.stream, ready.piece_bytes), *out]
 
 
 def told(outcome: Outcome) -> Failure:

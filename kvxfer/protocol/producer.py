@@ -14,56 +14,19 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
-from kvxfer.geometry import PlanError
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import Keep, PeerBudgets
-from kvxfer.protocol.offer_record import (
-    ConsumerLink,
-    Early,
-    Key,
-    OfferRecord,
-    Over,
-    RankServe,
-    announce,
-    delivered_bytes,
-    follows,
-    plan_for,
-    told,
-    unfit,
-)
-from kvxfer.protocol.parts import cuts
+from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, Over, RankServe, follows, told
 from kvxfer.protocol.revocations import RevocationCounter
+from kvxfer.protocol.serves import MANY, MOST_WORDS, Serves
 from kvxfer.protocol.timers import Recent, Timers
 from kvxfer.protocol.transitions import ServeEvent, ServeState
-from kvxfer.protocol.values import (
-    Action,
-    Close,
-    Emit,
-    Ended,
-    GenerationReleased,
-    Hashed,
-    LinkId,
-    LinkInfo,
-    Moved,
-    Released,
-    Send,
-)
+from kvxfer.protocol.values import Action, Emit, GenerationReleased, Hashed, LinkId, LinkInfo, Moved, Send
 from kvxfer.values import Offer
 
 __all__ = ["ProducerMachine"]
 
 S, E, K = ServeState, ServeEvent, FailureKind
-
-# A flood fills no memory, and keeps nobody else's requests out (see ``budgets.py``):
-MOST_BYTES, REQUEST_BYTES = 80 << 20, 2 << 10
-"""What the fetch requests that are alive may take, and what one takes beside its block table as that was on the wire."""
-MANY = Failure(K.OVERLOADED, "too many fetch requests at once")
-MOST_WORDS = 100_000
-"""Answers that are remembered, ends, and readers that gave something up before it was offered."""
-
-GRACE_S = 1.0
-"""How long a rank waits for an offer that its engine has made by the consumer's word: ranks of a step may lag."""
 
 
 class ProducerMachine:
@@ -82,20 +45,15 @@ class ProducerMachine:
     """
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter | None = None) -> None:
-        self._lease, self._longest = lease, longest
-        self._revocations = revocations or RevocationCounter()
+        self._lease = lease
         self.corrupt = 0
         self._closed: Outcome | None = None
         self._records: dict[TransferId, OfferRecord] = {}
-        self._serves: dict[Key, RankServe] = {}  # those of ended offer records included
-        self._links: dict[LinkId, ConsumerLink] = {}
+        self._serves = Serves(lease, longest, revocations or RevocationCounter(), self._serve_over)
+        self._links, self._stop = self._serves.links, self._serves.stop
         self._leases: Timers[TransferId] = Timers()
-        self._budgets: Timers[Key] = Timers()
-        # For questions that are repeated after all has been said, on whatever link: by the reader's epoch and attempt.
-        self._last_words: Keep[int, int, m.CommitAck | m.AttemptClosed] = Keep(lease, MOST_WORDS)
         self._early = Early(lease, MOST_WORDS)
         self._over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
-        self._room: PeerBudgets[LinkId, Key] = PeerBudgets(MOST_BYTES)
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
@@ -126,11 +84,10 @@ class ProducerMachine:
         h.take(offer)
         self._lend(h, now)
         for serve in list(h.serves.values()):
-            out += self._advance(serve, now)
+            out += self._serves.advance(serve, now)
         for reader, readers in self._early.take(offer.transfer, offer.digest).items():
             if h.outcome is None and not h.lives(reader):
-                h.admit(reader, readers)
-                h.drop(reader)
+                h.drop(reader, readers)
                 gave_up = Failure(K.CANCELLED, "its consumer gave it up before it was there")
                 out += self._count(h, Outcome(gave_up), now)
         if old is not None and offer.consumers < old.consumers and h.outcome is None:
@@ -167,7 +124,7 @@ class ProducerMachine:
         if gone:
             return out + self._end(h, Outcome(why), now)
         h.revoked = generation if h.revoked is None else max(generation, h.revoked)
-        return out + self._release_revoked(h)
+        return out + h.released_generation()
 
     def renew(self, transfer: TransferId, now: float) -> None:
         """Renew the lease of a transfer that somebody still means to fetch."""
@@ -192,22 +149,21 @@ class ProducerMachine:
 
     def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
         """End what a lost consumer rank was being served; the offer stays for another lease."""
-        known = self._links.pop(link, None)
         out: list[Action] = []
-        for serve in [] if known is None else list(known.serves.values()):
+        for serve in self._serves.unlink(link):
             if serve.on(E.LINK_DOWN):
                 serve.record.leave(serve.reader)
-                self._forsake(serve)
+                self._serves.forsake(serve)
                 self._lend(serve.record, now)
-            out += serve.aborts + self._drop_if_over(serve, now)
+            out += serve.aborts + self._serves.finish(serve, now)
         return out
 
     def message(self, link: LinkId, msg: m.ToProducer, now: float) -> list[Action]:
         """Handle a message from a consumer rank. Anything late, repeated or unknown changes nothing."""
-        known, serve = self._links.get(link), self._serves.get((link, msg.attempt))
+        known, serve = self._links.get(link), self._serves.get(link, msg.attempt)
         if known is None or (serve is not None and serve.request.transfer != msg.transfer):
             return []
-        said = self._last_words.get(known.info.peer, msg.attempt)
+        said = self._serves.last_words.get(known.info.peer, msg.attempt)
         match msg:
             case m.CloseAttempt():
                 return self._close_attempt(link, serve, msg, now)
@@ -227,66 +183,34 @@ class ProducerMachine:
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """Handle the end of a part on this side."""
-        serve = self._serves.get((done.ref.link, done.ref.attempt))
-        if serve is None or done.ref not in serve.flight:
-            return []
-        out: list[Action] = []
-        if done.quiet:
-            serve.flight.discard(done.ref)
-        ready = serve.unsent.pop(done.ref, None)
-        if done.failure is None:
-            if ready is not None and serve.state is S.SERVING:
-                out.append(Send(serve.link, ready))
-        elif done.collateral:
-            out += self._stop(serve, done.failure.about("the link broke: "), True, now)
-        else:
-            # Of a failed write the consumer knows nothing, and a link that is of no more use has to be made anew.
-            broken = serve.live and done.ref.link in self._links and self._links[done.ref.link].info.mode == "write"
-            out += self._stop(serve, done.failure.about("sending failed: "), False, now)
-            out += [Close(done.ref.link, done.failure)] if broken else []
-        return out + self._say_closed(serve, now) + self._drop_if_over(serve, now)
+        return self._serves.moved(done, now)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
         """Handle the checksum of what we announced with a part."""
-        serve = self._serves.get((done.ref.link, done.ref.attempt))
-        if serve is None or done.ref not in serve.hashing:
+        serve = self._serves.hashed(done)
+        if serve is None:
             return []
-        serve.hashing.discard(done.ref)
-        serve.checksum += done.value
         out: list[Action] = []
         if done.failure is not None:
             out += self._stop(serve, done.failure.about("the bytes cannot be checked: "), False, now)
         elif serve.commit is not None and not serve.hashing:
             out += self._commit_request(serve, serve.commit, now)
         elif serve.live and serve.final and not serve.hashing:
-            request = serve.request
-            out.append(
-                Send(serve.link, m.Checksums(request.transfer, request.attempt, m.pack_checksum(serve.checksum)))
-            )
-        return out + self._say_closed(serve, now) + self._drop_if_over(serve, now)
+            out.append(Send(serve.link, serve.checksums()))
+        return out + self._serves.finish(serve, now)
 
     def tick(self, now: float) -> list[Action]:
         """Handle leases and deadlines. Call it when ``next_tick`` is due."""
-        out: list[Action] = []
-        for key in self._budgets.due(now):
-            serve = self._serves[key]
-            if serve.live and now < serve.expires and serve.record.known:
-                self._budgets.set(key, serve.expires)
-            elif serve.live:
-                out += self._stop(serve, *_overdue(serve, now), now)
-            else:  # settled or ending, and something of it still moves
-                self._budgets.set(key, now + self._lease)
-                out += serve.aborts
+        out = self._serves.tick(now)
         for transfer in self._leases.due(now):
             out += self._expire(self._records[transfer], now)
-        self._last_words.forget(now)
         self._early.forget(now)
         self._over.forget(now)
         return out
 
     def next_tick(self) -> float | None:
         """Return when ``tick`` has something to do next, or ``None``."""
-        clocks = self._budgets, self._leases, self._last_words, self._early, self._over
+        clocks = self._serves, self._leases, self._early, self._over
         return min((t for clock in clocks if (t := clock.next()) is not None), default=None)
 
     def holds(self, transfer: TransferId) -> bool:
@@ -328,80 +252,31 @@ class ProducerMachine:
         if live:
             self._leases.set(h.transfer, max(now, *live) + self._lease)
             return []
-        whose = f", by all {h.consumers} engines that it is for" if h.consumers > 1 else ""
-        why = Failure(K.TIMED_OUT, f"it was not fetched within the lease of {self._lease:g} s{whose}")
-        return self._end(h, Outcome(why), now)
+        return self._end(h, Outcome(h.unfetched(self._lease)), now)
 
     def _fetch_request(self, link: LinkId, request: m.FetchRequest, now: float) -> list[Action]:
         over = self._over.get(request.transfer)
         if over is not None and request.transfer not in self._records and (request.least < over.least or self._closed):
-            return [self._refuse(link, request, self._told(over.outcome), now)]
+            return [self._serves.refuse(link, request, self._told(over.outcome), now)]
         reader = self._links[link].info.peer
         h = self._records.get(request.transfer) or OfferRecord(request.transfer, now, now)
         older = [s for s in h.serves.values() if s.reader == reader]
         if any(s.request.attempt > request.attempt for s in older):
-            return [self._refuse(link, request, Failure(K.CANCELLED, "a newer fetch request has come"), now)]
-        seconds = min(request.seconds, self._longest)
-        key, lent = (link, request.attempt), seconds < request.seconds
-        serve = RankServe(h, link, key, request, reader, now + seconds, lent, sent=request.start)
-        lost = self._room.take(link, serve.key, REQUEST_BYTES + serve.nbytes)
-        if lost is None:
+            return [self._serves.refuse(link, request, Failure(K.CANCELLED, "a newer fetch request has come"), now)]
+        serve, lost = self._serves.add(h, link, request, now)
+        if serve is None:
             closed = m.AttemptClosed(request.transfer, request.attempt, MANY.kind, MANY.detail, False)
             return [Send(link, closed)]
         self._records[request.transfer] = h
-        h.serves[serve.key] = self._serves[serve.key] = self._links[link].serves[request.attempt] = serve
-        self._budgets.set(serve.key, min(now + GRACE_S, serve.expires) if request.offered else serve.expires)
         h.dropped.discard(reader)
         h.misfits.discard(reader)
         self._early.pop(reader, request.transfer)
         out: list[Action] = []
-        for key in lost:
-            out += self._stop(self._serves[key], MANY, False, now)
+        for other in lost:
+            out += self._stop(other, MANY, False, now)
         for old in older:
             out += self._stop(old, Failure(K.CANCELLED, "its consumer wants it anew"), False, now)
-        return out + self._advance(serve, now)
-
-    def _advance(self, serve: RankServe, now: float) -> list[Action]:
-        """Announce to one consumer what has become ready for it."""
-        offer, link, request = serve.record.offer, self._links.get(serve.link), serve.request
-        if offer is None or link is None or not serve.live or serve.final:
-            return []
-        info = link.info
-        why = unfit(offer, request, info)
-        if why is not None and serve.record.short is not None and why.kind is K.NEVER_OFFERED:
-            why = told(Outcome(serve.record.short))
-        if why is not None:
-            serve.record.reject(serve.reader, request.digest)
-            return self._stop(serve, why, False, now)
-        serve.record.admit(serve.reader, request.readers)
-        if offer.generation < request.least:
-            return []  # another rank of ours has given it up already; we hear of that next
-        tokens = offer.tokens - (0 if offer.final else offer.tokens % info.planner.indivisible)
-        hi = max(min(request.tokens, tokens), serve.sent)
-        if hi == serve.sent and not offer.final:
-            return []
-        plan, ends = None, [hi]
-        if not info.unattended:
-            try:
-                plan = plan_for(serve, info, offer, serve.sent, hi, offer.final)
-            except PlanError as e:
-                return self._stop(serve, Failure(K.MISUSE, f"the block tables do not join: {e}"), False, now)
-            ends = cuts(serve.sent, hi, plan, info)
-        out: list[Action] = []
-        if serve.revocations is None:
-            serve.revocations = self._revocations.vouch(request.transfer)
-        if serve.state is S.WAITING and request.moving:
-            serve.expires = now + min(request.moving, self._longest)
-            self._budgets.set(serve.key, serve.expires)
-        for end in ends:
-            if serve.part >= m.MAX_PARTS:
-                many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
-                return out + self._stop(serve, many, False, now)
-            final = offer.final and end == hi
-            if len(ends) > 1:
-                plan = plan_for(serve, info, offer, serve.sent, end, final)
-            out += announce(serve, link, offer, plan, end, final)
-        return out
+        return out + self._serves.advance(serve, now)
 
     def _commit_request(self, serve: RankServe, msg: m.CommitRequest, now: float) -> list[Action]:
         offer = serve.record.offer
@@ -411,23 +286,21 @@ class ProducerMachine:
             return []
         if held and serve.live and msg.checksum != m.pack_checksum(serve.checksum):
             self.corrupt += 1
-            return self._stop(
-                serve, Failure(K.CORRUPT, "the bytes that arrived are not those that were sent"), False, now
-            )
+            why = Failure(K.CORRUPT, "the bytes that arrived are not those that were sent")
+            return self._stop(serve, why, False, now)
         if not held or serve.state is not S.SERVING:
             given_up = Failure(K.REVOKED, "the producer's blocks are not those that were announced")
             return self._stop(serve, given_up, False, now)
         ack = m.CommitAck(msg.transfer, msg.attempt, msg.round)
         if not msg.alone:
             return [Send(serve.link, ack)]
-        return [self._last_word(serve.link, ack, now), *self._settle(serve, now)]
+        return [self._serves.last_word(serve.link, ack, now), *self._settle(serve, now)]
 
     def _committed(self, link: LinkId, serve: RankServe | None, msg: m.Committed, now: float) -> list[Action]:
         """Note that a reader has all that it wanted; what we have done with the blocks since does not matter to it."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
-        self._last_words.put(
-            reader, msg.attempt, m.CommitAck(msg.transfer, msg.attempt, None), now
-        )  # should its FetchRequest come late
+        ack = m.CommitAck(msg.transfer, msg.attempt, None)  # should its FetchRequest come late
+        self._serves.last_words.put(reader, msg.attempt, ack, now)
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._settle(serve, now)
         if h is None or msg.digest != h.digest:
@@ -438,14 +311,9 @@ class ProducerMachine:
 
     def _settle(self, serve: RankServe, now: float) -> list[Action]:
         """Count one more reader that has it all."""
-        serve.on(E.SETTLE)
-        h, link = serve.record, self._links.get(serve.link)
+        h = serve.record
         h.settled.add(serve.reader)
-        if link is not None and h.offer is not None:
-            h.nbytes += delivered_bytes(serve, link.info, h.offer)
-        out = self._drop_if_over(serve, now) + self._count(h, DELIVERED, now)
-        if not serve.quiet:
-            self._budgets.set(serve.key, now + self._lease)
+        out = self._serves.settle(serve, now) + self._count(h, DELIVERED, now)
         self._lend(h, now)  # for the others that it is for
         return out
 
@@ -463,16 +331,15 @@ class ProducerMachine:
             if self._over.get(msg.transfer) is None:
                 self._early.put(reader, msg.transfer, (msg.digest, max(msg.readers, 1)), now)
         elif msg.digest == h.digest and reader not in h.misfits | h.settled and not h.lives(reader, but=serve):
-            h.admit(reader, msg.readers)
-            h.drop(reader)
+            h.drop(reader, msg.readers)
             out += self._count(h, Outcome(why), now)
         if serve is not None:
             return out + self._stop(serve, why, False, now)
-        said = self._last_words.get(reader, msg.attempt)
+        said = self._serves.last_words.get(reader, msg.attempt)
         if not isinstance(said, m.AttemptClosed):
             said = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", False)
         # Also the answer to its FetchRequest, should that come later.
-        return [*out, self._last_word(link, said, now)]
+        return [*out, self._serves.last_word(link, said, now)]
 
     def _count(self, h: OfferRecord, last: Outcome, now: float) -> list[Action]:
         """End the transfer here if all readers are done with it, one way or the other."""
@@ -496,41 +363,8 @@ class ProducerMachine:
         h.short, h.offer = why, replace(offer, final=True)
         out: list[Action] = []
         for serve in list(h.serves.values()):
-            out += self._advance(serve, now)
+            out += self._serves.advance(serve, now)
         return out
-
-    def _stop(self, serve: RankServe, why: Failure, again: bool, now: float) -> list[Action]:
-        """End one rank serve, unless it has ended.
-
-        What moves is aborted, and ``AttemptClosed`` is sent once nothing of ours moves any more.
-        """
-        if not serve.on(E.STOP):
-            return []
-        self._forsake(serve)
-        serve.why, serve.again = why, again
-        serve.unsent.clear()
-        self._budgets.set(serve.key, now + self._lease)
-        return serve.aborts + self._say_closed(serve, now)
-
-    def _forsake(self, serve: RankServe) -> None:
-        """Count that what was announced to this consumer can be trusted no more."""
-        if serve.revocations is not None:
-            self._revocations.count()
-
-    def _say_closed(self, serve: RankServe, now: float) -> list[Action]:
-        if serve.state is not S.ENDING or not serve.quiet or serve.why is None:
-            return []
-        serve.on(E.QUIET)
-        closed = m.AttemptClosed(
-            serve.request.transfer, serve.request.attempt, serve.why.kind, serve.why.detail, serve.again
-        )
-        return [self._last_word(serve.link, closed, now), *self._drop_if_over(serve, now)]
-
-    def _refuse(self, link: LinkId, request: m.FetchRequest, why: Failure, now: float) -> Send:
-        """Answer that this is not to be had."""
-        return self._last_word(
-            link, m.AttemptClosed(request.transfer, request.attempt, why.kind, why.detail, False), now
-        )
 
     def _told(self, outcome: Outcome) -> Failure:
         """Return what those who still want a transfer that has ended so are told."""
@@ -538,23 +372,9 @@ class ProducerMachine:
             return Failure(K.PEER_LOST, outcome.failure.detail)
         return told(outcome)
 
-    def _last_word(self, link: LinkId, word: m.CommitAck | m.AttemptClosed, now: float) -> Send:
-        """Send what there is to say of an attempt that is over, and keep it for whenever it is asked about again."""
-        if link in self._links:
-            self._last_words.put(self._links[link].info.peer, word.attempt, word, now)
-        return Send(link, word)
-
-    def _drop_if_over(self, serve: RankServe, now: float) -> list[Action]:
-        """Forget a rank serve that has ended and is quiet, and what was kept only for it."""
-        if serve.state not in (S.SETTLED, S.ENDED) or not serve.quiet or serve.key not in self._serves:
-            return []
-        h = serve.record
-        del self._serves[serve.key], h.serves[serve.key]
-        if serve.link in self._links:
-            del self._links[serve.link].serves[serve.request.attempt]
-        self._room.give(serve.link, serve.key)
-        self._budgets.cancel(serve.key)
-        out = self._release_revoked(h) + self._release(h)
+    def _serve_over(self, h: OfferRecord, now: float) -> list[Action]:
+        """Note that something that was served of an offer is over, and end or release what was kept only for it."""
+        out = h.released_generation() + h.released()
         if not h.known and not h.serves and h.outcome is None:
             del self._records[h.transfer]  # it was wanted only
         elif h.short is not None and h.outcome is None and not h.served:
@@ -566,39 +386,15 @@ class ProducerMachine:
     def _end(self, h: OfferRecord, outcome: Outcome, now: float) -> list[Action]:
         if h.outcome is not None:
             return []
-        h.outcome = outcome
-        h.offer = None
+        h.outcome, h.offer = outcome, None
         del self._records[h.transfer]
         self._leases.cancel(h.transfer)
         self._over.put(h.transfer, Over(outcome, h.next_generation), now)
         out: list[Action] = []
         if h.known:
-            ended = Ended("producer", h.transfer, h.name, outcome, h.nbytes, now - h.began, h.generation)
-            out.append(Emit(ended))
+            out.append(Emit(h.ended(outcome, now)))
             if not h.serves:
-                out += self._release(h)
+                out += h.released()
         for serve in list(h.serves.values()):
             out += self._stop(serve, self._told(outcome), False, now)
         return out
-
-    def _release(self, h: OfferRecord) -> list[Action]:
-        """Release the engine's blocks once nothing of the offer record moves; this comes once, with its last rank serve."""
-        if h.outcome is None or h.serves or not h.known:
-            return []
-        return [Emit(Released("producer", h.transfer, h.name, h.generation))]
-
-    def _release_revoked(self, h: OfferRecord) -> list[Action]:
-        """Release what was revoked of a transfer that goes on, once nothing of that moves."""
-        if h.revoked is None or h.outcome is not None or h.serves_of(h.revoked):
-            return []
-        generation, h.revoked = h.revoked, None
-        return [Emit(GenerationReleased("producer", h.transfer, h.name, generation))]
-
-
-def _overdue(serve: RankServe, now: float) -> tuple[Failure, bool]:
-    """Return why a serve whose time is over ends, and whether its consumer may ask anew."""
-    if now < serve.expires:
-        return Failure(K.WITHDRAWN, "it was offered, by the consumer's word, and is not known here any more"), False
-    waited = serve.state is S.WAITING
-    why = Failure(K.NEVER_OFFERED if waited else K.TIMED_OUT, "the consumer's time for it is over")
-    return why, serve.lent and waited

@@ -210,6 +210,8 @@ class Transport(ABC):
     named it."""
     opens_later: ClassVar[str] = ""
     """Ports that it opens once links are made and used, and not before, in words for ``kvxfer doctor``: where, and by whom."""
+    encrypted_by: ClassVar[str] = ""
+    """The option, true or false, by which it encrypts what it moves, for ``kvxfer doctor``; empty where it has none."""
 
     costs: ClassVar[Mapping[str, int]] = {}
     """What it costs to move each kind of memory (``cpu``, ``cuda``), in figures by which ``auto`` compares back ends.

@@ -289,6 +289,23 @@ def test_bytes_in_good_order_arrive(world: World, impostor: Impostor) -> None:
     assert impostor.victim.content(0)[500 : 500 + N].tobytes() == b"x" * (N - 1) + b"y"
 
 
+def test_a_short_batch_is_copied_as_it_comes(world: World, impostor: Impostor) -> None:
+    """Its reader wakes for half of what is missing, not for all of it: else most of the copying would begin when all is there."""
+    impostor.greet()
+    total = 900_000
+    batch = Batch(Verb.READ, impostor.peer, 0, np.array([total]), np.array([0]), 0, np.array([0]))
+    started = Started([(impostor.victim, impostor.victim.submit(batch))])
+    world.run(0.05)
+    here = 0
+    for more, there in ((100_000, 100_000), (500_000, 600_000), (total - 600_000, total)):
+        head = Header(Kind.DATA, total).encode() if not here else b""
+        impostor.came.sendall(head + b"x" * more)
+        world.run(0.05)
+        here += more
+        assert impostor.victim.content(0)[:there].tobytes() == b"x" * there
+    world.succeed(started)
+
+
 def question(runs: list[tuple[int, int]], memory: int = 0, chunk: int = LEAST_CHUNK, request: int = 0) -> bytes:
     offsets, lengths = zip(*runs, strict=True)
     return Header(Kind.ASK, len(runs), memory, chunk, request).encode() + np.array([offsets, lengths], "<i8").tobytes()

@@ -14,7 +14,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol import producer
+from kvxfer.protocol import serves
 from kvxfer.protocol.budgets import Keep, PeerBudgets
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.values import Action, Emit, Ended, Failure, LinkInfo, Outcome, Released, Send
@@ -134,7 +134,7 @@ def test_who_was_told_that_it_is_offered_hears_at_once_that_it_is_forgotten() ->
     door.events.clear()
     begun = door.now
     assert not door.want(RIGHT, seconds=20.0, offered=True)
-    [closed] = door.at(begun + producer.GRACE_S)
+    [closed] = door.at(begun + serves.GRACE_S)
     assert closed.kind is FailureKind.WITHDRAWN and not closed.again, closed
     assert "not known here any more" in closed.reason
     assert not door.machine.holds(T)
@@ -143,7 +143,7 @@ def test_who_was_told_that_it_is_offered_hears_at_once_that_it_is_forgotten() ->
 def test_a_rank_that_lags_is_waited_for() -> None:
     door = Door()
     door.want(RIGHT, seconds=20.0, offered=True)
-    door.at(producer.GRACE_S / 2)
+    door.at(serves.GRACE_S / 2)
     assert [type(said) for said in door.offer()] == [m.PartReady]
     assert not door.at(19.0)
     [closed] = door.at(20.0)
@@ -218,8 +218,8 @@ def overloaded(said: list[m.Message]) -> int:
 def test_however_many_links_take_all_they_can_the_next_one_finds_room(
     monkeypatch: pytest.MonkeyPatch, table: BlockTable
 ) -> None:
-    each = producer.REQUEST_BYTES + table.nbytes
-    monkeypatch.setattr(producer, "MOST_BYTES", 1000 * each)
+    each = serves.REQUEST_BYTES + table.nbytes
+    monkeypatch.setattr(serves, "MOST_BYTES", 1000 * each)
     door = Door()
     greedy = [b"greedy %d" % i for i in range(200)]
     for link in greedy:
@@ -240,7 +240,7 @@ def test_however_many_links_take_all_they_can_the_next_one_finds_room(
 
 
 def test_answers_to_one_reader_do_not_push_out_those_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer, "MOST_WORDS", 100)
+    monkeypatch.setattr(serves, "MOST_WORDS", 100)
     door = Door()
     door.offer()
     door.want(RIGHT)

@@ -40,6 +40,10 @@ WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
 """A reader sleeps until so much of a chunk has come, on the only connection or on each of several. Without that it would
 wake for the first packet, and on a busy host wait for its turn on a processor each time."""
 
+SHORT_CHUNK, LEAST_WAKE = 4 << 20, 64 << 10
+"""Of a chunk that is not longer it sleeps until half of what is missing has come, or so much: what is copied out only when all is there
+adds to the time of a short batch, and a long one has others to copy meanwhile."""
+
 
 class _Ask:
     """A request that is under way, and where its bytes go."""
@@ -309,7 +313,7 @@ class _Incoming(Connection):
             return
         count = self.pipe.receive(self._table, self._lo, self._hi)
         if count < 0:
-            self._sleep(self._left - FRAME_BYTES if self._ask is not None else 1)
+            self._sleep(self._coming())
             return
         self._left -= count
         if self._left:
@@ -324,6 +328,13 @@ class _Incoming(Connection):
                 self._expect_head()
             else:
                 self._take(self._head.read(FRAME_BYTES))
+
+    def _coming(self) -> int:
+        """Return how many bytes surely come, and are worth waking for."""
+        if self._ask is None:
+            return 1
+        missing = self._left - FRAME_BYTES
+        return missing if self._nbytes > SHORT_CHUNK else max(missing // 2, min(missing, LEAST_WAKE))
 
     def _sleep(self, coming: int) -> None:
         """Be told once there is more; ``coming``: bytes that surely come."""

@@ -39,6 +39,7 @@ class ZmqTransport(Base[Endpoint, Link]):
     contract = 2
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
+    encrypted_by = "encrypt"
     costs = {"cpu": 90}
     last_resort = True
     libraries = {"pyzmq": ("pyzmq",)}

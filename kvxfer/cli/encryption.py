@@ -1,0 +1,50 @@
+"""Whether what back ends move is encrypted with an engine's settings, and what to set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+from kvxfer.transport import Transport
+from kvxfer.transport.auto import AUTO, options_for
+
+__all__ = ["encryption"]
+
+
+def encryption(config: Config, used: Iterable[type[Transport]], known: Iterable[type[Transport]]) -> dict[str, Any]:
+    """Tell of each back end that such an engine uses whether its bulk is encrypted.
+
+    Args:
+        config: The engine's settings.
+        used: The back ends that it uses.
+        known: All that are installed.
+
+    Returns:
+        By name ``encrypted``, and in ``advice`` what to set, or what to mind.
+    """
+    able = sorted({backend.name for backend in known if backend.encrypted_by})
+    return {backend.name: _of(backend, config, able) for backend in used}
+
+
+def _of(backend: type[Transport], config: Config, able: list[str]) -> dict[str, Any]:
+    option = backend.encrypted_by
+    if not option:
+        others = f", or use {' or '.join(able)}, which can encrypt" if able else ""
+        where = "keep what it moves on a host and a network that you trust with its contents"
+        return {"encrypted": False, "advice": f"it has no option for that: {where}{others}"}
+    try:
+        encrypted = options_for(backend, config).get(option) is True
+    except ConfigError as e:
+        return {"encrypted": False, "advice": str(e)}
+    if not encrypted:
+        return {"encrypted": False, "advice": f"set {_setting(backend, option, config)} on all engines"}
+    keyless = "set 'key_file' as well: without it whoever sits between the engines can put keys of their own in place of theirs"
+    return {"encrypted": True, "advice": "" if config.key_file else keyless}
+
+
+def _setting(backend: type[Transport], option: str, config: Config) -> str:
+    mine: Mapping[str, Any] = {option: True}
+    return f'"backend_options": {json.dumps({backend.name: mine} if config.backend == AUTO else mine)}'

@@ -1,0 +1,221 @@
+"""An engine without a model, by which it is measured what a link gives: `kvxfer doctor --stand-in` there, `--peer` here.
+
+A running engine is never measured: its memory is that of its requests, and its link theirs. A stand-in has memory of its own, and
+is an engine in all else: the same settings, back ends, key and addresses. Both sides offer and fetch in turn. The visitor tells the
+stand-in's directory by ``Await`` of each transfer, whose name says what is to be done: give so many blocks, or take them from the visitor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvxfer.config import Config
+from kvxfer.control.agent import Agent
+from kvxfer.control.directory import Directory
+from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.geometry import Cache, Group, View
+from kvxfer.identity import Source, TransferId
+from kvxfer.memory import allocate
+from kvxfer.protocol.messages import Await, Named
+from kvxfer.protocol.values import Ended
+from kvxfer.settings import loopback
+from kvxfer.values import BlockTable, Fetch, Offer
+
+__all__ = ["NAME", "StandIn", "measure"]
+
+log = logging.getLogger("kvxfer.doctor")
+
+NAME = "kvxfer-stand-in"
+"""The engine's name, by which a visitor knows it."""
+BLOCK, BLOCKS = 64 << 10, 1024
+DIGEST = b"measured"
+ROUNDS = 5
+"""Transfers that count, after one that does not, of each size and in each direction."""
+ENOUGH_S = 10.0
+"""When the rounds of one size and direction have taken so long, no other is begun."""
+TRANSFER_S = 20.0
+MOST_ASKED = 1000
+"""Transfers that wait for a stand-in."""
+
+
+class _Half:
+    """An agent with a cache that is nobody's, and its directory."""
+
+    def __init__(self, config: Config, name: str, device: str) -> None:
+        config = msgspec.structs.replace(config, transfer_timeout=TRANSFER_S, lease=TRANSFER_S)
+        self._space = allocate(BLOCKS * BLOCK, device)
+        view = View("kv", 0, ("0",), (0,), BLOCKS, BLOCK, BLOCK, "bytes")
+        self.agent = Agent(Cache((self._space.region,), (Group(1),), (view,)), config, name, {})
+        try:
+            self.directory = Directory(config, name, {}, epoch=self.agent.epoch)
+            self.directory.publish((self.agent.member,))
+        except BaseException:
+            self.agent.close()
+            raise
+
+    def offer(self, transfer: TransferId, blocks: int, payload: bytes = b"") -> None:
+        self.agent.offer(Offer(transfer, DIGEST, 1, blocks, _table(blocks), True, payload=payload))
+
+    def fetch(self, transfer: TransferId, blocks: int, source: Source) -> Ended:
+        """Fetch a transfer, and return how it has ended."""
+        self.agent.fetch(Fetch(str(transfer), transfer, DIGEST, source, _table(blocks), 0, blocks))
+        return self.ended(transfer)
+
+    def ended(self, transfer: TransferId) -> Ended:
+        """Wait for a transfer's end.
+
+        Raises:
+            KvxferError: It does not come.
+        """
+        until = time.monotonic() + 2 * TRANSFER_S
+        while time.monotonic() < until:
+            for event in self.agent.events(0.1):
+                if isinstance(event, Ended) and event.transfer == transfer:
+                    return event
+        raise KvxferError(f"transfer {transfer} did not end within {2 * TRANSFER_S:g} s")
+
+    def close(self) -> None:
+        self.directory.close()
+        self.agent.close()
+
+
+def _table(blocks: int) -> BlockTable:
+    """Return so many blocks that are scattered over the cache: 389 and 1024 have no divisor in common."""
+    return BlockTable.of([[i * 389 % BLOCKS for i in range(blocks)]])
+
+
+class StandIn:
+    """An engine that gives and takes what visitors ask for; at once from when it is made, by ``serve``.
+
+    Args:
+        config: The settings of the engine that it stands in for.
+        device: Where its memory is, as ``"cpu"`` or ``"cuda:0"``.
+
+    Raises:
+        ConfigError: Strangers could reach it.
+        KvxferError: It has not the back end or the memory.
+        OSError: The address cannot be had.
+    """
+
+    def __init__(self, config: Config, device: str = "cpu") -> None:
+        if config.key_file is None and not loopback(config.listen):
+            raise ConfigError(
+                f"a stand-in dials whoever asks it to: to listen on {config.listen} it needs a 'key_file', as its visitors then do"
+            )
+        self._asked: queue.Queue[TransferId] = queue.Queue(MOST_ASKED)
+        self._took: dict[int, list[float | str]] = {}  # by visitor: seconds of what was taken, or why it was not
+        self._half = _Half(config, NAME, device)
+        self._half.directory.begun = self._note
+        self.source = self._half.directory.source
+
+    def _note(self, transfer: TransferId, digest: bytes) -> bool:
+        """On the directory's thread."""
+        try:
+            self._asked.put_nowait(transfer)
+        except queue.Full:
+            log.warning("more is asked for than a stand-in takes in; %s is dropped", transfer)
+        return False
+
+    def serve(self, seconds: float) -> None:
+        """Do what visitors ask for, and return after about so many seconds."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            try:
+                transfer = self._asked.get(timeout=left)
+            except queue.Empty:
+                return
+            self._half.agent.events()  # of what was given nobody wants to know more
+            try:
+                self._do(transfer)
+            except (ValueError, KvxferError) as e:
+                log.warning("%s asks for nothing that a stand-in does: %s", transfer, e)
+
+    def _do(self, transfer: TransferId) -> None:
+        _, epoch, words = transfer.base.split("/", 2)
+        what, count, *where = words.split(" ")
+        visitor, blocks = int(epoch, 16), min(max(int(count), 1), BLOCKS)
+        if what == "give":
+            told = json.dumps(self._took.pop(visitor, [])).encode()
+            self._half.offer(transfer, blocks, told)
+            return
+        if what != "take":
+            raise ValueError(f"it can give and take, not {what!r:.40}")
+        host, port = where
+        end = self._half.fetch(transfer, blocks, Source(host, int(port), visitor))
+        self._took = {visitor: self._took.get(visitor, [])}
+        self._took[visitor].append(
+            end.seconds - end.waited if end.outcome.failure is None else end.outcome.failure.detail
+        )
+
+    def close(self) -> None:
+        """End it."""
+        self._half.close()
+
+
+def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
+    """Measure the link to a stand-in. Blocks.
+
+    Args:
+        stand_in: Its directory.
+        config: The settings of the engine that it would serve.
+        device: Where this side's memory is to be.
+
+    Returns:
+        ``bytes`` of a long transfer and of a short one, and of each direction (``from_peer``, ``to_peer``) ``GB_per_s`` and
+        the short one's ``ms``, medians; or why it failed.
+    """
+    half = _Half(msgspec.structs.replace(config, port=0), "doctor", device)
+    own = half.directory.source
+    numbers = iter(range(1 << 20))
+
+    def give(blocks: int) -> Ended:
+        transfer = TransferId.mint(own.epoch, f"give {blocks}", next(numbers))
+        half.directory.tell(stand_in, Await(stand_in.epoch, (Named(transfer, DIGEST),)))
+        return half.fetch(transfer, blocks, stand_in)
+
+    def taken(blocks: int) -> float:
+        end = give(blocks)
+        if end.outcome.failure is not None:
+            raise KvxferError(end.outcome.failure.detail)
+        return end.seconds - end.waited
+
+    def handed(blocks: int) -> float:
+        transfer = TransferId.mint(own.epoch, f"take {blocks} {own.host} {own.port}", next(numbers))
+        half.offer(transfer, blocks)
+        half.directory.tell(stand_in, Await(stand_in.epoch, (Named(transfer, DIGEST),)))
+        half.ended(transfer)
+        [took] = json.loads(give(1).payload or "[]") or ["it has told nothing"]
+        if isinstance(took, str):
+            raise KvxferError(f"it could not fetch from here: {took}")
+        return float(took)
+
+    try:
+        return {"bytes": [BLOCKS * BLOCK, BLOCK], "from_peer": _figures(taken), "to_peer": _figures(handed)}
+    finally:
+        half.close()
+
+
+def _figures(move: Callable[[int], float]) -> dict[str, Any]:
+    try:
+        return {
+            "GB_per_s": round(BLOCKS * BLOCK / _median(move, BLOCKS) / 1e9, 3),
+            "ms": round(1e3 * _median(move, 1), 3),
+        }
+    except KvxferError as e:
+        return {"failure": str(e)}
+
+
+def _median(move: Callable[[int], float], blocks: int) -> float:
+    begun = time.monotonic()
+    took = [move(blocks)]
+    while len(took) <= ROUNDS and time.monotonic() < begun + ENOUGH_S:
+        took.append(move(blocks))
+    return statistics.median(took[1:] or took)

@@ -1,0 +1,114 @@
+"""What an offer is to one consumer: whether it is what that wants, and the parts in which it is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import CopyPlan, PlanError
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.offer_record import ConsumerLink, RankServe
+from kvxfer.protocol.parts import piece_bytes, plan_part, to_hash
+from kvxfer.protocol.transitions import ServeEvent
+from kvxfer.protocol.values import Action, Hash, LinkInfo, Mode, Move, PartRef, Send
+from kvxfer.transport import Verb
+from kvxfer.values import Offer
+
+__all__ = ["announce", "delivered_bytes", "plan_for", "unfit"]
+
+VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.SEND}
+"""How a part leaves here, by the mode of its link."""
+
+
+def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | None:
+    """Return why this offer can never be what the consumer wants, or ``None`` if it can be."""
+    if offer.digest != request.digest:
+        why = "the digests differ: it is not the KV of the consumer's prompt"
+        return Failure(FailureKind.DIGEST_DIFFERS, why, info.name)
+    if offer.final and offer.tokens < request.tokens and not _enough(offer, request, info):
+        why = f"the producer holds {offer.tokens} tokens, the consumer wants {request.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
+    if offer.final and offer.tokens != request.tokens and any(g.kind == "state" for g in info.planner.src.groups):
+        why = f"its state is that after token {offer.tokens}, the consumer wants {request.tokens}"
+        return Failure(FailureKind.NEVER_OFFERED, why, info.name)
+    return None
+
+
+def _enough(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> bool:
+    """Return whether fewer tokens than are wanted are of use to the consumer: what else it keeps is of all of them."""
+    only_full = all(g.kind == "full" for cache in (info.planner.src, info.planner.dst) for g in cache.groups)
+    return only_full and 0 < request.enough <= offer.tokens
+
+
+def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, lo: int, hi: int, final: bool) -> CopyPlan:
+    """Return the plan of the part that holds tokens ``[lo, hi)``.
+
+    Raises:
+        PlanError: the block tables do not join.
+    """
+    request = serve.request
+    return plan_part(info.planner, offer.blocks, request.blocks, request.start, request.tokens, lo, hi, final)
+
+
+def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
+    """Return how many bytes a consumer has got that has everything.
+
+    Over an unattended link nobody has planned it here before, because the consumer would have had to wait for that. Of block
+    tables that do not join it has read nothing.
+    """
+    if not info.unattended:
+        return serve.bytes
+    try:
+        return plan_for(serve, info, offer, serve.request.start, serve.sent, serve.final).nbytes
+    except PlanError:
+        return 0
+
+
+def announce(
+    serve: RankServe, link: ConsumerLink, offer: Offer, plan: CopyPlan | None, hi: int, final: bool
+) -> list[Action]:
+    """Return the actions that tell the consumer of the next part, move it and hash it.
+
+    Args:
+        serve: the attempt; it is brought up to date.
+        link: the consumer's.
+        offer: what is announced.
+        plan: that of the part; ``None`` where the link is unattended.
+        hi: the token up to which the part goes.
+        final: whether it is the last part.
+    """
+    request, info, number = serve.request, link.info, serve.part
+    serve.on(ServeEvent.ANNOUNCE)
+    ref = PartRef("producer", serve.link, request.transfer, request.attempt, number)
+    ready = m.PartReady(
+        request.transfer,
+        request.attempt,
+        offer.generation,
+        number,
+        serve.sent,
+        hi,
+        final,
+        offer.blocks,
+        link.stream,
+        0 if plan is None else piece_bytes(plan, info),
+        serve.revocations,
+        serve.record.payload if final else b"",
+    )
+    serve.part, serve.sent, serve.final, serve.generation = number + 1, hi, final, offer.generation
+    link.stream += 1
+    if plan is None:
+        return [Send(serve.link, ready)]
+    serve.bytes += plan.nbytes
+    out: list[Action] = []
+    hashed = to_hash(plan, info, ref)
+    if hashed is not None:
+        serve.hashing.add(ref)
+        out.append(Hash(ref, hashed, "source"))
+    if info.mode == "write" and not ready.piece_bytes:
+        serve.flight.add(ref)
+        serve.unsent[ref] = ready
+        return [Move(ref, Verb.WRITE, plan, ready.stream, ready.piece_bytes), *out]
+    if info.mode == "read" and not ready.piece_bytes:
+        return [Send(serve.link, ready), *out]
+    serve.flight.add(ref)  # what is read or written staged needs us to pack
+    return [Send(serve.link, ready), Move(ref, VERBS[info.mode], plan, ready.stream, ready.piece_bytes), *out]

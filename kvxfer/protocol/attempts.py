@@ -1,0 +1,123 @@
+"""The attempts of rank fetches, and the question that each waits on.
+
+A producer answers each question, but messages are lost with their link: what has no answer is asked again, more and more
+rarely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
+from kvxfer.protocol.routes import Routes
+from kvxfer.protocol.timers import Timers
+from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState
+from kvxfer.protocol.values import Action, Send, link_name
+
+__all__ = ["Attempts", "Try"]
+
+Try = tuple[FetchRecord, RankFetch]
+"""A fetch, and that of its rank fetches which an attempt is of."""
+
+REMINDERS = 4
+"""How often a producer is asked to stop writing into our memory before the link is closed instead."""
+
+
+class Attempts:
+    """The last attempt of each rank fetch.
+
+    Args:
+        routes: the links over which is asked.
+        timeout: seconds from the first part of a fetch to its outcome, of which producers are told.
+        retry: seconds after which an unanswered question is repeated; the wait doubles each time.
+
+    Attributes:
+        tries: what each attempt is of.
+    """
+
+    def __init__(self, routes: Routes, timeout: float, retry: float) -> None:
+        self.tries: dict[int, Try] = {}
+        self._routes, self._links = routes, routes.links
+        self._timeout, self._retry = timeout, retry
+        self._numbers = count(1)
+        self._questions: Timers[int] = Timers()
+
+    def begin(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """Begin an attempt of a rank fetch in LINKING if its link is up, else see that the link is being made."""
+        link = rank.spec.link
+        info = self._links.get(link)
+        if info is None:
+            return self._routes.dial([link])
+        rank.on(RankFetchEvent.LINK_UP)
+        self.tries.pop(rank.attempt, None)
+        rank.begin(next(self._numbers), remote_writes=info.mode == "write", least=f.least)
+        self.tries[rank.attempt] = f, rank
+        f.asked = now
+        return self.ask(f, rank, now)
+
+    def resume(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """Begin the next attempt of a paused rank fetch of which nothing moves any more."""
+        if rank.state is not RankFetchState.PAUSED or not rank.quiet:
+            return []
+        rank.on(RankFetchEvent.QUIET)
+        return self.begin(f, rank, now)
+
+    def ask(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """Put, or repeat, the question that a rank fetch waits on."""
+        self._questions.set(rank.attempt, now + self._retry * 2 ** min(rank.asked, 4))
+        rank.asked += 1
+        if self._links.get(rank.spec.link) is None:
+            return []  # once there is a link
+        if rank.state is RankFetchState.REQUESTED:
+            return [Send(rank.spec.link, f.fetch_request(rank, now, 0.0 if f.begun else self._timeout))]
+        if rank.state is RankFetchState.COMMITTING:
+            return [Send(rank.spec.link, f.commit_request(rank))]
+        return [Send(rank.spec.link, f.close_attempt(rank))]
+
+    def expect(self, rank: RankFetch, now: float) -> None:
+        """Expect to hear of an attempt without having asked."""
+        self._questions.set(rank.attempt, now + self._retry)
+
+    def give_up(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
+        """Void an attempt: nothing of it shall move, here or there.
+
+        Its producer is told, again and again where it may write into our memory until it has answered.
+        """
+        out: list[Action] = []
+        self.answered(rank)
+        if rank.attempt and self._links.get(rank.spec.link) is not None:
+            rank.asked = 0
+            out += self.ask(f, rank, now)
+            if not rank.remote_writes:
+                self.answered(rank)
+        return out + rank.aborts
+
+    def answered(self, rank: RankFetch) -> None:
+        """Ask no more: there is an answer, or none is of use."""
+        self._questions.cancel(rank.attempt)
+
+    def forget(self, rank: RankFetch) -> None:
+        """Forget a rank fetch that is over."""
+        self.tries.pop(rank.attempt, None)
+
+    def due(self, now: float) -> Iterator[Try]:
+        """Take out, one by one, what has waited in vain for an answer."""
+        for attempt in self._questions.due(now):
+            yield self.tries[attempt]
+
+    def next(self) -> float | None:
+        """Return when ``due`` has something to name next, or ``None``."""
+        return self._questions.next()
+
+    def hopeless(self, rank: RankFetch) -> Failure | None:
+        """Return why the link of an attempt is to be given up, or ``None`` if it makes sense to ask again."""
+        link = rank.spec.link
+        if rank.state is RankFetchState.MOVING:
+            # Nobody explains it. A back end has no word for a link that is of no more use, so none outlives an error.
+            return rank.error
+        void = rank.state in (RankFetchState.PAUSED, RankFetchState.FAILED)
+        if void and (self._links.get(link) is None or rank.asked >= REMINDERS):
+            return Failure(FailureKind.PEER_LOST, "it does not close the attempt", link_name(link))
+        return None

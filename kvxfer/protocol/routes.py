@@ -1,0 +1,105 @@
+"""The way to producers, as the consumer's machine knows it: routes by source, links by rank, and which fetch uses which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvxfer.failures import Failure
+from kvxfer.identity import Source
+from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
+from kvxfer.protocol.index import Index
+from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Resolve, Resolved
+
+__all__ = ["Routes"]
+
+
+class Routes:
+    """Routes to sources, and the links that they lead over.
+
+    A route is looked up once, and again after a link that it leads over has been given up.
+
+    Attributes:
+        links: what is known of each link; ``None`` while it is being made.
+    """
+
+    def __init__(self) -> None:
+        self.links: dict[LinkId, LinkInfo | None] = {}
+        self._routes: dict[Source, Resolved] = {}
+        self._prepared: set[Source] = set()  # whose links are to be made once there is a route
+        self._behind: Index[LinkId, Source] = Index()  # whose route leads over a link
+        self._seeking: Index[Source, FetchRecord] = Index()  # those whose route is not known yet
+        self._over: Index[LinkId, FetchRecord] = Index()  # those that use a link
+
+    def get(self, source: Source) -> Resolved | None:
+        """Return the route to a source, if it is known."""
+        return self._routes.get(source)
+
+    def seek(self, f: FetchRecord) -> list[Action]:
+        """Look the route up for a fetch, which ``resolved`` will return."""
+        self._seeking.add(f.spec.source, f)
+        return [Resolve(f.spec.source, f.spec.own)]
+
+    def prepare(self, source: Source, own: Source | None) -> list[Action]:
+        """Make the links to a source before anything is fetched over them."""
+        route = self._routes.get(source)
+        if route is not None:
+            return self.dial(rank.link for rank in route.ranks)
+        self._prepared.add(source)
+        return [Resolve(source, own)]
+
+    def resolved(self, source: Source, route: Resolved | Failure) -> list[FetchRecord]:
+        """Take a route, or the reason why there is none, and return the fetches that have waited for it."""
+        if isinstance(route, Resolved):
+            self._routes[source] = route
+            for rank in route.ranks:
+                self._behind.add(rank.link, source)
+        return self._seeking.pop(source)
+
+    def prepared(self, source: Source) -> list[Action]:
+        """Make the links that were to be made once there was a route, if there is one."""
+        if source not in self._prepared:
+            return []
+        self._prepared.remove(source)
+        route = self._routes.get(source)
+        return [] if route is None else self.dial(rank.link for rank in route.ranks)
+
+    def dial(self, links: Iterable[LinkId]) -> list[Action]:
+        """Make those of these links that there are not."""
+        new = [link for link in links if link not in self.links]
+        self.links |= dict.fromkeys(new)
+        return [Dial(link) for link in new]
+
+    def redial(self, link: LinkId) -> list[Action]:
+        """Make a link anew that broke."""
+        self.links[link] = None
+        return [Dial(link)]
+
+    def close(self, link: LinkId, why: Failure) -> list[Action]:
+        """Give a link up. The route to what is behind it has to be looked up anew."""
+        self.links.pop(link, None)
+        for source in self._behind.pop(link):
+            self._routes.pop(source, None)
+        return [Close(link, why)]
+
+    def up(self, link: LinkId, info: LinkInfo) -> list[tuple[FetchRecord, RankFetch]]:
+        """Take what is known of a link that is up, unless it has been given up, and return what uses it."""
+        if link not in self.links:
+            return []
+        self.links[link] = info
+        return self.users(link)
+
+    def use(self, f: FetchRecord) -> None:
+        """Note that a fetch has taken its route."""
+        for rank in f.rank_fetches:
+            self._over.add(rank.spec.link, f)
+
+    def users(self, link: LinkId) -> list[tuple[FetchRecord, RankFetch]]:
+        """Return the fetches that use a link, each with what it has of it."""
+        return [(f, f.ranks[link]) for f in self._over.of(link) if f.ranks is not None]
+
+    def leave(self, f: FetchRecord) -> None:
+        """Forget a fetch that is over."""
+        if f.ranks is None:
+            self._seeking.remove(f.spec.source, f)
+        for rank in f.rank_fetches:
+            self._over.remove(rank.spec.link, f)

@@ -1,0 +1,251 @@
+"""What is served to whom: the attempts of consumers that are alive, within budgets of memory and of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ValuesView
+
+from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.geometry import PlanError
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.announcements import announce, delivered_bytes, plan_for, unfit
+from kvxfer.protocol.budgets import Keep, PeerBudgets
+from kvxfer.protocol.offer_record import ConsumerLink, Key, OfferRecord, RankServe, told
+from kvxfer.protocol.parts import cuts
+from kvxfer.protocol.revocations import RevocationCounter
+from kvxfer.protocol.timers import Timers
+from kvxfer.protocol.transitions import ServeEvent, ServeState
+from kvxfer.protocol.values import Action, Close, Hashed, LinkId, Moved, Send
+
+__all__ = ["MANY", "MOST_WORDS", "Serves"]
+
+S, E, K = ServeState, ServeEvent, FailureKind
+
+# A flood fills no memory, and keeps nobody else's requests out (see ``budgets.py``):
+MOST_BYTES, REQUEST_BYTES = 80 << 20, 2 << 10
+"""What the fetch requests that are alive may take, and what one takes beside its block table as that was on the wire."""
+MANY = Failure(K.OVERLOADED, "too many fetch requests at once")
+MOST_WORDS = 100_000
+"""Answers that are remembered."""
+
+GRACE_S = 1.0
+"""How long a rank waits for an offer that its engine has made by the consumer's word: ranks of a step may lag."""
+
+LastWord = m.CommitAck | m.AttemptClosed
+
+
+class Serves:
+    """The rank serves that are alive, and what was last said of those that were.
+
+    Args:
+        lease: seconds for which last words are remembered, and after which what still moves is aborted once more.
+        longest: seconds for which a fetch request is kept at most, whatever it says.
+        revocations: counts what is given up that was announced.
+        over: what follows for an offer once something that was served of it is over and nothing of that moves.
+
+    Attributes:
+        links: the consumer ranks that have said hello.
+        last_words: what was last said of attempts that are over, by the reader's epoch and attempt, for questions that are repeated
+            after all has been said, on whatever link.
+    """
+
+    def __init__(
+        self,
+        lease: float,
+        longest: float,
+        revocations: RevocationCounter,
+        over: Callable[[OfferRecord, float], list[Action]],
+    ) -> None:
+        self.links: dict[LinkId, ConsumerLink] = {}
+        self._lease, self._longest = lease, longest
+        self._revocations, self._over = revocations, over
+        self._serves: dict[Key, RankServe] = {}  # those of ended offer records included
+        self._times: Timers[Key] = Timers()
+        self._room: PeerBudgets[LinkId, Key] = PeerBudgets(MOST_BYTES)
+        self.last_words: Keep[int, int, LastWord] = Keep(lease, MOST_WORDS)
+
+    def __len__(self) -> int:
+        return len(self._serves)
+
+    def values(self) -> ValuesView[RankServe]:
+        return self._serves.values()
+
+    def get(self, link: LinkId, attempt: int) -> RankServe | None:
+        return self._serves.get((link, attempt))
+
+    def unlink(self, link: LinkId) -> list[RankServe]:
+        """Forget a link that is lost, and return what was served over it."""
+        known = self.links.pop(link, None)
+        return [] if known is None else list(known.serves.values())
+
+    # --- a serve's life --------------------------------------------------------------------------------------------
+
+    def add(
+        self, h: OfferRecord, link: LinkId, request: m.FetchRequest, now: float
+    ) -> tuple[RankServe | None, list[RankServe]]:
+        """Begin to serve what is wanted.
+
+        Returns:
+            The serve, or ``None`` if there is no room for it, and those that have to be stopped to make room.
+        """
+        consumer = self.links[link]
+        seconds = min(request.seconds, self._longest)
+        key, lent = (link, request.attempt), seconds < request.seconds
+        serve = RankServe(h, link, key, request, consumer.info.peer, now + seconds, lent, sent=request.start)
+        lost = self._room.take(link, key, REQUEST_BYTES + serve.nbytes)
+        if lost is None:
+            return None, []
+        h.serves[key] = self._serves[key] = consumer.serves[request.attempt] = serve
+        self._times.set(key, min(now + GRACE_S, serve.expires) if request.offered else serve.expires)
+        return serve, [self._serves[other] for other in lost]
+
+    def advance(self, serve: RankServe, now: float) -> list[Action]:
+        """Announce to one consumer what has become ready for it."""
+        offer, link, request = serve.record.offer, self.links.get(serve.link), serve.request
+        if offer is None or link is None or not serve.live or serve.final:
+            return []
+        info = link.info
+        why = unfit(offer, request, info)
+        if why is not None and serve.record.short is not None and why.kind is K.NEVER_OFFERED:
+            why = told(Outcome(serve.record.short))
+        if why is not None:
+            serve.record.reject(serve.reader, request.digest)
+            return self.stop(serve, why, False, now)
+        serve.record.admit(serve.reader, request.readers)
+        if offer.generation < request.least:
+            return []  # another rank of ours has given it up already; we hear of that next
+        tokens = offer.tokens - (0 if offer.final else offer.tokens % info.planner.indivisible)
+        hi = max(min(request.tokens, tokens), serve.sent)
+        if hi == serve.sent and not offer.final:
+            return []
+        plan, ends = None, [hi]
+        if not info.unattended:
+            try:
+                plan = plan_for(serve, info, offer, serve.sent, hi, offer.final)
+            except PlanError as e:
+                return self.stop(serve, Failure(K.MISUSE, f"the block tables do not join: {e}"), False, now)
+            ends = cuts(serve.sent, hi, plan, info)
+        out: list[Action] = []
+        if serve.revocations is None:
+            serve.revocations = self._revocations.vouch(request.transfer)
+        if serve.state is S.WAITING and request.moving:
+            serve.expires = now + min(request.moving, self._longest)
+            self._times.set(serve.key, serve.expires)
+        for end in ends:
+            if serve.part >= m.MAX_PARTS:
+                many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
+                return out + self.stop(serve, many, False, now)
+            final = offer.final and end == hi
+            if len(ends) > 1:
+                plan = plan_for(serve, info, offer, serve.sent, end, final)
+            out += announce(serve, link, offer, plan, end, final)
+        return out
+
+    def settle(self, serve: RankServe, now: float) -> list[Action]:
+        """Note that a consumer has it all."""
+        serve.on(E.SETTLE)
+        h, link = serve.record, self.links.get(serve.link)
+        if link is not None and h.offer is not None:
+            h.nbytes += delivered_bytes(serve, link.info, h.offer)
+        if not serve.quiet:
+            self._times.set(serve.key, now + self._lease)
+        return self.finish(serve, now)
+
+    def stop(self, serve: RankServe, why: Failure, again: bool, now: float) -> list[Action]:
+        """End one rank serve, unless it has ended.
+
+        What moves is aborted, and ``AttemptClosed`` is sent once nothing of ours moves any more.
+        """
+        if not serve.on(E.STOP):
+            return []
+        self.forsake(serve)
+        serve.why, serve.again = why, again
+        serve.unsent.clear()
+        self._times.set(serve.key, now + self._lease)
+        return serve.aborts + self.finish(serve, now)
+
+    def forsake(self, serve: RankServe) -> None:
+        """Count that what was announced to this consumer can be trusted no more."""
+        if serve.revocations is not None:
+            self._revocations.count()
+
+    def finish(self, serve: RankServe, now: float) -> list[Action]:
+        """Say that an ending serve is over, and forget one that is, once nothing of it moves."""
+        if not serve.quiet:
+            return []
+        out: list[Action] = []
+        if serve.state is S.ENDING and serve.why is not None:
+            serve.on(E.QUIET)
+            out.append(self.refuse(serve.link, serve.request, serve.why, now, serve.again))
+        if serve.state in (S.SETTLED, S.ENDED) and serve.key in self._serves:
+            del self._serves[serve.key], serve.record.serves[serve.key]
+            if serve.link in self.links:
+                del self.links[serve.link].serves[serve.request.attempt]
+            self._room.give(serve.link, serve.key)
+            self._times.cancel(serve.key)
+            out += self._over(serve.record, now)
+        return out
+
+    # --- what is said last -----------------------------------------------------------------------------------------
+
+    def last_word(self, link: LinkId, word: LastWord, now: float) -> Send:
+        """Send what there is to say of an attempt that is over, and keep it for whenever it is asked about again."""
+        if link in self.links:
+            self.last_words.put(self.links[link].info.peer, word.attempt, word, now)
+        return Send(link, word)
+
+    def refuse(self, link: LinkId, request: m.FetchRequest, why: Failure, now: float, again: bool = False) -> Send:
+        """Answer that this is not to be had, or not any more; ``again`` if it may be later."""
+        closed = m.AttemptClosed(request.transfer, request.attempt, why.kind, why.detail, again)
+        return self.last_word(link, closed, now)
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def moved(self, done: Moved, now: float) -> list[Action]:
+        """Handle the end of a part on this side."""
+        serve = self._serves.get((done.ref.link, done.ref.attempt))
+        if serve is None or done.ref not in serve.flight:
+            return []
+        out: list[Action] = []
+        if done.quiet:
+            serve.flight.discard(done.ref)
+        ready = serve.unsent.pop(done.ref, None)
+        if done.failure is None:
+            if ready is not None and serve.state is S.SERVING:
+                out.append(Send(serve.link, ready))
+        elif done.collateral:
+            out += self.stop(serve, done.failure.about("the link broke: "), True, now)
+        else:
+            # Of a failed write the consumer knows nothing, and a link that is of no more use has to be made anew.
+            broken = serve.live and done.ref.link in self.links and self.links[done.ref.link].info.mode == "write"
+            out += self.stop(serve, done.failure.about("sending failed: "), False, now)
+            out += [Close(done.ref.link, done.failure)] if broken else []
+        return out + self.finish(serve, now)
+
+    def hashed(self, done: Hashed) -> RankServe | None:
+        """Take the checksum of what we announced with a part, and return the serve that it was announced in."""
+        serve = self._serves.get((done.ref.link, done.ref.attempt))
+        if serve is None or done.ref not in serve.hashing:
+            return None
+        serve.hashing.discard(done.ref)
+        serve.checksum += done.value
+        return serve
+
+    def tick(self, now: float) -> list[Action]:
+        """Stop what is overdue."""
+        out: list[Action] = []
+        for key in self._times.due(now):
+            serve = self._serves[key]
+            if serve.live and now < serve.expires and serve.record.known:
+                self._times.set(key, serve.expires)
+            elif serve.live:
+                out += self.stop(serve, *serve.overdue(now), now)
+            else:  # settled or ending, and something of it still moves
+                self._times.set(key, now + self._lease)
+                out += serve.aborts
+        self.last_words.forget(now)
+        return out
+
+    def next(self) -> float | None:
+        """Return when ``tick`` has something to do next, or ``None``."""
+        due, forget = self._times.next(), self.last_words.next()
+        return due if forget is None or (due is not None and due < forget) else forget
