@@ -31,20 +31,24 @@ MOONCAKE_TESTS := LD_LIBRARY_PATH=$(IBVERBS) $(BIN)/python -m pytest -n 4 tests/
 OTHER_TESTS := $(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py --ignore=tests/backends/test_mooncake.py
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each
-# Python that is here; each in an environment of its own. Interpreters are found by name. Those that are absent are named
+# Python that is here; each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Those that are absent are named
 # at the end, or are a failure: make test-matrix REQUIRE_PYTHONS="3.12 3.13"
 RELEASES := 0.29.0 0.30.0 0.31.0
 PYTHONS := 3.11 3.12 3.13
 REQUIRE_PYTHONS ?=
+PYENV_ROOT ?= $(HOME)/.pyenv
+# Of a version, an interpreter that runs: pyenv's own "python3.12" is one that only says so until that version is chosen.
+INTERPRETER = $$(for python in python$$version $(PYENV_ROOT)/versions/$$version.*/bin/python; do \
+    $$python -c '' 2> /dev/null && { echo $$python; break; }; done)
 
 test-matrix: pythons
 	for release in $(RELEASES); do $(MAKE) test-vllm VENV=.venv-$$release VLLM=$$release || exit 1; done
-	for version in $(PYTHONS); do python$$version -c '' 2> /dev/null || continue; \
-	    $(MAKE) test-python VENV=.venv-py$$version PYTHON=python$$version || exit 1; done
+	for version in $(PYTHONS); do python=$(INTERPRETER); test "$$python" || continue; \
+	    $(MAKE) test-python VENV=.venv-py$$version PYTHON=$$python || exit 1; done
 	@$(MAKE) --no-print-directory pythons
 
 pythons:
-	@for version in $(PYTHONS); do python$$version -c '' 2> /dev/null && continue; case " $(REQUIRE_PYTHONS) " in \
+	@for version in $(PYTHONS); do test "$(INTERPRETER)" && continue; case " $(REQUIRE_PYTHONS) " in \
 	    *" $$version "*) echo "python$$version is required, and is not here" >&2; exit 1;; \
 	    *) echo "python$$version is not here: nothing is tested with it";; esac; done
 

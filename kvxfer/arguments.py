@@ -177,8 +177,11 @@ def function(name: str, value: Any) -> Any:
 def holding(**checks: Callable[[str, Any], Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return what has methods of a class answer wrong arguments before they do anything.
 
-    Each argument is held to the check of its name, whichever method has it: a function of the argument's name and its
-    value, that returns the value as it is taken, or raises ``ArgumentError``.
+    Each argument is held to the check of its name, whichever method has it.
+
+    Args:
+        checks: By the argument's name, a function of that name and the value. It returns the value as it is taken, or fails with
+            ``ArgumentError``.
     """
 
     def held(call: Callable[P, T]) -> Callable[P, T]:

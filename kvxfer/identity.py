@@ -117,9 +117,10 @@ class Source(msgspec.Struct, frozen=True):
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT`, where HOST is IPv4, IPv6 in brackets or bare, or a host name.
+    """Read `HOST:PORT`, where HOST is IPv4, IPv6 in brackets or bare, or a host name.
 
-    IdentityError if it is not.
+    Raises:
+        IdentityError: It is not that.
     """
     where, _, port = text.rpartition(":")
     if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:

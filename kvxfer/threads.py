@@ -20,6 +20,9 @@ class NamedThread(threading.Thread):
         target: What it does.
         args: With what.
         name: Up to 15 characters: ``top`` and debuggers would show no more.
+
+    Raises:
+        ValueError: The name is longer.
     """
 
     def __init__(self, target: Callable[..., None], name: str, args: tuple[Any, ...] = ()) -> None:

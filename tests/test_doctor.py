@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvxfer.backend.ports import listening
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.main import build
-from kvxfer.cli.visit import visit
+from kvxfer.cli.stand_in import StandIn
+from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -33,6 +32,7 @@ from tests.conftest import require
 from tests.control.conftest import make_cache
 from tests.control.node import Node
 from tests.control.test_processes import deliver
+from tests.stand_in import standing_in
 
 
 @pytest.fixture
@@ -107,24 +107,11 @@ def test_an_engine_of_two_ranks() -> None:
     memories = [np.zeros(3 * 16 * 2 * 4 * 16, np.uint8) for _ in range(2)]
     agents = [Agent(make_cache(memory, 2, rank, 16), config, "two") for rank, memory in enumerate(memories)]
     with agents[0], agents[1], Directory(config, "two") as directory:
-        directory.publish(tuple(agent.member for agent in agents))
+        directory.publish(tuple(agent.descriptor for agent in agents))
         found = call(directory.source)
         assert "failure" not in found and found["ranks"] == 2
         peers = {link["peer"] for link in found["links"]}
-        assert len(peers) == 2 and all(any(a.member.address in peer for peer in peers) for a in agents)
-
-
-@contextmanager
-def stand_in(**config: Any) -> Iterator[str]:
-    """Where a stand-in with these settings is, which runs in a process of its own and is ended as people end it."""
-    words = [sys.executable, "-m", "kvxfer", "doctor", "--stand-in", "cpu", "--config", json.dumps(config)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().partition("--peer ")[2].partition(" ")[0]
-        finally:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0
+        assert len(peers) == 2 and all(any(a.descriptor.address in peer for peer in peers) for a in agents)
 
 
 @pytest.mark.parametrize("backend", ["tcp", "zmq", "cma"])
@@ -132,7 +119,7 @@ def test_a_stand_in_is_measured_in_both_directions(backend: str, tmp_path: Path)
     require(backend)
     make_key(tmp_path / "key")
     settings = {"backend": backend, "key_file": str(tmp_path / "key")}
-    with stand_in(**settings) as there:
+    with standing_in(**settings) as there:
         found = visit(there, Config.from_mapping(settings))
         assert "failure" not in found and found["measured"]["bytes"] == [64 << 20, 64 << 10]
         for way in ("from_peer", "to_peer"):
@@ -142,7 +129,7 @@ def test_a_stand_in_is_measured_in_both_directions(backend: str, tmp_path: Path)
 
 def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
     settings = {"backend": "tcp", "peer_timeout": 1.0}
-    with stand_in(**settings) as there:
+    with standing_in(**settings) as there:
         host, port = there.split(":")
         with Directory(Config.from_mapping(settings), "stranger") as directory:
             for base in ("router/x", "own/x/give 1", "own/1/give x", "own/1/burn 1 127.0.0.1 9", "own/1/take 1 a/b 9"):
@@ -151,9 +138,22 @@ def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
             found = visit(there, Config.from_mapping({**settings, "advertise": "127.0.0.2"}))
         assert found["measured"]["from_peer"]["GB_per_s"] > 0
         assert "could not fetch from here" in found["measured"]["to_peer"]["failure"]
-        words = ["doctor", "--peer", there, "--config", json.dumps(settings)]
-        shown = " ".join(CliRunner().invoke(build(), words).stdout.split())
-        assert "from there: " in shown and "to there: " in shown and "GB/s for 64 MiB" in shown
+    with StringIO() as shown:
+        show_visit(Console(file=shown, width=500), found)
+        told = shown.getvalue()
+    assert "from there: " in told and "GB/s for 64 MiB" in told and "to there: it could not fetch" in told
+
+
+def test_a_stand_in_is_begun_by_the_command_and_ended_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(engine: StandIn, seconds: float) -> None:
+        assert listening() - before, "it is there before it is told of"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StandIn, "serve", interrupted)
+    before = listening()
+    result = CliRunner().invoke(build(), ["doctor", "--stand-in", "cpu", "--config", '{"backend": "tcp"}'])
+    assert result.exit_code == 0 and "--peer 127.0.0.1:" in result.stdout
+    assert not listening() - before
 
 
 def test_strangers_reach_no_stand_in() -> None:

@@ -53,7 +53,7 @@ class Engine:
         self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
         self.agent = Agent(make_cache(self.memory, 1, 0, 16), self.config)
         self.directory = Directory(self.config, "e")
-        self.directory.publish((self.agent.member,))
+        self.directory.publish((self.agent.descriptor,))
 
     def close(self) -> None:
         self.agent.close()

@@ -287,7 +287,7 @@ def pair() -> Iterator[tuple[Agent, Agent, Directory, list[np.ndarray]]]:
         Agent(cache(memories[1]), config, "p") as p,
         Directory(config, "p") as directory,
     ):
-        directory.publish((p.member,))
+        directory.publish((p.descriptor,))
         yield p, d, directory, memories
 
 
@@ -361,8 +361,8 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "drain for nothing": (lambda a, _: a.drain(None), "timeout must be a number of seconds"),
     "listen with a text": (lambda a, _: a.listen("x"), "heard must be a function or None"),
     "wait for what cannot be": (lambda _a, _d: asyncio.run(readable(None, 1)), "source must be a kvxfer Readable"),
-    "publish nothing": (lambda _, d: d.publish(None), "members must be a tuple of RankDescriptor, not None"),
-    "publish one": (lambda a, d: d.publish(a.member), "members must be a tuple of RankDescriptor"),
+    "publish nothing": (lambda _, d: d.publish(None), "ranks must be a tuple of RankDescriptor, not None"),
+    "publish one": (lambda a, d: d.publish(a.descriptor), "ranks must be a tuple of RankDescriptor"),
     "tell a word": (lambda _, d: d.tell(d.source, "x"), "message must be a notice"),
     "renew a text": (lambda a, _: a.renew("x"), "transfer must be a kvxfer TransferId"),
     "cancel a number": (lambda a, _: a.cancel(7, ""), "handle must be a str"),
@@ -374,8 +374,8 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "send an agent elsewhere": (lambda a, _: pickle.dumps(a), "an agent belongs to the process that has made it"),
     "copy a directory": (lambda _, d: copy.deepcopy(d), "a directory belongs to the process that has made it"),
     "wait for a truth": (lambda a, _: a.events(True), "timeout must be a number of seconds, not True"),
-    "publish an agent": (lambda a, d: d.publish((a,)), r"members\[0\] must be a kvxfer RankDescriptor"),
-    "publish a rank twice": (lambda a, d: d.publish((a.member, a.member)), "rank pp0/tp0 is there twice"),
+    "publish an agent": (lambda a, d: d.publish((a,)), r"ranks\[0\] must be a kvxfer RankDescriptor"),
+    "publish a rank twice": (lambda a, d: d.publish((a.descriptor, a.descriptor)), "rank pp0/tp0 is there twice"),
     "tell a text": (lambda _, d: d.tell("host:1", None), "source must be a kvxfer Source"),
 }
 
@@ -442,7 +442,7 @@ def test_a_stage_of_several_has_to_say_of_which_engine() -> None:
         Agent(cache(whole, layers=("0", "1"), offsets=(0, size)), config, "p") as p,
         Directory(config, "p") as directory,
     ):
-        directory.publish((p.member,))
+        directory.publish((p.descriptor,))
         p.offer(offer())
         d.fetch(fetch(source=directory.source))
         failure = outcome(d, "r").outcome.failure

@@ -41,7 +41,7 @@ class Base(Transport, Generic[E, L]):
     one of the methods that a subclass has to have: ``make_endpoint``, ``make_link``, ``drop_link``, ``start``, ``stop``,
     ``advance`` and ``shut_down``; and ``add_memory``, ``drop_memory``, ``drop_endpoint``, ``start_plan`` where there is
     something to do. All of these are called on the thread that made the object (``shut_down`` after that has ended, perhaps
-    on another), and raise ``TransportError`` when they cannot do what is asked; then nothing has changed.
+    on another), and fail with ``TransportError`` when they cannot do what is asked; then nothing has changed.
 
     It also holds the order of streams: of a link's SENDs, and of its RECVs, each has a higher number than those before, or ``submit``
     refuses it. A batch that was refused for another reason has not used its number up.

@@ -92,7 +92,11 @@ class Memories:
         return None
 
     def runs(self, memory: int, offsets: Ints, lengths: Ints) -> list[tuple[int, int]]:
-        """(address, bytes) of each run that is not empty. Raises as ``addresses`` does."""
+        """Return address and bytes of each run that is not empty.
+
+        Raises:
+            TransportError: As ``addresses`` does.
+        """
         only = self.only(memory, offsets, lengths)
         if only is not None:
             return [only]

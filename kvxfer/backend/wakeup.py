@@ -26,6 +26,9 @@ class Timer:
     """A descriptor that polls readable once a time has come.
 
     A thread that waits so wakes sooner than one that sleeps, or polls for whole milliseconds.
+
+    Raises:
+        OSError: No descriptor is left.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,14 @@ class Timer:
         return self._fd
 
     def at(self, due: float | None) -> None:
-        """Be readable from this time of ``time.monotonic`` on (in place of the one set before); ``None``: never."""
+        """Be readable from this time on, in place of the one set before.
+
+        Args:
+            due: The time, by ``time.monotonic``; ``None``: never.
+
+        Raises:
+            OSError: The kernel refuses.
+        """
         if due == self._due:
             return
         self._due = due

@@ -48,7 +48,7 @@ spawn = mp.get_context("spawn")
 def answer_requests(pipe: Connection, config: Config) -> None:
     """Answer fetch requests until told to stop."""
     sockets = ControlSockets(Security.of(config))
-    pipe.send(sockets.listen("127.0.0.1", 0, None))
+    pipe.send(sockets.listen("127.0.0.1", 0))
     ready = m.PartReady(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, TABLE, 0, 0)
     while not pipe.poll():
         sockets.poll(0.5)
@@ -96,7 +96,7 @@ def engine(config: Config) -> tuple[Agent, Directory]:
     agent = Agent(cache, config)
     agent.memory = memory  # type: ignore[attr-defined]  # lives as long
     directory = Directory(config, "e", epoch=agent.epoch)
-    directory.publish((agent.member,))
+    directory.publish((agent.descriptor,))
     return agent, directory
 
 
@@ -139,6 +139,9 @@ def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
 
     Returns:
         How many there are in a second, and the microseconds of CPU that each takes on each thread of both sides.
+
+    Raises:
+        SystemExit: One was not delivered.
     """
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=produce, args=(theirs, config), daemon=True)

@@ -29,18 +29,18 @@ from kvxfer.control.directory import Directory
 from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, PieceNews, PieceReady, PieceTaken
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.policy import LinkPolicy, stager
-from kvxfer.data.traffic import Limits
+from kvxfer.data.quarantine import Limits
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.parts import piece_bytes
-from kvxfer.protocol.values import Ended, Move, Moved, PartRef, Released
+from kvxfer.protocol.values import Ended, Move, Moved, PartRef, Released, Role
 from kvxfer.transport import Verb, load
 from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["BenchEngine", "Setup"]
 
-T = TransferId("bench", 0)
+T, LINK = TransferId("bench", 0), b"link"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Setup:
         elastic: Whether the cache's pages may come and go.
     """
 
-    role: str  # "producer" or "consumer"
+    role: Role
     backend: str
     options: dict[str, Any]
     model: Model
@@ -104,14 +104,14 @@ class BenchEngine:
             Limits(grace=5.0, quarantine=1 << 62),
         )
         self._policy = LinkPolicy.of(self._config.backend, *self._data.start(WAIT_S), cache)
-        self._data.post(MakeEndpoint("link", 1, self._config.backend, self._setup.role))  # type: ignore[arg-type]
+        self._data.post(MakeEndpoint(LINK, 1, self._config.backend, self._setup.role))
         self._mine = bytes(self._take(EndpointMade).endpoint)
         return self._mine
 
     def connect(self, theirs: bytes) -> str:
         """Link this data thread with the other side's; return the mode in which parts are moved."""
         assert self._data is not None
-        self._data.post(Connect("link", 1, self._mine, theirs))
+        self._data.post(Connect(LINK, 1, self._mine, theirs))
         self._take(Connected)
         return self._policy.mode
 
@@ -146,7 +146,7 @@ class BenchEngine:
         if incoming and outgoing:
             peer.meet()
         if verb is not None:
-            ref = PartRef(self._setup.role, "link", T, 1, self._rounds)  # type: ignore[arg-type]
+            ref = PartRef(self._setup.role, LINK, T, 1, self._rounds)
             self._data.post(Move(ref, verb, plan, self._rounds, piece))
             begun, done = self._until_moved(ref, peer)
         return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
@@ -255,7 +255,7 @@ class BenchEngine:
         agent = Agent(self._pool.cache, config, self._setup.role)
         directory = Directory(Config(), self._setup.role, epoch=agent.epoch)
         self._agents[integrity] = agent, directory
-        directory.publish((agent.member,))
+        directory.publish((agent.descriptor,))
         return directory.source
 
     def offer(self, numbers: Sequence[int], src: Ints) -> None:

@@ -57,7 +57,7 @@ def measure_idle(backend: str, seconds: float) -> dict[str, Any]:
     config = Config(backend=backend)
     before, others = _private(), set(_threads())
     with Agent(cache, config, "idle") as agent, Directory(config, "idle") as directory:
-        directory.publish((agent.member,))
+        directory.publish((agent.descriptor,))
         time.sleep(SETTLE_S)
         after, woken, spent = _private(), _threads(), time.process_time()
         time.sleep(seconds)

@@ -14,6 +14,7 @@ from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import Model, Request
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
+from kvxfer.protocol.values import Role
 
 __all__ = ["ByLibrary", "Pair", "Sessions", "cache_devices", "pair"]
 
@@ -161,7 +162,8 @@ def pair(
     """Start two processes with a cache of ``blocks`` each, on the devices ``where``; both elastic, or neither."""
     with ExitStack() as stack:
         made = []
-        for role, device in zip(("producer", "consumer"), where, strict=True):
+        roles: tuple[Role, Role] = ("producer", "consumer")
+        for role, device in zip(roles, where, strict=True):
             setup = Setup(role, backend, options, model, blocks, device, staging_bytes, elastic)
             made.append(Remote(role, BenchEngine, setup))
             stack.callback(made[-1].close)

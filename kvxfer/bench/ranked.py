@@ -103,7 +103,7 @@ class RankedEngine:
         self._words = [np.full(shape, FREE, np.int64) for _ in range(tp)]
         self._agents = [Agent(_cache(words, i, tp), self._config, role) for i, words in enumerate(self._words)]
         self._directory = Directory(Config(), role, epoch=self._agents[0].epoch)
-        self._directory.publish(tuple(agent.member for agent in self._agents))
+        self._directory.publish(tuple(agent.descriptor for agent in self._agents))
         self._free = list(range(BLOCKS))
         self._uses: dict[int, _Use] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []

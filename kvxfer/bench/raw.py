@@ -56,7 +56,11 @@ class Raw(Protocol):
 
 
 def find(backend: str) -> type[Raw] | None:
-    """Return the class that a back end is to be compared with, or ``None``. Raises what importing it raises."""
+    """Return the class that a back end is to be compared with, or ``None``.
+
+    Raises:
+        Exception: What importing it raised.
+    """
     for entry in entry_points(group=GROUP, name=backend):
         return entry.load()  # type: ignore[no-any-return]
     return None

@@ -59,7 +59,7 @@ class ScaleEngine:
         )
         self._agents = [Agent(cache, config, f"scale-{i}") for i in range(engines)]
         self._directory = Directory(config, "scale", epoch=self._agents[0].epoch)
-        self._directory.publish((self._agents[0].member,))
+        self._directory.publish((self._agents[0].descriptor,))
         self._outcomes: Counter[str] = Counter()
         self._words: dict[str, str] = {}  # of each kind of failure, the first
         self._seconds: list[float] = []

@@ -66,7 +66,7 @@ class Engine:
         config = Config.from_mapping({**settings, **TIMES})
         self._agent = Agent(self._pool.cache, config, role)
         self._directory = Directory(Config(), role, epoch=self._agent.epoch)
-        self._directory.publish((self._agent.member,))
+        self._directory.publish((self._agent.descriptor,))
 
     def source(self) -> Source:
         """Return where its directory is."""

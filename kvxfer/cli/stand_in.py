@@ -49,14 +49,15 @@ MOST_ASKED = 1000
 class _Half:
     """An agent with a cache that is nobody's, and its directory."""
 
-    def __init__(self, config: Config, name: str, device: str) -> None:
-        config = msgspec.structs.replace(config, transfer_timeout=TRANSFER_S, lease=TRANSFER_S)
+    def __init__(self, config: Config, name: str, device: str, seconds: float) -> None:
+        self._longest = 2 * seconds
+        config = msgspec.structs.replace(config, transfer_timeout=seconds, lease=seconds)
         self._space = allocate(BLOCKS * BLOCK, device)
         view = View("kv", 0, ("0",), (0,), BLOCKS, BLOCK, BLOCK, "bytes")
         self.agent = Agent(Cache((self._space.region,), (Group(1),), (view,)), config, name, {})
         try:
             self.directory = Directory(config, name, {}, epoch=self.agent.epoch)
-            self.directory.publish((self.agent.member,))
+            self.directory.publish((self.agent.descriptor,))
         except BaseException:
             self.agent.close()
             raise
@@ -65,22 +66,18 @@ class _Half:
         self.agent.offer(Offer(transfer, DIGEST, 1, blocks, _table(blocks), True, payload=payload))
 
     def fetch(self, transfer: TransferId, blocks: int, source: Source) -> Ended:
-        """Fetch a transfer, and return how it has ended."""
-        self.agent.fetch(Fetch(str(transfer), transfer, DIGEST, source, _table(blocks), 0, blocks))
-        return self.ended(transfer)
-
-    def ended(self, transfer: TransferId) -> Ended:
-        """Wait for a transfer's end.
+        """Fetch a transfer, and return how it has ended.
 
         Raises:
-            KvxferError: It does not come.
+            KvxferError: It does not end.
         """
-        until = time.monotonic() + 2 * TRANSFER_S
+        self.agent.fetch(Fetch(str(transfer), transfer, DIGEST, source, _table(blocks), 0, blocks))
+        until = time.monotonic() + self._longest
         while time.monotonic() < until:
             for event in self.agent.events(0.1):
                 if isinstance(event, Ended) and event.transfer == transfer:
                     return event
-        raise KvxferError(f"transfer {transfer} did not end within {2 * TRANSFER_S:g} s")
+        raise KvxferError(f"transfer {transfer} did not end within {self._longest:g} s")
 
     def close(self) -> None:
         self.directory.close()
@@ -112,7 +109,7 @@ class StandIn:
             )
         self._asked: queue.Queue[TransferId] = queue.Queue(MOST_ASKED)
         self._took: dict[int, list[float | str]] = {}  # by visitor: seconds of what was taken, or why it was not
-        self._half = _Half(config, NAME, device)
+        self._half = _Half(config, NAME, device, TRANSFER_S)
         self._half.directory.begun = self._note
         self.source = self._half.directory.source
 
@@ -172,7 +169,8 @@ def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
         ``bytes`` of a long transfer and of a short one, and of each direction (``from_peer``, ``to_peer``) ``GB_per_s`` and
         the short one's ``ms``, medians; or why it failed.
     """
-    half = _Half(msgspec.structs.replace(config, port=0), "doctor", device)
+    # It may have to wait while the stand-in fetches what it then tells of.
+    half = _Half(msgspec.structs.replace(config, port=0), "doctor", device, 2 * TRANSFER_S)
     own = half.directory.source
     numbers = iter(range(1 << 20))
 
@@ -191,7 +189,6 @@ def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
         transfer = TransferId.mint(own.epoch, f"take {blocks} {own.host} {own.port}", next(numbers))
         half.offer(transfer, blocks)
         half.directory.tell(stand_in, Await(stand_in.epoch, (Named(transfer, DIGEST),)))
-        half.ended(transfer)
         [took] = json.loads(give(1).payload or "[]") or ["it has told nothing"]
         if isinstance(took, str):
             raise KvxferError(f"it could not fetch from here: {took}")

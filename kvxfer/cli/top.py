@@ -21,7 +21,8 @@ __all__ = ["top"]
 
 ANSWER_S = 5.0
 MOST_BYTES = 64 << 20
-_SAMPLE = re.compile(r"(?P<name>kvxfer_\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+# Ray exports the metrics of all engines of a host on one page, each name with its own in front.
+_SAMPLE = re.compile(r"(?:ray_)?(?P<name>kvxfer_\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _NO_FAILURES = ("delivered", "cancelled")
 

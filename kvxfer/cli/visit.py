@@ -122,8 +122,10 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
         long, short = found["measured"]["bytes"]
         for way, words in (("from_peer", "from there"), ("to_peer", "to there")):
             got = found["measured"][way]
-            figures = f"{got['GB_per_s']} GB/s for {long >> 20} MiB, {got['ms']} ms for {short >> 10} KiB"
-            say(f"{words}: {got['failure'] if 'failure' in got else figures}")
+            if "failure" in got:
+                say(f"{words}: {got['failure']}")
+            else:
+                say(f"{words}: {got['GB_per_s']} GB/s for {long >> 20} MiB, {got['ms']} ms for {short >> 10} KiB")
     elif "links" in found:
         say(
             "GB/s: not measured, since the engine's memory is that of its requests; run kvxfer doctor --stand-in cpu --config FILE "
@@ -140,7 +142,7 @@ def _visit(peer: str, config: Config) -> dict[str, Any]:
         return report | {"failure": _told(Failure.of(e, FailureKind.PEER_UNREACHABLE, f"directory {peer}"))}
     report |= {
         "engine": found.engine.engine,
-        "ranks": len(found.engine.members),
+        "ranks": len(found.engine.ranks),
         "first_answer_ms": round(found.first_s * 1e3, 3),
         "round_trip_ms": round(statistics.median(found.round_trips) * 1e3, 3),
     }
@@ -166,10 +168,10 @@ def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
     )
     kept: list[Space] = []
     with ExitStack() as opened:
-        caches = [_like(member.cache, kept) for member in engine.members]
+        caches = [_like(rank.cache, kept) for rank in engine.ranks]
         agents = [opened.enter_context(Agent(cache, ours, "doctor", dict(engine.facts))) for cache in caches]
         directory = opened.enter_context(Directory(ours, "doctor", engine.facts))
-        directory.publish(tuple(agent.member for agent in agents))
+        directory.publish(tuple(agent.descriptor for agent in agents))
         own = directory.source if len(agents) > 1 else None
         name = TransferId.routed(f"doctor-{directory.epoch:x}")
         began = time.monotonic()
@@ -184,12 +186,12 @@ def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
         for agent in agents:
             agent.cancel("hello", "it was a visit")
     device = next(region.device for cache in caches for region in cache.regions)
-    theirs = {name for member in engine.members for name in member.backends}
+    theirs = {name for rank in engine.ranks for name in rank.backends}
     report["candidates"] = _candidates(device.partition(":")[0], config, theirs, report["links"])
     report["device"] = device
     report["memory"] = device.partition(":")[0]
-    report["peer_memory"] = engine.members[0].cache.regions[0].device.partition(":")[0]
-    report["peer_elastic"] = any(member.cache.elastic for member in engine.members)
+    report["peer_memory"] = engine.ranks[0].cache.regions[0].device.partition(":")[0]
+    report["peer_elastic"] = any(rank.cache.elastic for rank in engine.ranks)
     return report
 
 

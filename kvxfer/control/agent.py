@@ -31,8 +31,8 @@ from kvxfer.data.data_thread import DataThread
 from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import LinkPolicy, stager
+from kvxfer.data.quarantine import Limits
 from kvxfer.data.staging import Staging
-from kvxfer.data.traffic import Limits
 from kvxfer.errors import ArgumentError, KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache
@@ -56,7 +56,7 @@ class Agent:
     """Move KV in and out of one worker's cache.
 
     Make it once the cache is allocated. All methods may be called from any thread and return at once, save ``close`` and ``drain``.
-    In a process that was forked from the one that made it they raise ``KvxferError``, save ``close``, which does
+    In a process that was forked from the one that made it they fail with ``KvxferError``, save ``close``, which does
     nothing there. The agent is closed when a ``with`` block or the interpreter ends.
 
     Args:
@@ -100,7 +100,7 @@ class Agent:
                 self._hasher.get_ready()
             self._data.start(START_S)
             self._data.policy(self._data.candidates[0])  # so that the log tells at start how an elastic cache moves
-            port = self._loop.sockets.listen(config.listen, 0, None)
+            port = self._loop.sockets.listen(config.listen, 0)
         except BaseException:
             self._revocations.close()
             self._hasher.close(CLOSE_S)
@@ -108,13 +108,13 @@ class Agent:
             self._loop.sockets.close()
             raise
         address = sockets.address(config.advertise or config.listen, port)
-        self.member = m.RankDescriptor(address, self.epoch, cache, self._data.candidates)
+        self.descriptor = m.RankDescriptor(address, self.epoch, cache, self._data.candidates)
         self._shell = Shell(
             self._loop,
             self._data,
             self._hasher,
             self._revocations,
-            self.member,
+            self.descriptor,
             config,
             engine,
             stated,

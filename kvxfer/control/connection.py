@@ -18,9 +18,17 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.values import LinkId
 
-__all__ = ["ControlConnection"]
+__all__ = ["Addresses", "ControlConnection", "Destination"]
+
+Destination = LinkId | Source
+"""Whom we dial: a producer's rank, by the link to it, or a directory."""
+Addresses = list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]
+"""What ``socket.getaddrinfo`` gives: each address that a name stands for."""
+
 
 _HEAD = struct.Struct("<I")
 _READ, _READS = 64 << 10, 4
@@ -42,7 +50,7 @@ class ControlConnection:
     Attributes:
         name: Its own, and no other connection's ever.
         host: The host of the other end, for logs.
-        owner: What it belongs to.
+        destination: Whom we have dialled, as the owner knows it; ``None`` for a peer that has dialled us.
         limit: Bytes of the longest frame that may come.
         guest: Whether its peer has dialled us and is not known yet.
         lost: Why nothing can be said or heard any more, save frames that had come before; ``None`` while it lives.
@@ -53,10 +61,16 @@ class ControlConnection:
     """
 
     def __init__(
-        self, host: str, owner: Any, limit: int, dirty: set[ControlConnection], secure: _Secure, guest: bool
+        self,
+        host: str,
+        destination: Destination | None,
+        limit: int,
+        dirty: set[ControlConnection],
+        secure: _Secure,
+        guest: bool,
     ) -> None:
         self.name = next(_names).to_bytes(8)
-        self.host, self.owner, self.limit, self.guest = host, owner, limit, guest
+        self.host, self.destination, self.limit, self.guest = host, destination, limit, guest
         self.dialled_us = guest
         self.lost: str | None = None
         self.refused = False
@@ -68,7 +82,7 @@ class ControlConnection:
         self.counted = 0  # of ``held``, as ``ControlSockets`` knows it
         self._dirty, self._secure = dirty, secure
         self._socket: socket.socket | None = None
-        self._targets: list[Any] = []  # still to be tried
+        self._targets: Addresses = []  # still to be tried
         self._connected = self._open = False
         self._in = bytearray()
         self._frames: deque[bytes] = deque()  # that have come, and were at the beginning of it
@@ -174,8 +188,8 @@ class ControlConnection:
         self._socket, self._connected = sock, True
         self._greet()
 
-    def connect(self, targets: list[Any]) -> None:
-        """Try these, as ``socket.getaddrinfo`` gives them, one after the other."""
+    def connect(self, targets: Addresses) -> None:
+        """Try these addresses one after the other."""
         self._targets = targets
         while self._targets:
             family, kind, protocol, _, where = self._targets.pop(0)

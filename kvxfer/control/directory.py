@@ -69,7 +69,7 @@ class Directory:
     """Serve the descriptor of an engine from a thread of its own.
 
     All methods may be called from any thread and do not block, save ``close``. In a process that was forked from the
-    one that made it they raise ``KvxferError``, save ``close``, which does nothing there. The directory is closed when
+    one that made it they fail with ``KvxferError``, save ``close``, which does nothing there. The directory is closed when
     a ``with`` block or the interpreter ends.
 
     Args:
@@ -98,12 +98,12 @@ class Directory:
         self.epoch = new_epoch() if epoch is None else arguments.integer("epoch", epoch, 1)
         self._owner = ProcessGuard("this directory")
         self._facts: Mapping[str, str] = f.check(facts or {})
-        self._members: tuple[m.RankDescriptor, ...] = ()
+        self._ranks: tuple[m.RankDescriptor, ...] = ()
         self._descriptor = b""  # as it is sent
         self._outbox: deque[tuple[Source, m.Renew | m.Decline | m.Await]] = deque(maxlen=MOST_TOLD)
         self._sockets = sockets.ControlSockets(Security.of(config), self._outbox)
         try:
-            bound = self._sockets.listen(config.listen, config.port, None)
+            bound = self._sockets.listen(config.listen, config.port)
         except BaseException:
             self._sockets.close()
             raise
@@ -115,8 +115,8 @@ class Directory:
         self._numbers = count()
         self._room: PeerBudgets[sockets.ControlConnection | None, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
-        self._peers: dict[tuple[str, int], sockets.ControlConnection] = {}
-        self._idle: Timers[tuple[str, int]] = Timers()
+        self._peers: dict[Source, sockets.ControlConnection] = {}
+        self._idle: Timers[Source] = Timers()
         self._complain = Complaints(log)
         self._closing = False
         self._thread = NamedThread(target=self._run, name="kvxfer-dir")
@@ -134,25 +134,25 @@ class Directory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def publish(self, members: tuple[m.RankDescriptor, ...]) -> None:
+    def publish(self, ranks: tuple[m.RankDescriptor, ...]) -> None:
         """Set the engine's ranks.
 
         Until then lookups get no answer, and whoever asks asks again.
 
         Args:
-            members: Each agent's ``member``.
+            ranks: Each agent's ``descriptor``.
 
         Raises:
             ArgumentError: One is none, or two are of one rank.
             PeerError: They are more than a message can describe.
         """
         self._owner.check()
-        members = arguments.several("members", members, m.RankDescriptor)
-        ranks = [member.cache.rank for member in members]
-        twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+        ranks = arguments.several("ranks", ranks, m.RankDescriptor)
+        places = [rank.cache.rank for rank in ranks]
+        twice = next((place for place in places if places.count(place) > 1), None)
         if twice is not None:
-            raise ArgumentError(f"members must be one of each rank, and rank pp{twice.pp}/tp{twice.tp} is there twice")
-        self._state(members, self._facts)
+            raise ArgumentError(f"ranks must be one of each rank, and rank pp{twice.pp}/tp{twice.tp} is there twice")
+        self._state(ranks, self._facts)
 
     def identify(self, facts: Mapping[str, str]) -> None:
         """Set what all KV of the engine depends on.
@@ -164,13 +164,13 @@ class Directory:
             ConfigError: The facts are too long.
         """
         self._owner.check()
-        self._state(self._members, f.check(facts))
+        self._state(self._ranks, f.check(facts))
 
-    def _state(self, members: tuple[m.RankDescriptor, ...], facts: Mapping[str, str]) -> None:
+    def _state(self, ranks: tuple[m.RankDescriptor, ...], facts: Mapping[str, str]) -> None:
         descriptor = (
-            m.encode(m.EngineDescriptor(m.PROTOCOL, self.engine, self.epoch, members, dict(facts))) if members else b""
+            m.encode(m.EngineDescriptor(m.PROTOCOL, self.engine, self.epoch, ranks, dict(facts))) if ranks else b""
         )
-        self._members, self._facts, self._descriptor = members, facts, descriptor
+        self._ranks, self._facts, self._descriptor = ranks, facts, descriptor
 
     def notices(self) -> list[Notice]:
         """Return what other engines have said since the last call of our transfers, and of theirs that we await."""
@@ -253,14 +253,14 @@ class Directory:
             frame = connection.receive()
             if frame is None:
                 break
-            if connection.owner is None:
+            if connection.destination is None:
                 self._answer(connection, frame)
             else:
                 self._take(connection, frame)
         if connection.lost is None or connection.ready:
             return
-        key = connection.owner
-        if key is None:
+        key = connection.destination
+        if not isinstance(key, Source):
             with self._lock:
                 self._room.merge(connection, None)
         elif self._peers.get(key) is connection:
@@ -301,11 +301,11 @@ class Directory:
             with self._lock:
                 self._notice(msg, connection, len(frame))
 
-    def _unheard(self, key: tuple[str, int], why: object) -> None:
-        self._complain("directory: notices for %s:%s may be lost: %s", *key, why)
+    def _unheard(self, peer: Source, why: object) -> None:
+        self._complain("directory: notices for %s may be lost: %s", peer, why)
         with self._lock:
             if len(self._notices) < MOST_TOLD:
-                self._notices[next(self._numbers)] = Unheard(*key)
+                self._notices[next(self._numbers)] = Unheard(peer.host, peer.port)
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
         """Have somebody told when the engine has begun; first noted and then looked at, so that nothing falls in between."""
@@ -332,11 +332,13 @@ class Directory:
             self._complain("directory: somebody tells more than the engine takes in; a notice is dropped")
 
     def _deliver(self, source: Source, message: m.Message) -> None:
-        key = (source.host, source.port)
+        key = Source(source.host, source.port, ANY_EPOCH)  # whoever is there: a notice names its epoch
         connection = self._peers.get(key)
         try:
             if connection is None:
-                connection = self._peers[key] = self._sockets.dial(sockets.address(*key), key, sockets.GUEST_FRAME)
+                connection = self._peers[key] = self._sockets.dial(
+                    sockets.address(key.host, key.port), key, sockets.GUEST_FRAME
+                )
         except PeerError as e:
             self._unheard(key, e)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from kvxfer.control.loop import Step
 from kvxfer.control.worker import Worker
@@ -17,7 +17,7 @@ __all__ = ["Examiner"]
 
 log = logging.getLogger("kvxfer.agent")
 
-Done = Callable[[Any, float], list[Action]]
+T = TypeVar("T")
 
 
 class Examiner:
@@ -32,7 +32,7 @@ class Examiner:
     def __init__(self, name: str, most: int, do: Callable[[Step], None]) -> None:
         self._worker, self._do = Worker(name, most), do
 
-    def submit(self, weight: int, job: Callable[[], Any], done: Done) -> bool:
+    def submit(self, weight: int, job: Callable[[], T], done: Callable[[T | Failure, float], list[Action]]) -> bool:
         """Have something looked at, unless too much waits for that.
 
         Args:
@@ -49,7 +49,8 @@ class Examiner:
         """Look at nothing more, and wait for what has begun, ``timeout`` seconds at most. Idempotent."""
         self._worker.close(timeout)
 
-    def _examine(self, job: Callable[[], Any], done: Done) -> None:
+    def _examine(self, job: Callable[[], T], done: Callable[[T | Failure, float], list[Action]]) -> None:
+        found: T | Failure
         try:
             found = job()
         except (PeerError, ValueError) as e:

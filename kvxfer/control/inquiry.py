@@ -89,8 +89,8 @@ def _engine(frame: bytes) -> m.EngineDescriptor:
             f"its protocol {engine.protocol} is not ours ({m.PROTOCOL}); update one side", kind=FailureKind.INCOMPATIBLE
         )
     try:
-        for member in engine.members:
-            member.cache.check()
+        for rank in engine.ranks:
+            rank.cache.check()
     except ValueError as e:
         raise PeerError(f"it describes a cache that is none: {e}", kind=FailureKind.MISUSE) from None
     return engine

@@ -115,7 +115,7 @@ class Outbound(LinkTable[_Dial]):
             raise PeerError(f"the way to {link_name(link)} is not known any more", kind=K.PEER_LOST)
         target = self._targets[link]
         backend = next((b for b in target.backends if b not in self._unfit.get(link, {})), target.backends[-1])
-        connection = self._sockets.dial(target.address, (self, link), PEER_FRAME)
+        connection = self._sockets.dial(target.address, link, PEER_FRAME)
         self._links[link] = known = _Dial(link, backend, connection, link_name(link), target, now)
         self._begin(known)
 

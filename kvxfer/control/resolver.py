@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol, TypeVar
 
 from kvxfer import facts as f
 from kvxfer.control import sockets
@@ -27,11 +27,10 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.values import LinkId, RankRoute, Resolved
 
-Examine = Callable[[int, Callable[[], Any], Callable[[Any], Iterator["tuple[Source, Path | Failure]"]]], bool]
-
-__all__ = ["Path", "Resolver"]
+__all__ = ["Path", "Paths", "Resolver"]
 
 K = FailureKind
+T = TypeVar("T")
 
 log = logging.getLogger("kvxfer.resolver")
 
@@ -62,6 +61,15 @@ class Path:
 
     targets: tuple[Target, ...]
     resolved: Resolved
+
+
+Paths = Iterator[tuple[Source, Path | Failure]]
+
+
+class Examine(Protocol):
+    """How a resolver has a job done off its thread; see ``Resolver``."""
+
+    def __call__(self, weight: int, job: Callable[[], T], done: Callable[[T | Failure], Paths], /) -> bool: ...
 
 
 @dataclass
@@ -158,7 +166,7 @@ class Resolver:
             q.connection = self._dial(directory)
 
     def _dial(self, directory: Source) -> sockets.ControlConnection:
-        connection = self._sockets.dial(sockets.address(directory.host, directory.port), (self, directory), m.MAX_BYTES)
+        connection = self._sockets.dial(sockets.address(directory.host, directory.port), directory, m.MAX_BYTES)
         connection.send(m.Lookup(m.PROTOCOL))
         return connection
 
@@ -197,7 +205,7 @@ class Resolver:
         if len(silent) > MOST_SILENT:
             self._close(min(silent, key=lambda known: known[0])[1])
 
-    def receive(self, directory: Source, frame: bytes) -> Iterator[tuple[Source, Path | Failure]]:
+    def receive(self, directory: Source, frame: bytes) -> Paths:
         """Take in a directory's answer."""
         q = self._queries.get(directory)
         if q is None:
@@ -209,26 +217,24 @@ class Resolver:
         if not self._examine(len(frame), partial(_descriptor, frame, directory), partial(self._checked, directory)):
             yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being looked at"))
 
-    def _checked(
-        self, directory: Source, descriptor: m.EngineDescriptor | Failure
-    ) -> Iterator[tuple[Source, Path | Failure]]:
+    def _checked(self, directory: Source, descriptor: m.EngineDescriptor | Failure) -> Paths:
         """Take in a directory's descriptor that has been checked, or why it is refused."""
         now = time.monotonic()
         if isinstance(descriptor, Failure):
             yield from self._failed(directory, descriptor)
             return
         if directory in self._wanted.values():
-            self._own[directory] = descriptor.members
+            self._own[directory] = descriptor.ranks
             again = [s for s, own in self._wanted.items() if own == directory and s not in self._queries]
             for source in again:  # its descriptor came first and was of no use without ours
                 self._query(source, now)
         own = self._wanted.get(directory)
         if directory in self._wanted and (own is None or own in self._own):
             path = partial(self._path, descriptor, directory, self._own.get(own) if own else None)
-            if not self._examine(len(descriptor.members), path, partial(self._found, directory)):
+            if not self._examine(len(descriptor.ranks), path, partial(self._found, directory)):
                 yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being looked at"))
 
-    def _found(self, directory: Source, path: Path | Failure) -> Iterator[tuple[Source, Path | Failure]]:
+    def _found(self, directory: Source, path: Path | Failure) -> Paths:
         if self._wanted.pop(directory, self) is not self:
             if isinstance(path, Path):
                 self._links.pop(directory, None)
@@ -241,7 +247,7 @@ class Resolver:
         self, descriptor: m.EngineDescriptor, source: Source, own: tuple[m.RankDescriptor, ...] | None
     ) -> Path | Failure:
         """Return the way to a source, or why there is none. Any thread: it uses nothing that changes."""
-        ours = [member.cache for member in own or (self._me,)]
+        ours = [rank.cache for rank in own or (self._me,)]
         try:
             if (why := f.difference(self.facts, descriptor.facts, "at the producer")) is not None:
                 raise _misfit(why)
@@ -249,8 +255,8 @@ class Resolver:
                 _check_alone(self._me.cache, descriptor)
             elif self._me.cache.rank not in {cache.rank for cache in ours}:
                 raise PeerError(f"our own directory has not published {name(self._me.cache)}", kind=K.MISUSE)
-            mine = route([member.cache for member in descriptor.members], ours)[self._me.cache.rank]
-            ranks = {member.cache.rank: member for member in descriptor.members}
+            mine = route([rank.cache for rank in descriptor.ranks], ours)[self._me.cache.rank]
+            ranks = {rank.cache.rank: rank for rank in descriptor.ranks}
             targets = {
                 rank: self._target(ranks[rank], assignments) for rank, assignments in sorted(mine.assignments.items())
             }
@@ -259,12 +265,12 @@ class Resolver:
         routes = tuple(RankRoute(target.link, mine.readers[rank], rank) for rank, target in targets.items())
         return Path(tuple(targets.values()), Resolved(routes))
 
-    def _target(self, member: m.RankDescriptor, assignments: tuple[ShardAssignment, ...]) -> Target:
-        common = tuple(name for name in self._me.backends if name in member.backends)
+    def _target(self, rank: m.RankDescriptor, assignments: tuple[ShardAssignment, ...]) -> Target:
+        common = tuple(name for name in self._me.backends if name in rank.backends)
         if not common:
-            theirs, ours = (" or ".join(map(repr, names)) for names in (member.backends, self._me.backends))
+            theirs, ours = (" or ".join(map(repr, names)) for names in (rank.backends, self._me.backends))
             raise _misfit(f"it uses back end {theirs}, this engine {ours}; configure the same on both")
-        return Target(member.address, member.epoch, member.cache, assignments, common)
+        return Target(rank.address, rank.epoch, rank.cache, assignments, common)
 
     def tick(self, now: float) -> Iterator[tuple[Source, Failure]]:
         """Repeat unanswered questions, and yield as failed who waits for a directory that counts as silent now."""
@@ -316,8 +322,8 @@ def _check_alone(mine: Cache, descriptor: m.EngineDescriptor) -> None:
         PeerError: We hold less than there is.
     """
     held = {(view.plane, layer) for view in mine.views for layer in view.layers}
-    for member in descriptor.members:
-        for view in member.cache.views:
+    for rank in descriptor.ranks:
+        for view in rank.cache.views:
             layer = next((layer for layer in view.layers if (view.plane, layer) not in held), None)
             if layer is not None and not view.optional:
                 raise PeerError(
@@ -359,8 +365,8 @@ def _descriptor(frame: bytes, directory: Source) -> m.EngineDescriptor:
     if directory.epoch and descriptor.epoch != directory.epoch:
         raise PeerError("the engine there has restarted since it was named", kind=K.NO_SUCH_ENGINE)
     until = time.monotonic() + CHECK_S
-    for member in descriptor.members:
-        member.cache.check()
+    for rank in descriptor.ranks:
+        rank.cache.check()
         if time.monotonic() > until:
             raise _misfit(f"its descriptor describes more than can be checked in {CHECK_S:g} s")
     return descriptor

@@ -9,18 +9,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, assert_never
+from typing import assert_never
 
 from kvxfer.config import Config
 from kvxfer.control.calls import Calls
 from kvxfer.control.events import EventQueue
-from kvxfer.control.examiner import Examiner
 from kvxfer.control.fences import Fences
-from kvxfer.control.inbound import Inbound
-from kvxfer.control.link import LinkStatus, Lost
+from kvxfer.control.link import LinkStatus
 from kvxfer.control.loop import ControlLoop, Step
-from kvxfer.control.outbound import Outbound
-from kvxfer.control.resolver import Path, Resolver
+from kvxfer.control.peers import AgentPeers
 from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.control.sockets import ControlConnection
 from kvxfer.data.commands import (
@@ -28,7 +25,6 @@ from kvxfer.data.commands import (
     Disconnected,
     EndpointMade,
     LinkBroken,
-    LinkNews,
     PieceReady,
     PieceTaken,
     Reset,
@@ -37,10 +33,8 @@ from kvxfer.data.commands import (
 )
 from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
-from kvxfer.data.policy import admit
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.geometry import Planner
 from kvxfer.identity import Generation, Source, TransferId, printable
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
@@ -55,8 +49,6 @@ from kvxfer.protocol.values import (
     Event,
     Hash,
     Hashed,
-    LinkId,
-    LinkInfo,
     Move,
     Moved,
     Released,
@@ -71,11 +63,6 @@ from kvxfer.values import Fetch, Offer
 __all__ = ["Shell"]
 
 log = logging.getLogger("kvxfer.agent")
-
-MOST_EXAMINED = 256
-"""Descriptors that may wait to be looked at."""
-
-Paths = Iterator[tuple[Source, Path | Failure]]
 
 
 class Shell:
@@ -114,25 +101,17 @@ class Shell:
         events: EventQueue,
     ) -> None:
         self._loop, self._data, self._hasher, self._revocations = loop, data, hasher, revocations
-        self._me, self._facts, self._calls, self._events = me, facts, calls, events
+        self._calls, self._events = calls, events
         self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._fences = Fences()
-        self._hellos = Examiner("kvxfer-hellos", 1, loop.do)
-        self._descriptors = Examiner("kvxfer-examine", MOST_EXAMINED, loop.do)
-        silence, stated = config.peer_timeout, facts or {}
-        self._in = Inbound(
-            loop.sockets, data, silence, me.epoch, revocations.place, self._examine_hello, self.producer.serving
-        )
-        self._out = Outbound(loop.sockets, data, silence, me.cache, me.epoch, engine, stated)
-        patience = min(config.peer_timeout, config.transfer_timeout)
-        self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)
+        self._peers = AgentPeers(loop, data, revocations.place, me, config, engine, facts, self.consumer, self.producer)
         self._waiting: list[Callable[[], None]] = []  # until nothing is in hand
         self.direct = self.staged = 0
 
     def links(self) -> list[LinkStatus]:
         """Return the links of both roles, as they are now. Any thread."""
-        return [*self._out.statuses(), *self._in.statuses()]
+        return self._peers.links()
 
     # --- what the engine says --------------------------------------------------------------------------------------
 
@@ -185,69 +164,15 @@ class Shell:
         return self.consumer.cancel(handle, reason, now)
 
     def identify(self, facts: dict[str, str], now: float) -> list[Action]:
-        if facts == self._facts:
-            return []
-        self._facts = self._resolver.facts = facts
-        another = Failure(FailureKind.INCOMPATIBLE, "the model of this engine is another one now")
-        out: list[Action] = []
-        for link in self._out.identify(facts):
-            out += self.consumer.link_down(link, another, now)
-        for lost in self._in.identify(facts):
-            out += self._lost(lost, now)
-        return out
+        return self._peers.identify(facts, now)
 
     # --- what peers say --------------------------------------------------------------------------------------------
 
     def message(self, connection: ControlConnection, frame: bytes, now: float) -> list[Action]:
-        match connection.owner:
-            case None:
-                found = self._in.receive(connection, frame, now)
-                return [] if found is None else self.producer.message(*found, now)
-            case Outbound(), link:
-                item = self._out.receive(link, connection, frame, now)
-                if isinstance(item, Lost):
-                    return self._lost(item, now)
-                return [] if item is None else self.consumer.message(link, item, now)
-            case Resolver(), directory:
-                return self._resolved(self._resolver.receive(directory, frame), now)
-        raise AssertionError(connection.owner)
+        return self._peers.message(connection, frame, now)
 
     def hung_up(self, connection: ControlConnection, now: float) -> list[Action]:
-        match connection.owner:
-            case None:
-                return self._lost(self._in.hung_up(connection), now)
-            case Outbound(), link:
-                return self._lost(self._out.hung_up(link, connection), now)
-            case Resolver(), directory:
-                return self._resolved(self._resolver.hung_up(directory, connection), now)
-        return []
-
-    def _lost(self, lost: Lost | None, now: float) -> list[Action]:
-        if lost is None:
-            return []
-        if isinstance(lost.link, bytes):
-            return self.producer.link_down(lost.link, lost.why, now)
-        if lost.again:
-            return self.consumer.link_reset(lost.link, lost.why, now)
-        return self.consumer.link_down(lost.link, lost.why, now)
-
-    def _resolved(self, paths: Paths, now: float) -> list[Action]:
-        out: list[Action] = []
-        for source, path in paths:
-            if isinstance(path, Path):
-                self._out.know(path.targets)
-            out += self.consumer.resolved(source, path.resolved if isinstance(path, Path) else path, now)
-        return out
-
-    def _examine_hello(self, link: LinkId, hello: m.Hello) -> bool:
-        job = partial(admit, hello, self._data.candidates, self._me.cache, self._me.epoch, self._facts)
-        return self._hellos.submit(0, job, partial(self._examined, link))
-
-    def _examined(self, link: LinkId, found: Planner | Failure, now: float) -> list[Action]:
-        return self._lost(self._in.examined(link, found), now)
-
-    def _examine_descriptor(self, weight: int, job: Callable[[], Any], done: Callable[[Any], Paths]) -> bool:
-        return self._descriptors.submit(weight, job, lambda found, now: self._resolved(done(found), now))
+        return self._peers.hung_up(connection, now)
 
     # --- what the data plane says ----------------------------------------------------------------------------------
 
@@ -258,14 +183,14 @@ class Shell:
             case Hashed():
                 return self._machine(result.ref.role).hashed(result, now)
             case EndpointMade() | Connected() | LinkBroken():
-                return self._linked(result, now)
+                return self._peers.linked(result, now)
             case Disconnected():
                 closed = self._data.disconnected(result.link)
                 return self.consumer.link_closed(result.link, now) if closed else []
             case PieceReady() | PieceTaken():
-                (self._in if result.ref.role == "producer" else self._out).tell(result)
+                self._peers.tell(result)
             case Reset():
-                return self._reset(result.backend, result.failure.about("the back end was reset: "), now)
+                return self._peers.reset(result.backend, result.failure.about("the back end was reset: "), now)
             case ThreadDied():
                 self._loop.begin_close(result.failure)
             case _:
@@ -275,28 +200,12 @@ class Shell:
     def _machine(self, role: Role) -> ConsumerMachine | ProducerMachine:
         return self.consumer if role == "consumer" else self.producer
 
-    def _linked(self, news: LinkNews, now: float) -> list[Action]:
-        """Take in what the data thread says about a link."""
-        dialled_us = isinstance(news.link, bytes)
-        found = (self._in if dialled_us else self._out).result(news, now)
-        if isinstance(found, LinkInfo):
-            return self._machine("producer" if dialled_us else "consumer").link_up(news.link, found, now)
-        return self._lost(found, now)
-
-    def _reset(self, backend: str, why: Failure, now: float) -> list[Action]:
-        out: list[Action] = []
-        for link in self._out.of(backend):
-            out += self.consumer.link_reset(link, why, now)
-        for link in self._in.of(backend):
-            out += self._lost(self._in.close(link, why), now)
-        return out
-
     # --- what is due -----------------------------------------------------------------------------------------------
 
     def next_due(self) -> float:
         if self._fences:
             return 0.0
-        clocks = self.consumer, self.producer, self._resolver, self._out, self._in
+        clocks = self.consumer, self.producer, self._peers
         return min((t for clock in clocks if (t := clock.next_tick()) is not None), default=1e18)
 
     def due(self, now: float) -> Iterator[Step]:
@@ -306,19 +215,10 @@ class Shell:
             at = machine.next_tick()
             if at is not None and at <= time.monotonic():
                 yield machine.tick
-        for source, failure in self._resolver.tick(now):
-            yield partial(self._resolved, iter([(source, failure)]))
-        # Silence is judged by the time at which all was read that had come: if we stand still after it, that is not seen as theirs.
-        for lost in self._out.tick(now):
-            self._resolver.doubt(lost.link, lost.why, now)
-            yield partial(self._lost, lost)
-        for lost in self._in.tick(now):
-            yield partial(self._lost, lost)
+        yield from self._peers.due(now)
 
     def pardon(self, seconds: float) -> None:
-        self._in.pardon(seconds)
-        self._out.pardon(seconds)
-        self._resolver.pardon(seconds)
+        self._peers.pardon(seconds)
 
     # --- what the machines ask for ---------------------------------------------------------------------------------
 
@@ -326,31 +226,20 @@ class Shell:
         for action in actions:
             try:
                 self._act(action)
-            except PeerError as e:
-                self._failed(action, Failure.of(e, FailureKind.PEER_LOST))
             except BaseException as e:
-                log.exception("an action failed: %s", type(action).__name__)
-                self._failed(action, Failure.of(e, FailureKind.PEER_LOST))
+                if not isinstance(e, PeerError):
+                    log.exception("an action failed: %s", type(action).__name__)
+                if isinstance(action, Send | Dial):
+                    self._peers.failed(action, Failure.of(e, FailureKind.PEER_LOST))
         if self._waiting and self._idle:
             self._tell_waiting()
-
-    def _failed(self, action: Action, why: Failure) -> None:
-        """Count the link as lost whose action could not be done."""
-        if not isinstance(action, Send | Dial):
-            return
-        link = action.link
-        if isinstance(action, Dial) or not isinstance(link, bytes):
-            self._loop.do(partial(self.consumer.link_down, link, why))
-        else:
-            self._in.drop(link)
-            self._loop.do(partial(self.producer.link_down, link, why))
 
     def _act(self, action: Action) -> None:
         if self._loop.over and not isinstance(action, Emit):
             return
         match action:
-            case Send():
-                (self._in if isinstance(action.link, bytes) else self._out).send(action.link, action.message)
+            case Send() | Dial() | Close() | Resolve():
+                self._peers.act(action)
             case Move():
                 self.direct += not action.piece_bytes
                 self.staged += bool(action.piece_bytes)
@@ -364,16 +253,6 @@ class Shell:
                 self._hasher.hash(action)
             case Emit():
                 self._emit(action.event)
-            case Dial():
-                self._out.dial(action.link, time.monotonic())
-            case Close(link=bytes() as link):
-                self._loop.do(partial(self._lost, self._in.close(link, action.why)))
-            case Close():
-                self._out.forget(action.link)
-            case Resolve():
-                why = self._resolver.ask(action.source, action.own, time.monotonic())
-                if why is not None:
-                    self._loop.do(partial(self.consumer.resolved, action.source, why))
             case _:
                 assert_never(action)
 
@@ -403,8 +282,7 @@ class Shell:
     def stop(self, timeout: float) -> None:
         until = time.monotonic() + timeout
         self._revocations.close()
-        for examiner in (self._hellos, self._descriptors):
-            examiner.close(max(until - time.monotonic(), 0.1))
+        self._peers.stop(until)
         self._hasher.close(max(until - time.monotonic(), 0.1))
         self._data.close(max(until - time.monotonic(), 0.1))
 

@@ -17,9 +17,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sized
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
-from kvxfer.control.connection import ControlConnection
+from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
@@ -63,7 +62,6 @@ class ControlSockets:
         self._epoll.register(self._flag, select.EPOLLIN)
         self._asleep = False
         self._listener: socket.socket | None = None
-        self._owner: Any = None
         self._hearing = False
         self._by_fd: dict[int, ControlConnection] = {}
         self._guests: OrderedDict[ControlConnection, None] = (
@@ -73,16 +71,15 @@ class ControlSockets:
         self._dirty: set[ControlConnection] = set()
         self._ready: dict[ControlConnection, None] = {}  # have frames, or are lost and nobody has been told
         self._more: set[ControlConnection] = set()
-        self._found: deque[tuple[ControlConnection, list[Any] | OSError]] = deque()  # names that have been looked up
+        self._found: deque[tuple[ControlConnection, Addresses | OSError]] = deque()  # names that have been looked up
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
-    def listen(self, host: str, port: int, owner: Any) -> int:
-        """Take connections for ``owner``.
+    def listen(self, host: str, port: int) -> int:
+        """Take connections.
 
         Args:
             host: The host to listen on.
             port: The port to listen on; 0 takes a free one.
-            owner: What the connections belong to.
 
         Returns:
             The port.
@@ -98,16 +95,16 @@ class ControlSockets:
         except OSError as e:
             raise OSError(e.errno, f"cannot listen on {host} port {port or 'any'}: {e.strerror or e}") from None
         sock.setblocking(False)
-        self._listener, self._owner, self._hearing = sock, owner, True
+        self._listener, self._hearing = sock, True
         self._epoll.register(sock, select.EPOLLIN)
         return int(sock.getsockname()[1])
 
-    def dial(self, where: str, owner: Any, limit: int) -> ControlConnection:
+    def dial(self, where: str, destination: Destination | None, limit: int) -> ControlConnection:
         """Begin a connection, over which messages may be sent at once; if it cannot be had, it is ``lost``.
 
         Args:
             where: The address, which came from a peer.
-            owner: What the connection belongs to.
+            destination: Who that is to the owner of these sockets; ``None`` if they lead nowhere else.
             limit: Bytes of the longest frame that may come.
 
         Raises:
@@ -120,7 +117,7 @@ class ControlSockets:
             self._security.check_target(target)
         except (IdentityError, PeerError) as e:
             raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
-        conn = ControlConnection(target.host, owner, limit, self._dirty, self._security.dialled, guest=False)
+        conn = ControlConnection(target.host, destination, limit, self._dirty, self._security.dialled, guest=False)
         if is_ip(target.host):
             self._begin(conn, _addresses(target.host, target.port))
         elif not self._names.submit(0, partial(self._look_up, conn, target.host, target.port)):
@@ -269,7 +266,7 @@ class ControlSockets:
             if not self._security.admits(host):
                 sock.close()
                 continue
-            conn = ControlConnection(host, self._owner, GUEST_FRAME, self._dirty, self._security.accepted, guest=True)
+            conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, self._security.accepted, guest=True)
             self._guests[conn] = None
             conn.accepted(sock)
             if len(self._guests) > GUESTS:
@@ -333,7 +330,7 @@ class ControlSockets:
             self._epoll.modify(*wanted)
         conn.watched = wanted
 
-    def _begin(self, conn: ControlConnection, targets: list[Any] | OSError) -> None:
+    def _begin(self, conn: ControlConnection, targets: Addresses | OSError) -> None:
         if conn.lost is not None:
             return
         if isinstance(targets, OSError):
@@ -352,5 +349,5 @@ class ControlSockets:
         self.wake()
 
 
-def _addresses(host: str, port: int) -> list[Any]:
+def _addresses(host: str, port: int) -> Addresses:
     return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))

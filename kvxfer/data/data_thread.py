@@ -30,8 +30,9 @@ from kvxfer.data.commands import (
     ThreadDied,
 )
 from kvxfer.data.jobs import Job, round_bytes
+from kvxfer.data.quarantine import Limits
 from kvxfer.data.staging import Staging
-from kvxfer.data.traffic import LOOK_S, Limits, Traffic, backend_failed, shut, unmoved
+from kvxfer.data.traffic import LOOK_S, Traffic, backend_failed, shut, unmoved
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
@@ -109,7 +110,11 @@ class DataThread:
 
     @property
     def made(self) -> tuple[Capabilities, Staging]:
-        """The capabilities and staging memory of a back end that has started; raises what kept it from that."""
+        """The capabilities and staging memory of a back end that has started.
+
+        Raises:
+            Exception: What kept it from that.
+        """
         if self._unmade is not None:
             raise self._unmade
         assert self._made is not None

@@ -176,13 +176,14 @@ class Staging:
     def wait(self, until: float) -> bool:
         """Block until the device has done all that it was asked to, which takes as long as one copy of the slots.
 
-        Raises what the device failed with.
-
         Args:
             until: When to stop waiting, by ``time.monotonic``.
 
         Returns:
             Whether the device is done.
+
+        Raises:
+            Exception: What the device failed with.
         """
         while not all(self._idle(at) for at in list(self._busy)):
             if time.monotonic() >= until:

@@ -1,9 +1,8 @@
 """What goes over one opened back end: its links, and the parts that move on them. Used by the data thread only.
 
 Each part is a *job* (``jobs/``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of
-transfers; the one clock is for aborts, which must end in bounded time: a batch that does not end within ``grace`` seconds
-of its abort costs its link, memory that does not get quiet (by itself, as long again) costs the back end, when nothing else is
-moving or too much is quarantined.
+transfers. The one clock is for aborts, which must end in bounded time: a batch that does not end within ``grace`` seconds of its
+abort costs its link, and memory that does not get quiet may cost the back end (``quarantine.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from kvxfer.data.checks import Checks
 from kvxfer.data.commands import Connected, LinkBroken, PieceNews, Result
 from kvxfer.data.jobs import Job, Wire, make_job
 from kvxfer.data.policy import lent
+from kvxfer.data.quarantine import Limits, Quarantine
 from kvxfer.data.slot_queue import PATIENCE_S, SlotQueue
 from kvxfer.data.staging import Staging
 from kvxfer.failures import Failure, FailureKind
@@ -25,25 +25,12 @@ from kvxfer.geometry import Region
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
 from kvxfer.transport import Completion, Quieted, Transport, Verb
 
-__all__ = ["Limits", "Traffic", "backend_failed", "shut", "unmoved"]
+__all__ = ["Traffic", "backend_failed", "shut", "unmoved"]
 
 log = logging.getLogger("kvxfer.data")
 
 LOOK_S = 0.00003
 """How soon to ask again whether a device is done with what nothing else tells of: it packs a piece in twice that time."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What is put up with before a link, or the back end, is given up.
-
-    Attributes:
-        grace: Seconds within which a batch must end after its abort.
-        quarantine: Bytes of memory that is not quiet above which the back end is reset.
-    """
-
-    grace: float
-    quarantine: int
 
 
 @dataclass
@@ -88,7 +75,7 @@ class Traffic:
         self._transport, self._can = transport, transport.capabilities
         self._regions, self._staging = regions, staging
         self._checks, self._post, self._limits = checks, post, limits
-        self._quarantine = quarantine
+        self._quarantine = Quarantine(quarantine, self._can, limits, post)
         self._unused: dict[LinkId, bytes] = {}  # endpoints made for links that are not connected
         self._peers: dict[LinkId, _Peer] = {}
         self._doubtful: set[LinkId] = set()  # something has failed on them
@@ -98,8 +85,6 @@ class Traffic:
         self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
         self._batches: dict[int, Job] = {}
         self._aborted: dict[PartRef, float] = {}
-        self._unquiet: dict[int, Job] = {}  # batches that have failed without being quiet
-        self._patient_until = 0.0  # how long to wait for those to get quiet by themselves
 
     # --- links -----------------------------------------------------------------------------------------------------
 
@@ -148,8 +133,7 @@ class Traffic:
             self._aborted.setdefault(job.ref, time.monotonic() + self._limits.grace)
             job.stop(Failure(FailureKind.PEER_LOST, "the link was closed"))
             self._advance(job)
-        for ref in [r for r, j in self._quarantine.items() if r.link == link and j.calmed_by_close(self._can)]:
-            self._calm(ref)
+        self._quarantine.link_closed(link)
         for verb in Verb:
             self._lines.pop((link, verb), None)
 
@@ -223,8 +207,8 @@ class Traffic:
         job.stop(Failure(FailureKind.CANCELLED, "the peer has ended its half"))
         job.remote_writes_ended()
         self._advance(job)
-        if ref in self._quarantine and job.quiet:
-            self._calm(ref)
+        if job.quiet and self._quarantine.get(ref) is not None:
+            self._quarantine.release(ref)
 
     def _stop(self, job: Job, why: Failure) -> None:
         """End a job early, in bounded time."""
@@ -244,23 +228,12 @@ class Traffic:
         if done.error is not None:
             self._doubtful.add(job.ref.link)
         if not done.quiet:
-            self._unquiet[done.batch] = job
-            self._patient_until = time.monotonic() + self._limits.grace
+            self._quarantine.failed(done.batch, job)
         try:
             job.completed(done)
         except BaseException as e:
             job.stop(Failure.of(e))
         self._go_on_with(job)
-
-    def _quieted(self, batch: int) -> None:
-        """Take in that a batch which had failed touches no memory any more."""
-        job = self._unquiet.pop(batch, None)
-        if job is None or any(other is job for other in self._unquiet.values()):
-            return
-        if job.ref in self._quarantine:
-            self._calm(job.ref)
-        else:
-            job.calm()
 
     def _go_on_with(self, job: Job) -> None:
         """Let a job go on that may have given a slot back; if others wait for one, it is one of them."""
@@ -307,19 +280,11 @@ class Traffic:
         if closing and (known is None or known.wire is not job.wire):
             job.calm()  # what was to make it quiet has happened
         if not job.quiet:
-            self._quarantine[job.ref] = job
+            self._quarantine.put(job)
             if closing and not job.lends_memory:  # of what was lent, the peer will speak
                 self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
         took = time.monotonic() - job.begun
         self._checks.end(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
-
-    def _calm(self, ref: PartRef) -> None:
-        """Tell that the memory of a part that has ended is quiet now."""
-        job = self._quarantine.pop(ref)
-        job.calm()
-        for batch in [b for b, other in self._unquiet.items() if other is job]:
-            del self._unquiet[batch]
-        self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
 
     # --- the turn of the data thread ---------------------------------------------------------------------------------
 
@@ -343,7 +308,7 @@ class Traffic:
         """Take in which batches have ended, and which have become quiet."""
         for word in self._transport.poll():
             if isinstance(word, Quieted):
-                self._quieted(word.batch)
+                self._quarantine.quieted(word.batch)
             else:
                 self._completed(word)
 
@@ -390,11 +355,8 @@ class Traffic:
                 self._aborted[ref] = now + grace
                 self._break(ref.link, backend_failed("a batch did not end when it was aborted"))
                 self._hang_up(ref.link)
-        if self._quarantine and self._can.quiet in ("later", "backend_reset"):
-            held = sum(job.nbytes for job in self._quarantine.values())
-            waits = self._jobs or (self._can.quiet == "later" and now < self._patient_until)
-            if not waits or held > self._limits.quarantine:
-                return backend_failed("memory of failed transfers has to be made quiet")
+        if self._quarantine.needs_reset(bool(self._jobs)):
+            return backend_failed("memory of failed transfers has to be made quiet")
         return None
 
     def close(self) -> None:
@@ -415,8 +377,8 @@ class Traffic:
         for job in list(self._jobs.values()):
             job.stop(why)
             self._post(Moved(job.ref, job.error, quiet, 0, collateral=True))
-        for ref in list(self._quarantine) if quiet else ():
-            self._calm(ref)
+        if quiet:
+            self._quarantine.release_all()
         return quiet
 
 

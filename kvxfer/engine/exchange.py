@@ -63,7 +63,7 @@ class Report:
     """Workers to scheduler: what has ended on some ranks since they reported last. False if that is nothing.
 
     Attributes:
-        members: Where these ranks' agents listen; said once.
+        descriptors: Where these ranks' agents listen; said once.
         released: For each transfer that was offered, the ranks that are done with it, and up to which generation.
         revoked: For each transfer that goes on though blocks of it were revoked, the ranks on which nothing reads these any
             more, and up to which generation.
@@ -83,7 +83,7 @@ class Report:
         copied: Requests whose prefetched blocks have been copied, and the seconds that each rank took for it.
     """
 
-    members: dict[Rank, RankDescriptor] = field(default_factory=dict)
+    descriptors: dict[Rank, RankDescriptor] = field(default_factory=dict)
     released: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
     revoked: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
     delivered: dict[str, set[Generation]] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Report:
         """Return both reports as one; of one rank's two, ``later`` is the later one."""
         arguments.instance("later", later, Report)
         return Report(
-            self.members | later.members,
+            self.descriptors | later.descriptors,
             _join(self.released, later.released),
             _join(self.revoked, later.revoked),
             _union(self.delivered, later.delivered),
@@ -126,7 +126,7 @@ class Report:
 
     def __bool__(self) -> bool:
         ends = self.released or self.revoked or self.delivered or self.over or self.failed or self.quiet or self.arrived
-        return bool(ends or self.members or self.channels or self.begun or self.prefetched or self.copied)
+        return bool(ends or self.descriptors or self.channels or self.begun or self.prefetched or self.copied)
 
 
 def _join(a: dict[K, dict[Rank, T]], b: dict[K, dict[Rank, T]]) -> dict[K, dict[Rank, T]]:

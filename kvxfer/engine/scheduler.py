@@ -16,6 +16,7 @@ from kvxfer.engine.load_ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.offered import OfferedBlocks
+from kvxfer.engine.offers import Offers
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
@@ -43,7 +44,7 @@ _held = arguments.holding(
     source=partial(arguments.instance, kind=Source),
     consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
     report=partial(arguments.instance, kind=Report),
-    members=partial(arguments.several, kind=RankDescriptor),
+    descriptors=partial(arguments.several, kind=RankDescriptor),
     reason=partial(arguments.string, most=MOST_REASON, empty=True),
     **dict.fromkeys(_COUNTS, partial(arguments.integer, least=0, most=MOST_TOKENS)),
     **dict.fromkeys(_FLAGS, arguments.flag),
@@ -103,8 +104,8 @@ class SchedulerSide:
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = Notices(config, self.directory, self._schedule)
         self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks)
-        self._offers: dict[str, TransferId] = {}  # request -> what it offers
-        self._members: dict[Rank, RankDescriptor] = {}
+        self._offers = Offers(self._schedule.producer, self._offered, self._tables, self._notices)
+        self._descriptors: dict[Rank, RankDescriptor] = {}
         trace = Trace(config.trace, engine)
         self._loads = Loads(
             config, self._schedule.consumer, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
@@ -142,10 +143,7 @@ class SchedulerSide:
         """
         self._check_open()
         arguments.string("request", request)
-        taken = self._schedule.producer.arrive(request, transfer, digest, tokens, consumers, stops)
-        if taken:
-            self._offers[request] = transfer
-        return taken
+        return self._offers.arrive(request, transfer, digest, tokens, consumers, stops)
 
     @_held
     def load(
@@ -214,9 +212,7 @@ class SchedulerSide:
     @_held
     def ticket(self, request: str) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; None if it offers nothing, or no more."""
-        transfer = self._offers.get(request)
-        digest = None if transfer is None else self._schedule.producer.digest(transfer)
-        return None if transfer is None or digest is None else Ticket(transfer, digest, self.source)
+        return self._offers.ticket(request, self.source)
 
     @_held
     def loadable(self, request: str, computed: int) -> int | None:
@@ -273,17 +269,7 @@ class SchedulerSide:
         Raises:
             ArgumentError: A block table that is none of this engine's, or lists too few blocks for what the step computes.
         """
-        producer = self._schedule.producer
-        if request in producer:
-            self._tables.check("table", table)
-            for g, group in enumerate(self._tables.groups):
-                if group.kind == "full":
-                    self._tables.lists("table", table, g, 0, min(computed + scheduled, producer.total(request)))
-            transfer, digest = self._offers[request], producer.digest(self._offers[request]) or b""
-            begun = producer.begun(transfer, digest)
-            self._offered.runs(request, computed, scheduled, table)
-            if not begun:
-                self._notices.begins(transfer, digest)
+        self._offers.runs(request, computed, scheduled, table)
 
     @_held
     def preempted(self, request: str) -> None:
@@ -308,10 +294,7 @@ class SchedulerSide:
         """
         self._tables.check("table", table)
         self._loads.finished(request)
-        transfer = self._offers.pop(request, None)
-        if transfer is not None:
-            self._notices.over(transfer, self._schedule.producer.digest(transfer) or b"")
-        return self._offered.finished(request, transfer, table, complete, found=bool(self._members), good=good)
+        return self._offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
     @_held
     def freed(self, request: str) -> None:
@@ -340,8 +323,8 @@ class SchedulerSide:
 
         Includes what they have said by the side channel, so that it may be worth a call without a report of theirs.
         """
-        if report.members:
-            self.announce(report.members.values())
+        if report.descriptors:
+            self.announce(report.descriptors.values())
         if report.channels:
             self.listen_to(report.channels)
         self._dispatch.begun(report.begun)
@@ -376,16 +359,16 @@ class SchedulerSide:
     # --- life ------------------------------------------------------------------------------------------------------
 
     @_held
-    def announce(self, members: Iterable[RankDescriptor]) -> None:
+    def announce(self, descriptors: Iterable[RankDescriptor]) -> None:
         """Take in where workers' agents listen; once all have been said, other engines find this one.
 
         Their first reports say it, too.
         """
-        self._members |= {member.cache.rank: member for member in members}
-        self._offered.elastic = any(member.cache.elastic for member in self._members.values())
-        self._tables.relearn(member.cache for member in self._members.values())
-        if len(self._members) == self._ranks:
-            self.directory.publish(tuple(self._members.values()))
+        self._descriptors |= {one.cache.rank: one for one in descriptors}
+        self._offered.elastic = any(one.cache.elastic for one in self._descriptors.values())
+        self._tables.relearn(one.cache for one in self._descriptors.values())
+        if len(self._descriptors) == self._ranks:
+            self.directory.publish(tuple(self._descriptors.values()))
 
     def listen_to(self, channels: Mapping[Rank, ChannelAddress]) -> None:
         """Take in where worker sides listen; once all have been said, fetches need not wait for a step.

@@ -80,7 +80,7 @@ class WorkerSide:
         self._facts: Mapping[str, str] | None = None
         self._untold: list[DirectFetches] = []  # what has come before the first step, which says what our KV depends on
         self._lock = threading.Condition()  # what follows is the worker's and the side channel's
-        self._report = Report(members={self._rank: agent.member})
+        self._report = Report(descriptors={self._rank: agent.descriptor})
         self._blocks: dict[str, tuple[int, ...]] = {}  # request -> the scheduler's blocks that its load fills
         self._failing: dict[str, Failure] = {}  # loads that ended badly and are not quiet yet
         self._early: set[str] = set()  # those of them that are reported
@@ -374,7 +374,7 @@ class WorkerSide:
         if self._facts is not None:
             agent.identify(self._facts)
         with self._lock:
-            self._report.members[self._rank] = agent.member
+            self._report.descriptors[self._rank] = agent.descriptor
         if self._channel is not None:
             agent.listen(self._channel.wake)
 

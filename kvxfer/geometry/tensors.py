@@ -66,7 +66,11 @@ def cache_of(
     rank: Rank,
     optional: bool,
 ) -> Cache:
-    """Do what ``Cache.of_tensors`` says."""
+    """Do what ``Cache.of_tensors`` says.
+
+    Raises:
+        ArgumentError: The tensors are none, or do not have these dimensions.
+    """
     planes = tensors if isinstance(tensors, Mapping) else {"kv": tensors}
     if not planes:
         raise ArgumentError("tensors must be at least one")

@@ -12,6 +12,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep
+from kvxfer.protocol.parts import AHEAD
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
 from kvxfer.protocol.values import (
     Abort,
@@ -93,6 +94,10 @@ class RankServe(msgspec.Struct, eq=False):
     def aborts(self) -> list[Action]:
         """The actions that end whatever of it still touches memory."""
         return [Abort(ref) for ref in in_order(self.flight | self.hashing)]
+
+    def parts_left(self, info: LinkInfo) -> int:
+        """Return how many parts may be announced before one that is being sent has ended."""
+        return AHEAD - len(self.flight) if info.mode == "sendrecv" else m.MAX_PARTS
 
     def checksums(self) -> m.Checksums:
         """Make the message that tells the consumer what it should have got."""

@@ -16,6 +16,11 @@ PIECE_LEAST = 8 << 20
 """Bytes of a piece below which its fixed costs show; half a slot, where that is more: slots are sized for the link."""
 CHECKED, CHECKED_LEAST = 4, 16 << 20
 """Parts that a large one is cut into where parts are hashed, and bytes below which that is not worth the messages."""
+HOST_PART, CUDA_PART = 32 << 20, 512 << 20
+"""Bytes of a part that is sent and received, by where it lies: some milliseconds of its link, and far more than a part costs."""
+AHEAD = 2
+"""Parts of a transfer that are sent at once: while one ends, the next moves, and what comes to the link meanwhile waits for these
+only. (What is read or written, each side cuts by itself; where both sides have a half, both have to know.)"""
 DEPTH = 2
 """Pieces that a small part is cut into, so that packing, moving and unpacking overlap. No more: each costs threads on both
 sides the time in which a fast link moves tens of MiB."""
@@ -73,7 +78,7 @@ def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
     """Return where the parts end into which the tokens ``[lo, hi)`` are cut.
 
     What a host hashes in full goes in several parts, so that one is read while the next one moves. A GPU has hashed a part
-    before a message comes through.
+    before a message comes through. What is sent and received goes in parts of bounded size.
 
     Args:
         lo: the first token.
@@ -81,8 +86,12 @@ def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
         plan: that of all these tokens.
         info: what is known of the link.
     """
-    hashed = info.integrity == "full" and all(r.device == "cpu" for r in info.planner.src.regions)
-    parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if hashed else 1
+    if info.integrity != "full" and info.mode != "sendrecv":
+        return [hi]
+    host = all(r.device == "cpu" for r in info.planner.src.regions)
+    parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if host and info.integrity == "full" else 1
+    if info.mode == "sendrecv" and not piece_bytes(plan, info):
+        parts = max(parts, -(-plan.nbytes // (HOST_PART if host else CUDA_PART)))
     if parts < 2:
         return [hi]
     ends = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}

@@ -115,7 +115,8 @@ class Serves:
             return []  # another rank of ours has given it up already; we hear of that next
         tokens = offer.tokens - (0 if offer.final else offer.tokens % info.planner.indivisible)
         hi = max(min(request.tokens, tokens), serve.sent)
-        if hi == serve.sent and not offer.final:
+        left = serve.parts_left(info)
+        if (hi == serve.sent and not offer.final) or left <= 0:
             return []
         plan, ends = None, [hi]
         if not info.unattended:
@@ -130,7 +131,7 @@ class Serves:
         if serve.state is S.WAITING and request.moving:
             serve.expires = now + min(request.moving, self._longest)
             self._times.set(serve.key, serve.expires)
-        for end in ends:
+        for end in ends[:left]:
             if serve.part >= m.MAX_PARTS:
                 many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
                 return out + self.stop(serve, many, False, now)
@@ -212,6 +213,7 @@ class Serves:
         if done.failure is None:
             if ready is not None and serve.state is S.SERVING:
                 out.append(Send(serve.link, ready))
+            out += self.advance(serve, now)
         elif done.collateral:
             out += self.stop(serve, done.failure.about("the link broke: "), True, now)
         else:

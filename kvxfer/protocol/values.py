@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -50,9 +50,9 @@ __all__ = [
     "link_name",
 ]
 
-LinkId = Hashable
-"""A link as its owner names it: the consumer by (address, epoch), and again so after it was dialled anew; the producer
-by the peer's socket identity, which is another one each time."""
+LinkId = bytes | tuple[str, int]
+"""A link as its owner names it: the consumer by the producer rank's (address, epoch), the same again after it was dialled anew;
+the producer by the name of the consumer's connection, which is another one each time."""
 
 
 Role = Literal["producer", "consumer"]

@@ -16,7 +16,11 @@ class ScheduleError(KvxferError):
 
 
 def check_table(groups: Sequence[Group], table: BlockTable) -> None:
-    """Raise ``ScheduleError`` if a block table is not one of these groups."""
+    """Refuse a block table that is not one of these groups.
+
+    Raises:
+        ScheduleError: It is not.
+    """
     if len(table) != len(groups):
         raise ScheduleError(f"a block table of {len(table)} groups in an engine that has {len(groups)}")
 

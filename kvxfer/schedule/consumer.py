@@ -68,9 +68,13 @@ class FetchSchedule:
         Requests with the same transfer (children of n > 1) share it: one loads, the others wait and then find
         the blocks in the engine's prefix cache. Asking again for a known request changes nothing.
 
-        Returns False if the transfer is in use for other content or another source, or a load of it, or of an earlier
-        request of this name, was given up and is not quiet yet: this request is computed here, and the rest of its
-        calls do nothing.
+        Returns:
+            False if the transfer is in use for other content or another source, or a load of it, or of an earlier
+            request of this name, was given up and is not quiet yet: this request is computed here, and the rest of its
+            calls do nothing.
+
+        Raises:
+            ScheduleError: The request loads another transfer.
         """
         load = self._loads.get(transfer)
         if request in self._requests:

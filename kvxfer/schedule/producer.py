@@ -60,11 +60,22 @@ class OfferSchedule:
     ) -> bool:
         """Track a request of whose prompt the first ``tokens`` tokens will be asked for, by so many engines.
 
-        ``stops``: nothing is computed for it behind these, so that a recurrent state stays as they leave it.
+        Asking again for a tracked request changes nothing.
 
-        Returns False, and does not track it, if there is nothing to offer or another request, running or
-        held, offers this transfer already (a sibling of n > 1, say). Asking again for a tracked request
-        changes nothing.
+        Args:
+            request: The engine's id of it.
+            transfer: The name under which consumers fetch it.
+            digest: What its KV depends on.
+            tokens: How many tokens.
+            consumers: How many engines.
+            stops: Nothing is computed for it behind these, so that a recurrent state stays as they leave it.
+
+        Returns:
+            Whether it is tracked. It is not if there is nothing to offer, or if another request, running or held,
+            offers this transfer already (a sibling of n > 1, say).
+
+        Raises:
+            ScheduleError: The request offers another transfer.
         """
         known = self._transfers.get(transfer)
         if known is not None:

@@ -99,7 +99,11 @@ class Buffer:
         torch.cuda.synchronize(self.region.device)
 
     def repeat(self) -> None:
-        """Let the same ``PERIOD`` bytes be seen again and again, all over this buffer of the host but for its ``TAIL``."""
+        """Let the same ``PERIOD`` bytes be seen again and again, all over this buffer of the host but for its ``TAIL``.
+
+        Raises:
+            OSError: The kernel does not map them.
+        """
         pages = os.memfd_create("kvxfer-conformance", os.MFD_CLOEXEC)
         try:
             os.ftruncate(pages, PERIOD)

@@ -193,9 +193,13 @@ class Probe:
 class Transport(ABC):
     """Base class of back ends.
 
-    The constructor takes the agent's name and the user's ``backend_options``; it raises ``ConfigError`` for an unknown
-    or bad option (naming the nearest valid one) and ``TransportError`` when the library is missing or cannot start
-    (naming the pip line that installs it).
+    Args:
+        agent: The agent's name.
+        options: The user's ``backend_options``.
+
+    Raises:
+        ConfigError: An option is unknown or bad; the message names the nearest valid one.
+        TransportError: The library is missing, or cannot start; the message has the pip line that installs it.
     """
 
     name: ClassVar[str]

@@ -8,7 +8,8 @@ import numpy as np
 from kvxfer.geometry import Planner, Rank, Region, route
 from kvxfer.geometry.cache import Cache, Group, Heads, View, flat_starts
 from kvxfer.testing.conformance import World
-from kvxfer.testing.conformance.harness import Started, assert_equal
+from kvxfer.testing.conformance.content import assert_equal
+from kvxfer.testing.conformance.participant_link import Started
 from kvxfer.testing.participant import LocalParticipant, Participant
 from kvxfer.transport import PlanBatch, Verb
 

@@ -19,7 +19,8 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, TransferMode, World
-from kvxfer.testing.conformance.harness import Started, assert_equal
+from kvxfer.testing.conformance.content import assert_equal
+from kvxfer.testing.conformance.participant_link import Started
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from tests.backends.altered import altered_as

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvxfer.testing.conformance import Suite, World
-from kvxfer.testing.conformance.harness import assert_equal
+from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant
 from tests.conftest import require
 

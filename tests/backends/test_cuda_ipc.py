@@ -21,7 +21,8 @@ from kvxfer.geometry import CopyPattern, Region
 from kvxfer.geometry.strided_copy import StridedCopy
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, World
-from kvxfer.testing.conformance.harness import Started, assert_equal
+from kvxfer.testing.conformance.content import assert_equal
+from kvxfer.testing.conformance.participant_link import Started
 from kvxfer.transport import Batch, PlanBatch, Verb
 from kvxfer_cuda_ipc.endpoint import Endpoint
 from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, describe

@@ -13,9 +13,9 @@ from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, TransferMode, World
+from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.deaths import Deaths
 from kvxfer.testing.conformance.endings import Endings
-from kvxfer.testing.conformance.harness import assert_equal
 from kvxfer.testing.conformance.transfers import Transfers
 from kvxfer.testing.participant import Runs
 from kvxfer.transport import Batch, Verb

@@ -12,7 +12,7 @@ import pytest
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing.conformance import TransferMode, World
-from kvxfer.testing.conformance.harness import assert_equal, overlay
+from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from tests.backends.nixl_worlds import MIB, TCP, cma, tcp, world  # noqa: F401  (fixtures)

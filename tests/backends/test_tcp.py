@@ -14,7 +14,7 @@ from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
-from kvxfer.testing.conformance.harness import assert_equal
+from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport

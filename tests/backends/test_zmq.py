@@ -21,7 +21,7 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Started, Suite, TransferMode, World
-from kvxfer.testing.conformance.harness import assert_equal
+from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport

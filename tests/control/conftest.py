@@ -104,7 +104,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
         name = f"engine{len(made)}"
         agents = [Agent(make_cache(m, tp, r, blocks), settings, name, facts) for r, m in enumerate(memories)]
         directory = Directory(settings, name, facts, epoch=agents[0].epoch)
-        directory.publish(tuple(a.member for a in agents))
+        directory.publish(tuple(a.descriptor for a in agents))
         made.append(Engine(agents, directory, memories))
         return made[-1]
 

@@ -46,7 +46,7 @@ class Engine:
         self.memory = rng.integers(1, 255, size, dtype=np.uint8) if seed else np.zeros(size, np.uint8)
         self.agent = Agent(make_cache(self.memory, 1, 0, blocks), settings, f"node-{seed}")
         self.directory = Directory(msgspec.structs.replace(settings, port=port), "node", epoch=self.agent.epoch)
-        self.directory.publish((self.agent.member,))
+        self.directory.publish((self.agent.descriptor,))
 
     def offer(self, transfer: TransferId, blocks: list[int], tokens: int, generation: int, final: bool) -> None:
         self.agent.offer(Offer(transfer, b"d", generation, tokens, BlockTable.of([blocks]), final))
@@ -67,11 +67,11 @@ class Engine:
 
     def publish_at(self, address: str) -> None:
         """Let the directory name another address for the agent: that of a relay in between."""
-        member = type(self.agent.member)(address, self.agent.epoch, self.agent.cache, self.agent.member.backends)
-        self.directory.publish((member,))
+        rank = type(self.agent.descriptor)(address, self.agent.epoch, self.agent.cache, self.agent.descriptor.backends)
+        self.directory.publish((rank,))
 
     def address(self) -> str:
-        return self.agent.member.address
+        return self.agent.descriptor.address
 
     def source(self) -> Source:
         return self.directory.source

@@ -109,7 +109,7 @@ def _pour(sock: socket.socket, data: bytes, over: threading.Event, read: bool) -
 def served(answer: Callable[[m.Message], m.Message | None]) -> Iterator[int]:
     """Somebody who listens, and answers messages so. Yields the port."""
     sockets, over = ControlSockets(OPEN), threading.Event()
-    port = sockets.listen("127.0.0.1", 0, None)
+    port = sockets.listen("127.0.0.1", 0)
 
     def serve() -> None:
         while not over.is_set():
@@ -144,6 +144,6 @@ def impostor(d: Engine, says: Mapping[type, m.Message]) -> Iterator[Source]:
         return said
 
     with served(answer) as agent, served(answer) as directory:
-        member = m.RankDescriptor(f"tcp://127.0.0.1:{agent}", 78, cache, d.agents[0].member.backends)
-        answers[m.Lookup] = answers.get(m.Lookup) or m.EngineDescriptor(m.PROTOCOL, "impostor", 77, (member,))
+        rank = m.RankDescriptor(f"tcp://127.0.0.1:{agent}", 78, cache, d.agents[0].descriptor.backends)
+        answers[m.Lookup] = answers.get(m.Lookup) or m.EngineDescriptor(m.PROTOCOL, "impostor", 77, (rank,))
         yield Source("127.0.0.1", directory, 77)

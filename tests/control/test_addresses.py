@@ -36,7 +36,7 @@ def test_engines_at_addresses_of_their_own(engine: Callable[..., Engine], backen
     p = engine({"backend": backend}, seed=1, listen=here)
     d = engine({"backend": backend}, listen=there)
     assert (p.source.host, d.source.host) == (here, there)
-    assert here in p.agents[0].member.address
+    assert here in p.agents[0].descriptor.address
     check_transfer(p, d)
 
 

@@ -156,7 +156,7 @@ def test_strangers_fill_no_memory_and_hold_nobody_up(pair: tuple[Engine, Engine]
     p, d = pair
     honest(p, d, "warm")
     (first, again, connections), where = POURED[what]
-    address = p.agents[0].member.address if where == "agent" else f"tcp://127.0.0.1:{p.source.port}"
+    address = p.agents[0].descriptor.address if where == "agent" else f"tcp://127.0.0.1:{p.source.port}"
     before, peak = resident(), 0
     with strangers(address, first, again, connections, reads="not read" not in what):
         for i in range(30):
@@ -177,7 +177,7 @@ def test_peers_that_hoard_are_told_off(pair: tuple[Engine, Engine]) -> None:
     before, refusals = resident(), 0
     with ExitStack() as stack:
         for peer in range(8):
-            s = stack.enter_context(Stranger(p.agents[0].member.address, 60.0))
+            s = stack.enter_context(Stranger(p.agents[0].descriptor.address, 60.0))
             s.say(hello(p, endpoint=other.endpoint(), epoch=peer))
             assert isinstance(s.answer(), m.Welcome)
             for i in range(12):
@@ -208,7 +208,7 @@ def test_no_hello_freezes_an_agent(pair: tuple[Engine, Engine]) -> None:
     before, peak = resident(), 0
     with ExitStack() as stack:
         for frame in [*small[:4], *map(framed, frames[-4:])]:
-            stack.enter_context(strangers(p.agents[0].member.address, frame, connections=4))
+            stack.enter_context(strangers(p.agents[0].descriptor.address, frame, connections=4))
         for i in range(30):
             took, seconds = honest(p, d, f"beside {i}")
             assert took < 3.0 and abs(took - seconds) < 0.5, (took, seconds)
@@ -224,7 +224,7 @@ def test_hellos_without_end_keep_no_engine_out(engine) -> None:
     p = engine({"verbs": ["read"]}, seed=1, **calm)
     frame = min((m.encode(hello(p, cache=cache)) for cache in HOSTILE.values()), key=len)
     assert len(frame) < 400
-    with strangers(p.agents[0].member.address, framed(frame), connections=400, seconds=6, source="127.0.0.9"):
+    with strangers(p.agents[0].descriptor.address, framed(frame), connections=400, seconds=6, source="127.0.0.9"):
         until(lambda: len(p.agents[0].links()) > 0)
         for i in range(3):
             honest(p, engine({"verbs": ["read"]}, **calm), f"new {i}")
@@ -239,8 +239,8 @@ def test_of_too_many_who_say_nothing_one_goes_of_the_host_that_has_most(
     other = FakeTransport("other", {"verbs": ["read"]})
     with ExitStack() as stack:
         stack.callback(other.close)
-        s = stack.enter_context(Stranger(p.agents[0].member.address))
-        many = [stack.enter_context(Stranger(p.agents[0].member.address, source="127.0.0.9")) for _ in range(8)]
+        s = stack.enter_context(Stranger(p.agents[0].descriptor.address))
+        many = [stack.enter_context(Stranger(p.agents[0].descriptor.address, source="127.0.0.9")) for _ in range(8)]
         assert all(x.hung_up_on() for x in many[:5])
         s.say(hello(p, endpoint=other.endpoint()))
         assert isinstance(s.answer(), m.Welcome)
@@ -334,7 +334,7 @@ def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:
     """Though thousands of messages wait for it meanwhile."""
     p = engine({"verbs": ["read"]}, seed=1, peer_timeout=60.0, lease=300.0, transfer_timeout=300.0)
     n, other = 12_000, FakeTransport("other", {"verbs": ["read"]})
-    with Stranger(p.agents[0].member.address, 60.0) as s:
+    with Stranger(p.agents[0].descriptor.address, 60.0) as s:
         s.say(
             hello(
                 p, endpoint=other.endpoint(), assignments=(ShardAssignment(0, 0, hello(p).cache.views[0].layers, 0, 4),)
@@ -391,7 +391,7 @@ def test_a_turn_costs_the_same_however_much_is_under_way(engine) -> None:
     alone = cost("alone")
     with ExitStack() as stack:
         for _ in range(200):
-            s = stack.enter_context(Stranger(p.agents[0].member.address, 60.0))
+            s = stack.enter_context(Stranger(p.agents[0].descriptor.address, 60.0))
             s.say(hello(p, endpoint=other.endpoint()))
             assert isinstance(s.answer(), m.Welcome)
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -162,7 +162,7 @@ def test_an_engine_starts_with_the_first_that_can(make: Make, monkeypatch: pytes
     """As one whose memory the preferred back end refuses to register."""
     order(monkeypatch, MISSING, FAR)
     p, d = make(), make()
-    assert d.agents[0].member.backends == ("far",)
+    assert d.agents[0].descriptor.backends == ("far",)
     assert deliver(p, d, "x").delivered
     order(monkeypatch, MISSING)
     with pytest.raises(TransportError, match="libfar"):

@@ -22,7 +22,7 @@ BAD = TransferId("own/1/bad", 0)
 
 def connections(p: Engine) -> set[str]:
     """The other ends of the connections to the producer's agent, as the kernel knows them: one for each link."""
-    port = f":{int(p.agents[0].member.address.rpartition(':')[2]):04X}"
+    port = f":{int(p.agents[0].descriptor.address.rpartition(':')[2]):04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {row[2] for row in rows if row[1].endswith(port) and row[3] == "01"}
 

@@ -37,7 +37,7 @@ def test_a_connection_that_breaks_under_what_is_being_sent_is_lost_and_closed(ke
         security = Security.of(Config(key_file=str(tmp_path / "key")))
     ours, theirs = ControlSockets(security), ControlSockets(security)
     try:
-        port = theirs.listen("127.0.0.1", 0, None)
+        port = theirs.listen("127.0.0.1", 0)
         connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
         polled(lambda: connection.opened, ours, theirs)
         descriptor = connection.fileno()
@@ -63,7 +63,7 @@ def test_strangers_take_the_place_of_nobody_who_has_the_key(tmp_path: Path, monk
         ours, theirs = ControlSockets(security), ControlSockets(security)
         stack.callback(ours.close)
         stack.callback(theirs.close)
-        port = theirs.listen("127.0.0.1", 0, None)
+        port = theirs.listen("127.0.0.1", 0)
         connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
         polled(lambda: connection.opened and any(c.authenticated for c in theirs._guests), ours, theirs)
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(8)]

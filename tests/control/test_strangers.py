@@ -32,12 +32,12 @@ T = TransferId("own/1/honest", 0)
 
 
 def hello(p: Engine, **changes: object) -> m.Hello:
-    member = p.agents[0].member
+    rank = p.agents[0].descriptor
     cache = make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
     values = {
         "protocol": m.PROTOCOL,
-        "backend": p.agents[0].member.backends[0],
-        "expect_epoch": member.epoch,
+        "backend": p.agents[0].descriptor.backends[0],
+        "expect_epoch": rank.epoch,
         "epoch": 1,
         "engine": "stranger",
         "endpoint": b"?",
@@ -78,7 +78,7 @@ REFUSALS = {
 def test_a_hello_that_does_not_fit_is_refused_with_the_reason(pair: tuple[Engine, Engine], what: str) -> None:
     p, d = pair
     changes, kind = REFUSALS[what]
-    with Stranger(p.agents[0].member.address) as s:
+    with Stranger(p.agents[0].descriptor.address) as s:
         s.say(hello(p, **changes))
         refused = s.answer()
         assert isinstance(refused, m.Refused) and refused.kind is kind and refused.reason and not refused.again, refused
@@ -118,7 +118,7 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
     p, d = (engine({"verbs": ["read"], "backend": backend}, seed=seed, peer_timeout=0.5) for seed in (1, None))
     of_p, of_d = Tracked.made
     for _ in range(5):
-        with Stranger(p.agents[0].member.address) as s:
+        with Stranger(p.agents[0].descriptor.address) as s:
             s.say(hello(p))
             refused = s.answer()
             assert isinstance(refused, m.Refused) and refused.kind is FailureKind.BACKEND_FAILED
@@ -132,7 +132,7 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
         return end.outcome.kind
 
     assert all(late(i) is FailureKind.PEER_UNREACHABLE for i in range(3))
-    with socket.create_server(("127.0.0.1", int(p.agents[0].member.address.rpartition(":")[2]))):
+    with socket.create_server(("127.0.0.1", int(p.agents[0].descriptor.address.rpartition(":")[2]))):
         assert late(3) is FailureKind.PEER_UNREACHABLE
     assert of_d.given >= 2
     until(lambda: not of_p.kept and not of_d.kept)
@@ -140,7 +140,7 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
 
 def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engine, Engine]) -> None:
     p, _ = pair
-    with Stranger(p.agents[0].member.address) as s:
+    with Stranger(p.agents[0].descriptor.address) as s:
         for msg in (
             m.Ping(1),
             m.CommitRequest(T, 1, 1),
@@ -154,7 +154,7 @@ def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engin
 
 def test_another_version_is_told_so(pair: tuple[Engine, Engine]) -> None:
     p, _ = pair
-    for address in (p.agents[0].member.address, f"tcp://127.0.0.1:{p.source.port}"):
+    for address in (p.agents[0].descriptor.address, f"tcp://127.0.0.1:{p.source.port}"):
         with Stranger(address) as s:
             s.send(b"\x92\xa7welcome\x01")
             refused = s.answer()
@@ -194,7 +194,7 @@ RAW = [
 def test_junk_at_both_sockets_changes_nothing(pair: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture) -> None:
     p, d = pair
     threads = threading.active_count()
-    for address in (p.agents[0].member.address, f"tcp://127.0.0.1:{p.source.port}"):
+    for address in (p.agents[0].descriptor.address, f"tcp://127.0.0.1:{p.source.port}"):
         for raw in [*RAW, *map(framed, JUNK)]:
             with Stranger(address) as s:
                 s.socket.sendall(raw)
@@ -278,7 +278,7 @@ FLOODS = {
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_from_a_stranger_does_not_starve_others(pair: tuple[Engine, Engine], flood: str) -> None:
     p, d = pair
-    agent, directory = p.agents[0].member.address, f"tcp://127.0.0.1:{p.source.port}"
+    agent, directory = p.agents[0].descriptor.address, f"tcp://127.0.0.1:{p.source.port}"
     with poured(agent, framed(FLOODS[flood])), poured(directory, framed(FLOODS[flood])):
         for i in range(20):
             honest(p, d, TransferId("own/1/among", i))
@@ -289,7 +289,7 @@ def test_a_flood_from_a_peer_does_not_starve_others(pair: tuple[Engine, Engine],
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
     greeting = hello(p, endpoint=other.endpoint())
-    with poured(p.agents[0].member.address, framed(FLOODS[flood]), greeting):
+    with poured(p.agents[0].descriptor.address, framed(FLOODS[flood]), greeting):
         for i in range(20):
             honest(p, d, TransferId("own/1/among", i))
     other.close()
@@ -298,7 +298,7 @@ def test_a_flood_from_a_peer_does_not_starve_others(pair: tuple[Engine, Engine],
 def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine]) -> None:
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
-    with Stranger(p.agents[0].member.address) as s:
+    with Stranger(p.agents[0].descriptor.address) as s:
         s.say(hello(p, endpoint=other.endpoint()))
         assert isinstance(s.answer(), m.Welcome)
         table = BlockTable((bytes(1 << 20),))
@@ -317,7 +317,7 @@ def test_however_many_links_strangers_keep_alive_the_next_one_is_made(
     monkeypatch.setattr(inbound, "MOST", 4)
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
-    address = p.agents[0].member.address
+    address = p.agents[0].descriptor.address
 
     def asks(stack: ExitStack, i: int, transfer: str) -> Stranger:
         s = stack.enter_context(Stranger(address, 20.0))

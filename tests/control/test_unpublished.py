@@ -30,7 +30,7 @@ def test_a_load_goes_on_once_they_are_published(engine) -> None:
         agent.fetch(fetch(late.source, [5, 2, 9], 12, transfer=T))
         time.sleep(0.3)
         assert not agent.events()
-        late.publish((p.agents[0].member,))
+        late.publish((p.agents[0].descriptor,))
         p.agents[0].offer(offered([1, 2, 3], 12, transfer=T))
         until(lambda: bool(ends.extend(e for e in agent.events() if isinstance(e, Ended)) or ends))
     assert ends[0].outcome.delivered

@@ -200,7 +200,7 @@ class Room:
             cache = ElasticCache(layout, row, self._dice, pages)
             agent = Agent(cache.cache, config, "elastic")
             directory = Directory(config, "elastic")
-            directory.publish((agent.member,))
+            directory.publish((agent.descriptor,))
             self.sides.append(Side(cache, agent, directory))
 
     def move(self, transfers: int) -> list[int]:

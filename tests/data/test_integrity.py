@@ -285,7 +285,7 @@ def ends(case: Case, options: dict[str, object]) -> dict[object, Ended]:
                 stack.callback(agent.close)
             directory = Directory(Config(), name, epoch=next(iter(agents.values())).epoch)
             stack.callback(directory.close)
-            directory.publish(tuple(a.member for a in agents.values()))
+            directory.publish(tuple(a.descriptor for a in agents.values()))
             engines.append((agents, directory))
         (producers, source), (consumers, own) = engines
         for agent in producers.values():

@@ -35,7 +35,7 @@ class Slow(Stranger):
     """A consumer that asks for 38 pieces of 4 KiB, and takes them when it is told to."""
 
     def __init__(self, p: Engine, other: FakeTransport, i: int) -> None:
-        super().__init__(p.agents[0].member.address, 20.0)
+        super().__init__(p.agents[0].descriptor.address, 20.0)
         cache = make_cache(np.zeros(1 << 20, np.uint8), 1, 0, 400)
         share = ShardAssignment(0, 0, cache.views[0].layers, 0, 4)
         self.say(hello(p, endpoint=other.endpoint(), epoch=i + 1, cache=cache, assignments=(share,)))

@@ -87,7 +87,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         self.cache = Cache((Region(4096, 4096, elastic=self.elastic),), (), (), self.rank)
-        self.member = RankDescriptor("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
+        self.descriptor = RankDescriptor("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
         self.wire.agents.append(self)
 
     def identify(self, facts: dict[str, str]) -> None:

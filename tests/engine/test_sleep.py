@@ -59,8 +59,8 @@ class Worker:
 
     def collect(self) -> Report:
         self.report = self.report.merge(self.side.collect())
-        if self.report.members:
-            self.directory.publish(tuple(self.report.members.values()))
+        if self.report.descriptors:
+            self.directory.publish(tuple(self.report.descriptors.values()))
         return self.report
 
     def until(self, what: Callable[[Report], Any]) -> Report:
@@ -148,4 +148,4 @@ def test_memory_that_is_still_touched_stays(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(KvxferError, match="cannot be given back"):
             worker.side.suspend()
     worker.close()
-    assert worker.report.members[Rank()].cache.regions[0].nbytes == BLOCKS * PAGE
+    assert worker.report.descriptors[Rank()].cache.regions[0].nbytes == BLOCKS * PAGE

@@ -180,12 +180,12 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "reports of nothing": (lambda s: Report().merge(None), "later must be a kvxfer Report, not None"),  # type: ignore[arg-type]
     "no report": (lambda s: s.report(None), "report must be a kvxfer Report, not None"),  # type: ignore[arg-type]
     "a step as a report": (lambda s: s.report(Step()), "report must be a kvxfer Report"),  # type: ignore[arg-type]
-    "announce one": (lambda s: s.announce(s.directory), "members must be a tuple of RankDescriptor"),  # type: ignore[arg-type]
+    "announce one": (lambda s: s.announce(s.directory), "descriptors must be a tuple of RankDescriptor"),  # type: ignore[arg-type]
     "identify as nothing": (lambda s: s.identify(None), "facts must be a mapping"),  # type: ignore[arg-type]
     "withdraw for no reason": (lambda s: s.withdraw_all(None), "reason must be a str"),  # type: ignore[arg-type]
     "tell a text": (lambda s: s.directory.tell(s.source, "x"), "message must be a notice, not 'x'"),  # type: ignore[arg-type]
     "tell of a text": (lambda s: s.directory.tell(s.source, Renew(1, (Named("t", DIGEST),))), "transfer must be"),  # type: ignore[arg-type]
-    "publish nothing": (lambda s: s.directory.publish(None), "members must be a tuple"),  # type: ignore[arg-type]
+    "publish nothing": (lambda s: s.directory.publish(None), "ranks must be a tuple"),  # type: ignore[arg-type]
 }
 
 WORKER: dict[str, tuple[Callable[[WorkerSide], Any], str]] = {

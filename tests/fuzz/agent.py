@@ -69,16 +69,14 @@ class Rig:
         self.cache = make_cache(self.memory, 1, 0, 16)
         self.agent = Agent(self.cache, config, "fuzzed")
         self.directory = Directory(Config(), "fuzzed", epoch=self.agent.epoch)
-        self.directory.publish((self.agent.member,))
+        self.directory.publish((self.agent.descriptor,))
         self.names = 0
         # Somebody whom the agent fetches from, a directory and a rank of our own; and all of ours that speak to it.
         self.rogue, self.rogue_directory, self.ours = (ControlSockets(OPEN) for _ in range(3))
-        self.rogue_port, self.directory_port = (
-            h.listen("127.0.0.1", 0, None) for h in (self.rogue, self.rogue_directory)
-        )
+        self.rogue_port, self.directory_port = (h.listen("127.0.0.1", 0) for h in (self.rogue, self.rogue_directory))
         self.consumer_of_rogue: ControlConnection | None = None
         self.attempt = 0
-        self.addresses = [self.agent.member.address] * 2 + [f"tcp://127.0.0.1:{self.directory.source.port}"]
+        self.addresses = [self.agent.descriptor.address] * 2 + [f"tcp://127.0.0.1:{self.directory.source.port}"]
         self.begin()
 
     def begin(self) -> None:
@@ -95,7 +93,7 @@ class Rig:
     def hello(self) -> m.Hello:
         return m.Hello(
             m.PROTOCOL,
-            self.agent.member.backends[0],
+            self.agent.descriptor.backends[0],
             self.agent.epoch,
             5,
             "rogue",
@@ -145,10 +143,8 @@ class Rig:
         for _, _ in self._heard(self.ours):
             pass
         for asker, _ in self._heard(self.rogue_directory):
-            member = m.RankDescriptor(
-                f"tcp://127.0.0.1:{self.rogue_port}", 78, self.cache, (self.agent.config.backend,)
-            )
-            asker.send(m.EngineDescriptor(m.PROTOCOL, "rogue", 77, (member,)))
+            rank = m.RankDescriptor(f"tcp://127.0.0.1:{self.rogue_port}", 78, self.cache, (self.agent.config.backend,))
+            asker.send(m.EngineDescriptor(m.PROTOCOL, "rogue", 77, (rank,)))
         for asker, frame in self._heard(self.rogue):
             match m.decode(frame):
                 case m.Hello():
@@ -176,7 +172,7 @@ class Rig:
         names = {t.name for t in threading.enumerate()}
         assert {"kvxfer-control", "kvxfer-data", "kvxfer-dir"} <= names, "a thread has ended"
         for address, question, answer in (
-            (self.agent.member.address, self.hello(), m.Welcome),
+            (self.agent.descriptor.address, self.hello(), m.Welcome),
             (f"tcp://127.0.0.1:{self.directory.source.port}", m.Lookup(m.PROTOCOL), m.EngineDescriptor),
         ):
             with Stranger(address, 20.0) as s:

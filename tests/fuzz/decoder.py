@@ -30,9 +30,9 @@ def one(frame: bytes) -> bool:
             except (ValueError, Incompatible):
                 pass  # said in words
         case m.EngineDescriptor():
-            for member in msg.members:
+            for rank in msg.ranks:
                 try:
-                    member.cache.check()
+                    rank.cache.check()
                 except ValueError:
                     pass  # said in words
     return True

@@ -57,7 +57,7 @@ def convert(backend: str, staged: int, devices: tuple[str, str], src: str, dst: 
     p, d = (Agent(held.cache, config, name) for held, name in ((source, "p"), (sink, "d")))
     directory = Directory(Config(), "p", epoch=p.epoch)
     try:
-        directory.publish((p.member,))
+        directory.publish((p.descriptor,))
         p.offer(Offer(T, b"d", 1, TOKENS, BlockTable.of(case.producer.tables), True))
         d.fetch(Fetch("r", T, b"d", directory.source, BlockTable.of(case.consumer.tables), START, TOKENS))
         until, ends = time.monotonic() + 70.0, []

@@ -16,8 +16,8 @@ from kvxfer.geometry import Region
 from kvxfer.memory import fence
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, TransferMode, World
+from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.deaths import Deaths
-from kvxfer.testing.conformance.harness import assert_equal, overlay
 from kvxfer.testing.conformance.transfers import LAYOUTS, Transfers
 from kvxfer.testing.participant import Runs
 from kvxfer.transport import Verb

@@ -29,8 +29,9 @@ NOISE = st.binary(min_size=500, max_size=2000)
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is hashed goes in several parts even here."""
+    """What is hashed, or sent and received, goes in several parts even here."""
     monkeypatch.setattr(parts, "CHECKED_LEAST", 8)
+    monkeypatch.setattr(parts, "HOST_PART", 8)
 
 
 each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())

@@ -10,7 +10,7 @@ import pytest
 from kvxfer.errors import ConfigError
 from kvxfer.testing import ConformanceSuite, Network
 from kvxfer.testing.conformance import ParticipantLink, Suite, TransferMode, World
-from kvxfer.testing.conformance.harness import overlay
+from kvxfer.testing.conformance.content import overlay
 from kvxfer.testing.faults import Faulty, Zeroing
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import registry

@@ -167,7 +167,7 @@ def test_another_back_end_joins_and_is_chosen(engine, third_party: dict[str, Any
     """With the rights of ours: its place by what it declares, its options by its name, its peers by the name as well."""
     d = engine(dict(third_party))
     p = engine({"backend": "third_party_ring:RingTransport", "run_bytes": 512}, seed=1)
-    assert d.agents[0].member.backends[0] == "ring" and p.agents[0].member.backends == ("ring",)
+    assert d.agents[0].descriptor.backends[0] == "ring" and p.agents[0].descriptor.backends == ("ring",)
     d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=T))
     p.agents[0].offer(offered([3, 1], 8, transfer=T))
     (end,) = d.wait(Ended)

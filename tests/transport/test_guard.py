@@ -93,7 +93,7 @@ def test_an_engine_with_a_key_says_what_it_left_out(engine: Any, tmp_path: Path,
     with caplog.at_level(logging.INFO):
         e = engine({"backend": "auto"}, key_file=str(tmp_path / "key"))
     agent: Agent = e.agents[0]
-    assert agent.member.backends == ("loose", "near")
+    assert agent.descriptor.backends == ("loose", "near")
     assert "open not, a key is set" in caplog.text
 
 
@@ -124,7 +124,7 @@ def test_no_hello_opens_a_port_that_asks_nobody(engine: Any, monkeypatch: pytest
     options = {ajar: {}} if named else {}
     e = engine({"backend": "auto", **options}, listen=here)
     before = listening()
-    with Stranger(e.agents[0].member.address) as s:
+    with Stranger(e.agents[0].descriptor.address) as s:
         s.say(hello(e, backend="ajar"))
         answer = s.answer()
     assert isinstance(answer, m.Refused)

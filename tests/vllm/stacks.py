@@ -27,7 +27,21 @@ def lack() -> str | None:
 
 def load(file: str) -> Any:
     """Return one of them as a module."""
-    spec = importlib.util.spec_from_file_location(f"stack_{Path(file).stem}", FOLDER / file)
+    return _loaded(FOLDER / file)
+
+
+def for_ray(base: Any) -> Any:
+    """Return kvxfer's module for Ray, with `base` as what it takes from there."""
+    above = RAY.removesuffix(".py").split("/")
+    names = [".".join(above[: i + 1]) for i in range(len(above))]
+    found = importlib.util.find_spec("kvxfer_vllm.ray")
+    assert found is not None and found.origin is not None
+    with mock.patch.dict(sys.modules, {name: types.ModuleType(name) for name in names} | {names[-1]: base}):
+        return _loaded(Path(found.origin))
+
+
+def _loaded(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"stack_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     ray = types.ModuleType("ray")

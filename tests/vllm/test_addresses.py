@@ -93,8 +93,8 @@ def test_a_rank_without_a_port() -> None:
         settings_of(config({"port": 65530}, data_parallel_index=7))
 
 
-def _free_ports(n: int) -> int:
-    """The first of so many ports in a row that are free."""
+def free_ports(n: int) -> int:
+    """Return the first of so many ports in a row that are free."""
     for first in range(20000, 60000, n):
         try:
             for held in [socket.create_server(("127.0.0.1", first + i)) for i in range(n)]:
@@ -109,7 +109,7 @@ def test_data_parallel_ranks_on_one_host(make: Make, monkeypatch: pytest.MonkeyP
     """One command, one fixed port, two engines, each found by itself: whichever balances, its params name the one that ran."""
     import tests.vllm.conftest as made
 
-    port, ranks = _free_ports(2), iter((0, 1))
+    port, ranks = free_ports(2), iter((0, 1))
     plain = made.vllm_config
 
     def numbered(*args: Any, **more: Any) -> Any:

@@ -75,7 +75,7 @@ class Fetched:
     """The agent, and what was in memory when it was asked to fetch."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors, self.member, self.seen = tensors, None, {}  # type: ignore[var-annotated]
+        self.tensors, self.descriptor, self.seen = tensors, None, {}  # type: ignore[var-annotated]
         self.cache = Cache((Region(4096, 4096),), (), ())
 
     def listen(self, heard: Any) -> None:

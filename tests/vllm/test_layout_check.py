@@ -303,7 +303,7 @@ def test_a_worker_asks_for_it_unless_told_not_to(
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(
-        worker, "Agent", lambda *a: started.append(a) or SimpleNamespace(member=None, cache=a[0], listen=id)
+        worker, "Agent", lambda *a: started.append(a) or SimpleNamespace(descriptor=None, cache=a[0], listen=id)
     )
     half = worker.WorkerHooks(Config(layout_check=asked), config, kv)
     if asked:

@@ -261,6 +261,13 @@ def test_top_takes_rates_between_two_looks(server: str) -> None:
     assert second["loads_per_s"] > 0 and second["mb_per_s"] > 0
 
 
+def test_top_reads_the_page_of_ray() -> None:
+    from kvxfer.cli.top import read_samples
+
+    page = 'ray_kvxfer_offers_total{ReplicaId="a1",outcome="delivered"} 5.0\nray_vllm_other 1.0\n'
+    assert read_samples(page) == {"kvxfer_offers_total": [({"ReplicaId": "a1", "outcome": "delivered"}, 5.0)]}
+
+
 def test_top_where_there_is_nothing() -> None:
     result = CliRunner().invoke(build(), ["top", "127.0.0.1:9", "--once", "--json"])
     assert result.exit_code == 1 and "does not answer" in json.loads(result.stdout)["engines"][0]["error"]

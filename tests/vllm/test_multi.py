@@ -91,7 +91,7 @@ def test_handshakes(make: Make, monkeypatch: pytest.MonkeyPatch, ours_first: boo
     p, d = make(transfer=transfer), make(transfer=transfer)
     text = prompt(90)
     decode(d, text, prefill(p, text), p)
-    assert [m is p.agents[0].member for m in ours(p.scheduler.connector)._sched.side.directory._members] == [True]
+    assert [m is p.agents[0].descriptor for m in ours(p.scheduler.connector)._sched.side.directory._ranks] == [True]
 
 
 def test_handshake_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_handshake_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     p = make()
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", p.workers[0])
     assert p.workers[0].get_handshake_metadata() is not None
-    assert len(ours(p.scheduler.connector)._sched.side.directory._members) == 1
+    assert len(ours(p.scheduler.connector)._sched.side.directory._ranks) == 1
 
 
 def crossed(engine: Engine) -> list[Any]:

@@ -146,4 +146,4 @@ def test_ranks_give_a_lease_up_at_different_times(make: Make, wire: Wire) -> Non
 def test_the_directory_names_all_ranks(make: Make) -> None:
     p = make(ranks=2)
     half = ours(p.scheduler.connector)._sched
-    assert {m.cache.rank.tp for m in half.side.directory._members} == {0, 1}
+    assert {m.cache.rank.tp for m in half.side.directory._ranks} == {0, 1}

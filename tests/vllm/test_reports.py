@@ -30,7 +30,7 @@ class Plain:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.scheduler = engine.scheduler
-        ours(self.scheduler.connector)._sched.side._members.clear()
+        ours(self.scheduler.connector)._sched.side._descriptors.clear()
 
     def step(self, **kv: Any) -> SchedulerOutput:
         output = self.scheduler.schedule()

@@ -56,7 +56,7 @@ class Worker:
         """As the scheduler side does with what vLLM hands on from the worker at start, and on waking."""
         handshake = self.hooks.handshake()
         assert handshake is not None
-        self.directory.publish((handshake.member,))
+        self.directory.publish((handshake.descriptor,))
 
     def collect(self) -> None:
         self.hooks.collect()

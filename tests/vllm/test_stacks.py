@@ -29,6 +29,7 @@ from tests.vllm import stacks
 from tests.vllm.cases import check, parties
 from tests.vllm.conftest import Make
 from tests.vllm.engine import Engine, prompt
+from tests.vllm.test_addresses import free_ports
 
 Params = dict[str, Any]
 
@@ -143,6 +144,7 @@ class Request(BaseModel):
     kv_transfer_params: dict[str, Any] | None = None
     max_tokens: int = 16
     stream: bool = True
+    request_id: str = ""
 
 
 def by_dynamo(transfer: KVTransferConfig) -> tuple[Params, Callable[[Params], Params]]:
@@ -197,6 +199,78 @@ def test_dynamo_does_not_take_our_own_name() -> None:
     require("stacks")
     with pytest.raises(ValueError, match="Unsupported kv_connector='KVXferConnector'"):
         by_dynamo(KVTransferConfig(**OURS, kv_role="kv_both"))
+
+
+class Replica:
+    """A replica of Ray Serve LLM, as far as kvxfer's part of it is asked."""
+
+    def __init__(self, rank: int, transfer: Params, **engine: Any) -> None:
+        base = stacks.load(stacks.RAY)
+        base.serve.get_replica_context = lambda: SimpleNamespace(rank=SimpleNamespace(rank=rank))
+        self.transfer = transfer
+        config = SimpleNamespace(
+            engine_kwargs={"kv_transfer_config": transfer, **engine},
+            get_engine_config=lambda: SimpleNamespace(num_devices=1),
+        )
+        self.backend = stacks.for_ray(base).KVXferBackend(config)
+        self.backend.setup()
+
+    def engine(self, make: Make) -> Engine:
+        return make(transfer=KVTransferConfig(**self.transfer, kv_load_failure_policy="recompute"))
+
+
+def test_ray_sends_to_both_at_once(make: Make) -> None:
+    require("stacks")
+    port = free_ports(2)
+    first, second = (
+        Replica(i, {**OURS, "kv_role": "kv_producer", "kv_connector_extra_config": {"port": port}}) for i in (0, 1)
+    )
+    decode = Replica(0, {**OURS, "kv_role": "kv_consumer"})
+    d = decode.engine(make)
+    assert decode.backend.requires_peer_binding and decode.backend.concurrent_handoff
+    for n, prefill in enumerate((first, second)):
+        p = prefill.engine(make)
+        assert p.address.port == port + n
+        peer, text = json.loads(json.dumps(prefill.backend.replica_metadata())), prompt(70, seed=n)
+        asked = Request(request_id="the client's, and not always its own")
+        to_p = decode.backend.prepare_prefill_request(request=asked, peer=peer)
+        to_d = decode.backend.prepare_decode_request(request=asked, peer=peer, prefill_response=None)
+        assert (to_p.max_tokens, to_p.stream, to_d.max_tokens, to_d.stream) == (1, False, 16, True)
+        name = d.add(text, to_d.kv_transfer_params)
+        d.steps(2)
+        p.add(text, to_p.kv_transfer_params, n=1)
+        d.run(p, until=name)
+        check(d, name, text)
+        assert d.computed[name] == 1 + 3
+
+
+def test_ray_s_transfers_have_names_of_their_own() -> None:
+    """A client may give two requests one id, and Ray may handle a request again."""
+    require("stacks")
+    decode, asked = Replica(0, {**OURS, "kv_role": "kv_consumer"}), Request(request_id="one for all")
+    names = set()
+    for _ in range(2):
+        to_p = decode.backend.prepare_prefill_request(request=asked, peer={})
+        to_d = decode.backend.prepare_decode_request(request=asked, peer={}, prefill_response=None)
+        assert to_p.kv_transfer_params["transfer_id"] == to_d.kv_transfer_params["transfer_id"]
+        names.add(to_p.kv_transfer_params["transfer_id"])
+    assert len(names) == 2
+
+
+def test_a_prefill_replica_of_ray_needs_a_port() -> None:
+    require("stacks")
+    for role in ("kv_producer", "kv_both"):
+        with pytest.raises(ConfigError, match="set 'port' in kv_connector_extra_config"):
+            Replica(0, {**OURS, "kv_role": role})
+
+
+def test_a_data_parallel_rank_of_ray_has_the_port_that_its_engine_takes() -> None:
+    """The engine adds its rank's number by itself."""
+    require("stacks")
+    settings: Params = {**OURS, "kv_role": "kv_producer", "kv_connector_extra_config": {"port": 7000}}
+    ranks = [Replica(5, copy.deepcopy(settings), data_parallel_rank=rank) for rank in (0, 1)]
+    assert [rank.backend.replica_metadata()["kvxfer_port"] for rank in ranks] == [7000, 7001]
+    assert all(rank.transfer["kv_connector_extra_config"]["port"] == 7000 for rank in ranks)
 
 
 @pytest.mark.parametrize("text", CONFIGS)

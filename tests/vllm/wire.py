@@ -60,7 +60,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         self.cache = Cache((Region(4096, 4096, elastic=self.engine.elastic),), (), (), self.rank)
-        self.member = RankDescriptor("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
+        self.descriptor = RankDescriptor("tcp://127.0.0.1:1", new_epoch(), self.cache, ())
 
     # What the connector calls
 

@@ -34,7 +34,12 @@ class Copy(Protocol):
     """A batch on its way."""
 
     def step(self) -> CopyStep:
-        """Move some bytes. Raises ``PeerError`` or ``OSError``; then the copy is over."""
+        """Move some bytes.
+
+        Raises:
+            PeerError: The peer is gone or refuses; then the copy is over.
+            OSError: The kernel does not copy; then the copy is over.
+        """
 
     def drop(self) -> None:
         """Touch no registered memory of this side from now on."""

@@ -24,7 +24,11 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def allow_any() -> None:
-    """Let every process that passes the other rules (same user) access this one, until it ends."""
+    """Let every process that passes the other rules (same user) access this one, until it ends.
+
+    Raises:
+        TransportError: The kernel refuses.
+    """
     if yama_scope() is None:
         return  # nothing forbids it
     if _prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0):

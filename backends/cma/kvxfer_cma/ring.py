@@ -85,7 +85,11 @@ class Slots:
         return self._bytes[at : at + runs * 16].view(np.int64).reshape(runs, 2)
 
     def fill(self, slot: int, pieces: Pieces, lo: int, hi: int) -> None:
-        """Copy pieces of this process into the slot. Raises ``OSError``, as does ``empty``."""
+        """Copy pieces of this process into the slot.
+
+        Raises:
+            OSError: The kernel does not copy.
+        """
         copy_own(True, pieces, lo, hi, self._address + slot * SLOT_BYTES + HEAD_BYTES + TABLE_BYTES)
 
     def empty(self, slot: int, pieces: Pieces, lo: int, hi: int) -> None:
@@ -94,7 +98,11 @@ class Slots:
 
 
 class Asker:
-    """This side's end of the slots. ``Relayed`` batches share it."""
+    """This side's end of the slots. ``Relayed`` batches share it.
+
+    Raises:
+        TransportError: The peer's slots cannot be opened.
+    """
 
     def __init__(self, name: str, link: bytes, peer: str) -> None:
         self.peer = peer
@@ -254,7 +262,11 @@ class Server:
         return link
 
     def serve(self, most: int) -> None:
-        """Answer up to ``most`` requests, without waiting for any."""
+        """Answer up to ``most`` requests, without waiting for any.
+
+        Raises:
+            OSError: The asker has closed, or does not keep to the protocol.
+        """
         if self._slots is None:
             raise OSError("a request before the shared memory")
         for _ in range(most):

@@ -73,7 +73,7 @@ class Process:
 
     Once ``ready`` said yes, ``read`` and ``write`` move the pieces ``[lo, hi)`` of two lists of pairwise equal
     length, at most ``IOV_MAX - 1`` at once. They use up the rows before ``hi``: move pieces in order. They
-    raise ``PeerError`` when the process is gone, refuses, shows another key, or has unmapped the memory; what
+    fail with ``PeerError`` when the process is gone, refuses, shows another key, or has unmapped the memory; what
     a failed read left behind is worthless. Any thread, several at once with lists of their own; ``ready`` by one.
     """
 
@@ -86,7 +86,11 @@ class Process:
         self._opened = False
 
     def ready(self) -> bool:
-        """Whether the peer has opened the link by now. Raises ``PeerError`` if ``read`` would."""
+        """Return whether the peer has opened the link by now.
+
+        Raises:
+            PeerError: ``read`` would raise it.
+        """
         if not self._opened:
             try:
                 self._read_keyed(*self._nothing, 0, 0)

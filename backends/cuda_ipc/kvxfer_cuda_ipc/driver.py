@@ -22,7 +22,8 @@ PEER_ACCESS_ALREADY_ENABLED = 704
 def context(ordinal: int) -> Context:
     """Return a device's primary context, the one that PyTorch uses too, held for the life of the process.
 
-    Raises ``TransportError``.
+    Raises:
+        TransportError: The device has none.
     """
     if not 0 <= ordinal < devices():
         raise TransportError(f"there is no GPU {ordinal}: this process sees {devices()}")
@@ -81,9 +82,10 @@ class Context:
         return None
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Return base and size of what was allocated around an address.
+        """Return base and size of what was allocated around an address. The context must be entered.
 
-        Must be entered. Raises ``CudaError``.
+        Raises:
+            CudaError: Nothing was.
         """
         base, size = check("looking up an allocation", self.api.cuMemGetAddressRange(address))
         return int(base), int(size)
@@ -97,7 +99,11 @@ class Context:
         return ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
 
     def open(self, shared: bytes) -> int:
-        """Map another process's allocation; its address here. Must be entered. Raises ``CudaError``."""
+        """Map another process's allocation, and return its address here. The context must be entered.
+
+        Raises:
+            CudaError: It cannot be mapped.
+        """
         handle = self.api.CUipcMemHandle()
         ctypes.memmove(int(handle.getPtr()), shared, HANDLE_BYTES)
         lazily = self.api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS

@@ -70,7 +70,10 @@ class Opened:
     def open(self, peer: Endpoint, memory: Exported, ordinal: int) -> tuple[Region, ...]:
         """Return the peer's memory as regions at the addresses by which GPU ``ordinal`` reaches it.
 
-        Every call needs its ``close``. Raises ``TransportError``.
+        Every call needs its ``close``.
+
+        Raises:
+            TransportError: That GPU cannot reach it.
         """
         context = self._contexts(ordinal)
         if context.reaches(memory.gpu) is False:

@@ -95,7 +95,11 @@ class Gpu:
         return bool(self._free)
 
     def start(self, launch: Launch, after: int | None) -> int:
-        """Queue a launch behind a CUDA event, if one is given; returns its number (1, 2 ...). Raises ``CudaError``."""
+        """Queue a launch, behind a CUDA event if one is given, and return its number (1, 2 ...).
+
+        Raises:
+            CudaError: It cannot be queued.
+        """
         slot = self._free[-1]  # taken once nothing can fail any more
         with self.context:
             if after is not None:
@@ -138,7 +142,11 @@ class Gpu:
         return self._finished
 
     def close(self) -> None:
-        """Wait for what is under way and give everything back. Raises ``TransportError`` when it does not end."""
+        """Wait for what is under way and give everything back.
+
+        Raises:
+            TransportError: It does not end.
+        """
         until = time.monotonic() + CLOSE_S
         while self.finished() < self._started:
             if time.monotonic() > until:
@@ -216,7 +224,11 @@ def blocks_for(launch: Launch) -> int:
 
 
 class CopyEngines:
-    """``cuMemcpyBatchAsync``, called by its own name: cuda-bindings would make three Python objects of every run."""
+    """``cuMemcpyBatchAsync``, called by its own name: cuda-bindings would make three Python objects of every run.
+
+    Raises:
+        TransportError: The driver is too old to have it.
+    """
 
     class _Attributes(ctypes.Structure):
         _fields_ = [(name, ctypes.c_int) for name in ("order", "from_type", "from_id", "to_type", "to_id", "flags")]

@@ -23,7 +23,11 @@ class CudaError(TransportError):
 
 @functools.cache
 def driver() -> Any:
-    """``cuda.bindings.driver``, initialised. Raises ``TransportError``."""
+    """Return ``cuda.bindings.driver``, initialised.
+
+    Raises:
+        TransportError: It is not installed, or there is no driver.
+    """
     try:
         from cuda.bindings import driver as found
 
@@ -37,7 +41,11 @@ def driver() -> Any:
 
 @functools.cache
 def nvrtc() -> Any:
-    """``cuda.bindings.nvrtc``, loaded. Raises ``TransportError``."""
+    """Return ``cuda.bindings.nvrtc``, loaded.
+
+    Raises:
+        TransportError: It is not installed, or cannot be loaded.
+    """
     try:
         from cuda.bindings import nvrtc as found
 
@@ -52,7 +60,8 @@ def nvrtc() -> Any:
 def check(what: str, result: tuple[Any, ...]) -> Any:
     """Return the value of a call's result, if it has one.
 
-    Raises ``CudaError``.
+    Raises:
+        CudaError: The call has failed.
     """
     if result[0] != 0:
         raise CudaError(what, getattr(result[0], "name", str(result[0])))
@@ -60,7 +69,11 @@ def check(what: str, result: tuple[Any, ...]) -> Any:
 
 
 def devices() -> int:
-    """How many GPUs this process sees. Raises ``TransportError``."""
+    """Return how many GPUs this process sees.
+
+    Raises:
+        TransportError: There is no driver.
+    """
     return int(check("counting GPUs", driver().cuDeviceGetCount()))
 
 

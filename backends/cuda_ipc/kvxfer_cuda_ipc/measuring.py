@@ -143,7 +143,18 @@ class Consumer:
         return PlanBatch(verb, self.peer, 0, plan)
 
     def move(self, batch: PlanBatch, wait: bool = False) -> tuple[float, float]:
-        """Seconds of ``submit`` and of the whole. ``wait``: sleep on ``fileno`` as a session does."""
+        """Move a batch.
+
+        Args:
+            batch: What to move.
+            wait: Sleep on ``fileno``, as a session does; else poll without end.
+
+        Returns:
+            Seconds that ``submit`` took, and the whole.
+
+        Raises:
+            RuntimeError: It failed, or took too long.
+        """
         begun = time.perf_counter()
         number = self.transport.submit(batch)
         submitted = time.perf_counter()
@@ -158,7 +169,14 @@ class Consumer:
                 raise RuntimeError("a batch has not ended within 20 s")
 
     def pipelined(self, batches: list[PlanBatch]) -> float:
-        """Seconds for all, submitted one after the other."""
+        """Move batches that are all submitted before any has ended.
+
+        Returns:
+            Seconds for all.
+
+        Raises:
+            RuntimeError: One failed.
+        """
         begun, left = time.perf_counter(), len(batches)
         for batch in batches:
             self.transport.submit(batch)
@@ -327,7 +345,16 @@ def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str
 
 
 def measure(seconds: float, producer: int | None, consumer: int) -> None:
-    """Print all sections that begin within so many seconds. ``producer``, ``consumer``: GPUs."""
+    """Print all sections that begin within so many seconds.
+
+    Args:
+        seconds: How many.
+        producer: Its GPU; ``None`` takes the second, if there is one.
+        consumer: Its GPU.
+
+    Raises:
+        RuntimeError: A batch failed.
+    """
     begun = time.monotonic()
     if producer is None:
         producer = min(1, torch.cuda.device_count() - 1)

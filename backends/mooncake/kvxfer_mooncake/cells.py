@@ -46,7 +46,11 @@ class Cells:
         self._sheets: list[NDArray[np.uint8]] = []
 
     def take(self) -> Cell:
-        """Return a wiped cell. Raises ``TransportError`` when no more memory can be registered."""
+        """Return a wiped cell.
+
+        Raises:
+            TransportError: No more memory can be registered.
+        """
         if not self._free:
             sheet = np.zeros((SHEET, 2, TOKEN_BYTES), np.uint8)
             self._spans.add([Region(sheet.ctypes.data, sheet.nbytes)])

@@ -86,7 +86,11 @@ class Channel:
 
 
 def dial(host: str, port: int, timeout: float) -> socket.socket:
-    """Blocks. Raises ``OSError``."""
+    """Return a connection. Blocks.
+
+    Raises:
+        OSError: Nobody answers within ``timeout`` seconds.
+    """
     return socket.create_connection((host, port), timeout)
 
 

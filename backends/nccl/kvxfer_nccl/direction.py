@@ -121,7 +121,14 @@ class Direction:
         self.waiting.append(post)
 
     def step(self, now: float) -> float | None:
-        """Go on as far as may be; returns when to be called again, at the latest. Raises ``Broken``."""
+        """Go on as far as may be.
+
+        Returns:
+            When to be called again, at the latest, by ``time.monotonic``.
+
+        Raises:
+            Broken: The direction is of no more use.
+        """
         self._opened()
         if self.open:
             self._enqueue()

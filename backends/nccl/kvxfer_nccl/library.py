@@ -149,7 +149,11 @@ class NcclPipe:
 
 
 class NcclBinding:
-    """Fulfils ``Binding``."""
+    """NCCL as ``Binding`` describes it.
+
+    Raises:
+        TransportError: There is no libnccl.
+    """
 
     memory = frozenset({"cuda"})
 

@@ -74,7 +74,11 @@ class Task(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What the call returned. Raises what it raised."""
+        """What the call returned.
+
+        Raises:
+            Exception: What the call raised.
+        """
         if self.error is not None:
             raise self.error
         assert self.done

@@ -105,7 +105,11 @@ def encode(message: Message) -> bytes:
 
 
 def decode(raw: bytearray) -> Message | None:
-    """Take the first message out of what has arrived, if all of it has. Raises ``ValueError`` for what is none."""
+    """Take the first message out of what has arrived, if all of it has.
+
+    Raises:
+        ValueError: It is none.
+    """
     if len(raw) < 4:
         return None
     size = int.from_bytes(raw[:4])

@@ -90,9 +90,13 @@ class LibraryAgent:
             ) from e
 
     def register(self, regions: Sequence[Region], cuda: bool, device: int) -> Any:
-        """Return what ``deregister`` takes.
+        """Register regions, which lie on one device.
 
-        Regions lie on one device.
+        Returns:
+            What ``deregister`` takes.
+
+        Raises:
+            TransportError: NIXL refuses.
         """
         pieces = [(r.address, r.nbytes, device, "") for r in regions]
         try:
@@ -114,9 +118,13 @@ class LibraryAgent:
             raise TransportError(f"NIXL cannot deregister memory: {self._library.explain(e)}") from e
 
     def metadata(self, *tokens: Any) -> bytes:
-        """Return what a peer has to ``add``: how to reach this agent, and the memory that was registered so.
+        """Return what a peer has to ``add``: how to reach this agent, and memory of it.
 
-        If that is not none, or one, all that is registered.
+        Args:
+            tokens: What ``register`` returned for that memory; of several, all that is registered is told.
+
+        Raises:
+            TransportError: NIXL refuses.
         """
         few = self._nixl.nixlRegDList(self._segments[0], []) if not tokens else tokens[0]
         try:
@@ -128,7 +136,11 @@ class LibraryAgent:
             raise TransportError(f"NIXL cannot describe this agent: {self._library.explain(e)}") from e
 
     def add(self, metadata: bytes) -> str:
-        """Make a peer known; returns its name."""
+        """Make a peer known, and return its name.
+
+        Raises:
+            TransportError: NIXL refuses.
+        """
         try:
             with inside:
                 name = self._agent.loadRemoteMD(metadata)
@@ -143,7 +155,11 @@ class LibraryAgent:
                 self._agent.invalidateRemoteMD(name)
 
     def tell(self, name: str, message: str) -> None:
-        """Send a short message to a peer. Returns at once; raises if the connection is known to have failed."""
+        """Send a short message to a peer. Returns at once.
+
+        Raises:
+            TransportError: The connection is known to have failed.
+        """
         try:
             with inside:
                 self._agent.genNotif(name, message)
@@ -151,7 +167,11 @@ class LibraryAgent:
             raise TransportError(self._library.explain(e)) from e
 
     def heard(self) -> Iterator[bytes]:
-        """Messages that have come, from anybody."""
+        """Yield the messages that have come, from anybody.
+
+        Raises:
+            TransportError: NIXL cannot say.
+        """
         try:
             with inside:
                 found = self._agent.getNotifs({}, [])
@@ -161,7 +181,11 @@ class LibraryAgent:
             yield from messages
 
     def prepare(self, operation: Literal["read", "write"], local: Side, remote: Side, name: str) -> int:
-        """Make a transfer; returns a handle to ``post`` and to ``release``."""
+        """Make a transfer, and return a handle to ``post`` and to ``release``.
+
+        Raises:
+            TransportError: NIXL refuses.
+        """
         nixl = self._nixl
         try:
             here, there = (nixl.nixlXferDList(self._segments[cuda], rows) for cuda, rows in (local, remote))
@@ -171,7 +195,14 @@ class LibraryAgent:
             raise TransportError(self._library.explain(e)) from e
 
     def post(self, handle: int) -> bool:
-        """Start it, once; says whether it is done. Over CMA it always is: the call copies."""
+        """Start a transfer, once.
+
+        Returns:
+            Whether it is done. Over CMA it always is: the call copies.
+
+        Raises:
+            TransportError: It cannot be started.
+        """
         try:
             with inside:
                 return bool(self._agent.postXferReq(handle, "") == self._nixl.NIXL_SUCCESS)
@@ -179,7 +210,11 @@ class LibraryAgent:
             raise TransportError(self._library.explain(e)) from e
 
     def done(self, handle: int) -> bool:
-        """Whether the bytes are visible at the target. Raises when they will not be."""
+        """Return whether the bytes are visible at the target.
+
+        Raises:
+            TransportError: They will not be.
+        """
         try:
             with inside:
                 return bool(self._agent.getXferStatus(handle) == self._nixl.NIXL_SUCCESS)

@@ -94,9 +94,13 @@ class Library:
 
 
 def load(log_level: str | None = None) -> Library:
-    """Load NIXL. Raises ``TransportError`` with the pip line when it is missing.
+    """Load NIXL.
 
-    ``log_level`` counts at the first load only.
+    Args:
+        log_level: Its log's level; counts at the first load only.
+
+    Raises:
+        TransportError: It is missing; the message has the pip line.
     """
     loaded = sys.modules.get("nixl._bindings")
     if loaded is not None and log_level is not None:

@@ -34,7 +34,11 @@ class RegisteredSpace:
         self._places: dict[int, _Place] = {}
 
     def add(self, memory: int, regions: Sequence[Region]) -> None:
-        """Note where a memory lies. Raises as ``one_device`` does."""
+        """Note where a memory lies.
+
+        Raises:
+            TransportError: As ``one_device`` does.
+        """
         cuda, device = one_device(regions)
         self._places[memory] = _Place(cuda, device, regions[0] if len(regions) == 1 else None)
 
@@ -109,7 +113,11 @@ def one_device(regions: Sequence[Region]) -> tuple[bool, int]:
 
 
 def nixl_device(device: str) -> tuple[bool, int]:
-    """Whether it is a GPU, and NIXL's number for it. Raises ``TransportError`` for a name that is neither."""
+    """Return whether it is a GPU, and NIXL's number for it.
+
+    Raises:
+        TransportError: The name is neither a GPU's nor the host's.
+    """
     kind, _, number = device.partition(":")
     if device == "cpu":
         return False, 0

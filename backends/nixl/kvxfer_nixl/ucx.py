@@ -21,9 +21,14 @@ __all__ = ["applied", "check"]
 
 
 def check(settings: Mapping[str, str], library: Path | None) -> None:
-    """Raise ``ConfigError`` for a setting that UCX does not take, or that the environment contradicts.
+    """Refuse a setting that UCX does not take, or that the environment contradicts.
 
-    ``library``: NIXL's libucp; without one (a NIXL built from source) names and values go unchecked.
+    Args:
+        settings: UCX's settings by name.
+        library: NIXL's libucp; without one (a NIXL built from source) names and values go unchecked.
+
+    Raises:
+        ConfigError: There is such a setting.
     """
     for key, value in settings.items():
         found = os.environ.get(f"UCX_{key}")

@@ -63,7 +63,15 @@ class Connection:
         self.writable |= bool(events & (select.EPOLLOUT | select.EPOLLERR))
 
     def step(self) -> bool:
-        """Do a bounded part of what can be done now; returns whether there is more. Raises ``OSError`` or ``Violation``."""
+        """Do a bounded part of what can be done now.
+
+        Returns:
+            Whether there is more.
+
+        Raises:
+            OSError: The connection broke.
+            Violation: The peer does not keep to the protocol.
+        """
         raise NotImplementedError
 
     def lost(self, error: Exception) -> None:

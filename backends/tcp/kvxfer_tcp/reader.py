@@ -158,7 +158,11 @@ class Reader:
             self._open[each[0]] = _Ask(*each)
 
     def chunk(self, header: Header) -> _Ask | None:
-        """Return the request that a chunk belongs to, or ``None`` for one that has ended."""
+        """Return the request that a chunk belongs to, or ``None`` for one that has ended.
+
+        Raises:
+            Violation: The peer was not asked for it.
+        """
         ask = self._open.get(header.request)
         if ask is None:
             if header.request >= self._asked:
@@ -184,7 +188,11 @@ class Reader:
             self.ask()
 
     def refused(self, request: int, why: str) -> None:
-        """End the batch of a request that the peer does not serve."""
+        """End the batch of a request that the peer does not serve.
+
+        Raises:
+            Violation: There is no such request.
+        """
         ask = self._open.pop(request, None)
         if ask is not None:
             self._end(ask.read, f"it refused: {why}")

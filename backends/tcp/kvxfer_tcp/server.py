@@ -95,7 +95,11 @@ class Server:
         return bool(self._queue)
 
     def ask(self, header: Header, runs: bytes) -> None:
-        """Take a request."""
+        """Take a request.
+
+        Raises:
+            Violation: It is none, or asks for what must not be read.
+        """
         if len(self._queue) >= OPEN_ASKS:
             raise Violation(f"more than {OPEN_ASKS} requests at once")
         offsets, lengths = np.frombuffer(runs, "<i8").astype(np.int64, copy=False).reshape(2, header.size)

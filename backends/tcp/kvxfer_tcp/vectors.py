@@ -176,7 +176,7 @@ class IovecBuffer(IovecTable):
 
 
 class Pipe:
-    """A socket that never blocks. Its methods raise ``OSError`` when the connection is over.
+    """A socket that never blocks. Its methods fail with ``OSError`` when the connection is over.
 
     Attributes:
         unsent: What was taken and waits for room.
@@ -220,7 +220,11 @@ class Pipe:
             return -1
 
     def read(self, nbytes: int) -> bytes | None:
-        """Return at most so many bytes that have come, ``None`` if there are none yet."""
+        """Return at most so many bytes that have come, ``None`` if there are none yet.
+
+        Raises:
+            OSError: The connection broke, or its peer has closed it.
+        """
         try:
             data = self.socket.recv(nbytes)
         except BlockingIOError:
@@ -230,14 +234,28 @@ class Pipe:
         return data
 
     def receive(self, table: IovecTable, lo: int, hi: int) -> int:
-        """Receive into the rows ``[lo, hi)``; returns how many bytes have come, -1 if there are none yet."""
+        """Receive into the rows ``[lo, hi)``.
+
+        Returns:
+            How many bytes have come, -1 if there are none yet.
+
+        Raises:
+            OSError: The connection broke, or its peer has closed it.
+        """
         count = self._call(_libc.recvmsg, table, lo, hi, _RECEIVE)
         if count == 0:
             raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
         return count
 
     def discard(self, nbytes: int) -> int:
-        """Drop at most so many bytes that have come, without a copy; returns how many, -1 if there are none yet."""
+        """Drop at most so many bytes that have come, without a copy.
+
+        Returns:
+            How many, -1 if there are none yet.
+
+        Raises:
+            OSError: The connection broke, or its peer has closed it.
+        """
         count = int(_libc.recv(self.fd, None, nbytes, _DISCARD))
         if count < 0:
             return _again()

@@ -52,7 +52,11 @@ class Connection:
         return int(self._endpoint.handle)
 
     def connect(self, address: bytes) -> None:
-        """Make the endpoint that leads to a peer's worker. Once only. Raises ``PeerError``."""
+        """Make the endpoint that leads to a peer's worker. Once only.
+
+        Raises:
+            PeerError: There is no way to it.
+        """
         # UCX ends the process for an address whose first byte, its version and flags, is none that it could have made.
         if not address or address[0] != self.address[0]:
             raise PeerError("its address is none of this UCX; are both of one release, and set up alike?")

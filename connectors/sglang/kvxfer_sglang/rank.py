@@ -44,10 +44,10 @@ class EngineRank:
     ) -> None:
         self.agent = Agent(cache, config, name, facts)
         self._directory = Directory(config, name, facts) if cache.rank == Rank() else None
-        told = gather((self.agent.member, self._directory.source if self._directory else None))
+        told = gather((self.agent.descriptor, self._directory.source if self._directory else None))
         self.source: Source = next(source for _, source in told if source is not None)
         if self._directory is not None:
-            self._directory.publish(tuple(member for member, _ in told))
+            self._directory.publish(tuple(descriptor for descriptor, _ in told))
         self._heard = heard
         self._closed = False
         self._thread = NamedThread(target=self._run, name="kvxfer-sglang")

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from kvxfer import ArgumentError, Config, Failure, KvxferError, Ticket
 from kvxfer_transformers.identity import model_facts, prompt_digest
-from kvxfer_transformers.layers import UnsupportedCacheError
+from kvxfer_transformers.manager import Hooks, batch_processor, go_on, rename, reserve
 from kvxfer_transformers.paged import block_table, described
 from kvxfer_transformers.side import SingleProcess
 from kvxfer_transformers.ticket import BatchTicket
@@ -23,7 +23,6 @@ __all__ = ["BatchingExchange"]
 
 log = logging.getLogger("kvxfer.transformers")
 
-START_S = 60.0
 IDLE_S = 0.005
 """How long the loop waits for KV before it looks for requests again, when it has nothing else to do."""
 
@@ -42,18 +41,6 @@ class _Arrival:
     def ids(self) -> list[int]:
         """The prompt, and what the other side has generated."""
         return [*self.state.initial_tokens[: self.told.tokens], *self.told.tail[0]]
-
-
-@dataclass(frozen=True)
-class _Span:
-    """What the paged cache asks of a request to give it blocks."""
-
-    request_id: str
-    start: int
-
-    def current_len(self) -> int:
-        """Return how many tokens it has blocks for."""
-        return self.start
 
 
 class BatchingExchange:
@@ -79,7 +66,7 @@ class BatchingExchange:
     def __init__(self, manager: Any, config: Mapping[str, Any] | None = None, *, name: str = "transformers") -> None:
         settings = Config.from_mapping({} if config is None else config)
         self._manager, self._model, self._config = manager, manager.model, settings
-        self._processor = _processor(manager)
+        self._processor = batch_processor(manager)
         self._paged, self._scheduler = self._processor.cache, self._processor.scheduler
         self._facts = model_facts(self._model, settings)
         self._arrivals: deque[_Arrival] = deque()
@@ -91,15 +78,15 @@ class BatchingExchange:
         self._closed = False
         cache, groups = described(self._paged)
         self._side = SingleProcess(cache, groups, settings, name, self._facts, self._paged)
-        self._hooks: list[tuple[Any, str]] = []
+        self._hooks = Hooks()
         try:
             with manager.pause():
-                self._hook(self._processor, "prepare_next_batch", self._before_batch)
-                self._hook(self._processor, "has_pending_requests", self._pending)
-                self._hook(self._processor.offloading_manager, "offload_requests", self._make_room)
-                self._hook(self._scheduler, "finish_request", self._finishing)
-                self._hook(self._scheduler, "set_request_cancellation", self._cancelling)
-                self._hook(self._paged, "free_all_requests", self._dropping)
+                self._hooks.add(self._processor, "prepare_next_batch", self._before_batch)
+                self._hooks.add(self._processor, "has_pending_requests", self._pending)
+                self._hooks.add(self._processor.offloading_manager, "offload_requests", self._make_room)
+                self._hooks.add(self._scheduler, "finish_request", self._finishing)
+                self._hooks.add(self._scheduler, "set_request_cancellation", self._cancelling)
+                self._hooks.add(self._paged, "free_all_requests", self._dropping)
         except BaseException:
             self._side.close()
             raise
@@ -124,6 +111,10 @@ class BatchingExchange:
 
         Returns:
             The request's name.
+
+        Raises:
+            ArgumentError: The prompt is none.
+            KvxferError: The manager takes no requests any more.
         """
         ids = _ids(input_ids)
         name = self._name("prefill") if request_id is None else request_id
@@ -173,6 +164,7 @@ class BatchingExchange:
 
         Raises:
             ArgumentError: The ticket is none, or not of this prompt.
+            KvxferError: The exchange is closed, or the manager does not run any more.
         """
         told, ids = BatchTicket.read(ticket), _ids(input_ids)
         if len(told.rows) != 1 or told.rows[0] is None or not told.tail[0]:
@@ -293,7 +285,7 @@ class BatchingExchange:
         scheduler.runs(name, 0, tokens, table)
         if not scheduler.finished(name, table, complete=True):
             raise KvxferError(f"request {request_id} cannot be kept")
-        _rename(self._paged, request_id, name)
+        rename(self._paged, request_id, name)
         self._held.add(name)
         self._tickets[request_id] = BatchTicket((ticket,), tokens, (tuple(ids[tokens:]),)).text
         self._turn()
@@ -310,7 +302,7 @@ class BatchingExchange:
             self._prefill_here(arrival, "its ticket has been used already")
             return True
         computed = self._paged.search_prefix_match(name, arrival.ids[: told.tokens + 1])
-        if not self._store(_Span(name, computed), told.tokens - computed):
+        if not reserve(self._paged, name, computed, told.tokens):
             self._paged.free_blocks(name)
             if self._scheduler.has_pending_requests() or self._loads:
                 return False
@@ -324,14 +316,6 @@ class BatchingExchange:
         if not external:
             self._over(name, None)
         return True
-
-    def _store(self, span: _Span, tokens: int) -> bool:
-        """Give a request blocks for so many more tokens, at the cost of blocks that are only kept in case they match."""
-        if self._paged.can_store_request_tokens(span, tokens):
-            return True
-        evicted = self._paged.evict_cached_blocks()
-        self._paged.pool.try_to_free_sectors()
-        return bool(evicted and self._paged.can_store_request_tokens(span, tokens))
 
     def _turn(self) -> None:
         if self._closed:
@@ -354,23 +338,8 @@ class BatchingExchange:
             if not arrival.cancelled:
                 self._prefill_here(arrival, str(failure))
             return
-        state, tokens = arrival.state, arrival.told.tokens
-        _rename(self._paged, name, state.request_id)
-        state.generated_tokens = arrival.ids[len(state.initial_tokens) :]
-        state.remaining_prefill_tokens = arrival.ids[tokens:]
-        state.position_offset = tokens
-        state.status = RequestStatus.PREFILLING
-        if self._paged.use_prefix_sharing:
-            whole = {n: tokens // allocator.tokens_per_page for n, allocator in self._paged.cache_allocators.items()}
-            self._paged.mark_complete_blocks(state, whole)
-        ended = state._eos_token_ids & set(state.generated_tokens[-1:])
-        self._scheduler.active_requests[state.request_id] = state
-        if ended or state.generated_len() >= state._new_tokens_limit:
-            state.status = RequestStatus.FINISHED
-            self._scheduler.finish_request(state.request_id)
-            self._processor.output_router.deliver(state.to_generation_output())
-        elif state.streaming and state.generated_tokens:
-            self._processor.output_router.deliver(state.to_generation_output())
+        rename(self._paged, name, arrival.state.request_id)
+        go_on(self._processor, arrival.state, arrival.ids, arrival.told.tokens)
 
     def _prefill_here(self, arrival: _Arrival, why: str) -> None:
         log.warning("request %s is prefilled here: %s", arrival.state.request_id, why)
@@ -389,8 +358,7 @@ class BatchingExchange:
 
     def _end(self) -> None:
         """Close, while the manager's loop stands still."""
-        for owner, name in self._hooks:
-            delattr(owner, name)
+        self._hooks.remove()
         self._closed = True
         quiet = self._side.close()
         for name in self._held if quiet else ():
@@ -404,39 +372,9 @@ class BatchingExchange:
         self._loads.clear()
         self._arrivals.clear()
 
-    def _hook(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` called in place of a method, with the method as its first argument."""
-        original = getattr(owner, name)
-        setattr(owner, name, lambda *arguments, **named: hook(original, *arguments, **named))
-        self._hooks.append((owner, name))
-
     def _name(self, what: str) -> str:
         self._count += 1
         return f"kvxfer-{what}-{self._count}"
-
-
-def _processor(manager: Any) -> Any:
-    """Return what runs the manager's batches.
-
-    Raises:
-        UnsupportedCacheError: It works in a way that is not supported.
-        KvxferError: There is none.
-    """
-    until = time.monotonic() + START_S
-    while manager.is_running() and manager.batch_processor is None and time.monotonic() < until:
-        time.sleep(0.01)
-    processor = manager.batch_processor
-    if not manager.is_running() or processor is None:
-        raise KvxferError("the manager must run: use model.continuous_batching_context_manager(), or start it first")
-    if processor.use_async_batching:
-        raise UnsupportedCacheError(
-            "asynchronous batching is not supported: use ContinuousBatchingConfig(use_async_batching=False)"
-        )
-    if manager.num_return_sequences > 1:
-        raise UnsupportedCacheError("several sequences of one prompt are not supported: use num_return_sequences=1")
-    if manager.distributed_helper.tp_size > 1:
-        raise UnsupportedCacheError("tensor parallelism is not supported here: run the model in one process")
-    return processor
 
 
 def _ids(input_ids: Any) -> list[int]:
@@ -444,9 +382,3 @@ def _ids(input_ids: Any) -> list[int]:
     if not ids or not all(type(token) is int for token in ids):
         raise ArgumentError("input_ids must be the ids of one prompt, a row of integers")
     return ids
-
-
-def _rename(paged: Any, before: str, after: str) -> None:
-    """Have blocks be those of another request."""
-    for allocator in paged.cache_allocators.values():
-        allocator.block_table[after] = allocator.block_table.pop(before)

@@ -71,7 +71,11 @@ def stands_alone(connector: Any) -> bool:
 
 
 def check_groups(groups: Sequence[Group]) -> None:
-    """Refuse what this release cannot do safely. Raises ``ConfigError``."""
+    """Refuse what this release cannot do safely.
+
+    Raises:
+        ConfigError: There is such a group.
+    """
     if REPORTS_BY_REQUEST:
         return
     if len(groups) > 1:

@@ -49,7 +49,11 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor], kv: KVCacheConfig, config: VllmConfig, rank: Rank) -> Layout:
-        """Describe the tensors that ``register_kv_caches`` was given. Raises ``ConfigError`` for what cannot be."""
+        """Describe the tensors that ``register_kv_caches`` was given.
+
+        Raises:
+            ConfigError: They cannot be described.
+        """
         regions = _Regions()
         groups: list[Group] = []
         by_rank: list[str] = []

@@ -38,7 +38,7 @@ class StepMetadata(KVConnectorMetadata):
 class Handshake(KVConnectorHandshakeMetadata):
     """Worker to scheduler, once: where the worker's agent listens, and its cache; and where its side channel does."""
 
-    member: RankDescriptor
+    descriptor: RankDescriptor
     channel: ChannelAddress | None = None
 
 

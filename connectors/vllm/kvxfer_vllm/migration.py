@@ -93,7 +93,8 @@ def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str,
 def check_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
     """Return the setting ``legacy_hosts``: networks, addresses or names of prefill engines that an id may name.
 
-    Raises ``ConfigError`` for an entry that is none.
+    Raises:
+        ConfigError: An entry is none of these.
     """
     entries = tuple(hosts)
     try:

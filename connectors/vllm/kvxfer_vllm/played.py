@@ -170,7 +170,11 @@ class DecodeEngine:
         return ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, tokens, kv_connector_output=kv)
 
     def until(self, name: str) -> None:
-        """Step until it is computed."""
+        """Step until a request is computed.
+
+        Raises:
+            TimeoutError: It takes too long.
+        """
         deadline = time.monotonic() + WAIT_S
         while name not in self.computed:
             if time.monotonic() > deadline:

@@ -67,7 +67,7 @@ def _prefill(pipe: Connection, settings: dict[str, Any], facts: dict[str, str]) 
     pool.fill()
     config = Config.from_mapping(settings)
     with Agent(pool.cache, config, "producer", facts) as agent, Directory(config, "producer", facts=facts) as directory:
-        directory.publish((agent.member,))
+        directory.publish((agent.descriptor,))
         pipe.send(directory.source)
         while (prompt := pipe.recv()) is not None:
             begun = at = time.monotonic()

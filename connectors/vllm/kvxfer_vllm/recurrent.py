@@ -22,7 +22,11 @@ __all__ = ["check_spec", "leave_last_token"]
 
 
 def check_spec(group: int, spec: Any) -> None:
-    """Refuse a spec of which we do not know in which block the state is. Raises ``ConfigError``."""
+    """Refuse a spec of which we do not know in which block the state is.
+
+    Raises:
+        ConfigError: It is one.
+    """
     mode = getattr(spec, "mamba_cache_mode", "none")
     if mode not in ("none", "align"):
         raise ConfigError(
@@ -34,7 +38,10 @@ def check_spec(group: int, spec: Any) -> None:
 def leave_last_token(request: Request) -> None:
     """Have vLLM compute this prompt without its last token, and no further: the next step would overwrite the state.
 
-    What it answers is of no use to anybody. Raises ``KvxferError`` for a prompt of which the state cannot be offered.
+    What it answers is of no use to anybody.
+
+    Raises:
+        KvxferError: The state of this prompt cannot be offered.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise KvxferError("a recurrent state is not offered for a prompt of embeddings")

@@ -322,8 +322,8 @@ class SchedulerHooks:
     def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """Take in that the workers' agents are up. A sibling connector's metadata is not ours."""
         ours = [h for h in handshakes.values() if isinstance(h, Handshake)]
-        self.side.listen_to({h.member.cache.rank: h.channel for h in ours if h.channel is not None})
-        self.side.announce(h.member for h in ours)
+        self.side.listen_to({h.descriptor.cache.rank: h.channel for h in ours if h.channel is not None})
+        self.side.announce(h.descriptor for h in ours)
 
     def close(self) -> None:
         """Stop serving the directory."""

@@ -29,7 +29,8 @@ Translate = Callable[[Mapping[str, Any], Any], tuple[dict[str, Any], tuple[str, 
 def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> ConnectorConfig:
     """Return the user's ``kv_connector_extra_config``, checked, as it is for this process.
 
-    Raises ``ConfigError``.
+    Raises:
+        ConfigError: A setting is wrong.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
@@ -64,7 +65,8 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
     """Return the engine's KV-cache groups as the schedule knows them.
 
-    Raises ``ConfigError`` for unsupported kinds.
+    Raises:
+        ConfigError: One is of an unsupported kind.
     """
     pages = group_pages(kv_cache_config)
     for i, group in enumerate(pages):

@@ -90,7 +90,11 @@ class WorkerHooks:
         )
 
     def suspend(self) -> None:
-        """Let go of the cache before vLLM unmaps it, for sleep mode. Raises ``KvxferError`` if it must stay."""
+        """Let go of the cache before vLLM unmaps it, for sleep mode.
+
+        Raises:
+            KvxferError: It must stay.
+        """
         if not self._asleep:
             self._on.suspend()
             self._asleep = True
@@ -112,7 +116,7 @@ class WorkerHooks:
 
     def handshake(self) -> Handshake | None:
         """Return where the agent listens; None before there is one."""
-        return None if self._side is None else Handshake(self._side.agent.member, self._side.address)
+        return None if self._side is None else Handshake(self._side.agent.descriptor, self._side.address)
 
     def before_forward(self, metadata: StepMetadata) -> None:
         """Apply what must be known before this step can reuse a block."""

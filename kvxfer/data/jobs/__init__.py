@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from kvxfer.data.jobs.direct import Direct, round_bytes
 from kvxfer.data.jobs.job import Job, Wire
-from kvxfer.data.jobs.staged import Staged, StagedLend, StagedRead, StagedRecv, StagedSend, StagedServe, StagedWrite
+from kvxfer.data.jobs.staged import Staged
+from kvxfer.data.jobs.staged_read import StagedRead, StagedServe
+from kvxfer.data.jobs.staged_send import StagedRecv, StagedSend
+from kvxfer.data.jobs.staged_write import StagedLend, StagedWrite
 from kvxfer.protocol.values import Move, Role
 from kvxfer.transport import Verb
 

@@ -1,11 +1,11 @@
-"""Parts that pass packed through slots of staging memory, piece by piece, several pieces in flight."""
+"""What all jobs share whose part passes packed through slots of staging memory, piece by piece, several pieces in flight."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 
@@ -15,16 +15,15 @@ from kvxfer.data.staging import Slot
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import CopyPlan
 from kvxfer.protocol.values import Move
-from kvxfer.transport import Batch, Completion, Fence, Verb
+from kvxfer.transport import Batch, Fence, Verb
 
-__all__ = ["Staged", "StagedLend", "StagedRead", "StagedRecv", "StagedSend", "StagedServe", "StagedWrite"]
-
-READY = 2
-"""Pieces that a reader gets ready to unpack before it is told that they can be read."""
+__all__ = ["StagedPiece", "SlotAtPeer", "Staged", "misfit"]
 
 
 @dataclass
-class _Piece:
+class StagedPiece:
+    """A piece of a part, and the slot that it passes through; the fence tells when the device is done with it."""
+
     number: int
     plan: CopyPlan
     slot: Slot
@@ -41,7 +40,8 @@ def _pieces(action: Move) -> Iterator[CopyPlan]:
     return action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
 
 
-def _misfit(news: PieceReady, plan: CopyPlan) -> Failure:
+def misfit(news: PieceReady, plan: CopyPlan) -> Failure:
+    """Return the failure of a piece that is of another length at the peer."""
     what = f"piece {news.piece} has {news.nbytes} bytes at the peer and {plan.nbytes} here"
     return Failure(FailureKind.MISUSE, what)
 
@@ -54,9 +54,9 @@ class Staged(Job):
         self.staging = wire.staging
         self._rest: Iterator[tuple[int, CopyPlan]] = enumerate(_pieces(action))
         self._ahead: tuple[int, CopyPlan] | None = None
-        self.held: dict[int, _Piece] = {}  # batch or piece number -> the piece that holds a slot
-        self.unpacking: list[_Piece] = []
-        self.stranded: list[_Piece] = []  # their slots may still be touched
+        self.held: dict[int, StagedPiece] = {}  # batch or piece number -> the piece that holds a slot
+        self.unpacking: list[StagedPiece] = []
+        self.stranded: list[StagedPiece] = []  # their slots may still be touched
         self._starving = False  # wants a slot, and there was none
         self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
 
@@ -98,7 +98,7 @@ class Staged(Job):
         self._ahead, self._rest = None, iter(())
         self._unpackers.clear()
 
-    def begin(self) -> _Piece | None:
+    def begin(self) -> StagedPiece | None:
         """Return the next piece with a slot for it, or ``None`` when there is nothing to begin now."""
         ahead = self.peek()
         if ahead is None or self.error is not None or not self.my_turn:
@@ -107,14 +107,14 @@ class Staged(Job):
         if slot is None:
             return None
         self._ahead = None
-        return _Piece(*ahead, slot)
+        return StagedPiece(*ahead, slot)
 
     def take(self) -> Slot | None:
         slot = self.staging.take(self.ref.link, self.ref.role)
         self._starving = slot is None
         return slot
 
-    def one_run(self, verb: Verb, piece: _Piece, remote: int | None = None, after: Fence | None = None) -> None:
+    def one_run(self, verb: Verb, piece: StagedPiece, remote: int | None = None, after: Fence | None = None) -> None:
         one = np.array([piece.plan.nbytes], dtype=np.int64)
         batch = Batch(
             verb,
@@ -132,7 +132,7 @@ class Staged(Job):
             self.staging.give(piece.slot)
             raise
 
-    def pack(self, piece: _Piece) -> Fence:
+    def pack(self, piece: StagedPiece) -> Fence:
         try:
             return self.staging.pack(piece.plan, piece.slot)
         except BaseException:
@@ -153,7 +153,7 @@ class Staged(Job):
             if number not in self._unpackers:
                 self._unpackers[number] = self.staging.unpack(plan)
 
-    def land(self, piece: _Piece) -> None:
+    def land(self, piece: StagedPiece) -> None:
         """Begin to unpack a piece that has arrived in its slot."""
         try:
             unpack = self._unpackers.pop(piece.number, None) or self.staging.unpack(piece.plan)
@@ -169,7 +169,7 @@ class Staged(Job):
             self.unpacking.remove(piece)
             self.staging.give(piece.slot)
 
-    def give_back(self, piece: _Piece, quiet: bool) -> None:
+    def give_back(self, piece: StagedPiece, quiet: bool) -> None:
         """Free the slot of a piece that ends here; one that is not quiet stays out until it is."""
         if quiet:
             self.staging.give(piece.slot)
@@ -181,109 +181,6 @@ class Staged(Job):
         for piece in self.stranded:
             self.staging.give(piece.slot)
         self.stranded.clear()
-
-
-class StagedSend(Staged):
-    """Two-sided, producer: pack pieces and send them, say which have a slot, free their slots."""
-
-    def advance(self) -> None:
-        last = None
-        try:
-            while (piece := self.begin()) is not None:
-                self.one_run(Verb.SEND, piece, after=self.pack(piece))
-                last = piece
-        finally:
-            # Told last, since to tell takes time, and a consumer short of slots can wait for so long.
-            if last is not None:
-                self.wire.tell(PieceReady(self.ref, last.number, None, last.plan.nbytes))
-
-    def completed(self, done: Completion) -> None:
-        super().completed(done)
-        self.give_back(self.held.pop(done.batch), done.quiet)
-
-
-class StagedRecv(Staged):
-    """Two-sided, consumer: receive a piece into a slot, unpack it.
-
-    It begins before it is told that the piece is being sent only while slots are plenty (see ``staging.py``).
-    """
-
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        self._announced = 0
-
-    def heard(self, news: PieceNews) -> None:
-        self._announced = max(self._announced, news.piece + 1)
-
-    def take(self) -> Slot | None:
-        sure = (ahead := self.peek()) is not None and ahead[0] < self._announced
-        slot = self.staging.take(self.ref.link, self.ref.role, sure)
-        self._starving = slot is None
-        return slot
-
-    def advance(self) -> None:
-        self.settle()
-        while (piece := self.begin()) is not None:
-            self.one_run(Verb.RECV, piece)
-        self.get_ready()
-
-    def completed(self, done: Completion) -> None:
-        super().completed(done)
-        piece = self.held.pop(done.batch)
-        if done.error is None and self.error is None:
-            self.land(piece)
-        else:
-            self.give_back(piece, done.quiet)
-
-
-class StagedServe(Staged):
-    """One-sided read, producer: pack pieces, tell the consumer where they lie, free each when it says it took it."""
-
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        self._packing: list[_Piece] = []
-
-    @property
-    def waiting_on_device(self) -> bool:
-        return bool(self._packing)
-
-    @property
-    def slots(self) -> list[Slot]:
-        return [*super().slots, *(piece.slot for piece in self._packing)]
-
-    @property
-    def complete(self) -> bool:
-        return super().complete and not self._packing
-
-    def advance(self) -> None:
-        self._announce()
-        while (piece := self.begin()) is not None:
-            piece.fence = self.pack(piece)
-            self._packing.append(piece)
-            self._announce()  # a device packs a piece in less time than it takes to start the next
-
-    def _announce(self) -> None:
-        """Let the consumer have what is packed."""
-        for piece in [p for p in self._packing if p.fence is None or p.fence.passed()]:
-            self._packing.remove(piece)
-            self.held[piece.number] = piece
-            self.wire.tell(PieceReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
-
-    def heard(self, news: PieceNews) -> None:
-        taken = self.held.pop(news.piece, None)
-        if taken is not None:
-            self.staging.give(taken.slot)
-
-    def stop(self, why: Failure) -> None:
-        """Stop, and free all slots.
-
-        The consumer may still read them, which does no harm here; what it reads is not confirmed any more.
-        """
-        super().stop(why)
-        for piece in [*self.held.values(), *self._packing]:
-            self.staging.give(piece.slot)
-        self.held.clear()
-        self._packing.clear()
 
 
 class SlotAtPeer(Staged):
@@ -306,11 +203,11 @@ class SlotAtPeer(Staged):
             self.stop(Failure(FailureKind.MISUSE, f"the peer has named no slot for piece {news.piece}"))
             return
         if plan.nbytes != news.nbytes:
-            self.stop(_misfit(news, plan))
+            self.stop(misfit(news, plan))
             return
         self._named.append((news.piece, news.offset))
 
-    def next_named(self) -> tuple[_Piece, int] | None:
+    def next_named(self) -> tuple[StagedPiece, int] | None:
         """Return the next piece with a slot here, and its offset at the peer; ``None`` when there is none now."""
         while self.error is None and self._named:
             slot = self.take()
@@ -319,89 +216,6 @@ class SlotAtPeer(Staged):
             number, offset = self._named.popleft()
             plan = self._plans.pop(number, None)
             if plan is not None:
-                return _Piece(number, plan, slot), offset
+                return StagedPiece(number, plan, slot), offset
             self.staging.give(slot)  # it was named twice
         return None
-
-
-class StagedRead(SlotAtPeer):
-    """One-sided read, consumer: read each announced piece into a slot of our own, say so, unpack it."""
-
-    def advance(self) -> None:
-        self.settle()
-        while (named := self.next_named()) is not None:
-            piece, offset = named
-            self.one_run(Verb.READ, piece, remote=offset)
-        self.get_ready(islice(self._plans.items(), READY))
-
-    def completed(self, done: Completion) -> None:
-        super().completed(done)
-        piece = self.held.pop(done.batch)
-        if done.error is None and self.error is None:
-            self.wire.tell(PieceTaken(self.ref, piece.number))
-            self.land(piece)
-        else:
-            self.give_back(piece, done.quiet)
-
-
-class StagedWrite(SlotAtPeer):
-    """One-sided write, producer: pack each piece for which a slot was lent, write it there, say so."""
-
-    def advance(self) -> None:
-        while (named := self.next_named()) is not None:
-            piece, offset = named
-            self.one_run(Verb.WRITE, piece, remote=offset, after=self.pack(piece))
-
-    def completed(self, done: Completion) -> None:
-        super().completed(done)
-        piece = self.held.pop(done.batch)
-        self.give_back(piece, done.quiet)
-        if done.error is None and self.error is None:
-            self.wire.tell(PieceReady(self.ref, piece.number, None, piece.plan.nbytes))
-
-
-class StagedLend(Staged):
-    """One-sided write, consumer: lend a slot for each piece, unpack what was written there.
-
-    When it is stopped, lent slots stay out until the producer has ended its half or the link is closed.
-    """
-
-    lends_memory = True
-
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        self._written: deque[_Piece] = deque()
-
-    @property
-    def complete(self) -> bool:
-        return super().complete and not self._written
-
-    def heard(self, news: PieceNews) -> None:
-        lent = self.held.get(news.piece)
-        if lent is None or isinstance(news, PieceTaken):
-            return
-        if lent.plan.nbytes != news.nbytes:
-            self.stop(_misfit(news, lent.plan))
-            return
-        self._written.append(self.held.pop(news.piece))
-
-    def advance(self) -> None:
-        self.settle()
-        while self._written:
-            self.land(self._written.popleft())
-        while (piece := self.begin()) is not None:
-            self.held[piece.number] = piece
-            self.wire.tell(PieceReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
-        self.get_ready()
-
-    def stop(self, why: Failure) -> None:
-        super().stop(why)
-        for piece in self._written:
-            self.staging.give(piece.slot)
-        self._written.clear()
-        self.quiet &= not self.held
-        self.stranded += self.held.values()
-        self.held.clear()
-
-    def remote_writes_ended(self) -> None:
-        self.calm()

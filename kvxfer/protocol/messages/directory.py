@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from kvxfer import arguments
 from kvxfer.facts import Facts
-from kvxfer.geometry import Cache, Rank
+from kvxfer.geometry import Cache
 from kvxfer.identity import TransferId
 from kvxfer.protocol.messages.bounds import MAX_NAMES, Digest, Number, WireMessage, shorten
 from kvxfer.values import MOST_DIGEST
@@ -44,11 +44,8 @@ class EngineDescriptor(WireMessage, frozen=True, tag="engine"):
     protocol: int
     engine: str
     epoch: Number
-    members: tuple[RankDescriptor, ...]
+    ranks: tuple[RankDescriptor, ...]
     facts: Facts = {}
-
-    def member(self, rank: Rank) -> RankDescriptor:
-        return next(m for m in self.members if m.cache.rank == rank)
 
 
 class Named(WireMessage, frozen=True):

@@ -14,28 +14,22 @@ when it fails. Tests that move bytes run once for every way of moving that the b
 import pytest
 
 _THEMES = ("declaration", "memory", "transfers", "links", "endings", "deaths", "blocking", "resources", "volume")
-pytest.register_assert_rewrite(f"{__name__}.harness", *(f"{__name__}.{theme}" for theme in _THEMES))
+_SHARED = ("content", "participant_link", "suite", "world")
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in (*_THEMES, *_SHARED)))
 
 # Only now, so that failed assertions in them explain themselves.
 from kvxfer.testing.conformance.blocking import Blocking  # noqa: E402
 from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402
 from kvxfer.testing.conformance.declaration import Declaration  # noqa: E402
 from kvxfer.testing.conformance.endings import Endings  # noqa: E402
-from kvxfer.testing.conformance.harness import (  # noqa: E402
-    OutOfPatience,
-    Part,
-    ParticipantLink,
-    RuleBroken,
-    Started,
-    Suite,
-    TransferMode,
-    World,
-)
 from kvxfer.testing.conformance.links import Links  # noqa: E402
 from kvxfer.testing.conformance.memory import Memory  # noqa: E402
+from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode  # noqa: E402
 from kvxfer.testing.conformance.resources import Resources  # noqa: E402
+from kvxfer.testing.conformance.suite import Suite  # noqa: E402
 from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
 from kvxfer.testing.conformance.volume import Volume  # noqa: E402
+from kvxfer.testing.conformance.world import OutOfPatience, RuleBroken, World  # noqa: E402
 
 __all__ = [
     "RuleBroken",

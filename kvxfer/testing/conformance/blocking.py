@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvxfer.testing.clock import thread_clock
-from kvxfer.testing.conformance.harness import PARTS, SIZES, Part, ParticipantLink, Started, Suite, TransferMode, World
+from kvxfer.testing.conformance.participant_link import PARTS, Part, ParticipantLink, Started, TransferMode
+from kvxfer.testing.conformance.suite import Suite
+from kvxfer.testing.conformance.world import SIZES, World
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport.contract import Transport
 

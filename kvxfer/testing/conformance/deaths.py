@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, World, assert_equal
+from kvxfer.testing.conformance.content import assert_equal
+from kvxfer.testing.conformance.participant_link import Part, Started
+from kvxfer.testing.conformance.suite import Suite
+from kvxfer.testing.conformance.world import SIZES, World
 from kvxfer.testing.participant import Runs
 
 LARGE = Runs.of([0], [0], [3_000_000])

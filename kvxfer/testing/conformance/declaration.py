@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvxfer.errors import ConfigError
-from kvxfer.testing.conformance.harness import Suite
+from kvxfer.testing.conformance.suite import Suite
 from kvxfer.transport import registry
 from kvxfer.transport.contract import CONTRACTS, Verb
 

@@ -10,17 +10,10 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.testing.conformance.harness import (
-    SIZES,
-    Part,
-    ParticipantLink,
-    Started,
-    Suite,
-    TransferMode,
-    World,
-    assert_equal,
-    overlay,
-)
+from kvxfer.testing.conformance.content import assert_equal, overlay
+from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
+from kvxfer.testing.conformance.suite import Suite
+from kvxfer.testing.conformance.world import SIZES, World
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport.contract import Batch, Verb
 

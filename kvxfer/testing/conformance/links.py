@@ -10,16 +10,10 @@ from dataclasses import replace
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.testing.conformance.harness import (
-    Part,
-    ParticipantLink,
-    Started,
-    Suite,
-    TransferMode,
-    World,
-    assert_equal,
-    overlay,
-)
+from kvxfer.testing.conformance.content import assert_equal, overlay
+from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
+from kvxfer.testing.conformance.suite import Suite
+from kvxfer.testing.conformance.world import World
 from kvxfer.testing.participant import Runs
 
 LARGE = Runs.of([0], [0], [3_000_000])

@@ -6,7 +6,10 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
-from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, TransferMode, World, assert_equal, present
+from kvxfer.testing.conformance.content import assert_equal
+from kvxfer.testing.conformance.participant_link import Part, Started, TransferMode
+from kvxfer.testing.conformance.suite import Suite, present
+from kvxfer.testing.conformance.world import SIZES, World
 from kvxfer.testing.participant import Buffer, Runs
 
 

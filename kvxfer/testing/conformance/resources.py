@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 
 from kvxfer.testing.conformance.fences import HostFence
-from kvxfer.testing.conformance.harness import PARTS, Started, Suite, World
+from kvxfer.testing.conformance.participant_link import PARTS, Started
+from kvxfer.testing.conformance.suite import Suite
+from kvxfer.testing.conformance.world import World
 from kvxfer.testing.participant import LocalParticipant, Runs
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5

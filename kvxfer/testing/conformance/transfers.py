@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from kvxfer.geometry.cache import GAP
+from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import CountedFence, HostFence
-from kvxfer.testing.conformance.harness import SIZES, Part, Started, Suite, TransferMode, World, assert_equal, overlay
+from kvxfer.testing.conformance.participant_link import Part, Started, TransferMode
+from kvxfer.testing.conformance.suite import Suite
+from kvxfer.testing.conformance.world import SIZES, World
 from kvxfer.testing.participant import Runs
 
 SECOND = -(-SIZES[0] // GAP) * GAP + GAP

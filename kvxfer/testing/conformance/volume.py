@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer.testing.conformance.harness import ParticipantLink, Suite, TransferMode, World, assert_equal, overlay
+from kvxfer.testing.conformance.content import assert_equal, overlay
+from kvxfer.testing.conformance.participant_link import ParticipantLink, TransferMode
+from kvxfer.testing.conformance.suite import Suite
+from kvxfer.testing.conformance.world import World
 from kvxfer.testing.participant import PERIOD, Participant, Runs
 
 MIB = 1 << 20

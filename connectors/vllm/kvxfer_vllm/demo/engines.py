@@ -54,7 +54,11 @@ class PromptCase:
 
     @classmethod
     def parse(cls, text: str) -> PromptCase:
-        """Read ``1024``, or ``1024x16`` for sixteen at once. Raises ConfigError."""
+        """Read ``1024``, or ``1024x16`` for sixteen at once.
+
+        Raises:
+            ConfigError: It is neither.
+        """
         match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
         if match is None:
             raise ConfigError(f"--case {text!r}: a number of tokens, as 1024, or with how many at once, as 1024x16")

@@ -37,7 +37,11 @@ class ReceivedKV:
 
 
 def received(server: Server) -> ReceivedKV:
-    """Read the totals now. Raises ServerError if the server does not export one of the metrics."""
+    """Read the totals now.
+
+    Raises:
+        ServerError: The server does not export one of the metrics.
+    """
     page = _families(server)
     return ReceivedKV(
         tokens=_loaded(page, server),
@@ -50,7 +54,8 @@ def received(server: Server) -> ReceivedKV:
 def loaded_tokens(server: Server) -> int:
     """Return of how many prompt tokens the KV came from outside, by whatever connector, as vLLM itself counts them.
 
-    Raises ServerError if the server does not export it.
+    Raises:
+        ServerError: The server does not export it.
     """
     return _loaded(_families(server), server)
 
@@ -58,7 +63,8 @@ def loaded_tokens(server: Server) -> int:
 def total(server: Server, name: str) -> float:
     """Return the sum of one metric over its labels.
 
-    Raises ServerError if the server does not export it.
+    Raises:
+        ServerError: The server does not export it.
     """
     return _total(_families(server), server, name)
 

@@ -36,7 +36,11 @@ class ProcessResources:
 
 
 def resources(pid: int) -> ProcessResources:
-    """Of a process and all its descendants. Raises `psutil.NoSuchProcess` if it has ended."""
+    """Return what a process and all its descendants use.
+
+    Raises:
+        psutil.NoSuchProcess: It has ended.
+    """
     top = psutil.Process(pid)
     processes = [top, *top.children(recursive=True)]
     return ProcessResources(

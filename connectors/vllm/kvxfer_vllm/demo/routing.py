@@ -37,8 +37,9 @@ def complete(
 ) -> Generated:
     """Return one greedy completion, exactly `max_tokens` long, of a text or of token ids.
 
-    Raises ServerError if the server fails it, and NoAnswer (having hung up, which makes the server abort it) after
-    `timeout` seconds.
+    Raises:
+        ServerError: The server fails it.
+        NoAnswer: It took more than `timeout` seconds; having hung up makes the server abort it.
     """
     body: dict[str, Any] = {
         "model": MODEL_NAME,

@@ -100,7 +100,11 @@ class Server:
             )
 
     def ready(self) -> bool:
-        """Whether it answers by now. Raises ServerError if it has ended."""
+        """Return whether it answers by now.
+
+        Raises:
+            ServerError: It has ended.
+        """
         if self._process.poll() is not None:
             raise self.error(f"ended by itself with status {self._process.returncode}")
         try:
@@ -112,8 +116,9 @@ class Server:
     def post(self, path: str, body: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
         """POST JSON, return the JSON answer.
 
-        Raises ServerError for any status but 200 and when the connection fails, NoAnswer when `timeout` seconds are
-        over.
+        Raises:
+            ServerError: The status is not 200, or the connection fails.
+            NoAnswer: `timeout` seconds are over.
         """
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
@@ -249,7 +254,11 @@ def connector(role: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def await_ready(
     servers: Iterable[Server], timeout: float, on_ready: Callable[[Server], None] = lambda server: None
 ) -> None:
-    """Return once all servers answer. Raises ServerError once one has ended, or after `timeout` seconds."""
+    """Return once all servers answer.
+
+    Raises:
+        ServerError: One has ended, or `timeout` seconds are over.
+    """
     waiting = list(servers)
     deadline = time.monotonic() + timeout
     while waiting:

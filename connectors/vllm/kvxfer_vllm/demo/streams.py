@@ -73,7 +73,11 @@ class Others:
             self._error = e
 
     def check(self) -> None:
-        """Raise what has ended one of them."""
+        """Fail if one of them has ended.
+
+        Raises:
+            BaseException: What ended it.
+        """
         if self._error is not None:
             raise self._error
 

@@ -30,7 +30,11 @@ class GroupPages:
 
 
 def group_pages(kv_cache_config: KVCacheConfig) -> tuple[GroupPages, ...]:
-    """Classify all groups. Raises ``ConfigError``, which names the group and its specs, for what is not supported."""
+    """Classify all groups.
+
+    Raises:
+        ConfigError: One is not supported; the message names it and its specs.
+    """
     return tuple(_classify(i, group) for i, group in enumerate(kv_cache_config.kv_cache_groups))
 
 

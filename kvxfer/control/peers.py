@@ -1,0 +1,224 @@
+"""The peers of an agent: what they say goes into the machines, and what the machines ask of them is done.
+
+Used by the control thread only. AgentPeers are ranks that we have dialled, ranks that have dialled us, and directories.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
+
+from kvxfer.config import Config
+from kvxfer.control.examiner import Examiner
+from kvxfer.control.inbound import Inbound
+from kvxfer.control.link import LinkStatus, Lost
+from kvxfer.control.loop import ControlLoop, Step
+from kvxfer.control.outbound import Outbound
+from kvxfer.control.resolver import Path, Paths, Resolver
+from kvxfer.control.sockets import ControlConnection
+from kvxfer.data.commands import LinkNews, PieceNews
+from kvxfer.data.plane import DataPlane
+from kvxfer.data.policy import admit
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Planner
+from kvxfer.identity import Source
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.consumer import ConsumerMachine
+from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Resolve, Send
+
+__all__ = ["AgentPeers"]
+
+MOST_EXAMINED = 256
+"""Descriptors that may wait to be looked at."""
+
+T = TypeVar("T")
+
+
+class AgentPeers:
+    """Links to and from other engines' ranks, and questions to directories.
+
+    Args:
+        loop: The control thread.
+        data: The data plane.
+        revocations: Where consumers on this host find our revocation counter.
+        me: Our own rank.
+        config: The settings.
+        engine: Our engine's name.
+        facts: What all of our KV depends on; ``None`` until the engine says it.
+        consumer: The consumer's machine.
+        producer: The producer's machine.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        data: DataPlane,
+        revocations: str,
+        me: m.RankDescriptor,
+        config: Config,
+        engine: str,
+        facts: dict[str, str] | None,
+        consumer: ConsumerMachine,
+        producer: ProducerMachine,
+    ) -> None:
+        self._loop, self._data, self._me, self._facts = loop, data, me, facts
+        self._consumer, self._producer = consumer, producer
+        self._hellos = Examiner("kvxfer-hellos", 1, loop.do)
+        self._descriptors = Examiner("kvxfer-examine", MOST_EXAMINED, loop.do)
+        silence, stated = config.peer_timeout, facts or {}
+        self._in = Inbound(loop.sockets, data, silence, me.epoch, revocations, self._examine_hello, producer.serving)
+        self._out = Outbound(loop.sockets, data, silence, me.cache, me.epoch, engine, stated)
+        patience = min(config.peer_timeout, config.transfer_timeout)
+        self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)
+
+    def links(self) -> list[LinkStatus]:
+        """Return the links of both roles, as they are now. Any thread."""
+        return [*self._out.statuses(), *self._in.statuses()]
+
+    def identify(self, facts: dict[str, str], now: float) -> list[Action]:
+        """Give up all links that were made, or are being made, while our KV depended on something else."""
+        if facts == self._facts:
+            return []
+        self._facts = self._resolver.facts = facts
+        another = Failure(FailureKind.INCOMPATIBLE, "the model of this engine is another one now")
+        out: list[Action] = []
+        for link in self._out.identify(facts):
+            out += self._consumer.link_down(link, another, now)
+        for lost in self._in.identify(facts):
+            out += self._lost(lost, now)
+        return out
+
+    # --- what they say ---------------------------------------------------------------------------------------------
+
+    def message(self, connection: ControlConnection, frame: bytes, now: float) -> list[Action]:
+        match connection.destination:
+            case None:
+                found = self._in.receive(connection, frame, now)
+                return [] if found is None else self._producer.message(*found, now)
+            case Source() as directory:
+                return self._resolved(self._resolver.receive(directory, frame), now)
+            case link:
+                item = self._out.receive(link, connection, frame, now)
+                if isinstance(item, Lost):
+                    return self._lost(item, now)
+                return [] if item is None else self._consumer.message(link, item, now)
+
+    def hung_up(self, connection: ControlConnection, now: float) -> list[Action]:
+        match connection.destination:
+            case None:
+                return self._lost(self._in.hung_up(connection), now)
+            case Source() as directory:
+                return self._resolved(self._resolver.hung_up(directory, connection), now)
+            case link:
+                return self._lost(self._out.hung_up(link, connection), now)
+
+    def _lost(self, lost: Lost | None, now: float) -> list[Action]:
+        if lost is None:
+            return []
+        if isinstance(lost.link, bytes):
+            return self._producer.link_down(lost.link, lost.why, now)
+        if lost.again:
+            return self._consumer.link_reset(lost.link, lost.why, now)
+        return self._consumer.link_down(lost.link, lost.why, now)
+
+    def _resolved(self, paths: Paths, now: float) -> list[Action]:
+        out: list[Action] = []
+        for source, path in paths:
+            if isinstance(path, Path):
+                self._out.know(path.targets)
+            out += self._consumer.resolved(source, path.resolved if isinstance(path, Path) else path, now)
+        return out
+
+    def _examine_hello(self, link: LinkId, hello: m.Hello) -> bool:
+        job = partial(admit, hello, self._data.candidates, self._me.cache, self._me.epoch, self._facts)
+        return self._hellos.submit(0, job, partial(self._examined, link))
+
+    def _examined(self, link: LinkId, found: Planner | Failure, now: float) -> list[Action]:
+        return self._lost(self._in.examined(link, found), now)
+
+    def _examine_descriptor(self, weight: int, job: Callable[[], T], done: Callable[[T | Failure], Paths]) -> bool:
+        return self._descriptors.submit(weight, job, lambda found, now: self._resolved(done(found), now))
+
+    # --- what the data plane says of links -------------------------------------------------------------------------
+
+    def linked(self, news: LinkNews, now: float) -> list[Action]:
+        """Take in what the data thread says about a link."""
+        dialled_us = isinstance(news.link, bytes)
+        found = (self._in if dialled_us else self._out).result(news, now)
+        if isinstance(found, LinkInfo):
+            return (self._producer if dialled_us else self._consumer).link_up(news.link, found, now)
+        return self._lost(found, now)
+
+    def reset(self, backend: str, why: Failure, now: float) -> list[Action]:
+        """Take in that a back end was reset, which ended all of its links."""
+        out: list[Action] = []
+        for link in self._out.of(backend):
+            out += self._consumer.link_reset(link, why, now)
+        for link in self._in.of(backend):
+            out += self._lost(self._in.close(link, why), now)
+        return out
+
+    def tell(self, news: PieceNews) -> None:
+        """Tell the peer what our data plane says of a piece."""
+        (self._in if news.ref.role == "producer" else self._out).tell(news)
+
+    # --- what is due -----------------------------------------------------------------------------------------------
+
+    def next_tick(self) -> float | None:
+        return min(
+            (t for one in (self._resolver, self._out, self._in) if (t := one.next_tick()) is not None), default=None
+        )
+
+    def due(self, now: float) -> Iterator[Step]:
+        for source, failure in self._resolver.tick(now):
+            yield partial(self._resolved, iter([(source, failure)]))
+        # Silence is judged by the time at which all was read that had come: if we stand still after it, that is not seen as theirs.
+        for lost in self._out.tick(now):
+            self._resolver.doubt(lost.link, lost.why, now)
+            yield partial(self._lost, lost)
+        for lost in self._in.tick(now):
+            yield partial(self._lost, lost)
+
+    def pardon(self, seconds: float) -> None:
+        self._in.pardon(seconds)
+        self._out.pardon(seconds)
+        self._resolver.pardon(seconds)
+
+    # --- what the machines ask of them -----------------------------------------------------------------------------
+
+    def act(self, action: Send | Dial | Close | Resolve) -> None:
+        """Do what a machine asks for.
+
+        Raises:
+            PeerError: It cannot be done; see ``failed``.
+        """
+        match action:
+            case Send():
+                (self._in if isinstance(action.link, bytes) else self._out).send(action.link, action.message)
+            case Dial():
+                self._out.dial(action.link, time.monotonic())
+            case Close(link=bytes() as link):
+                self._loop.do(partial(self._lost, self._in.close(link, action.why)))
+            case Close():
+                self._out.forget(action.link)
+            case Resolve():
+                why = self._resolver.ask(action.source, action.own, time.monotonic())
+                if why is not None:
+                    self._loop.do(partial(self._consumer.resolved, action.source, why))
+
+    def failed(self, action: Send | Dial, why: Failure) -> None:
+        """Count the link as lost whose action could not be done."""
+        link = action.link
+        if isinstance(action, Dial) or not isinstance(link, bytes):
+            self._loop.do(partial(self._consumer.link_down, link, why))
+        else:
+            self._in.drop(link)
+            self._loop.do(partial(self._producer.link_down, link, why))
+
+    def stop(self, until: float) -> None:
+        """Examine nothing more, and wait for what is being examined up to this time of ``time.monotonic``, or briefly."""
+        for examiner in (self._hellos, self._descriptors):
+            examiner.close(max(until - time.monotonic(), 0.1))

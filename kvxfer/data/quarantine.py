@@ -1,0 +1,102 @@
+"""Parts that have ended but whose memory a back end may still touch, and what is put up with before it is given up for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvxfer.data.jobs import Job
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.protocol.values import LinkId, Moved, PartRef
+from kvxfer.transport import Capabilities
+
+__all__ = ["Limits", "Quarantine"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is put up with before a link, or the back end, is given up.
+
+    Attributes:
+        grace: Seconds within which a batch must end after its abort.
+        quarantine: Bytes of memory that is not quiet above which the back end is reset.
+    """
+
+    grace: float
+    quarantine: int
+
+
+class Quarantine:
+    """The parts in quarantine while one opened back end lives. Used by the data thread only.
+
+    Args:
+        parts: The parts themselves; they outlive this object where a back end never lets go.
+        can: What the back end says makes memory quiet.
+        limits: What is put up with.
+        post: Called with the second ``Moved`` of a part, once its memory is quiet; must not block.
+    """
+
+    def __init__(
+        self, parts: dict[PartRef, Job], can: Capabilities, limits: Limits, post: Callable[[Moved], None]
+    ) -> None:
+        self._parts, self._can, self._limits, self._post = parts, can, limits, post
+        self._batches: dict[int, Job] = {}  # that have failed without being quiet
+        self._patient_until = 0.0  # how long to wait for those to get quiet by themselves
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def get(self, ref: PartRef) -> Job | None:
+        """Return a part that is in quarantine; ``None`` if it is not."""
+        return self._parts.get(ref)
+
+    def put(self, job: Job) -> None:
+        """Take in a part that has ended and is not quiet."""
+        self._parts[job.ref] = job
+
+    def failed(self, batch: int, job: Job) -> None:
+        """Take in that a batch of a part has failed and may still touch its memory."""
+        self._batches[batch] = job
+        self._patient_until = time.monotonic() + self._limits.grace
+
+    def quieted(self, batch: int) -> None:
+        """Take in that a batch which had failed touches no memory any more."""
+        job = self._batches.pop(batch, None)
+        if job is None or any(other is job for other in self._batches.values()):
+            return
+        if job.ref in self._parts:
+            self.release(job.ref)
+        else:
+            job.calm()
+
+    def release(self, ref: PartRef) -> None:
+        """Tell that the memory of a part that has ended is quiet now."""
+        job = self._parts.pop(ref)
+        job.calm()
+        for batch in [b for b, other in self._batches.items() if other is job]:
+            del self._batches[batch]
+        self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
+
+    def link_closed(self, link: LinkId) -> None:
+        """Release the parts that the end of their link makes quiet."""
+        for ref in [r for r, job in self._parts.items() if r.link == link and job.calmed_by_close(self._can)]:
+            self.release(ref)
+
+    def release_all(self) -> None:
+        """Release every part: the back end is closed, and so touches nothing any more."""
+        for ref in list(self._parts):
+            self.release(ref)
+
+    def needs_reset(self, busy: bool) -> bool:
+        """Return whether the back end has to be reset, since nothing else makes the memory quiet.
+
+        That waits while parts are moving, or while memory may get quiet by itself, unless too much is in quarantine.
+
+        Args:
+            busy: Whether parts are moving.
+        """
+        if not self._parts or self._can.quiet not in ("later", "backend_reset"):
+            return False
+        waits = busy or (self._can.quiet == "later" and time.monotonic() < self._patient_until)
+        return not waits or sum(job.nbytes for job in self._parts.values()) > self._limits.quarantine

@@ -1,0 +1,69 @@
+"""What requests offer to other engines, from their arrival to the end of the offer."""
+
+from __future__ import annotations
+
+from kvxfer.engine.notices import Notices
+from kvxfer.engine.offered import OfferedBlocks
+from kvxfer.geometry.tables import TableCheck
+from kvxfer.identity import Source, TransferId
+from kvxfer.schedule import OfferSchedule
+from kvxfer.ticket import Ticket
+from kvxfer.values import BlockTable
+
+__all__ = ["Offers"]
+
+
+class Offers:
+    """The requests that offer; one thread. Calls about any other request do nothing.
+
+    Args:
+        schedule: Decides what is offered.
+        blocks: Keeps what others may be reading.
+        tables: What the engine's block tables are held to.
+        notices: Speaks with the engines that wait for an offer to begin.
+    """
+
+    def __init__(self, schedule: OfferSchedule, blocks: OfferedBlocks, tables: TableCheck, notices: Notices) -> None:
+        self._schedule, self._blocks, self._tables, self._notices = schedule, blocks, tables, notices
+        self._transfers: dict[str, TransferId] = {}  # request -> what it offers
+
+    def arrive(
+        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool
+    ) -> bool:
+        """Take an offer up; see ``SchedulerSide.offer``."""
+        taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops)
+        if taken:
+            self._transfers[request] = transfer
+        return taken
+
+    def ticket(self, request: str, source: Source) -> Ticket | None:
+        """Return what a consumer of this request's offer must be told; see ``SchedulerSide.ticket``."""
+        transfer = self._transfers.get(request)
+        digest = None if transfer is None else self._schedule.digest(transfer)
+        return None if transfer is None or digest is None else Ticket(transfer, digest, source)
+
+    def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
+        """Take in that the request runs in this step; see ``SchedulerSide.runs``."""
+        if request not in self._schedule:
+            return
+        self._tables.check("table", table)
+        for g, group in enumerate(self._tables.groups):
+            if group.kind == "full":
+                self._tables.lists("table", table, g, 0, min(computed + scheduled, self._schedule.total(request)))
+        transfer = self._transfers[request]
+        digest = self._schedule.digest(transfer) or b""
+        begun = self._schedule.begun(transfer, digest)
+        self._blocks.runs(request, computed, scheduled, table)
+        if not begun:
+            self._notices.begins(transfer, digest)
+
+    def finished(self, request: str, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
+        """Take in that the request is over; see ``OfferedBlocks.finished``."""
+        transfer = self._transfers.pop(request, None)
+        if transfer is not None:
+            self._notices.over(transfer, self._schedule.digest(transfer) or b"")
+        return self._blocks.finished(request, transfer, table, complete, found=found, good=good)
+
+    def __len__(self) -> int:
+        """Return how much is remembered of running requests."""
+        return len(self._transfers)

@@ -1,0 +1,23 @@
+"""What memory must hold after runs have been moved, and how a clause says what is wrong with it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvxfer.testing.participant import Bytes, Runs
+
+__all__ = ["assert_equal", "overlay"]
+
+
+def overlay(target: Bytes, source: Bytes, runs: Runs) -> Bytes:
+    """Return what the target holds after the runs have been moved."""
+    result = target.copy()
+    for src, dst, n in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
+        result[dst : dst + n] = source[src : src + n]
+    return result
+
+
+def assert_equal(found: Bytes, expected: Bytes, what: str) -> None:
+    """Fail with the number of wrong bytes and the place of the first."""
+    wrong = np.flatnonzero(found != expected)
+    assert not len(wrong), f"{what}: {len(wrong)} bytes are wrong, the first at flat offset {int(wrong[0])}"

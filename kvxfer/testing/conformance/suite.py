@@ -1,0 +1,124 @@
+"""The settings of a suite, and how a clause is run once for each choice that its back end offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from kvxfer.testing.conformance.participant_link import PARTS, Part, TransferMode
+from kvxfer.testing.conformance.world import World
+from kvxfer.testing.participant import Participant
+from kvxfer.transport.contract import Capabilities, Transport, Verb
+
+__all__ = ["Suite", "present"]
+
+
+class Suite:
+    """Settings of a suite; a subclass sets them as class attributes.
+
+    Attributes:
+        backend: The class under test.
+        options: For every instance.
+        memory: ``cpu`` or ``cuda``.
+        in_process: False for a back end that cannot have two instances in one process (or not in one thread).
+        patience_s: Seconds that anything may take, as ``thread_clock`` counts them.
+        notice_s: Seconds that the death of a peer may go unnoticed.
+        rounds: Rounds of connecting, moving and closing, after which nothing may have leaked.
+        revokes: Whether memory that was given back is out of the reach of peers though their links live on. False where a card or
+            the kernel moves the bytes and asks nobody: then these links have to be closed first.
+        closing_s: Seconds for which the library goes on closing a link after ``disconnect`` has returned. What is being
+            closed is no leak.
+        gigabytes: Whether batches of gigabytes are tried, which take seconds. Once for a back end is enough.
+    """
+
+    __test__ = False
+
+    backend: ClassVar[type[Transport]]
+    options: ClassVar[Mapping[str, Any]] = {}
+    memory: ClassVar[str] = "cpu"
+    in_process: ClassVar[bool] = True
+    patience_s: ClassVar[float] = 20.0
+    notice_s: ClassVar[float] = 15.0
+    rounds: ClassVar[int] = 200
+    revokes: ClassVar[bool] = True
+    closing_s: ClassVar[float] = 0.0
+    gigabytes: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__test__" not in vars(cls):
+            cls.__test__ = hasattr(cls, "backend")
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        """Return what an instance made for the purpose says."""
+        transport = cls.backend("capabilities", cls.options)
+        try:
+            return transport.capabilities
+        finally:
+            transport.close()
+
+    @classmethod
+    def ways(cls) -> list[TransferMode]:
+        """Return the ways of moving that the back end offers."""
+        return [way for way in TransferMode if Verb(way.value) in cls.capabilities().verbs]
+
+    def device(self, participant: int) -> str:
+        """Return where the memory of a test's first, second ... participant is.
+
+        In GPU memory it is one GPU for the first, and another (if there is one) for all others, so that every transfer
+        goes from GPU to GPU.
+        """
+        if self.memory != "cuda":
+            return self.memory
+        import torch
+
+        return "cuda:0" if participant == 0 else f"cuda:{torch.cuda.device_count() - 1}"
+
+    def make_mortal(self, world: World, name: str) -> Participant:
+        """Make a participant that can be killed and stopped. A back end that lives in one process overrides this."""
+        return world.process(name)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run a clause once for each choice that the back end offers, by the names of the clause's arguments.
+
+        ``way`` is each way of moving, ``one_sided`` each of those that only one side submits, and ``part`` each part
+        that one participant can have in them.
+        """
+        choices: dict[str, tuple[Any, ...]] = {
+            "way": tuple(TransferMode),
+            "one_sided": (TransferMode.READ, TransferMode.WRITE),
+            "part": PARTS,
+        }
+        for name in choices.keys() & metafunc.fixturenames:
+            try:
+                ways = self.ways()
+            except Exception:
+                # The library is missing or cannot start. The clauses then fail one by one when they make a
+                # transport, unless a mark (such as gpu) keeps them from running here at all.
+                ways = list(TransferMode)
+            values = [v for v in choices[name] if (v.way if isinstance(v, Part) else v) in ways]
+            ids = [f"{v.way.value}-{v.role}" if isinstance(v, Part) else v.value for v in values]
+            metafunc.parametrize(name, values, ids=ids)
+
+    @pytest.fixture
+    def world(self) -> Iterator[World]:
+        """Give a test its participants, and end them afterwards."""
+        world = World(self)
+        yield world
+        world.close()
+
+
+def present(kind: str) -> str | None:
+    """Return a device of this host that has memory of a kind, ``None`` if there is none that this suite can allocate on."""
+    if kind == "cpu":
+        return kind
+    if kind != "cuda":
+        return None
+    try:
+        import torch
+    except ImportError:
+        return None
+    return "cuda:0" if torch.cuda.is_available() else None

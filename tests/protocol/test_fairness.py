@@ -1,0 +1,100 @@
+"""A short load beside a long one on the same link waits for a bounded number of its parts, whatever the long one holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvxfer.geometry import Planner, ShardAssignment
+from kvxfer.identity import TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol import parts
+from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.values import Action, LinkInfo, Mode, Move, Moved, Send
+from kvxfer.values import BlockTable, Offer
+from tests.control.conftest import make_cache
+
+LONG, SHORT = TransferId("own/1/long", 0), TransferId("own/1/short", 0)
+DIGEST = b"digest"
+BLOCKS = 20  # of the long one; a block holds four tokens
+LINK = b"consumer"
+
+
+class Producer:
+    """A machine with one link, and what it asked for: moves that have not ended, and announcements."""
+
+    def __init__(self, mode: Mode) -> None:
+        caches = [make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 64) for _ in range(2)]
+        planner = Planner(caches[0], caches[1], (ShardAssignment(0, 0, caches[0].views[0].layers, 0, 4),))
+        self.machine = ProducerMachine(60.0, 60.0)
+        self.machine.link_up(LINK, LinkInfo(mode, planner, peer=1), 0.0)
+        self.moves: list[Move] = []
+        self.said: list[m.PartReady] = []
+        self.attempts = 0
+
+    def do(self, actions: list[Action]) -> None:
+        self.moves += [a for a in actions if isinstance(a, Move)]
+        said = [a.message for a in actions if isinstance(a, Send)]
+        assert all(isinstance(msg, m.PartReady) for msg in said), said
+        self.said += [msg for msg in said if isinstance(msg, m.PartReady)]
+
+    def load(self, transfer: TransferId, first: int, blocks: int) -> None:
+        table, tokens = BlockTable.of([[*range(first, first + blocks)]]), 4 * blocks
+        self.attempts += 1
+        self.do(self.machine.offer(Offer(transfer, DIGEST, 1, tokens, table, True), 0.0))
+        self.do(
+            self.machine.message(LINK, m.FetchRequest(transfer, self.attempts, DIGEST, 0, tokens, table, 1, 9.0), 0.0)
+        )
+
+    def end_one(self) -> None:
+        """Have the oldest move end, as a link does that moves one after the other."""
+        move = self.moves.pop(0)
+        self.do(self.machine.moved(Moved(move.ref, None, True, move.plan.nbytes), 0.0))
+
+
+@pytest.fixture
+def one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = Producer("sendrecv")
+    probe.load(SHORT, 0, 1)
+    monkeypatch.setattr(parts, "HOST_PART", probe.moves[0].plan.nbytes)
+
+
+@pytest.mark.usefixtures("one_block")
+def test_a_short_load_waits_for_two_parts_of_a_long_one() -> None:
+    producer = Producer("sendrecv")
+    producer.load(LONG, 0, BLOCKS)
+    producer.load(SHORT, 40, 1)
+    assert [move.ref.transfer for move in producer.moves] == [LONG, LONG, SHORT]
+    ended = 0
+    while producer.moves:
+        producer.end_one()
+        ended += 1
+        assert sum(move.ref.transfer == LONG for move in producer.moves) <= parts.AHEAD
+    assert ended == BLOCKS + 1
+    spans = [(msg.lo, msg.hi) for msg in producer.said if msg.transfer == LONG]
+    assert spans == [(4 * i, 4 * i + 4) for i in range(BLOCKS)], "all of it, in its order"
+    assert [msg.final for msg in producer.said if msg.transfer == LONG] == [False] * (BLOCKS - 1) + [True]
+    assert [msg.stream for msg in producer.said] == [*range(BLOCKS + 1)], (
+        "a link's parts are numbered as they are announced"
+    )
+
+
+@pytest.mark.usefixtures("one_block")
+def test_more_of_an_offer_waits_for_what_is_being_sent() -> None:
+    producer = Producer("sendrecv")
+    table = BlockTable.of([[*range(BLOCKS)]])
+    producer.do(producer.machine.message(LINK, m.FetchRequest(LONG, 1, DIGEST, 0, 80, table, 1, 9.0), 0.0))
+    for tokens in range(4, 84, 4):
+        producer.do(producer.machine.offer(Offer(LONG, DIGEST, 1, tokens, table, tokens == 80), 0.0))
+    assert len(producer.moves) == parts.AHEAD
+    while producer.moves:
+        producer.end_one()
+    assert producer.said[-1].final and producer.said[-1].hi == 80
+
+
+@pytest.mark.usefixtures("one_block")
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_what_is_read_or_written_is_announced_whole(mode: Mode) -> None:
+    producer = Producer(mode)
+    producer.load(LONG, 0, BLOCKS)
+    assert len(producer.said) + len(producer.moves) == 1, "each side cuts that by itself"
