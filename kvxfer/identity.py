@@ -59,8 +59,8 @@ class TransferId(msgspec.Struct, frozen=True, order=True):
             self.base.encode()
         except UnicodeEncodeError as error:
             raise IdentityError(f"id {self.base!r:.60} is not valid Unicode: fix what sent it") from error
-        if type(self.prompt) is not int:
-            msgspec.structs.force_setattr(self, "prompt", arguments.integer("prompt", self.prompt))
+        if type(self.prompt) is not int or not 0 <= self.prompt <= arguments.MOST_INTEGER:
+            msgspec.structs.force_setattr(self, "prompt", arguments.integer("prompt", self.prompt, 0))
 
     @classmethod
     def derived(cls, base: str, prompt: int = 0) -> TransferId:

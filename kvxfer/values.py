@@ -147,6 +147,7 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         """
         if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
             raise ArgumentError(f"rows must be one row of block ids for each group, not {arguments.shown(rows)}")
+        null = arguments.integer("null", null)
         return cls(tuple(_packed(g, row, null) for g, row in enumerate(rows)))
 
     def __getitem__(self, g: int) -> Ints:

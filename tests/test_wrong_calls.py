@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -35,6 +37,7 @@ from kvxfer.identity import digest
 TOKENS, BLOCKS, HEADS, UNIT = 4, 16, 4, 16
 T, DIGEST = TransferId("own/1/x", 0), b"d"
 HERE = Source("127.0.0.1", 7000, 1)
+GOOD = Ticket(T, DIGEST, HERE)
 TABLE = BlockTable.of([[1, 2]])
 FAKE = "kvxfer.testing.fake:FakeTransport"
 
@@ -191,6 +194,65 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Cache.of_tensors(np.empty((2, 4, 5), object), "block token unit"),
         "must hold numbers, not objects",
     ),
+    "no ticket": (lambda: Ticket.read(None), "ticket must be a str, not None"),
+    "a ticket of bytes": (lambda: Ticket.read(GOOD.text.encode()), "ticket must be a str"),
+    "an empty ticket": (lambda: Ticket.read(""), "ticket must not be empty"),
+    "a ticket that was cut": (lambda: Ticket.read(GOOD.text[:-3]), "ticket must be as it was made"),
+    "a forged ticket": (
+        lambda: Ticket.read(f"{GOOD.text[:20]}{'AB'[GOOD.text[20] == 'A']}{GOOD.text[21:]}"),
+        "ticket must be",
+    ),
+    "a ticket of another version": (
+        lambda: Ticket.read("kvxfer9." + GOOD.text[8:]),
+        "ticket must begin with 'kvxfer1.'",
+    ),
+    "an endless ticket": (lambda: Ticket.read(GOOD.text * 10_000), "ticket must have at most"),
+    "a ticket for a text": (lambda: Ticket(T, "d", HERE), "digest must be bytes, not 'd'"),
+    "a ticket from a ticket": (lambda: Ticket(T, DIGEST, GOOD), "source must be a kvxfer Source"),
+    "a ticket's blocks are lists": (lambda: GOOD.fetch("r", [[1, 2]], 0, 8), "blocks must be a kvxfer BlockTable"),
+    "a ticket's tokens are numpy's": (lambda: GOOD.fetch("r", TABLE, 0, np.float32(8)), "tokens must be an integer"),
+    "tokens beyond 64 bits": (lambda: offer(tokens=np.uint64(2**64 - 1)), "tokens must be at most"),
+    "tokens are complex": (lambda: offer(tokens=8 + 0j), "tokens must be an integer, not a complex"),
+    "a payload of text": (lambda: offer(payload="x"), "payload must be bytes, not 'x'"),
+    "a payload that may change": (lambda: offer(payload=bytearray(b"x")), "payload must be bytes, not a bytearray"),
+    "a payload of numbers": (
+        lambda: offer(payload=np.zeros(4, np.uint8)),
+        "payload must be bytes, not a numpy.ndarray",
+    ),
+    "consumers by halves": (lambda: offer(consumers=np.float64(2)), "consumers must be an integer"),
+    "an endless handle": (lambda: fetch(handle="x" * 100_000), "handle must have at most 4096 characters"),
+    "progress by halves": (lambda: fetch(progress=1.5), "progress must be an integer, not 1.5"),
+    "ids are truths": (lambda: BlockTable.of([np.array([True, False])]), "block ids are a row of integers"),
+    "ids beyond 63 bits": (lambda: BlockTable.of([np.array([2**63], np.uint64)]), "block ids are a row of integers"),
+    "ids of two axes": (lambda: BlockTable.of([np.zeros((2, 2), np.int64)]), "block ids are a row of integers"),
+    "rows by name": (lambda: BlockTable.of({"a": [1]}), "block ids are a row of integers"),
+    "no block is a text": (lambda: BlockTable.of([[1]], null="x"), "null must be an integer, not 'x'"),
+    "a prompt below none": (lambda: TransferId("own/1/x", -1), "prompt must be at least 0, not -1"),
+    "a prompt beyond 63 bits": (lambda: TransferId.mint(1, "x", 1 << 70), "prompt must be at most"),
+    "an epoch is true": (lambda: TransferId.mint(True, "x"), "epoch must be an integer, not True"),
+    "an axis of no kind": (lambda: tensors("page token unit"), "dims must be words of layer, block, head"),
+    "an axis twice": (lambda: tensors("block block unit"), "dims must have 'block' once"),
+    "an axis too many": (
+        lambda: tensors("layer block token unit"),
+        "dims must name each of the 3 axes of plane 'kv', not 4",
+    ),
+    "no tensor": (lambda: Cache.of_tensors([], "block token unit"), "tensors must be at least one for each plane"),
+    "a tensor that cannot be written": (
+        lambda: Cache.of_tensors(np.broadcast_to(np.zeros((1, 4, 5)), (2, 4, 5)), "block token unit"),
+        "must be writable",
+    ),
+    "tensors of two dtypes": (
+        lambda: Cache.of_tensors([np.zeros((2, 4, 5), np.uint8), np.zeros((2, 4, 5), np.int8)], "block token unit"),
+        "encoding must be given: the tensors of plane 'kv' are of int8 and of uint8",
+    ),
+    "one tensor for two layers": (
+        lambda: Cache.of_tensors([np.zeros((2, 4, 5))] * 2, "block token unit"),
+        "lies in the same bytes",
+    ),
+    "a rank of two numbers": (lambda: tensors(rank=(0, 0)), "rank must be a kvxfer Rank, not a tuple"),
+    "a cache and nothing": (lambda: tensors() + None, "other must be a kvxfer Cache, not None"),
+    "a lease that is no number": (lambda: Config(lease=float("nan")), "'lease' cannot be nan"),
+    "a lease without end": (lambda: Config(lease=float("inf")), "'lease' cannot be inf"),
     "a directory without its configuration": (lambda: Directory("engine"), "config must be a kvxfer Config"),
 }
 """What is wrong, the call, and what it is told."""
@@ -306,6 +368,12 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "cancel a number": (lambda a, _: a.cancel(7, ""), "handle must be a str"),
     "facts are numbers": (lambda a, _: a.identify({"model": 7}), "fact 'model'"),
     "facts are a text": (lambda a, _: a.identify("model"), "facts must be a mapping"),
+    "offer a ticket": (lambda a, _: a.offer(GOOD), "offer must be a kvxfer Offer, not a kvxfer.ticket.Ticket"),
+    "fetch a ticket's text": (lambda a, _: a.fetch(GOOD.text), "fetch must be a kvxfer Fetch"),
+    "copy an agent": (lambda a, _: copy.copy(a), "an agent belongs to the process that has made it"),
+    "send an agent elsewhere": (lambda a, _: pickle.dumps(a), "an agent belongs to the process that has made it"),
+    "copy a directory": (lambda _, d: copy.deepcopy(d), "a directory belongs to the process that has made it"),
+    "wait for a truth": (lambda a, _: a.events(True), "timeout must be a number of seconds, not True"),
     "publish an agent": (lambda a, d: d.publish((a,)), r"ranks\[0\] must be a kvxfer RankDescriptor"),
     "publish a rank twice": (lambda a, d: d.publish((a.descriptor, a.descriptor)), "rank pp0/tp0 is there twice"),
     "tell a text": (lambda _, d: d.tell("host:1", None), "source must be a kvxfer Source"),

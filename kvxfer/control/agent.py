@@ -50,7 +50,6 @@ __all__ = ["Agent"]
 log = logging.getLogger("kvxfer.agent")
 
 START_S = 60.0
-DRAIN_LOOK_S = 0.02
 
 
 class Agent:
@@ -124,6 +123,11 @@ class Agent:
         )
         self._loop.start(self._shell)
         close_at_exit(self)
+
+    def __reduce__(self) -> str:
+        raise KvxferError(
+            "an agent belongs to the process that has made it, and cannot be copied or pickled: make another"
+        )
 
     def __enter__(self) -> Agent:
         return self
@@ -344,22 +348,11 @@ class Agent:
             Whether all memory is quiet, as ``close`` has it.
         """
         self._owner.check()
-        until = time.monotonic() + arguments.seconds("timeout", timeout)
-        heard = threading.Event()
-
-        def hear(now: float) -> list[Action]:
-            heard.set()  # what was called before this is known now
-            return []
-
-        self._loop.do(hear)
-        while self._loop.why is None and not (heard.is_set() and self._shell.idle):
-            left = until - time.monotonic()
-            if left <= 0:
-                self.begin_close(
-                    Failure(FailureKind.CANCELLED, f"the engine stops, and has waited {timeout:g} s for it")
-                )
-                break
-            time.sleep(min(left, DRAIN_LOOK_S))
+        timeout = arguments.seconds("timeout", timeout)
+        idle = threading.Event()
+        self._loop.do(partial(self._shell.when_idle, idle.set))  # what was called before this is known by then
+        if self._loop.why is None and not idle.wait(min(timeout, threading.TIMEOUT_MAX)):
+            self.begin_close(Failure(FailureKind.CANCELLED, f"the engine stops, and has waited {timeout:g} s for it"))
         return self.close()
 
     def begin_close(self, why: Failure = CLOSED) -> None:

@@ -20,7 +20,7 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
-from kvxfer.errors import ArgumentError, PeerError
+from kvxfer.errors import ArgumentError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.protocol import messages as m
@@ -122,6 +122,11 @@ class Directory:
         self._thread = NamedThread(target=self._run, name="kvxfer-dir")
         self._thread.start()
         close_at_exit(self)
+
+    def __reduce__(self) -> str:
+        raise KvxferError(
+            "a directory belongs to the process that has made it, and cannot be copied or pickled: its 'source' can"
+        )
 
     def __enter__(self) -> Directory:
         return self

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import assert_never
 
@@ -106,6 +106,7 @@ class Shell:
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._fences = Fences()
         self._peers = AgentPeers(loop, data, revocations.place, me, config, engine, facts, self.consumer, self.producer)
+        self._waiting: list[Callable[[], None]] = []  # until nothing is in hand
         self.direct = self.staged = 0
 
     def links(self) -> list[LinkStatus]:
@@ -230,6 +231,8 @@ class Shell:
                     log.exception("an action failed: %s", type(action).__name__)
                 if isinstance(action, Send | Dial):
                     self._peers.failed(action, Failure.of(e, FailureKind.PEER_LOST))
+        if self._waiting and self._idle:
+            self._tell_waiting()
 
     def _act(self, action: Action) -> None:
         if self._loop.over and not isinstance(action, Emit):
@@ -285,11 +288,23 @@ class Shell:
 
     def ended(self) -> None:
         self._events.end()
+        self._tell_waiting()
+
+    def when_idle(self, call: Callable[[], None], now: float) -> list[Action]:
+        """Call this once no offer or fetch of ours is in hand, or the thread ends."""
+        self._waiting.append(call)
+        if self._loop.over:
+            self._tell_waiting()
+        return []
 
     @property
-    def idle(self) -> bool:
-        """Whether no offer or fetch of ours is in hand. Any thread."""
+    def _idle(self) -> bool:
         return not (self._fences or self.producer.offered or len(self.consumer))
+
+    def _tell_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
 
     @property
     def held(self) -> int:

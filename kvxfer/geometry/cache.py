@@ -231,6 +231,7 @@ class Cache(msgspec.Struct, frozen=True):
 
     def __add__(self, other: Cache) -> Cache:
         """Return the cache of one rank that has the groups of this one, then those of the other."""
+        arguments.instance("other", other, Cache)
         if self.rank != other.rank:
             raise ArgumentError(f"rank must be the same in both caches, and {self.rank} is not {other.rank}")
         regions = self.regions + other.regions

@@ -109,7 +109,12 @@ def cache_of(
             raise ArgumentError(
                 f"group must have blocks of as many tokens as plane {plane!r}: {group.block_tokens} are not {block_tokens}"
             )
-        kind = encoding if encoding is not None else found[0].dtype
+        kinds = sorted({tensor.dtype for tensor in found})
+        if encoding is None and len(kinds) > 1:
+            raise ArgumentError(
+                f"encoding must be given: the tensors of plane {plane!r} are of {' and of '.join(kinds)}"
+            )
+        kind = encoding if encoding is not None else kinds[0]
         views += _views(plane, rows, axes, places, kind, heads, optional)
     assert group is not None
     cache = Cache(regions, (group,), tuple(views), rank)

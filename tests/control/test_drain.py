@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,6 +108,15 @@ def test_an_offer_of_a_moment_ago_counts_and_may_be_completed_meanwhile(engine: 
     assert p.wait(Ended)[0].outcome.delivered and p.wait(Released)
     draining.join(5)
     assert drained == [True]
+
+
+def test_waiting_costs_nothing(engine: Callable[..., Engine]) -> None:
+    """Whoever drains sleeps until it is over, and does not look again and again."""
+    p = engine({}, seed=1)
+    p.agents[0].offer(offered([3], 4, transfer=T))
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    p.agents[0].drain(1.0)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 15
 
 
 def test_without_anything_in_hand_it_ends_at_once(engine: Callable[..., Engine]) -> None:

@@ -115,7 +115,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., contextlib.AbstractContextManager[Any]]]:
-    """Returns played engines: of these ranks each, as (prefill, decode); the one that prefills may have pipeline stages."""
+    """Returns played engines: of these ranks each, as (prefill, decode); each may have pipeline stages."""
     forks = Forks()
     folder = tmp_path_factory.mktemp("sglang")
     model = model_folder(folder)
@@ -126,6 +126,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
         prefill: int = 1,
         decode: int = 1,
         stages: int = 1,
+        decode_stages: int = 1,
         environ: dict[str, str] | None = None,
         settings: dict[str, dict[str, Any]] | None = None,
         **setup: Any,
@@ -133,7 +134,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
         port, n = free_port(), next(count)
         engines = []
         with contextlib.ExitStack() as stack:
-            for role, tp, of in (("prefill", prefill, stages), ("decode", decode, 1)):
+            for role, tp, of in (("prefill", prefill, stages), ("decode", decode, decode_stages)):
                 told = {
                     "role": role,
                     "tp": tp,

@@ -35,32 +35,64 @@ MODEL = {
 START_S = 60.0
 
 
+FULL = {"swa": [0, 2], "mamba": [0], "dsa": [0, 1, 2]}
+"""Layers with full attention, by the kind of the others."""
+
+
+def _pool_with_states(kind: str, heads: int) -> Any:
+    """Return one of SGLang's pools that have more than pages of full attention."""
+    import torch
+    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MambaPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    others = [layer for layer in range(LAYERS) if layer not in FULL[kind]]
+    common = {"size": PAGES * PAGE, "dtype": torch.bfloat16, "device": "cpu", "enable_memory_saver": False}
+    if kind == "dsa":
+        latents = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "kv_cache_dim": 32, "index_head_dim": 128}
+        return DSATokenToKVPool(page_size=64, layer_num=LAYERS, **latents, **common)
+    attention = {"page_size": PAGE, "head_num": heads, "head_dim": DIM, "full_attention_layer_ids": FULL[kind]}
+    if kind == "swa":
+        return SWAKVPool(size_swa=PAGES * PAGE, swa_attention_layer_ids=others, **attention, **common)
+    sizes = {"intermediate_size": 64, "n_groups": 2, "num_heads": 4, "head_dim": 16, "state_size": 8, "conv_kernel": 4}
+    shape = Mamba2StateShape.create(tp_world_size=HEADS // heads, **sizes)
+    params = Mamba2CacheParams(shape=shape, layers=others)
+    states = MambaPool(size=ROWS, spec_state_size=ROWS, cache_params=params, mamba_layer_ids=others, device="cpu")
+    return HybridLinearKVPool(mamba_pool=states, **attention, **common)
+
+
+def _arrays(states: list[list[int]] | None) -> list[Any] | None:
+    import numpy as np
+
+    return None if states is None else [np.array(ids, np.int32) for ids in states]
+
+
 class Rank:
     """What the two kinds of ranks share.
 
     Args:
         setup: `role`, `port` of the bootstrap server, `tp`, `stages` of a pipeline (1) and `rank` among all of them, `store`
             (a file by which ranks meet), `model` (a folder), and `args`, further arguments of the server by name; `latent` for
-            a pool of latents; `draft` for a draft model of one layer and two heads; `chunk`, tokens of a forward pass, for a
-            rank with a scheduler.
+            a pool of latents; `pool` for one with states (`swa`, `mamba`, `dsa`); `draft` for a draft model of one layer and
+            two heads; `chunk`, tokens of a forward pass, for a rank with a scheduler.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         import torch
         from sglang.srt import runtime_context
         from sglang.srt.disaggregation import utils
+        from sglang.srt.distributed.utils import get_pp_indices
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs
 
         load_plugins()
         self.role, self.tp, self.port, stages = setup["role"], setup["tp"], setup["port"], setup.get("stages", 1)
         self.stage, self.rank = divmod(setup["rank"], self.tp)
-        cuts = [-(-LAYERS * stage // stages) for stage in range(stages + 1)]
-        self.layers = range(*cuts[self.stage : self.stage + 2])
+        self.layers = range(*get_pp_indices(LAYERS, self.stage, stages))
         self.server_args = ServerArgs(
             model_path=setup["model"],
             device="cpu",
-            page_size=PAGE,
+            page_size=64 if setup.get("pool") == "dsa" else PAGE,
             tp_size=self.tp,
             pp_size=stages,
             skip_tokenizer_init=True,
@@ -89,7 +121,9 @@ class Rank:
             _wait_for(self.port)
         group.barrier()
         torch.set_num_threads(1)
-        self.latent = bool(setup.get("latent"))
+        self.states = setup.get("pool", "")
+        self.page = 64 if self.states == "dsa" else PAGE  # no other size has an index
+        self.latent = bool(setup.get("latent")) or self.states == "dsa"
         self.draft = bool(setup.get("draft"))
         self.pool, self.draft_pool = self._pool(), self._draft_pool() if self.draft else None
         self._begin(setup)
@@ -110,6 +144,8 @@ class Rank:
         import torch
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+        if self.states:
+            return _pool_with_states(self.states, HEADS // self.tp)
         size = {"size": PAGES * PAGE, "page_size": PAGE}
         common = {**size, "dtype": torch.bfloat16, "layer_num": len(self.layers), "device": "cpu"}
         common["start_layer"] = self.layers.start
@@ -126,7 +162,7 @@ class Rank:
 
     def _buffers(self) -> list[Any]:
         """Return the buffers of all layers, in SGLang's order."""
-        pools = [self.pool] + ([self.draft_pool] if self.draft else [])
+        pools = [getattr(self.pool, "full_kv_pool", self.pool)] + ([self.draft_pool] if self.draft else [])
         return [
             b
             for pool in pools
@@ -139,7 +175,10 @@ class Rank:
         args = self.classes[utils.KVClassType.KVARGS]()
         args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = self.rank, self.stage, None, 0
         args.prefill_start_layer = self.layers.start
-        args.kv_cache_dtype_str, args.kv_layout, args.kv_layer_ids, args.page_size = "bfloat16", None, [], PAGE
+        args.kv_cache_dtype_str, args.kv_layout, args.page_size = "bfloat16", None, self.page
+        args.kv_layer_ids = utils.build_kv_layer_ids(
+            token_to_kv_pool=self.pool, draft_token_to_kv_pool=None, num_draft_entries=0, num_hidden_layers=LAYERS
+        )
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
         if self.draft:
             more = self.draft_pool.get_contiguous_buf_infos()
@@ -154,7 +193,7 @@ class Rank:
 
     def pages(self, ids: list[int]) -> list[Any]:
         """Return the pages of each buffer, as [page, token, head, dim] with this rank's heads, or [page, token, dim]."""
-        return [b.view(-1, PAGE, *b.shape[1:])[ids] for b in self._buffers()]
+        return [b.view(-1, self.page, *b.shape[1:])[ids] for b in self._buffers()]
 
     def content(self, seed: int, first: int, count: int) -> list[Any]:
         """Return what a request's pages [first, first + count) hold in this rank's buffers, made up from a seed."""
@@ -162,11 +201,12 @@ class Rank:
 
         made = []
         sides = 1 if self.latent else 2
-        buffers = [(side * LAYERS + layer, HEADS) for side in range(sides) for layer in self.layers]
+        layers = FULL[self.states] if self.states else self.layers
+        buffers = [(side * LAYERS + layer, HEADS) for side in range(sides) for layer in layers]
         for buffer, heads in buffers + ([(100, 2), (101, 2)] if self.draft else []):
             draw = torch.Generator().manual_seed(1000 * seed + buffer)
             latent = self.latent and buffer < 100
-            shape = (PAGES, PAGE, 1, 32) if latent else (PAGES, PAGE, heads, DIM)
+            shape = (PAGES, self.page, 1, 32) if latent else (PAGES, self.page, heads, DIM)
             whole = torch.randn(shape, generator=draw).to(torch.bfloat16)[first : first + count]
             here = heads // self.tp
             made.append(whole if latent else whole[:, :, self.rank * here : (self.rank + 1) * here])
@@ -177,6 +217,39 @@ class Rank:
         import torch
 
         return all(map(torch.equal, self.pages(ids), self.content(seed, first, len(ids))))
+
+    def state_items(self, ids: list[list[int]]) -> list[Any]:
+        """Return the items of each buffer of each state, as bytes."""
+        import ctypes
+
+        import torch
+
+        args, found = self.manager.kv_args, []
+        for ptrs, lens, sizes, own in zip(
+            args.state_data_ptrs, args.state_data_lens, args.state_item_lens, ids, strict=True
+        ):
+            for start, nbytes, size in zip(ptrs, lens, sizes, strict=True):
+                memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), dtype=torch.uint8)
+                found += [memory.view(-1, size)[i] for i in own]
+        return found
+
+    def state_content(self, seed: int, ids: list[list[int]]) -> list[Any]:
+        """Return what these items are to hold, made up from a seed, and of each rank another."""
+        import torch
+
+        draw = torch.Generator().manual_seed(7000 * seed + (0 if self.latent else self.rank))
+        return [torch.randint(0, 256, item.shape, generator=draw, dtype=torch.uint8) for item in self.state_items(ids)]
+
+    def states_match(self, seed: int, ids: list[list[int]]) -> bool:
+        """Whether items of each state hold what they should."""
+        import torch
+
+        return all(map(torch.equal, self.state_items(ids), self.state_content(seed, ids)))
+
+    def run_states(self, seed: int, ids: list[list[int]]) -> None:
+        """Play what a forward pass writes into states."""
+        for item, made in zip(self.state_items(ids), self.state_content(seed, ids), strict=True):
+            item[:] = made
 
     def row(self, index: int) -> list[int]:
         """Return the first token and the room in a row of the metadata."""
@@ -246,20 +319,20 @@ class Prefill(Rank):
         for pages, made in zip(self.pages(ids), self.content(seed, first, len(ids)), strict=True):
             assert pages.shape == made.shape
         for buffer, made in zip(self._buffers(), self.content(seed, first, len(ids)), strict=True):
-            buffer.view(-1, PAGE, *buffer.shape[1:])[ids] = made
+            buffer.view(-1, self.page, *buffer.shape[1:])[ids] = made
 
     def note(self, row: int, token: int, room: int) -> None:
         """Write a request's metadata."""
         self.metadata.output_ids[row, 0] = token
         self.metadata.bootstrap_room[row, 0] = room
 
-    def send(self, room: int, ids: list[int], held: bool = False) -> None:
+    def send(self, room: int, ids: list[int], held: bool = False, states: list[list[int]] | None = None) -> None:
         """Send the next pages; held ones are complete once `finish` is called, as those of an event on a GPU."""
         import numpy as np
 
         if held:
             self.event = self.requests[room]._early_send_wait_event = _Event()
-        self.requests[room].send(np.array(ids, np.int32))
+        self.requests[room].send(np.array(ids, np.int32), _arrays(states))
 
     def finish(self) -> None:
         """Let what was held be complete."""
@@ -294,11 +367,11 @@ class Decode(Rank):
         """Return SGLang's state of a request."""
         return int(self.requests[room].poll())
 
-    def want(self, room: int, ids: list[int], row: int, prefix: int = 0) -> None:
+    def want(self, room: int, ids: list[int], row: int, prefix: int = 0, states: list[list[int]] | None = None) -> None:
         """Say where a request's pages go."""
         import numpy as np
 
-        self.requests[room].send_metadata(np.array(ids, np.int32), row, [], decode_prefix_len=prefix)
+        self.requests[room].send_metadata(np.array(ids, np.int32), row, _arrays(states), decode_prefix_len=prefix)
 
     def abort(self, room: int) -> None:
         """Abort a request."""

@@ -18,10 +18,14 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, match_kv_cache, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -30,6 +34,8 @@ from tests.sglang.played import PAGE
 __all__ = ["DecodePlay", "PrefillPlay"]
 
 CONTEXT, SLOTS = 512, 6
+WINDOW = 2 * PAGE + 3
+"""Tokens that a layer with a sliding window attends to."""
 
 
 class _Played(Scheduler):
@@ -45,16 +51,24 @@ class _Played(Scheduler):
         self.server_args, self.req_to_token_pool = server_args, slots
         self.model_config = runtime_context.process_model_config()
         size = pool.size
-        self.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
-            size, pool.page_size, pool.dtype, "cpu", pool, need_sort=False
-        )
-        self.tree_cache = RadixCache(
-            CacheInitParams(False, slots, self.token_to_kv_pool_allocator, page_size=pool.page_size)
-        )
+        self.windows = isinstance(pool, SWAKVPool)
+        if self.windows:
+            self.sliding_window_size = WINDOW
+            self.token_to_kv_pool_allocator = SWATokenToKVPoolAllocator(
+                size, pool.size_swa, pool.page_size, pool.dtype, "cpu", pool, need_sort=False
+            )
+        else:
+            self.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
+                size, pool.page_size, pool.dtype, "cpu", pool, need_sort=False
+            )
+        params = CacheInitParams(False, slots, self.token_to_kv_pool_allocator, page_size=pool.page_size)
+        if self.windows:
+            params.sliding_window_size, params.tree_components = WINDOW, (ComponentType.FULL, ComponentType.SWA)
+        self.tree_cache = UnifiedRadixCache(params) if self.windows else RadixCache(params)
         runner = SimpleNamespace(
             effective_logical_max_total_num_tokens=size, kv_cache_dtype_str="bfloat16", max_token_pool_size=size
         )
-        self.tp_worker = SimpleNamespace(model_runner=runner, is_hybrid_swa=False)
+        self.tp_worker = SimpleNamespace(model_runner=runner, is_hybrid_swa=self.windows)
         self.spec_algorithm = SpeculativeAlgorithm.NONE
         self.draft_worker = self.rust_server = self.scheduler_stage_metrics = self.last_batch = None
         self.max_total_num_tokens, self.max_running_requests, self.kv_shard_widening = size, SLOTS, 1
@@ -113,11 +127,22 @@ class _Played(Scheduler):
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         total = self.model_config.get_total_num_kv_heads()
         made = []
-        for buffer in range(2 * pool.layer_num):
+        for buffer in range(2 * pool.layer_num):  # those of windows behind the others
             table = torch.randn((512, total, pool.head_dim), generator=torch.Generator().manual_seed(buffer))
             # Of what came before a token, too, as in a model.
             made.append(torch.cumsum(table[torch.tensor(tokens)], 0).to(pool.dtype)[:, heads])
         return made
+
+    def buffers(self, at: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return all buffers, each with where these tokens lie in it."""
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        if not self.windows:
+            return [(buffer, at) for buffer in pool.k_buffer + pool.v_buffer]
+        full, window = pool.full_kv_pool, pool.swa_kv_pool
+        inside = self.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(at)
+        return [(buffer, at) for buffer in full.k_buffer + full.v_buffer] + [
+            (buffer, inside) for buffer in window.k_buffer + window.v_buffer
+        ]
 
     def heads(self) -> slice:
         """Return which of the model's heads are this rank's."""
@@ -127,6 +152,8 @@ class _Played(Scheduler):
 
     def free(self) -> int:
         """Return for how many tokens there is room, cached ones that may be evicted included."""
+        if self.windows:
+            return int(self.token_to_kv_pool_allocator.full_available_size() + self.tree_cache.full_evictable_size())
         return int(self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size())
 
 
@@ -173,9 +200,8 @@ class PrefillPlay(_Played):
         at = self.token_to_kv_pool_allocator.alloc_extend(*span, last, past - first)
         self.req_to_token_pool.write((req.kv.req_pool_idx, slice(first, past)), at)
         req.kv.kv_allocated_len = past
-        pool = self.token_to_kv_pool_allocator.get_kvcache()
-        for buffer, made in zip(pool.k_buffer + pool.v_buffer, self.expected(tokens, self.heads()), strict=True):
-            buffer[at] = made[first:past]
+        for (buffer, places), made in zip(self.buffers(at), self.expected(tokens, self.heads()), strict=True):
+            buffer[places] = made[first:past]
         req.extend_end = req.kv.kv_committed_len = past
         if past < len(tokens):
             self.send_kv_chunk(req)
@@ -207,10 +233,11 @@ class DecodePlay(_Played):
     def answer(self, room: int) -> dict[str, Any]:
         """Return the first token of a request that may decode, and whether its KV is right."""
         tokens = list(self.reqs[room].origin_input_ids)
-        at = self.slots(room, len(tokens))
-        pool = self.token_to_kv_pool_allocator.get_kvcache()
-        there = (buffer[at] for buffer in pool.k_buffer + pool.v_buffer)
-        right = all(map(torch.equal, there, self.expected(tokens, self.heads())))
+        at, expected = self.slots(room, len(tokens)), self.expected(tokens, self.heads())
+        right = True
+        for (buffer, places), made in zip(self.buffers(at), expected, strict=True):
+            seen = slice(max(0, len(tokens) - WINDOW), None) if places is not at else slice(None)
+            right = right and torch.equal(buffer[places[seen]], made[seen])
         return {"tokens": list(self.reqs[room].output_ids), "right": right, "cached": self.reqs[room].prefix_len}
 
     def finish(self, room: int) -> None:

@@ -66,8 +66,13 @@ def test_a_decode_server_that_dies_costs_pages_for_a_lease(start: Callable[..., 
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("states (mamba)", {"args": {"state_types": ["mamba"]}}),
-    ("states (swa, dsa)", {"args": {"state_types": ["swa", "dsa"]}}),
+    ("states of this kind (qsa_pending)", {"args": {"state_types": ["mamba", "qsa_pending"]}}),
+    ("states of this kind (swa, swa)", {"args": {"state_types": ["swa", "swa"], "swa_kv_cache_layout": "nhd"}}),
+    (
+        "--pp-size 2 together with states (dsa)",
+        {"args": {"state_types": ["dsa"]}, "settings": {"parallel": {"pp_size": 2}}},
+    ),
+    ("token by token, head by head (hnd)", {"args": {"state_types": ["swa"], "swa_kv_cache_layout": "hnd"}}),
     ("hybrid or compressed latent pools", {"args": {"is_hybrid_mla_backend": True}}),
     ("hybrid or compressed latent pools", {"args": {"kv_layout": "fp8_paged"}}),
     (
@@ -106,11 +111,19 @@ def test_pages_must_not_be_reused_while_they_are_written_to(pair: tuple[Engine, 
     assert not prefill and "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0" in decode
 
 
+def test_decode_does_not_cache_prompts_whose_states_it_cannot_get(pair: tuple[Engine, Engine]) -> None:
+    settings = {"disagg": {"disaggregation_decode_enable_radix_cache": True}}
+    prefill, decode = (
+        engine.refusal(args={"state_types": ["mamba"]}, settings=settings, environ={})[0] for engine in pair
+    )
+    assert not prefill and "--disaggregation-decode-enable-radix-cache together with recurrent layers" in decode
+
+
 def test_all_that_is_in_the_way_is_named_at_once(pair: tuple[Engine, Engine]) -> None:
-    change = {"args": {"state_types": ["mamba"]}, "settings": {"parallel": {"pp_size": 2}}, "environ": {}}
-    prefill, decode = (engine.refusal(**change)[0] for engine in pair)
-    assert "mamba" in decode and "--pp-size 2" in decode
-    assert "mamba" in prefill and "--pp-size" not in prefill, "a server that prefills may have stages"
+    change = {"args": {"state_types": ["c128_state"]}, "settings": {"parallel": {"attn_cp_size": 2}}, "environ": {}}
+    for engine in pair:
+        told = engine.refusal(**change)[0]
+        assert "c128_state" in told and "--attn-cp-size 2" in told
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from kvxfer_sglang.decode import DecodeRank
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted
 from kvxfer_sglang.prefill import PrefillRank
+from kvxfer_sglang.states import States
 
 ROOM, PAGE, HERE = 77, 16, Source("10.0.0.1", 4000, 5)
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
@@ -40,8 +41,10 @@ class Manager:
         self.transfer_infos: dict[int, dict[Any, PagesWanted]] = {}
         self.req_to_decode_prefix_len: dict[int, int] = {}
         self.last_stage = True
+        self.states = States((), PAGE)
         self.kv_args = SimpleNamespace(page_size=PAGE, aux_data_ptrs=[], aux_item_lens=[])
         self.done: list[tuple[str, Any]] = []
+        self.others: list[AttemptFailed] = []  # what a decode rank tells all prefill ranks
         self.rank: Any = SimpleNamespace(source=HERE, agent=self)
 
     def update_status(self, room: int, status: int) -> None:
@@ -144,7 +147,7 @@ def decoding(manager: Manager) -> tuple[DecodeRank, int, str]:
     manager.request_status[ROOM] = WAITING
     rank = DecodeRank(manager)
     rank.start(manager.rank)
-    attempt = rank.expect(ROOM, [4, 5], 0, 32)
+    attempt = rank.expect(ROOM, [[4, 5]], 0, 32, manager.others.append)
     rank.offered(offered(attempt))
     fetch = dict(manager.done)["fetch"][0]
     assert (fetch.tokens, fetch.digest, fetch.own) == (2 * PAGE, request_digest(ROOM, 32, 2), HERE)
@@ -208,15 +211,42 @@ def test_what_prefill_has_given_up_is_not_fetched(manager: Manager) -> None:
     manager.request_status[ROOM] = WAITING
     rank = DecodeRank(manager)
     rank.start(manager.rank)
-    attempt = rank.expect(ROOM, [4, 5], 0, 32)
+    attempt = rank.expect(ROOM, [[4, 5]], 0, 32, manager.others.append)
     rank.failed(AttemptFailed(ROOM, attempt, "no more"))
     rank.offered(offered(attempt))
     assert manager.done == [("state", FAILED)] and rank.quiet(ROOM)
 
 
+def test_what_one_prefill_rank_gives_up_the_others_hear_once(manager: Manager) -> None:
+    rank, attempt, _ = decoding(manager)
+    note = AttemptFailed(ROOM, attempt, "no more")
+    rank.failed(AttemptFailed(ROOM, attempt + 1, "of another attempt"))
+    assert not manager.others
+    rank.failed(note), rank.failed(AttemptFailed(ROOM, attempt, "nor here"))
+    assert manager.others == [note]
+
+
+def test_a_prefill_rank_gives_up_what_another_one_has_given_up(manager: Manager) -> None:
+    rank, transfer = prefilling(manager)
+    rank.given_up(AttemptFailed(ROOM, 8, "of another attempt"))
+    assert not manager.done
+    rank.given_up(AttemptFailed(ROOM, 9, "no more"))
+    assert manager.called() == ["state", "revoke", "tell"] and manager.request_status[ROOM] == FAILED
+    assert manager.done[1][1][:3] == (transfer, 1, "no more")
+
+
+def test_a_recurrent_state_cannot_go_without_a_page(manager: Manager) -> None:
+    manager.states = States(("mamba",), PAGE)
+    rank, _ = prefilling(manager)
+    rank.begin(ROOM, 0)
+    manager.done.clear()
+    rank.add(ROOM, [], True, 0, None, [[3]])
+    assert manager.request_status[ROOM] == FAILED and "offer" not in manager.called()
+
+
 def test_dropping_an_attempt_leaves_the_next_alone(manager: Manager) -> None:
     rank, attempt, _ = decoding(manager)
-    again = rank.expect(ROOM, [6, 7], 0, 32)
+    again = rank.expect(ROOM, [[6, 7]], 0, 32, manager.others.append)
     rank.drop(ROOM, attempt, "late")
     manager.request_status[ROOM] = WAITING
     rank.offered(offered(again))
@@ -227,6 +257,6 @@ def test_a_cut_ticket_fails_the_request(manager: Manager) -> None:
     manager.request_status[ROOM] = WAITING
     rank = DecodeRank(manager)
     rank.start(manager.rank)
-    attempt = rank.expect(ROOM, [4, 5], 0, 32)
+    attempt = rank.expect(ROOM, [[4, 5]], 0, 32, manager.others.append)
     rank.offered(PagesOffered(ROOM, attempt, offered(attempt).ticket[:-4]))
     assert manager.request_status[ROOM] == FAILED and rank.quiet(ROOM)

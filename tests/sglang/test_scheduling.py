@@ -123,3 +123,23 @@ def test_schedulers_of_several_ranks_stay_together(
         turn(servers, lambda: not any(servers[1].held()), set())
         assert [server.free() for server in servers] == before
         assert served(servers, {room + 9: ids})[room + 9]["right"]
+
+
+@pytest.mark.slow
+def test_windows_arrive_as_sglang_s_scheduler_lists_them(start: Callable[..., Any], room: int) -> None:
+    """Its own pool of full and window layers, its mapping between them, and a tree that gives windows up."""
+    with start(chunk=CHUNK, args=CACHED, pool="swa") as servers:
+        before = [server.free() for server in servers]
+        for i, tokens in enumerate((1, PAGE, CHUNK, CHUNK + 1, 3 * CHUNK + 7)):
+            ids = prompt(tokens, 5000 + i)
+            answer = served(servers, {room + i: ids})[room + i]
+            assert answer["right"] and answer["tokens"] == [sum(ids) % 512]
+        shared = prompt(5 * PAGE, 5100)
+        for i, more in enumerate((3, PAGE + 4, 0)):
+            ids = shared + prompt(more, 5101 + i)
+            answer = served(servers, {room + 10 + i: ids})[room + 10 + i]
+            assert answer["right"] and answer["tokens"] == [sum(ids) % 512], more
+        prompts = {room + 20 + i: prompt(20 + 23 * i, 5200 + i) for i in range(4)}
+        for one, answer in served(servers, prompts).items():
+            assert answer["right"] and answer["tokens"] == [sum(prompts[one]) % 512]
+        assert [server.free() for server in servers] == before

@@ -172,8 +172,9 @@ def test_prefill_may_have_pipeline_stages(
         sent(first, room + 2, 3, [[3, 9]])
         last.abort(room=room + 2)
         decoding.until(room + 2, FAILED)
-        first.abort(room=room + 2)  # SGLang's stages agree on what has failed
-        servers.until(room + 2, FAILED)
+        first.until(
+            room + 2, FAILED, timeout=5
+        )  # decode tells them: of SGLang's stages, later ones tell no earlier one
         servers.why(room=room + 2), decoding.why(room=room + 2)
         quiet(decoding, room + 2)
         begun(*pair, room + 3, [], 0, prefix=3 * PAGE)
@@ -187,3 +188,50 @@ def test_prefill_may_have_pipeline_stages(
 def test_a_draft_model_s_cache_comes_along(start: Callable[..., Any], room: int, ranks: int, latent: bool) -> None:
     with start(ranks, ranks, draft=True, latent=latent) as pair:
         moved(*pair, room, 1, [[3, 9], [4]], [7, 1, 30])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pool", "ranks", "here", "there"), [("mamba", (2, 2), [[5]], [[2]]), ("dsa", (2, 1), [[3, 9, 4]], [[7, 1, 8]])]
+)
+def test_states_arrive(
+    start: Callable[..., Any],
+    room: int,
+    pool: str,
+    ranks: tuple[int, int],
+    here: list[list[int]],
+    there: list[list[int]],
+) -> None:
+    """Of SGLang's own hybrid pools. A recurrent state is written until the end, an index with its pages."""
+    with start(*ranks, pool=pool) as (prefill, decode):
+        for one, seed in ((room, 1), (room + 1, 2)):
+            prefill.request(room=one), decode.request(room=one)
+            decode.want(room=one, ids=[7, 1, 8], row=2, states=there)
+            prefill.until(one, WAITING)
+            prefill.begin(room=one, pages=3, row=1)
+            prefill.run_states(seed=seed if pool == "dsa" else 9, ids=here)
+            sent(prefill, one, seed, [[3], [9]])
+            prefill.run(seed=seed, ids=[4], first=2), prefill.run_states(seed=seed, ids=here)
+            prefill.note(row=1, token=100 + seed, room=one)
+            assert set(decode.until(one, TRANSFERRING)) == {TRANSFERRING}
+            prefill.send(room=one, ids=[4], states=here)
+            decode.until(one, SUCCESS)
+            assert all(decode.states_match(seed=seed, ids=there))
+            delivered(prefill, decode, one, seed, [7, 1, 8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "latent"), [(1, False)])
+def test_decode_may_have_as_many_stages_as_prefill(
+    start: Callable[..., Any], room: int, ranks: int, latent: bool
+) -> None:
+    with start(ranks, ranks, stages=2, decode_stages=2, latent=latent) as pair:
+        moved(*pair, room, 1, [[3, 9], [4]], [7, 1, 30])
+        begun(*pair, room + 1, [], 0, prefix=3 * PAGE)
+        sent(pair[0], room + 1, 4, [[]])
+        delivered(*pair, room + 1, 4, [])
+        begun(*pair, room + 2, [7, 1], 2)
+        pair[0].abort(room=room + 2)
+        pair[1].until(room + 2, FAILED)
+        pair[0].why(room=room + 2), pair[1].why(room=room + 2)
+        moved(*pair, room + 3, 2, [[3, 9], [4]], [7, 1, 30])

@@ -1,7 +1,9 @@
 """What of the connector needs no SGLang: settings, pools, notes, metadata, digests."""
 
+import contextlib
 import ctypes
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from kvxfer_sglang.cache import heads_of, pool_cache
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import row_of, set_row
 from kvxfer_sglang.settings import settings
+from kvxfer_sglang.states import States
 from kvxfer_sglang.support import UnsupportedSetupError
 
 PAGE, PAGES, LAYERS, UNIT = 16, 8, 3, 32
@@ -66,6 +69,11 @@ def buffers(heads: int, planes: int = 2, **changed: Any) -> SimpleNamespace:
         "num_draft_entries": 0,
         "kv_cache_dtype_str": "bfloat16",
         "page_size": PAGE,
+        "state_types": [],
+        "state_data_ptrs": [],
+        "state_data_lens": [],
+        "state_item_lens": [],
+        "state_layer_ids": [],
     }
     return SimpleNamespace(**{**told, **changed})
 
@@ -110,7 +118,7 @@ def test_a_draft_model_moves_between_equal_numbers_of_ranks() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"kv_data_ptrs": []},
+        {"kv_data_ptrs": [], "kv_data_lens": [], "kv_item_lens": []},
         {"kv_item_lens": [PAGE * UNIT] * 5 + [2 * PAGE * UNIT]},
         {"kv_item_lens": [PAGE * UNIT + 1] * 6},
     ],
@@ -158,3 +166,87 @@ def test_what_is_no_note_is_refused(frames: list[bytes]) -> None:
 
 def test_requests_have_digests_of_their_own() -> None:
     assert len({request_digest(room, prefix, pages) for room in (1, 2) for prefix in (0, 16) for pages in (1, 2)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("kinds", "indices", "rows"),
+    [
+        ((), [], [[3, 9, 4]]),
+        (("swa",), [[6, 8]], [[3, 9, 4], [-1, 6, 8]]),
+        (("swa",), [[]], [[3, 9, 4], [-1, -1, -1]]),
+        (("mamba", "dsa"), [[5], [3, 9, 4]], [[3, 9, 4], [5]]),
+        (("swa",), None, [[3, 9, 4], []]),
+    ],
+)
+def test_rows_of_a_block_table(kinds: tuple[str, ...], indices: Any, rows: list[list[int]]) -> None:
+    states = States(kinds, PAGE)
+    assert states.rows([3, 9, 4], indices) == rows and len(states.groups) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "indices"),
+    [
+        (("swa",), []),
+        (("swa",), [[1, 2, 5, 6]]),
+        (("mamba",), [[]]),
+        (("mamba",), [[1, 2]]),
+        (("dsa",), [[3, 9, 5]]),
+        ((), [[1]]),
+    ],
+)
+def test_what_sglang_does_not_list_is_refused(kinds: tuple[str, ...], indices: Any) -> None:
+    with pytest.raises(KvxferError, match="SGLang has listed"):
+        States(kinds, PAGE).rows([3, 9, 4], indices)
+
+
+def test_recurrent_states_move_between_equal_numbers_of_ranks() -> None:
+    def engine(ranks: int) -> list[Any]:
+        own = [heads_of(rank, ranks, 4) for rank in range(ranks)]
+        sizes = [96, 96, 512, 512]  # two tensors of two layers
+        states = {
+            "state_types": ["mamba"],
+            "state_data_ptrs": [[(i + 40) << 32 for i in range(4)]],
+            "state_data_lens": [[8 * size for size in sizes]],
+            "state_item_lens": [sizes],
+            "state_layer_ids": [[5, 7, 5, 7]],
+        }
+        return [pool_cache(buffers(h[1], **states), h, Rank(tp=r), ranks, "cpu") for r, h in enumerate(own)]
+
+    [producers, consumers] = engine(2), engine(2)
+    views = {view.plane: view for view in producers[0].views}
+    assert views["state.0"].layers == views["state.1"].layers == ("5", "7") and views["state.1"].unit == 512
+    for rank, found in route(producers, consumers).items():
+        assert {p.tp for p, of in found.assignments.items() for a in of if a.dst_view > 1} == {rank.tp}
+    with pytest.raises(KvxferError, match="state.0"):
+        route(engine(2), engine(1))
+
+
+@pytest.mark.parametrize(("answer", "code"), [("the same", 0), ("another", 1)])
+def test_the_script_for_a_gpu_compares_what_servers_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str, code: int
+) -> None:
+    from kvxfer_sglang import try_on_gpu
+
+    started: list[tuple[str, str, list[str]]] = []
+
+    @contextlib.contextmanager
+    def server(model: str, gpu: str, further: list[str]) -> Iterator[int]:
+        started.append((model, gpu, list(further)))
+        yield len(started)
+
+    def generate(port: int, prompt: str, room: dict[str, Any] | None = None) -> str:
+        assert (room is None) == (port == 1), "a plain server knows no rooms"
+        return answer if port == 3 and prompt == try_on_gpu.PROMPTS[2] else "the same"
+
+    monkeypatch.setattr(try_on_gpu, "_server", server)
+    monkeypatch.setattr(try_on_gpu, "_generate", generate)
+    monkeypatch.setattr("sys.argv", ["try", "MODEL", "--decode-gpu", "7", "--", "--tp-size", "2"])
+    with pytest.raises(SystemExit) as end:
+        try_on_gpu.compare_servers()
+    assert end.value.code == code
+    assert [gpu for _, gpu, _ in started] == ["7", "0", "7"] and all(
+        more[-2:] == ["--tp-size", "2"] for *_, more in started
+    )
+    assert capsys.readouterr().out.count("DIFFERENT") == code
+    modes = [more[1] for *_, more in started[1:]]
+    assert modes == ["prefill", "decode"] and all("kvxfer" in more for *_, more in started[1:])

@@ -1,20 +1,24 @@
-"""SGLang's KV pool as kvxfer sees it: pages of tokens, of keys and values or of latents.
+"""SGLang's KV pool as kvxfer sees it: pages of tokens, of keys and values or of latents, and what SGLang calls states.
 
 SGLang describes a pool by the first byte, the length and the bytes of a page of each buffer: the keys of all layers, then
 the values; or the latents; then, where there is a draft model, its buffers, which have the same pages. A page lies in one
-piece, token by token, and in it head by head.
+piece, token by token, and in it head by head. The buffers of states come in lists of their own.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kvxfer import Cache, Group, Rank
+from kvxfer import Cache, Rank
 from kvxfer.geometry import Heads, Region, View
 from kvxfer.geometry.cache import flat_starts
+from kvxfer_sglang.states import MAMBA, SWA, States
 from kvxfer_sglang.support import UnsupportedSetupError
 
-__all__ = ["heads_of", "pool_cache"]
+__all__ = ["heads_of", "pool_cache", "stage_layers"]
 
 
 def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
@@ -30,7 +34,37 @@ def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
     return rank * total // ranks, max(1, total // ranks), total
 
 
-def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: Rank, ranks: int, device: str) -> Cache:
+def stage_layers(model: Any, stage: int, stages: int) -> range:
+    """Return the layers of a pipeline stage, as SGLang itself shares a model out.
+
+    Args:
+        model: SGLang's ``ModelConfig``.
+        stage: The stage, from 0.
+        stages: How many there are.
+    """
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    return range(*get_pp_indices(model.num_hidden_layers, stage, stages))
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer: its first byte in the flat offset space, its bytes, and those of a page or of another item of it."""
+
+    start: int
+    nbytes: int
+    item: int
+
+
+def pool_cache(
+    args: Any,
+    heads: tuple[int, int, int] | None,
+    rank: Rank,
+    ranks: int,
+    device: str,
+    layers: range | None = None,
+    window_heads: tuple[int, int, int] | None = None,
+) -> Cache:
     """Return what others must know of a pool.
 
     Args:
@@ -39,68 +73,141 @@ def pool_cache(args: Any, heads: tuple[int, int, int] | None, rank: Rank, ranks:
         rank: The pipeline stage, and the attention's tensor-parallel rank.
         ranks: How many ranks share the attention.
         device: Where the pool lies, as kvxfer names devices.
+        layers: The layers of the stage, where SGLang's ``KVArgs`` do not say them.
+        window_heads: As ``heads``, of layers with a sliding window.
 
     Raises:
         UnsupportedSetupError: The buffers are not laid out so.
     """
-    planes = ("k", "v") if heads else ("latent",)
-    count = len(args.kv_data_ptrs) - args.num_draft_entries
-    if count <= 0 or count % len(planes):
-        raise UnsupportedSetupError(f"a KV pool of {count} buffers has no {' and '.join(planes)} of each layer")
-    regions = tuple(Region(p, n, device) for p, n in zip(args.kv_data_ptrs, args.kv_data_lens, strict=True))
-    starts = flat_starts(regions)
-    layers = count // len(planes)
+    states = States.of(args)
+    told = [(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)]
+    told += zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
+    # A layer may have none of a kind of state, and an empty buffer for it.
+    regions = tuple(Region(p, n, device) for ptrs, lens, _ in told for p, n in zip(ptrs, lens, strict=True) if n)
+    starts = iter(flat_starts(regions))
+    kv, *of_states = (
+        [_Buffer(next(starts) if n else 0, n, item) for n, item in zip(lens, items, strict=True)]
+        for _, lens, items in told
+    )
+    count = len(kv) - args.num_draft_entries
     first = getattr(args, "prefill_start_layer", 0)  # of a stage; SGLang says it where it prefills
-    views = []
-    for side, plane in enumerate(planes):
-        own = slice(side * layers, (side + 1) * layers)
-        pages = set(args.kv_item_lens[own])
-        cut = args.page_size * (heads[1] if heads else 1)
-        page = min(pages)
-        if len(pages) > 1 or page % cut:
-            raise UnsupportedSetupError(
-                f"pages of {sorted(pages)} bytes are not {cut} alike pieces of one size in each layer"
-            )
-        unit = page // cut
-        views.append(
-            View(
-                plane=plane,
-                group=0,
-                layers=tuple(map(str, args.kv_layer_ids[own] or range(first, first + layers))),
-                offsets=starts[own],
-                blocks=min(region.nbytes for region in regions[own]) // page,
-                block_stride=page,
-                unit=unit,
-                encoding=args.kv_cache_dtype_str,
-                heads=Heads(*heads, stride=unit) if heads else None,
-                token_stride=page // args.page_size,
-            )
-        )
-    views += [_draft_view(args, i, i - count, starts[i], rank.tp, ranks) for i in range(count, len(regions))]
-    cache = Cache(regions, (Group(args.page_size),), tuple(views), rank)
+    per_plane = count // (2 if heads else 1)
+    named = layers or range(first, first + per_plane)
+    names = list(map(str, args.kv_layer_ids[:count] or [*named] * (2 if heads else 1)))
+    views = list(_attention(args, kv[:count], names, heads, 0))
+    views += [_draft_view(args, buffer, i, rank.tp, ranks) for i, buffer in enumerate(kv[count:])]
+    for kind, buffers, ids in zip(states.kinds, of_states, args.state_layer_ids, strict=True):
+        group = states.group(kind)
+        if kind == SWA:
+            window = [f"window.{i}" for i in range(len(buffers) // 2)] * 2
+            views += _attention(args, buffers, window, window_heads, group)
+        elif kind == MAMBA:
+            views += _recurrent(buffers, ids or range(len(buffers)), group, rank.tp, ranks, device)
+        else:
+            views += _index(buffers, args, group)
+    cache = Cache(regions, states.groups, tuple(views), rank)
     cache.check()
     return cache
 
 
-def _draft_view(args: Any, buffer: int, number: int, start: int, rank: int, ranks: int) -> View:
+def _attention(
+    args: Any, buffers: Sequence[_Buffer], names: Sequence[str], heads: tuple[int, int, int] | None, group: int
+) -> Iterator[View]:
+    """Yield the planes of some layers."""
+    planes = ("k", "v") if heads else ("latent",)
+    if not buffers or len(buffers) % len(planes) or len(names) != len(buffers):
+        raise UnsupportedSetupError(
+            f"a KV pool of {len(buffers)} buffers has no {' and '.join(planes)} of each of {len(names) // len(planes)} layers"
+        )
+    layers = len(buffers) // len(planes)
+    for side, plane in enumerate(planes):
+        own = slice(side * layers, (side + 1) * layers)
+        pages = {buffer.item for buffer in buffers[own]}
+        cut = args.page_size * (heads[1] if heads else 1)
+        page = min(pages)
+        if len(pages) > 1 or not page or page % cut:
+            raise UnsupportedSetupError(
+                f"pages of {sorted(pages)} bytes are not {cut} alike pieces of one size in each layer"
+            )
+        unit = page // cut
+        yield View(
+            plane=plane,
+            group=group,
+            layers=tuple(names[own]),
+            offsets=tuple(buffer.start for buffer in buffers[own]),
+            blocks=min(buffer.nbytes for buffer in buffers[own]) // page,
+            block_stride=page,
+            unit=unit,
+            encoding=args.kv_cache_dtype_str,
+            heads=Heads(*heads, stride=unit) if heads else None,
+            token_stride=page // args.page_size,
+        )
+
+
+def _draft_view(args: Any, buffer: _Buffer, number: int, rank: int, ranks: int) -> View:
     """Return what one buffer of the draft model is.
 
     SGLang does not say what heads a draft model has. So a rank's share counts as one of as many as there are ranks: it moves
     whole, between equal numbers of ranks, and others are refused.
     """
-    page = args.kv_item_lens[buffer]
-    if page % args.page_size:
-        raise UnsupportedSetupError(f"a draft model's page of {page} bytes is not {args.page_size} alike tokens")
-    unit = page // args.page_size
+    if buffer.item % args.page_size:
+        raise UnsupportedSetupError(f"a draft model's page of {buffer.item} bytes is not {args.page_size} alike tokens")
+    unit = buffer.item // args.page_size
     return View(
         plane="draft",
         group=0,
         layers=(str(number),),
-        offsets=(start,),
-        blocks=args.kv_data_lens[buffer] // page,
-        block_stride=page,
+        offsets=(buffer.start,),
+        blocks=buffer.nbytes // buffer.item,
+        block_stride=buffer.item,
         unit=unit,
         encoding=args.kv_cache_dtype_str,
         heads=Heads(rank, 1, ranks, stride=unit),
         token_stride=unit,
     )
+
+
+def _recurrent(
+    buffers: Sequence[_Buffer], layers: Sequence[int], group: int, rank: int, ranks: int, device: str
+) -> Iterator[View]:
+    """Yield the tensors of recurrent layers: SGLang lists the first of each layer, then the second, and so on.
+
+    What of a state is whose share differs with the kind of layer. So a rank's share moves whole, as a draft model's does.
+    """
+    seen: Counter[int] = Counter()
+    alike: defaultdict[tuple[int, int, int], list[tuple[int, _Buffer]]] = defaultdict(list)
+    for layer, buffer in zip(layers, buffers, strict=True):
+        if buffer.nbytes:
+            alike[seen[layer], buffer.item, buffer.nbytes].append((layer, buffer))
+        seen[layer] += 1
+    for (tensor, item, nbytes), of in alike.items():
+        yield View(
+            plane=f"state.{tensor}",
+            group=group,
+            layers=tuple(str(layer) for layer, _ in of),
+            offsets=tuple(buffer.start for _, buffer in of),
+            blocks=nbytes // item,
+            block_stride=item,
+            unit=item,
+            encoding=device.partition(":")[0],
+            heads=Heads(rank, 1, ranks, stride=item),
+        )
+
+
+def _index(buffers: Sequence[_Buffer], args: Any, group: int) -> Iterator[View]:
+    """Yield the index of sparse attention, whose pages hold keys first and their scales behind: they are not cut."""
+    alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for i, buffer in enumerate(buffers):
+        if buffer.nbytes:
+            alike[buffer.item, buffer.nbytes].append(i)
+    for (item, nbytes), of in alike.items():
+        yield View(
+            plane="index",
+            group=group,
+            layers=tuple(map(str, of)),
+            offsets=tuple(buffers[i].start for i in of),
+            blocks=nbytes // item,
+            block_stride=item,
+            unit=item,
+            encoding=args.kv_cache_dtype_str,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,12 @@ class _Receiving:
 
     room: int
     attempt: int
-    pages: list[int]
+    rows: list[list[int]]
     aux_index: int
     prefix: int
+    others: Callable[[AttemptFailed], None]
     decided: bool = False  # it is fetched, or will not be
+    given_up: bool = False  # by a prefill rank
     ended: Ended | None = None
 
     @property
@@ -55,18 +58,21 @@ class DecodeRank:
         """Begin with this rank."""
         self._rank = rank
 
-    def expect(self, room: int, pages: list[int], aux_index: int, prefix: int) -> int:
+    def expect(
+        self, room: int, rows: list[list[int]], aux_index: int, prefix: int, others: Callable[[AttemptFailed], None]
+    ) -> int:
         """Note where a request's pages and its metadata go, before a prefill rank is told of it; return the attempt's number.
 
         Args:
             room: The request.
-            pages: What is to be fetched into, behind the pages that are cached.
+            rows: What is to be fetched into, behind the pages that are cached: pages, and what there is of each state.
             aux_index: The request's row of metadata.
             prefix: Tokens that are cached.
+            others: Tells all prefill ranks that the request is over; called, from another thread, when one of them has given it up.
         """
         attempt = int.from_bytes(os.urandom(6))
         with self._lock:
-            self._receivings[room] = _Receiving(room, attempt, pages, aux_index, prefix)
+            self._receivings[room] = _Receiving(room, attempt, rows, aux_index, prefix, others)
         return attempt
 
     def attempt(self, room: int) -> int:
@@ -94,13 +100,17 @@ class DecodeRank:
                 self._manager.fail(note.room, str(error))
 
     def failed(self, note: AttemptFailed) -> None:
-        """Take in that a prefill rank has given a request up."""
+        """Take in that a prefill rank has given a request up, and tell the others: a later stage tells no earlier one."""
         with self._lock:
             receiving = self._current(note.room, note.attempt)
-            if receiving is not None:
-                receiving.decided = True
-                self._manager.fail(note.room, f"the prefill server gave it up: {note.reason}")
-                self._cancel(receiving, note.reason)
+            if receiving is None:
+                return
+            known, receiving.given_up = receiving.given_up, True
+            receiving.decided = True
+            self._manager.fail(note.room, f"the prefill server gave it up: {note.reason}")
+            self._cancel(receiving, note.reason)
+        if not known:
+            receiving.others(note)
 
     def drop(self, room: int, attempt: int, reason: str) -> None:
         """Let go of an attempt. What still writes into its pages is asked to stop; ``quiet`` says when it has."""
@@ -148,9 +158,10 @@ class DecodeRank:
 
     def _fetch(self, receiving: _Receiving, ticket: Ticket) -> None:
         """Fetch under our own digest, so that a mix-up of requests is told by the producer."""
-        tokens = len(receiving.pages) * self._manager.kv_args.page_size
-        digest = request_digest(receiving.room, receiving.prefix, len(receiving.pages))
-        table = BlockTable.of([receiving.pages])
+        pages = len(receiving.rows[0])
+        tokens = pages * self._manager.kv_args.page_size
+        digest = request_digest(receiving.room, receiving.prefix, pages)
+        table = BlockTable.of(receiving.rows)
         own = self._rank.source
         fetch = Fetch(receiving.handle, ticket.transfer, digest, ticket.source, table, 0, tokens, own)
         self._fetches[receiving.handle] = receiving

@@ -15,6 +15,7 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_parallel, process_model_config
 from sglang.srt.utils.network import NetworkAddress
 
@@ -22,13 +23,14 @@ from kvxfer import PeerError, Rank
 from kvxfer.facts import TEXT
 from kvxfer.memory.fence import CudaEvent
 from kvxfer.threads import NamedThread
-from kvxfer_sglang.cache import heads_of, pool_cache
+from kvxfer_sglang.cache import heads_of, pool_cache, stage_layers
 from kvxfer_sglang.decode import DecodeRank
 from kvxfer_sglang.identity import server_facts
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted, packed, unpacked
 from kvxfer_sglang.prefill import PrefillRank
 from kvxfer_sglang.rank import EngineRank
 from kvxfer_sglang.settings import settings
+from kvxfer_sglang.states import MAMBA, States
 from kvxfer_sglang.support import check_setup
 
 __all__ = ["TransferManager"]
@@ -58,10 +60,23 @@ class TransferManager(CommonKVManager):
         heads = heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_total_num_kv_heads())
         self.last_stage = self.pp_rank == self.pp_size - 1  # which has sampled, and whose metadata count
         rank = Rank(pp=self.pp_rank, tp=self.attn_tp_rank)
-        cache = pool_cache(args, None if is_mla_backend else heads, rank, self.attn_tp_size, self._device())
+        self.states = States.of(args)
+        cache = pool_cache(
+            args,
+            None if is_mla_backend else heads,
+            rank,
+            self.attn_tp_size,
+            self._device(),
+            stage_layers(model, self.pp_rank, self.pp_size) if decodes and self.pp_size > 1 else None,
+            heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_swa_num_kv_heads(1)),
+        )
         self.prefill, self.decode = PrefillRank(self), DecodeRank(self)
         side = self.decode if decodes else self.prefill
         facts = server_facts(model, args.kv_cache_dtype_str, config)
+        if MAMBA in self.states.kinds:
+            facts["state dtypes"] = (
+                f"{envs.SGLANG_MAMBA_CONV_DTYPE.get()} {envs.SGLANG_MAMBA_SSM_DTYPE.get() or 'model'}"
+            )
         if args.num_draft_entries:
             facts["draft"] = str(server_args.speculative_draft_model_path)[-TEXT:]
         name = f"sglang-{disaggregation_mode.value}-dp{self.system_dp_rank or self.attn_dp_rank}"
@@ -93,12 +108,15 @@ class TransferManager(CommonKVManager):
         index_slice: slice,
         is_last_chunk: bool,
         aux_index: int | None = None,
+        state_indices: Any = None,
         wait_event: Any = None,
         **_: Any,
     ) -> None:
         """Offer further pages of a request; ``CommonKVSender.send`` calls it."""
         after = None if wait_event is None else CudaEvent(wait_event)
-        self.prefill.add(bootstrap_room, np.asarray(kv_indices).tolist(), is_last_chunk, aux_index, after)
+        self.prefill.add(
+            bootstrap_room, np.asarray(kv_indices).tolist(), is_last_chunk, aux_index, after, state_indices
+        )
 
     def build_receiver_metadata_message(
         self, *, bootstrap_room: int, required_dst_info_num: int, decode_prefix_len: int | None, **_: Any
@@ -107,7 +125,9 @@ class TransferManager(CommonKVManager):
         attempt = self.decode.attempt(bootstrap_room)
         prefix = decode_prefix_len or 0
         return packed(
-            PagesWanted(bootstrap_room, attempt, self.local_ip, self.rank_port, prefix, required_dst_info_num)
+            PagesWanted(
+                bootstrap_room, attempt, self.local_ip, self.rank_port, prefix, required_dst_info_num, self.pp_size
+            )
         )
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
@@ -162,6 +182,8 @@ class TransferManager(CommonKVManager):
         note = unpacked(frames)
         if isinstance(note, PagesWanted):
             self.prefill.wanted(note)
+        elif isinstance(note, AttemptFailed):
+            self.prefill.given_up(note)
 
     def _hear_decode(self, frames: list[bytes]) -> None:
         note = unpacked(frames)

@@ -26,6 +26,7 @@ class PagesWanted(msgspec.Struct, frozen=True, tag=True):
         dst_port: The port at which it hears.
         prefix: Tokens that it has cached, in whole pages.
         required_dst_info_num: How many decode ranks tell this prefill rank of the request.
+        stages: Pipeline stages of the decode server.
     """
 
     room: int
@@ -34,6 +35,7 @@ class PagesWanted(msgspec.Struct, frozen=True, tag=True):
     dst_port: int
     prefix: int
     required_dst_info_num: int
+    stages: int = 1
 
 
 class PagesOffered(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +55,7 @@ class PagesOffered(msgspec.Struct, frozen=True, tag=True):
 
 
 class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: nothing will come, or what has come is void."""
+    """Prefill to decode: nothing will come, or what has come is void. Decode tells the other prefill ranks of it."""
 
     room: int
     attempt: int

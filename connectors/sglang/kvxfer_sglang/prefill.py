@@ -14,6 +14,7 @@ from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import row_of
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted
 from kvxfer_sglang.rank import EngineRank
+from kvxfer_sglang.states import MAMBA
 
 __all__ = ["PrefillRank"]
 
@@ -32,8 +33,14 @@ class _Sending:
     digest: bytes
     wanted: tuple[PagesWanted, ...]
     pages: list[int] = field(default_factory=list)
+    states: Sequence[Any] | None = None  # SGLang's indices, once all is computed
     offered: bool = False
     ended: Ended | None = None
+
+    @property
+    def staged(self) -> bool:
+        """Whether each of decode's pipeline stages hears of one stage here alone, which then has to say what was sampled."""
+        return any(note.stages > 1 for note in self.wanted)
 
 
 class PrefillRank:
@@ -84,7 +91,15 @@ class PrefillRank:
             transfer = TransferId.mint(self._rank.source.epoch, f"sglang-{room}-{self._count}")
             self._sendings[room] = _Sending(room, transfer, request_digest(room, prefix, pages), known)
 
-    def add(self, room: int, pages: Sequence[int], last: bool, aux_index: int | None, after: Fence | None) -> None:
+    def add(
+        self,
+        room: int,
+        pages: Sequence[int],
+        last: bool,
+        aux_index: int | None,
+        after: Fence | None,
+        states: Sequence[Any] | None = None,
+    ) -> None:
         """Offer further pages of a request, and with the last ones SGLang's metadata of it.
 
         Args:
@@ -93,6 +108,7 @@ class PrefillRank:
             last: Whether no more follow.
             aux_index: The request's row of metadata, with the last pages.
             after: The fence behind which the pages are complete; ``None`` when they are.
+            states: SGLang's indices of each state, with the last pages.
         """
         from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -103,11 +119,16 @@ class PrefillRank:
             if sending is None or manager.request_status.get(room) in (None, KVPoll.Failed):
                 return
             sending.pages += pages
-            sampled = last and manager.last_stage
+            sending.states = (states or []) if last else None
+            sampled = last and (manager.last_stage or sending.staged)
             aux = row_of(manager.kv_args, aux_index) if sampled and aux_index is not None else b""
             tell = not sending.offered
-            if not sending.pages:  # the decode server has them all
-                tell = manager.last_stage
+            if not sending.pages and MAMBA in manager.states.kinds:
+                failure = (
+                    "the decode server has all pages cached, and the state of recurrent layers cannot go without one"
+                )
+            elif not sending.pages:  # the decode server has them all
+                tell = manager.last_stage or sending.staged
                 manager.update_status(room, KVPoll.Success)
             else:
                 try:
@@ -140,13 +161,21 @@ class PrefillRank:
         for note in known:
             self._manager.tell(note.endpoint, note.dst_port, AttemptFailed(room, note.attempt, reason))
 
-    def aborted(self, room: int) -> None:
-        """Take in that a decode rank has aborted a request."""
+    def aborted(self, room: int, reason: str = "the decode server aborted it") -> None:
+        """Take in that a request is aborted, by a decode rank unless the reason says otherwise."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         if self._manager.request_status.get(room) not in (None, KVPoll.Success):
-            self._manager.fail(room, "the decode server aborted it")
-            self.withdraw(room, "the decode server aborted it")
+            self._manager.fail(room, reason)
+            self.withdraw(room, reason)
+
+    def given_up(self, note: AttemptFailed) -> None:
+        """Take in that another prefill rank has given a request up, of which decode tells us."""
+        with self._lock:
+            sending = self._sendings.get(note.room)
+            known = sending.wanted if sending else tuple(self._manager.transfer_infos.get(note.room, {}).values())
+        if any(wanted.attempt == note.attempt for wanted in known):
+            self.aborted(note.room, note.reason)
 
     def forget(self, room: int) -> None:
         """Take in that SGLang is done with a request that went well."""
@@ -176,7 +205,7 @@ class PrefillRank:
 
     def _offer(self, sending: _Sending, last: bool, aux: bytes, after: Fence | None) -> None:
         tokens = len(sending.pages) * self._manager.kv_args.page_size
-        table = BlockTable.of([sending.pages])
+        table = BlockTable.of(self._manager.states.rows(sending.pages, sending.states))
         offer = Offer(
             sending.transfer,
             sending.digest,

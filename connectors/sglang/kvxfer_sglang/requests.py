@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
+import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
 
+from kvxfer import KvxferError
+from kvxfer_sglang.notes import AttemptFailed, packed
+
 __all__ = ["TransferReceiver", "TransferSender"]
+
+log = logging.getLogger("kvxfer.sglang")
 
 
 class TransferSender(CommonKVSender):
@@ -48,8 +55,15 @@ class TransferReceiver(CommonKVReceiver):
         **told: Any,
     ) -> None:
         """Tell the prefill ranks that pages are there."""
-        pages = np.asarray(kv_indices).tolist()
-        self._attempt = self.kv_mgr.decode.expect(self.bootstrap_room, pages, aux_index, decode_prefix_len or 0)
+        try:
+            rows = self.kv_mgr.states.rows(np.asarray(kv_indices).tolist(), state_indices or [])
+        except KvxferError as error:
+            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            self.ensure_abort_notified()
+            return
+        self._attempt = self.kv_mgr.decode.expect(
+            self.bootstrap_room, rows, aux_index, decode_prefix_len or 0, self._tell_all
+        )
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **told)
 
     def is_abort_release_safe(self) -> bool:
@@ -65,6 +79,16 @@ class TransferReceiver(CommonKVReceiver):
         """Give the request up."""
         self.kv_mgr.decode.drop(self.bootstrap_room, self._attempt, "the request was aborted")
         super().abort()
+
+    def _tell_all(self, note: AttemptFailed) -> None:
+        """Tell all prefill ranks of this request that one of them has given it up; who knows is not hurt by it."""
+        for rank in self.bootstrap_infos or ():
+            try:
+                sock, lock = self._connect_to_bootstrap_server(rank)
+                with lock:
+                    sock.send_multipart(packed(note))
+            except zmq.ZMQError as error:
+                log.warning("room %s: a prefill rank cannot be told that it is over: %s", note.room, error)
 
     def _register_kv_args(self) -> bool:
         """Tell prefill ranks nothing of this rank's memory: kvxfer's directories do."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvxfer import KvxferError
 from kvxfer.values import MOST_PAYLOAD
+from kvxfer_sglang.states import DSA, MAMBA, SWA, kind_of
 
 __all__ = ["UnsupportedSetupError", "check_setup"]
 
@@ -36,17 +37,25 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
     from sglang.srt.utils.common import is_hip
 
     parallel, disagg = get_parallel(), get_disagg()
-    if args.state_types:
-        kinds = ", ".join(str(getattr(kind, "value", kind)) for kind in args.state_types)
-        yield f"pools with states ({kinds}): models with recurrent layers, sliding-window pools or sparse indices"
+    kinds = list(map(kind_of, args.state_types))
+    others = [kind for kind in kinds if kind not in (SWA, MAMBA, DSA) or kinds.count(kind) > 1]
+    if others:
+        yield f"pools with states of this kind ({', '.join(others)})"
+    elif kinds and parallel.pp_size > 1:
+        yield f"--pp-size {parallel.pp_size} together with states ({', '.join(kinds)}): give such a model one stage"
+    if SWA in kinds and args.swa_kv_cache_layout != "nhd":
+        yield f"a sliding-window pool that lies otherwise than token by token, head by head ({args.swa_kv_cache_layout})"
+    if MAMBA in kinds and decodes and disagg.disaggregation_decode_enable_radix_cache:
+        yield (
+            "--disaggregation-decode-enable-radix-cache together with recurrent layers: of a prompt that is cached whole no "
+            "page is moved, and its state would not come"
+        )
     if args.is_hybrid_mla_backend or args.mla_compression_ratios or args.kv_layout:
         yield "hybrid or compressed latent pools"
     if args.num_draft_entries and parallel.pp_size > 1:
         yield "the draft model's cache (--speculative-algorithm) together with pipeline stages"
     if "fp4" in args.kv_cache_dtype_str:
         yield f"--kv-cache-dtype {args.kv_cache_dtype_str}, whose scales SGLang does not hand over"
-    if decodes and parallel.pp_size > 1:
-        yield f"--pp-size {parallel.pp_size}: pipeline stages at decode, of which SGLang does not say what layers they have"
     if parallel.attn_cp_size > 1:
         yield f"--attn-cp-size {parallel.attn_cp_size}: context parallelism"
     if parallel.attn_dcp_size > 1:
