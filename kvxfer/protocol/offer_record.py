@@ -142,6 +142,8 @@ class OfferRecord(msgspec.Struct, eq=False):
     least: Generation = 0  # older ones are given up
     revoked: Generation | None = None  # the last one that was given up while the transfer goes on, until it is released
     serves: dict[Key, RankServe] = field(default_factory=dict)
+    before: OfferRecord | None = None  # what the transfer had before, until that is released
+    follower: OfferRecord | None = None  # what waits for the release of this
     # Readers, by their agents' epochs. They count once their digest is that of the offer: whoever names another is at the
     # wrong door, and changes nothing for those who are not.
     digest: bytes | None = None  # of the last offer

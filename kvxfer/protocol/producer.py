@@ -17,6 +17,7 @@ from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, Over, RankServe, follows, told
+from kvxfer.protocol.releases import Releases
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.serves import MANY, MOST_WORDS, Serves
 from kvxfer.protocol.timers import Recent, Timers
@@ -54,6 +55,7 @@ class ProducerMachine:
         self._leases: Timers[TransferId] = Timers()
         self._early = Early(lease, MOST_WORDS)
         self._over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
+        self._releases = Releases()
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class ProducerMachine:
         if gone:
             return out + self._end(h, Outcome(why), now)
         h.revoked = generation if h.revoked is None else max(generation, h.revoked)
-        return out + h.released_generation()
+        return out + self._releases.of(h)
 
     def renew(self, transfer: TransferId, now: float) -> None:
         """Renew the lease of a transfer that somebody still means to fetch."""
@@ -244,6 +246,7 @@ class ProducerMachine:
         h = self._records.get(transfer)
         if h is None:
             h = self._records[transfer] = OfferRecord(transfer, now, now)
+            self._releases.follow(h)
         return h
 
     def _lend(self, h: OfferRecord, now: float) -> None:
@@ -380,7 +383,7 @@ class ProducerMachine:
 
     def _serve_over(self, h: OfferRecord, now: float) -> list[Action]:
         """Note that something that was served of an offer is over, and end or release what was kept only for it."""
-        out = h.released_generation() + h.released()
+        out = self._releases.of(h)
         if not h.known and not h.serves and h.outcome is None:
             del self._records[h.transfer]  # it was wanted only
         elif h.short is not None and h.outcome is None and not h.served:
@@ -399,8 +402,7 @@ class ProducerMachine:
         out: list[Action] = []
         if h.known:
             out.append(Emit(h.ended(outcome, now)))
-            if not h.serves:
-                out += h.released()
+        out += self._releases.of(h)
         for serve in list(h.serves.values()):
             out += self._stop(serve, self._told(outcome), False, now)
         return out

@@ -403,3 +403,22 @@ def test_blocks_that_were_revoked_before_anybody_heard_of_them_are_released_at_o
     assert producer.revoke(T, 4, preempted, False, 0.0) == [Emit(GenerationReleased("producer", T, str(T), 4))]
     ends = [action.event for action in producer.revoke(T, 5, aborted, True, 0.0) if isinstance(action, Emit)]
     assert [type(event) for event in ends] == [Ended, Released], "for good: that is the release of all"
+
+
+def test_what_is_offered_anew_is_released_after_what_still_moves() -> None:
+    """The blocks may be the same: an engine that hears of a release takes all that the transfer has had for free."""
+    left, aborted = Failure(FailureKind.CANCELLED, "the client left"), Failure(FailureKind.WITHDRAWN, "aborted")
+    producer = ProducerMachine(FOREVER, FOREVER)
+    producer.link_up(b"d", LinkInfo("sendrecv", PLANNERS[0], peer=1), 0.0)
+    wanted = BlockTable.of([range(TOKENS // D_TOKENS)])
+    actions = producer.offer(Offer(T, DIGEST, 1, TOKENS, BLOCKS, True), 0.0)
+    actions += producer.message(b"d", m.FetchRequest(T, 1, DIGEST, 0, TOKENS, wanted, 1, 9.0), 0.0)
+    (moving,) = [action.ref for action in actions if isinstance(action, Move)]
+    actions = producer.message(b"d", m.CloseAttempt(T, 1, DIGEST, left.kind, left.detail, False), 0.0)
+    actions += producer.offer(Offer(T, DIGEST, 2, TOKENS, BLOCKS, True), 0.0)
+    actions += producer.revoke(T, 2, aborted, True, 0.0)
+    events = [action.event for action in actions if isinstance(action, Emit)]
+    assert [(type(event), event.generation) for event in events] == [(Ended, 1), (Ended, 2)], "something moves"
+    actions = producer.moved(Moved(moving, Failure(FailureKind.CANCELLED, "aborted"), True, 0), 0.0)
+    events = [action.event for action in actions if isinstance(action, Emit)]
+    assert [(type(event), event.generation) for event in events] == [(Released, 1), (Released, 2)]
