@@ -58,6 +58,20 @@ def deliver(p: Node, d: Node, i: int | str) -> None:
     assert p.settled(name(i)).outcome.delivered
 
 
+def deliver_in_time(p: Node, d: Node) -> None:
+    """A transfer from an end that was silent: it is asked every second whether it is back, and loads fail at once until then."""
+    p.offer(name("next"), [3, 1, 7], 12, 1, True)
+    for _ in range(20):
+        d.fetch(name("next"), p.source, [5, 2, 9], 12)
+        if (end := d.settled(name("next"))).outcome.delivered:
+            break
+        assert end.outcome.kind is FailureKind.PEER_LOST, end
+        time.sleep(0.25)
+    assert end.outcome.delivered, end
+    assert d.blocks([5, 2, 9]) == p.blocks([3, 1, 7])
+    assert p.settled(name("next")).outcome.delivered
+
+
 def half(p: Node, d: Node, i: int | str) -> None:
     """A transfer of which the first part has arrived and the second is still to come."""
     p.offer(name(i), [13], 4, 1, False)
@@ -133,7 +147,7 @@ def test_producer_is_stopped_and_goes_on_later(node: Make) -> None:
         d.scribble([15, 12])  # the engine uses its blocks for something else
         mine = d.blocks([15, 12])
     rest(p, 0)
-    deliver(p, d, "next")
+    deliver_in_time(p, d)
     assert p.settled(name(0), timeout=20.0).outcome.kind is not None
     assert d.blocks([15, 12]) == mine, "bytes came after the release"
 

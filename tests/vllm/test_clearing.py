@@ -95,7 +95,8 @@ def load(
     monkeypatch.setattr("vllm.distributed.parallel_state.get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(half, "Agent", lambda *args: agent)
     monkeypatch.setattr(Layout, "of", lambda *args: described(tensors, kv))
-    worker = half.WorkerHooks(Config(layout_check=False), SimpleNamespace(kv_transfer_config=None), kv)  # type: ignore[arg-type]
+    vllm: Any = SimpleNamespace(kv_transfer_config=None, parallel_config=SimpleNamespace(use_ubatching=False))
+    worker = half.WorkerHooks(Config(layout_check=False), vllm, kv)
     worker.register(tensors)
     source = Source("127.0.0.1", 1, 1)
     fetch = Fetch("request", TransferId("x", 0), b"d", source, BlockTable.of(blocks), start, tokens)

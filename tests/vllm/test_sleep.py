@@ -33,7 +33,10 @@ class Worker:
         config = Config(backend=backend, transfer_timeout=20.0, peer_timeout=5.0, staging_bytes=1 << 20)
         view = View("kv", 0, ("a",), (0,), BLOCKS, PAGE, PAGE, "test")
         cache = Cache((Region(self.pages.address, BLOCKS * PAGE),), (Group(TOKENS),), (view,))
-        vllm: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="sleeper"))
+        vllm: Any = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id="sleeper"),
+            parallel_config=SimpleNamespace(use_ubatching=False),
+        )
         blocks: Any = SimpleNamespace(num_blocks=BLOCKS)
         layout: Any = SimpleNamespace(cache=cache, table=lambda logical: logical)
         self.hooks = WorkerHooks(config, vllm, blocks)
