@@ -60,16 +60,18 @@ def deliver(p: Node, d: Node, i: int | str) -> None:
 
 def deliver_in_time(p: Node, d: Node) -> None:
     """A transfer from an end that was silent: it is asked every second whether it is back, and loads fail at once until then."""
-    p.offer(name("next"), [3, 1, 7], 12, 1, True)
-    for _ in range(20):
-        d.fetch(name("next"), p.source, [5, 2, 9], 12)
-        if (end := d.settled(name("next"))).outcome.delivered:
-            break
+    for attempt in range(20):
+        again = name(f"again-{attempt}")
+        p.offer(again, [3, 1, 7], 12, 1, True)
+        d.fetch(again, p.source, [5, 2, 9], 12)
+        end = d.settled(again)
+        if end.outcome.delivered:
+            assert d.blocks([5, 2, 9]) == p.blocks([3, 1, 7])
+            assert p.settled(again).outcome.delivered
+            return
         assert end.outcome.kind is FailureKind.PEER_LOST, end
         time.sleep(0.25)
-    assert end.outcome.delivered, end
-    assert d.blocks([5, 2, 9]) == p.blocks([3, 1, 7])
-    assert p.settled(name("next")).outcome.delivered
+    raise AssertionError(end)
 
 
 def half(p: Node, d: Node, i: int | str) -> None:
