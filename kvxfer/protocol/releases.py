@@ -21,23 +21,18 @@ class Releases:
 
     def follow(self, h: OfferRecord) -> None:
         """Take in a new record, which waits for what its transfer had before."""
-        h.before = self._held.get(h.transfer)
-        if h.before is not None:
-            h.before.follower = h
+        if self._held and (before := self._held.get(h.transfer)) is not None:
+            h.before, before.follower = before, h
 
     def of(self, h: OfferRecord) -> list[Action]:
         """Return what can be released of a record, and of those that have waited for it. Call it whenever less of it moves."""
-        if h.before is not None:
-            if h.outcome is not None:
-                self._held[h.transfer] = h
-            return []
-        out = h.released_generation() + h.released()
         if h.outcome is None:
-            return out
-        if h.serves:
+            return [] if h.before is not None or h.revoked is None else h.released_generation()
+        if h.serves or h.before is not None:
             self._held[h.transfer] = h
-            return out
-        if self._held.get(h.transfer) is h:
+            return []
+        out = h.released()
+        if self._held and self._held.get(h.transfer) is h:
             del self._held[h.transfer]
         if h.follower is not None:
             h.follower.before = None
