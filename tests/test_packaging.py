@@ -58,9 +58,8 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
-    on_demand = ("kvxfer.cli", "kvxfer.bench", "kvxfer.testing", "kvxfer.memory.cuda", "kvxfer.memory.triton_kernels")
-    modules = [name for name in core_modules() if not name.startswith(on_demand)]
+def loads(modules: list[str]) -> set[str]:
+    """Return the heavy packages that importing these modules loads."""
     program = (
         "import sys\n"
         "before = set(sys.modules)\n"  # a .pth file of another distribution may load anything
@@ -69,7 +68,17 @@ def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert loaded.returncode == 0, loaded.stderr
-    assert {name.partition(".")[0] for name in loaded.stdout.split()} & HEAVY == set()
+    return {name.partition(".")[0] for name in loaded.stdout.split()} & HEAVY
+
+
+def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
+    on_demand = ("kvxfer.cli", "kvxfer.bench", "kvxfer.testing", "kvxfer.memory.cuda", "kvxfer.memory.triton_kernels")
+    assert not loads([name for name in core_modules() if not name.startswith(on_demand)])
+
+
+def test_the_program_loads_no_engine_before_it_is_asked_to() -> None:
+    """It has a command of each connector's, and ``--help`` must not take the seconds that an engine's import takes."""
+    assert not loads(["kvxfer.cli.main"])
 
 
 @pytest.mark.parametrize("name", sorted(core_modules()))

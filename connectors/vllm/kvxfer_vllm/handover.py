@@ -17,9 +17,6 @@ import typer
 
 from kvxfer.config import Config
 from kvxfer.identity import TransferId
-from kvxfer_vllm.exposed import exposure
-from kvxfer_vllm.played import engines
-from kvxfer_vllm.played_prefill import Prompt
 
 OTHERS = 8
 WARM_UP = 3
@@ -49,6 +46,9 @@ def measure(
         The further steps of each load; of each stage the median over the loads, in µs from the request's arrival; and of each but
         the first what it took from the one before.
     """
+    from kvxfer_vllm.played import engines  # here, as it loads vLLM, and the program loads this file for its --help
+    from kvxfer_vllm.played_prefill import Prompt
+
     settings = {"backend": backend, "step_budget": budget_ms / 1000}
     further, computed = [], []
     with engines(settings, step_ms / 1000, overlap) as (engine, producer):
@@ -118,6 +118,8 @@ def handover(
     Also what of a transfer is left behind the producer's last token, if both engines have the request at once and the link takes
     half as long as the prefill.
     """
+    from kvxfer_vllm.exposed import exposure  # here: see ``measure``
+
     found: dict[str, Any] = {"backend": backend, "tokens": tokens, "step_ms": step_ms, "budget_ms": budget_ms}
     for way, budget in (("in_step", budget_ms), ("beside", 0.0)):
         found[way] = {mode: measure(tokens, rounds, step_ms, budget, backend, over) for mode, over in MODES.items()}
