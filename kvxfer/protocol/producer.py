@@ -114,6 +114,8 @@ class ProducerMachine:
         if over is not None and generation < over.least:
             return []
         if transfer not in self._records and not gone:
+            if transfer in self._releases:
+                return []  # the release that is still to come says the same
             return [Emit(GenerationReleased("producer", transfer, str(transfer), generation))]
         h = self._record(transfer, now)
         if kept and gone and h.offer is not None and h.offer.generation == generation and h.tokens and h.served:

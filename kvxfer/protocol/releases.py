@@ -24,6 +24,10 @@ class Releases:
         if self._held and (before := self._held.get(h.transfer)) is not None:
             h.before, before.follower = before, h
 
+    def __contains__(self, transfer: TransferId) -> bool:
+        """Return whether a release of this transfer is still to come, of what has ended."""
+        return transfer in self._held
+
     def of(self, h: OfferRecord) -> list[Action]:
         """Return what can be released of a record, and of those that have waited for it. Call it whenever less of it moves."""
         if h.outcome is None:

@@ -422,3 +422,19 @@ def test_what_is_offered_anew_is_released_after_what_still_moves() -> None:
     actions = producer.moved(Moved(moving, Failure(FailureKind.CANCELLED, "aborted"), True, 0), 0.0)
     events = [action.event for action in actions if isinstance(action, Emit)]
     assert [(type(event), event.generation) for event in events] == [(Released, 1), (Released, 2)]
+
+
+def test_a_revocation_does_not_release_what_still_moves_of_an_end_that_is_forgotten() -> None:
+    """An abort may take longer than ends are remembered, where a peer stands still."""
+    producer = ProducerMachine(1.0, 1.0)
+    producer.link_up(b"d", LinkInfo("sendrecv", PLANNERS[0], peer=1), 0.0)
+    wanted = BlockTable.of([range(TOKENS // D_TOKENS)])
+    actions = producer.offer(Offer(T, DIGEST, 1, TOKENS, BLOCKS, True), 0.0)
+    actions += producer.message(b"d", m.FetchRequest(T, 1, DIGEST, 0, TOKENS, wanted, 1, 9.0), 0.0)
+    (moving,) = [action.ref for action in actions if isinstance(action, Move)]
+    producer.message(b"d", m.CloseAttempt(T, 1, DIGEST, FailureKind.CANCELLED, "the client left", False), 0.0)
+    producer.tick(10.0)
+    assert producer.revoke(T, 2, Failure(FailureKind.REVOKED, "preempted"), False, 10.0) == []
+    actions = producer.moved(Moved(moving, Failure(FailureKind.CANCELLED, "aborted"), True, 0), 10.0)
+    events = [action.event for action in actions if isinstance(action, Emit)]
+    assert [(type(event), event.generation) for event in events] == [(Released, 1)]
