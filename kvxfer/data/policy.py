@@ -13,6 +13,7 @@ from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, Incompatible, Planner, ShardAssignment
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.parts import on_host
 from kvxfer.protocol.values import LinkInfo, Mode, Role
 from kvxfer.transport import Capabilities, Verb
 
@@ -58,8 +59,7 @@ class LinkPolicy:
         elif caps.factored:
             below = 0
         else:
-            on_host = all(r.device == "cpu" for r in cache.regions)
-            below = caps.run_bytes if on_host else max(caps.run_bytes, CUDA_RUN)
+            below = caps.run_bytes if on_host(cache.regions) else max(caps.run_bytes, CUDA_RUN)
         if mode == "write" and not _closes(caps):
             below = ALWAYS  # closing a link would not keep its writes out of the cache
         return cls(backend, mode, cache, staging.piece_bytes, below, integrity)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvxfer.geometry import Cache, CopyPlan, Planner
+from kvxfer.geometry import Cache, CopyPlan, Planner, Region
 from kvxfer.memory import sample
 from kvxfer.protocol.values import LinkInfo, PartRef
 from kvxfer.values import BlockTable
@@ -21,8 +21,8 @@ PIECE_LEAST = 8 << 20
 """Bytes of a piece below which its fixed costs show; half a slot, where that is more: slots are sized for the link."""
 CHECKED, CHECKED_LEAST = 4, 16 << 20
 """Parts that a large one is cut into where parts are hashed, and bytes below which that is not worth the messages."""
-HOST_PART, CUDA_PART = 32 << 20, 512 << 20
-"""Bytes of a part that is sent and received, by where it lies: some milliseconds of its link, and far more than a part costs."""
+HOST_BYTES, CUDA_BYTES = 32 << 20, 512 << 20
+"""Bytes at which what is long is cut, by where it lies: some milliseconds of its link, and far more than a part or a batch costs."""
 AHEAD = 2
 """Parts of a transfer that are sent at once: while one ends, the next moves, and what comes to the link meanwhile waits for these
 only. (What is read or written, each side cuts by itself; where both sides have a half, both have to know.)"""
@@ -118,6 +118,16 @@ def aligned(cache: Cache, tokens: int) -> int:
     return tokens // step * step
 
 
+def on_host(regions: Iterable[Region]) -> bool:
+    """Return whether all of this memory is the host's."""
+    return all(region.device == "cpu" for region in regions)
+
+
+def most_bytes(regions: Iterable[Region]) -> int:
+    """Return at how many bytes what lies in this memory is cut, so that short transfers beside it have their turn."""
+    return HOST_BYTES if on_host(regions) else CUDA_BYTES
+
+
 def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
     """Return where the parts end into which the tokens ``[lo, hi)`` are cut.
 
@@ -132,10 +142,10 @@ def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
     """
     if info.integrity != "full" and info.mode != "sendrecv":
         return [hi]
-    host = all(r.device == "cpu" for r in info.planner.src.regions)
+    host = on_host(info.planner.src.regions)
     parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if host and info.integrity == "full" else 1
     if info.mode == "sendrecv" and not piece_bytes(plan, info):
-        parts = max(parts, -(-plan.nbytes // (HOST_PART if host else CUDA_PART)))
+        parts = max(parts, -(-plan.nbytes // most_bytes(info.planner.src.regions)))
     if parts < 2:
         return [hi]
     ends = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}

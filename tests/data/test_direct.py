@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvxfer.data.jobs import direct
 from kvxfer.identity import TransferId
+from kvxfer.protocol import parts
 from kvxfer.protocol.values import Ended
 from kvxfer.testing import Network
 from tests.control.conftest import Engine, fetch, offered
@@ -22,7 +22,7 @@ def test_a_short_load_does_not_wait_for_a_long_one(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     """Whatever moves takes its time here, as in a library that moves one batch after the other, and the long one began before."""
-    monkeypatch.setattr(direct, "HOST_ROUND", 8 << 10)
+    monkeypatch.setattr(parts, "HOST_BYTES", 8 << 10)
     net = Network()
     options = {"verbs": [verb], "run_bytes": 1, "network": net}
     p, d = engine(dict(options), blocks=400, seed=1), engine(dict(options), blocks=400)

@@ -56,7 +56,7 @@ class Producer:
 def one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Producer("sendrecv")
     probe.load(SHORT, 0, 1)
-    monkeypatch.setattr(parts, "HOST_PART", probe.moves[0].plan.nbytes)
+    monkeypatch.setattr(parts, "HOST_BYTES", probe.moves[0].plan.nbytes)
 
 
 @pytest.mark.usefixtures("one_block")

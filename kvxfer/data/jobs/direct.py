@@ -6,20 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from kvxfer.data.jobs.job import CACHE, PIECES, Job, Wire
 from kvxfer.geometry import CopyPlan, Region
+from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, PlanBatch, Verb
 
 __all__ = ["Direct", "round_bytes"]
 
-HOST_ROUND, CUDA_ROUND = 32 << 20, 512 << 20
-"""Bytes of a batch where a long part is cut: some milliseconds of its link, and far more than a batch costs."""
 ROUNDS = 2
 """Batches of a part that are under way at once: while one ends, the next moves."""
 
 
 def round_bytes(action: Move, regions: Sequence[Region]) -> int | None:
     """Return the most bytes of a batch of this part; ``None``: it goes in one."""
-    most = HOST_ROUND if all(region.device == "cpu" for region in regions) else CUDA_ROUND
+    most = most_bytes(regions)
     return most if action.verb in (Verb.READ, Verb.WRITE) and action.plan.nbytes > most else None
 
 
