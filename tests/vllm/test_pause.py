@@ -33,14 +33,20 @@ def restart(engine: Engine, *others: Engine) -> None:
     engine.run(*others)
 
 
-@CACHES
-def test_a_load_under_way_arrives_while_its_engine_keeps_still(make: Make, wire: Wire, groups: Any) -> None:
-    p, d = make(groups), make(groups)
+def begin(p: Engine, d: Engine, wire: Wire) -> tuple[list[int], str]:
+    """Have a load under way whose bytes stand still; return its prompt and its request's name."""
     text = prompt(90)
     params = prefill(p, text)
     wire.paused = True
     name = d.add(text, params)
     d.steps(2)
+    return text, name
+
+
+@CACHES
+def test_a_load_under_way_arrives_while_its_engine_keeps_still(make: Make, wire: Wire, groups: Any) -> None:
+    p, d = make(groups), make(groups)
+    text, name = begin(p, d, wire)
     assert wire.loads(d)
     d.scheduler.set_pause_state(KEEP)
     assert not d.scheduler.has_requests(), "its loop would go on"
@@ -73,11 +79,7 @@ def test_what_waits_is_drained_and_what_is_new_waits(make: Make, wire: Wire) -> 
 def test_what_is_aborted_holds_nobody_up(make: Make, wire: Wire) -> None:
     """Mode `abort` ends loads at once, and P has its blocks again; D holds none, so that its cache can be cleared."""
     p, d = make(), make()
-    text = prompt(90)
-    params = prefill(p, text)
-    wire.paused = True
-    name = d.add(text, params)
-    d.steps(2)
+    text, name = begin(p, d, wire)
     d.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     d.scheduler.set_pause_state(NEW)
     wire.paused = False
@@ -112,11 +114,7 @@ def test_a_producer_that_keeps_still_is_fetched_from(make: Make) -> None:
 def test_clearing_the_cache_under_a_load_is_refused_and_costs_nothing(make: Make, wire: Wire) -> None:
     """By vLLM itself (mode `keep` with `clear_cache`, its default): it does not take blocks away that are being written."""
     p, d = make(), make()
-    text = prompt(90)
-    params = prefill(p, text)
-    wire.paused = True
-    name = d.add(text, params)
-    d.steps(2)
+    text, name = begin(p, d, wire)
     d.scheduler.set_pause_state(KEEP)
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         d.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
