@@ -10,8 +10,8 @@ LEAST = 1 << 20
 """Bytes of a part that tells how fast its link is: of shorter ones most of the time is spent elsewhere."""
 REMEMBERED = 8
 PAYS_S = 0.02
-"""What all bytes of a transfer must take on the wire for bands to pay: these save up to seven eighths of it, and cost both sides' threads
-up to a millisecond."""
+"""What all bytes of a transfer must take on the wire for bands to pay: these save up to seven eighths of it, and cost both sides seven
+more parts."""
 
 
 class LinkPace:
