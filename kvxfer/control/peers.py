@@ -1,6 +1,6 @@
 """The peers of an agent: what they say goes into the machines, and what the machines ask of them is done.
 
-Used by the control thread only. AgentPeers are ranks that we have dialled, ranks that have dialled us, and directories.
+Used by the control thread only. Peers are ranks that we have dialled, ranks that have dialled us, and directories.
 """
 
 from __future__ import annotations
