@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvxfer.bench.pair import cache_devices
 from kvxfer.bench.ranked import LoadResult, RankedEngine
 from kvxfer.bench.remote import Remote
 from kvxfer.errors import ConfigError
@@ -37,9 +38,10 @@ REST_S = 2 * TIMES["transfer_timeout"] + 3 * TIMES["lease"]
 class _Chaos:
     """The engines, and what happens to them."""
 
-    def __init__(self, seed: int, config: dict[str, Any]) -> None:
+    def __init__(self, seed: int, config: dict[str, Any], device: str) -> None:
         self._rng = random.Random(seed)
         self._config = config
+        self._devices = cache_devices(device)
         self._made = 0
         self.outcomes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
@@ -58,7 +60,8 @@ class _Chaos:
     def _start(self, name: str) -> None:
         self._made += 1
         seed = self._rng.randrange(1 << 32)
-        self._remotes[name] = remote = Remote(name, RankedEngine, name, ENGINES[name], seed, self._config)
+        devices = self._devices if name.startswith("producer") else self._devices[::-1]
+        self._remotes[name] = remote = Remote(name, RankedEngine, name, ENGINES[name], seed, self._config, devices)
         self._sources[name] = remote("source")
         self._todo[name] = [], []
         self._holding[name] = 0
@@ -142,7 +145,7 @@ class _Chaos:
             remote.close()
 
 
-def measure(seconds: float, every: float, seed: int, config: dict[str, Any]) -> dict[str, Any]:
+def measure(seconds: float, every: float, seed: int, config: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
     """Run the engines under faults.
 
     Args:
@@ -150,13 +153,14 @@ def measure(seconds: float, every: float, seed: int, config: dict[str, Any]) -> 
         every: Mean seconds between two kills or stops.
         seed: Of everything that is chosen.
         config: Settings of the engines, besides their times.
+        device: Memory of the caches, ``cpu`` or ``cuda``; ranks of producers and of consumers begin at different GPUs.
 
     Returns:
         Outcomes by kind, faults by kind, the latest outcome in seconds past its deadline, and complaints: none if all
         promises held.
     """
     rng = random.Random(seed + 1)
-    world = _Chaos(seed, {**config, **TIMES})
+    world = _Chaos(seed, {**config, **TIMES}, device)
     try:
         until = time.monotonic() + seconds
         harm = time.monotonic() + every
@@ -184,14 +188,17 @@ def chaos(
     every: Annotated[float, typer.Option(help="Mean seconds between two kills or stops.", min=0.1)] = 2.0,
     seed: Annotated[int, typer.Option(help="Of everything that is chosen.")] = 0,
     backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
+    device: Annotated[str, typer.Option(help="Memory of the caches: cpu or cuda.")] = "cpu",
     integrity: Annotated[str, typer.Option(help="off, sample or full.")] = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Kill, stop and preempt engines of one and two ranks; fails if a byte is wrong, a load late, a block lost."""
     if integrity not in ("off", "sample", "full"):
         raise ConfigError(f"--integrity is off, sample or full, not {integrity!r}")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {device!r}: cpu or cuda")
     settings = {"backend": backend, "integrity": integrity, "staging_bytes": 4 << 20}
-    found = measure(60 * minutes, every, seed, settings)
+    found = measure(60 * minutes, every, seed, settings, device)
     if as_json:
         typer.echo(json.dumps(found))
     else:

@@ -11,13 +11,14 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kvxfer.bench.words import Words, words
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -93,15 +94,20 @@ class Stalls:
 
 
 class RankedEngine:
-    """One engine with ``tp`` ranks in this process; ``step`` makes it work. See ``chaos`` for what it is asked to do."""
+    """One engine with ``tp`` ranks in this process; ``step`` makes it work. See ``chaos`` for what it is asked to do.
 
-    def __init__(self, role: str, tp: int, seed: int, config: dict[str, Any]) -> None:
+    Ranks take turns at ``devices``.
+    """
+
+    def __init__(self, role: str, tp: int, seed: int, config: dict[str, Any], devices: Sequence[str]) -> None:
         self._role, self._tp = role, tp
         self._config = Config.from_mapping(config)
         self._rng = random.Random(seed)
         shape = LAYERS, BLOCKS, BLOCK_TOKENS, HEADS // tp, HEAD_WORDS
-        self._words = [np.full(shape, FREE, np.int64) for _ in range(tp)]
-        self._agents = [Agent(_cache(words, i, tp), self._config, role) for i, words in enumerate(self._words)]
+        self._words = [words(shape, devices[rank % len(devices)]) for rank in range(tp)]
+        for cache in self._words:
+            cache.put(range(BLOCKS), FREE)
+        self._agents = [Agent(_cache(cache, i, tp), self._config, role) for i, cache in enumerate(self._words)]
         self._directory = Directory(Config(), role, epoch=self._agents[0].epoch)
         self._directory.publish(tuple(agent.descriptor for agent in self._agents))
         self._free = list(range(BLOCKS))
@@ -174,7 +180,7 @@ class RankedEngine:
             return
         blocks = self._uses[number].blocks[: tokens // BLOCK_TOKENS]
         self._uses[number].generations[rank] = generation
-        self._words[rank][:, blocks] = _words(number, generation, tokens, rank, self._tp)
+        self._words[rank].put(blocks, _words(number, generation, tokens, rank, self._tp))
         final = tokens == EACH * BLOCK_TOKENS
         self._agents[rank].offer(
             Offer(_transfer(number), b"digest", generation, tokens, BlockTable.of([blocks]), final)
@@ -184,7 +190,7 @@ class RankedEngine:
         if number in self._uses and rank in self._uses[number].unreleased:
             self._uses[number].generations[rank] = generation
             self._agents[rank].revoke(_transfer(number), generation, "the engine took the blocks", gone)
-            self._words[rank][:, self._uses[number].blocks] = FREE - 1  # another request's bytes
+            self._words[rank].put(self._uses[number].blocks, FREE - 1)  # another request's bytes
 
     # --- the consumer ----------------------------------------------------------------------------------------------
 
@@ -232,7 +238,7 @@ class RankedEngine:
         if event.outcome.delivered:
             assert event.generation is not None  # every rank reads something
             want = _words(number, event.generation, EACH * BLOCK_TOKENS, rank, self._tp)
-            found = self._words[rank][:, use.blocks]
+            found = self._words[rank].get(use.blocks)
             if not (found == want).all():
                 other = int(found[found != want][0])
                 use.wrong = f"rank {rank}, generation {event.generation}: a word is {other:#x}"
@@ -253,15 +259,15 @@ class RankedEngine:
             return None
         self._rng.shuffle(self._free)
         blocks = [self._free.pop() for _ in range(EACH)]
-        if any((words[:, blocks] != FREE).any() for words in self._words):
+        if any((cache.get(blocks) != FREE).any() for cache in self._words):
             self._complaints.append(f"{self._role}: blocks {blocks} were written to after they had been released")
         self._uses[number] = _Use(blocks, 1e18, set(range(self._tp)))
         return blocks
 
     def _give_back(self, number: int) -> None:
         blocks = self._uses.pop(number).blocks
-        for words in self._words:
-            words[:, blocks] = FREE
+        for cache in self._words:
+            cache.put(blocks, FREE)
         self._free += blocks
 
     def _at(self, delay: float, call: Callable[[], None]) -> None:
@@ -278,10 +284,10 @@ def _transfer(number: int) -> TransferId:
     return TransferId("chaos", number)
 
 
-def _cache(words: np.ndarray[Any, Any], rank: int, tp: int) -> Cache:
+def _cache(memory: Words, rank: int, tp: int) -> Cache:
     heads, word = HEADS // tp, 8
     head = HEAD_WORDS * word
-    token, layer = heads * head, words[0].nbytes
+    token, layer = heads * head, memory.nbytes // LAYERS
     view = View(
         plane="kv",
         group=0,
@@ -294,7 +300,9 @@ def _cache(words: np.ndarray[Any, Any], rank: int, tp: int) -> Cache:
         heads=Heads(rank * heads, heads, HEADS, head),
         token_stride=token,
     )
-    return Cache((Region(words.ctypes.data, words.nbytes),), (Group(BLOCK_TOKENS),), (view,), Rank(tp=rank))
+    return Cache(
+        (Region(memory.address, memory.nbytes, memory.device),), (Group(BLOCK_TOKENS),), (view,), Rank(tp=rank)
+    )
 
 
 def _words(number: int, generation: int, tokens: int, rank: int, tp: int) -> np.ndarray[Any, Any]:

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from kvxfer.bench.pair import cache_devices
 from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
@@ -48,18 +49,26 @@ LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE
 """Failures that a busy machine brings about, and the share of transfers for which they are no complaint."""
 ROWS = 20
 WATCHED = ("producer", "consumer")
-FIGURES = ("rss_MiB", "descriptors", "threads", "fetches", "leases", "quarantined_bytes")
+FIGURES = ("device_MiB", "rss_MiB", "descriptors", "threads", "fetches", "leases", "quarantined_bytes")
 
 # How much more there may be at the end than after the first fifth: medians of a fifth of the run each.
-ALLOWED = {"rss_MiB": 6.0, "descriptors": 10, "threads": 1, "fetches": 60, "leases": 60, "quarantined_bytes": 0}
+ALLOWED = {
+    "device_MiB": 16.0,
+    "rss_MiB": 6.0,
+    "descriptors": 10,
+    "threads": 1,
+    "fetches": 60,
+    "leases": 60,
+    "quarantined_bytes": 0,
+}
 """A link takes up to ten descriptors, and there may be one more at the end; what leaks takes some for every restart."""
 
 
 class Engine:
     """One engine of one rank, in its own process."""
 
-    def __init__(self, role: str, backend: str, options: dict[str, Any]) -> None:
-        self._pool = Pool(MODEL, BLOCKS, "cpu")
+    def __init__(self, role: str, backend: str, options: dict[str, Any], device: str) -> None:
+        self._pool = Pool(MODEL, BLOCKS, device)
         if role == "producer":
             self._pool.fill()
         settings = {"backend": backend, "backend_options": options, "staging_bytes": 4 << 20, "integrity": "full"}
@@ -110,6 +119,7 @@ class Engine:
             pages = int(f.read().split()[1])
         stats = self._agent.stats()
         return {
+            "device_MiB": _device_mib() if self._pool.device != "cpu" else 0.0,
             "rss_MiB": round(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 2),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
@@ -121,6 +131,14 @@ class Engine:
     def close(self) -> None:
         self._agent.close()
         self._directory.close()
+
+
+def _device_mib() -> float:
+    """Return what all processes hold of all GPUs: memory of a peer that has died counts while somebody has it mapped."""
+    import torch
+
+    each = (torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count()))
+    return round(float(sum(total - free for free, total in each)) / (1 << 20), 2)
 
 
 @dataclass
@@ -242,7 +260,7 @@ class LoadDriver:
 
 
 def measure(
-    seconds: float, restart_s: float, backend: str = "tcp", options: dict[str, Any] | None = None
+    seconds: float, restart_s: float, backend: str = "tcp", options: dict[str, Any] | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
     """Run the load, then let everything end.
 
@@ -251,11 +269,12 @@ def measure(
         restart_s: Seconds between two kills.
         backend: What moves the KV.
         options: Its options.
+        device: Memory of the caches, ``cpu`` or ``cuda``: those of producers and consumers on GPUs of their own, if there are two.
 
     Returns:
         Samples over time, counts, and complaints: none if nothing grew and nothing went wrong.
     """
-    with _load(backend, options or {}) as load:
+    with _load(backend, options or {}, cache_devices(device)) as load:
         begun = time.monotonic()
         rows: list[dict[str, Any]] = []
         next_restart, turn = restart_s, 0
@@ -280,7 +299,7 @@ def measure(
         wrong = [*load.wrong[:10], *complaints(rows), *left(load)]
         if len(load.late) > MOST_LATE * load.counts.total() + 1:
             wrong += [f"{len(load.late)} transfers were too slow", *load.late[:3]]
-        wrong += [f"{n}: {v[k]:g} {k} are left" for n, v in rest.items() for k in FIGURES[3:] if v[k]]
+        wrong += [f"{n}: {v[k]:g} {k} are left" for n, v in rest.items() for k in FIGURES[4:] if v[k]]
         return {
             "backend": backend,
             "seconds": seconds,
@@ -294,12 +313,13 @@ def measure(
 
 
 @contextmanager
-def _load(backend: str, options: dict[str, Any]) -> Iterator[LoadDriver]:
+def _load(backend: str, options: dict[str, Any], devices: tuple[str, str]) -> Iterator[LoadDriver]:
     with ExitStack() as stack:
         made: dict[str, Remote] = {}
 
         def make(name: str) -> tuple[Remote, Source]:
-            made[name] = Remote(name, Engine, name.removeprefix("mortal "), backend, options)
+            role = name.removeprefix("mortal ")
+            made[name] = Remote(name, Engine, role, backend, options, devices[WATCHED.index(role)])
             return made[name], made[name]("source")
 
         def close() -> None:
@@ -336,6 +356,7 @@ def soak(
     restart: Annotated[float, typer.Option(help="Seconds between two kills.", min=1)] = 10.0,
     backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
     options: Annotated[str, typer.Option(help="backend_options as a JSON object.")] = "{}",
+    device: Annotated[str, typer.Option(help="Memory of the caches: cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Steady load with aborts and restarts; prints what two engines hold over time. Fails if anything grows."""
@@ -343,7 +364,9 @@ def soak(
         chosen = json.loads(options)
     except json.JSONDecodeError as e:
         raise ConfigError(f"--options is not JSON: {e}") from None
-    found = measure(60 * minutes, restart, backend, chosen)
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {device!r}: cpu or cuda")
+    found = measure(60 * minutes, restart, backend, chosen, device)
     if as_json:
         typer.echo(json.dumps(found))
     else:
