@@ -25,8 +25,8 @@ loaded host leaves us too little of a processor to use ``IDLE_CPU`` of it."""
 RSS_SLACK, RSS_STRETCHES = 16 << 20, 3
 """Bytes by which memory may grow over all rounds, seen in that many stretches of them."""
 
-FENCE_CPU, FENCE_TURNS = 0.3, 4000
-"""Share of a core that waiting for a fence may take, and polls a second."""
+FENCE_CPU, FENCE_TURNS = 0.3, 6000
+"""Share of a core that waiting for a fence may take, and polls a second: a look every 0.2 ms is 5,000 on a host that keeps time."""
 
 MAPPED = 2048
 """Bytes by which the memory in use may grow with each batch. A mapping that is kept has at least a page, and allocators take memory in
