@@ -27,6 +27,9 @@ from kvxfer_nccl.transport import NcclTransport
 
 __all__ = ["FakeBinding", "FakePipe", "FakeNcclTransport"]
 
+MOST_RUNS = 4096
+"""Enqueued runs that have not run, above which NCCL would block who enqueues more."""
+
 TICK_MS = 20
 """How often a thread looks whether it was aborted."""
 
@@ -54,6 +57,7 @@ class FakePipe:
         self._aborted = threading.Event()
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._enqueued, self._run_by_now = 0, 0  # runs; each is counted by one thread
         self._stream = threading.Thread(target=self._run, name="fake-nccl-stream", daemon=True)
 
     def open(self) -> None:
@@ -83,6 +87,8 @@ class FakePipe:
 
     def move(self, runs: Sequence[tuple[int, int]]) -> None:
         act = self._send if self._spec.sends else self._recv
+        self._enqueued += len(runs)
+        assert self._enqueued - self._run_by_now <= MOST_RUNS, "here NCCL would block, perhaps for good"
         for address, nbytes in runs:
             self._work.put((act, memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")))
 
@@ -133,6 +139,7 @@ class FakePipe:
             act, what = self._work.get()
             if act is not None:
                 act(what)
+                self._run_by_now += act in (self._send, self._recv)
 
     def _send(self, data: memoryview) -> None:
         assert self._sock is not None

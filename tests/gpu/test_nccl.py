@@ -35,10 +35,10 @@ MIB = 1 << 20
 
 
 class TwoGpus(World):
-    """The first participant on one GPU, all others on the other: two ranks cannot share one."""
+    """The first participant of those that are open on one GPU, all others on the other: two ranks cannot share one."""
 
     def _device(self) -> str:
-        return "cuda:1" if self._local or self._remote else "cuda:0"
+        return "cuda:1" if self._remote or any(not one.closed for one in self._local) else "cuda:0"
 
 
 class TestCuda(ConformanceSuite):

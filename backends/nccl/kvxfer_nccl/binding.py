@@ -53,7 +53,9 @@ class Pipe(Protocol):
         """
 
     def move(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Enqueue the sending of runs (address, bytes), none of them empty, or their reception.
+        """Enqueue the sending of runs (address, bytes), none of them empty, or their reception, in one launch.
+
+        A caller that enqueues more than the device takes would be blocked until the other side has enqueued its half.
 
         Raises:
             TransportError: The communicator is broken.

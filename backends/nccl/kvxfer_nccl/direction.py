@@ -37,8 +37,9 @@ __all__ = ["Broken", "Direction", "Post", "Receiver", "Sender", "Tools"]
 
 T = TypeVar("T")
 
-ENQUEUED = 32
-"""Batches enqueued at a time. CUDA takes about a thousand launches before the next one blocks."""
+ENQUEUED, GROUPED, RUNS = 32, 256, 2048
+"""Batches enqueued at a time, runs that go into one launch, and runs enqueued at a time. CUDA takes about a thousand launches, and
+NCCL a megabyte of work, before the next one blocks; and what is enqueued runs only when the peer has enqueued its half."""
 
 EARLY = 4096
 """Batches that a peer may announce before we have submitted their other half."""
@@ -67,7 +68,10 @@ class Broken(Exception):
 
 @dataclass(eq=False)
 class Post:
-    """This side's half of a batch. ``runs``: (address, bytes), none of them empty. ``mark``: set while it is enqueued."""
+    """This side's half of a batch.
+
+    ``runs``: (address, bytes), none of them empty. ``taken``: how many of them are enqueued. ``mark``: set when all are.
+    """
 
     number: int
     verb: Verb
@@ -75,6 +79,7 @@ class Post:
     runs: list[tuple[int, int]]
     nbytes: int
     after: Fence | None
+    taken: int = 0
     mark: Mark | None = None
 
 
@@ -101,7 +106,8 @@ class Direction:
         self.tools = tools
         self.n = 0  # of the communicator that is open, or would be next
         self.waiting: deque[Post] = deque()
-        self.enqueued: deque[Post] = deque()
+        self.enqueued: deque[Post] = deque()  # of the last, some runs may be missing
+        self._slices: deque[tuple[Mark, int]] = deque()  # what may still run, and its runs
         self.pipe: Pipe | None = None
         self.opening: Task[None] | None = None
         self.moved = 0.0  # when something last went on
@@ -171,26 +177,47 @@ class Direction:
             return None
         burial = self.tools.bury(self.pipe)
         self.pipe = self.opening = None
+        self._slices.clear()
         return burial
 
     def _enqueue(self) -> None:
-        """Hand batches to the stream, in order, as far as their fences allow."""
+        """Hand batches to the stream, in order, as far as their fences and the stream's room allow."""
         assert self.pipe is not None
-        while self.waiting and len(self.enqueued) < ENQUEUED:
-            post = self.waiting[0]
-            if post.after is not None:
-                if post.after.event is not None:
-                    self.pipe.wait(post.after)
-                elif not post.after.passed():
+        while self._room():
+            if not self._cut:
+                if not self.waiting or len(self.enqueued) >= ENQUEUED:
                     return
-            try:
-                if post.runs:
-                    self.pipe.move(post.runs)
-            finally:
-                # Whatever came of it, the stream may touch its memory from now on.
+                after = self.waiting[0].after
+                if after is not None:
+                    if after.event is not None:
+                        self.pipe.wait(after)
+                    elif not after.passed():
+                        return
+                # Whatever comes of it, the stream may touch its memory from now on.
                 self.enqueued.append(self.waiting.popleft())
-            post.mark = self.pipe.mark()
+            self._enqueue_some(self.enqueued[-1])
+
+    def _enqueue_some(self, post: Post) -> None:
+        assert self.pipe is not None
+        runs = post.runs[post.taken : post.taken + GROUPED]
+        if runs:
+            self.pipe.move(runs)
+        post.taken += len(runs)
+        mark = self.pipe.mark()
+        self._slices.append((mark, len(runs)))
+        if post.taken == len(post.runs):
+            post.mark = mark
             self._tell(post)
+
+    @property
+    def _cut(self) -> bool:
+        """Whether runs of a batch are missing of which others are enqueued."""
+        return bool(self.enqueued) and self.enqueued[-1].mark is None
+
+    def _room(self) -> bool:
+        while self._slices and self._slices[0][0].passed():
+            self._slices.popleft()
+        return sum(runs for _, runs in self._slices) <= RUNS - GROUPED
 
     def _tell(self, post: Post) -> None:
         """Note that a batch was enqueued."""
@@ -212,7 +239,7 @@ class Direction:
         if self.opening is not None:
             due.append(now + max(0.0, self.tools.options.init_timeout_s - self.opening.age) + 0.001)
         if self.open:
-            if self.enqueued and not self._idle_enqueued():
+            if self.enqueued and (self._cut or not self._idle_enqueued()):
                 low, high = POLL_S
                 due.append(now + min(high, max(low, (now - self.moved) / 8)))
             elif self.enqueued:

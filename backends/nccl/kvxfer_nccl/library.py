@@ -18,9 +18,6 @@ __all__ = ["NcclBinding", "NcclPipe", "load"]
 
 PIP_LINE = "pip install 'kvxfer-nccl'"
 
-GROUPED = 256
-"""Runs that go into one launch."""
-
 TICK_S = 0.0005
 """How often a thread that waits for the device asks."""
 
@@ -86,10 +83,9 @@ class NcclPipe:
             if len(runs) == 1:
                 self._act(*runs[0])
                 return
-            for i in range(0, len(runs), GROUPED):
-                with self._nccl.group():
-                    for address, nbytes in runs[i : i + GROUPED]:
-                        self._act(address, nbytes)
+            with self._nccl.group():
+                for address, nbytes in runs:
+                    self._act(address, nbytes)
         except Exception as e:
             raise TransportError(
                 f"NCCL did not take {len(runs)} runs of {sum(nbytes for _, nbytes in runs)} bytes: {e}"
