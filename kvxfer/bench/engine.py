@@ -9,6 +9,7 @@ that has been idle for milliseconds are somebody else's, and what is done next t
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,7 @@ class Setup:
         device: Where the cache is.
         staging_bytes: Staging memory.
         elastic: Whether the cache's pages may come and go.
+        step_ms: Milliseconds of Python that the engine's own thread runs in each of its steps, all the time; it sleeps one after each.
     """
 
     role: Role
@@ -66,6 +68,7 @@ class Setup:
     device: str
     staging_bytes: int
     elastic: bool = False
+    step_ms: float = 0.0
 
 
 class BenchEngine:
@@ -86,6 +89,16 @@ class BenchEngine:
         self._data: DataThread | None = None
         self._raw: Raw | None = None
         self._rounds = 0
+        if setup.step_ms:
+            threading.Thread(target=self._make_steps, name="steps", daemon=True).start()
+
+    def _make_steps(self) -> None:
+        """Make empty steps, as vLLM's engine does while it waits for a load."""
+        while True:
+            until = time.perf_counter() + self._setup.step_ms / 1e3
+            while time.perf_counter() < until:
+                pass
+            time.sleep(0.001)
 
     # --- transport -------------------------------------------------------------------------------------------------
 

@@ -158,13 +158,17 @@ def pair(
     where: tuple[str, str],
     staging_bytes: int,
     elastic: bool = False,
+    step_ms: float = 0.0,
 ) -> Iterator[Pair]:
-    """Start two processes with a cache of ``blocks`` each, on the devices ``where``; both elastic, or neither."""
+    """Start two processes with a cache of ``blocks`` each, on the devices ``where``; both elastic, or neither.
+
+    ``step_ms``: of Python that each runs a step meanwhile.
+    """
     with ExitStack() as stack:
         made = []
         roles: tuple[Role, Role] = ("producer", "consumer")
         for role, device in zip(roles, where, strict=True):
-            setup = Setup(role, backend, options, model, blocks, device, staging_bytes, elastic)
+            setup = Setup(role, backend, options, model, blocks, device, staging_bytes, elastic, step_ms)
             made.append(Remote(role, BenchEngine, setup))
             stack.callback(made[-1].close)
         yield Pair(*made)

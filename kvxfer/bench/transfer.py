@@ -30,6 +30,7 @@ def measure(
     repeat: int,
     staging_bytes: int,
     integrity: Integrity = "off",
+    step_ms: float = 0.0,
 ) -> dict[str, Any]:
     """Run the benchmark, and the session's part of it also with ``integrity``.
 
@@ -49,9 +50,10 @@ def measure(
         "kv_bytes": request.nbytes,
         "blocks": len(request),
         "repeat": repeat,
+        "step_ms": step_ms,
         "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
     }
-    with pair(backend, options, shape, request.blocks, where, staging_bytes) as both:
+    with pair(backend, options, shape, request.blocks, where, staging_bytes, step_ms=step_ms) as both:
         out |= _transport(both, request.src, request.dst, repeat)
         out |= _library(both, request.src, request.dst, repeat, request.nbytes)
         out |= _session(both, request.src, request.dst, repeat, integrity)
@@ -215,6 +217,12 @@ def transfer(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="Compare elastic caches with plain ones, in turns.")
     ] = False,
+    step_ms: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Milliseconds of Python that each engine runs a step meanwhile, a sleep of 1 ms between."
+        ),
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Move a request's scattered blocks between two processes and print what it took."""
@@ -229,7 +237,7 @@ def transfer(
     except json.JSONDecodeError as e:
         raise ConfigError(f"--options is not JSON: {e}") from None
     given = backend, chosen, device, tokens, model, repeat, staging_bytes
-    out = measure_elastic(*given) if elastic else measure(*given, cast(Integrity, integrity))
+    out = measure_elastic(*given) if elastic else measure(*given, cast(Integrity, integrity), step_ms)
     if as_json:
         typer.echo(json.dumps(out))
         return
