@@ -62,7 +62,7 @@ class Worker:
         self.directory.publish((handshake.descriptor,))
 
     def collect(self) -> None:
-        self.hooks.collect()
+        self.hooks.collect(StepMetadata())
         _, over, failed = self.hooks.results()
         self.over |= over
         self.failed |= failed

@@ -170,12 +170,12 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.after_forward(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        self._work.collect()
+        self._work.collect(self._step)
         return compat.transfer_results(*self._work.results())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Answer in the way of vLLM 0.29; failed loads follow by block id."""
-        self._work.collect()
+        self._work.collect(self._step)
         sent, received, _ = self._work.results()
         return sent or None, received or None
 

@@ -26,12 +26,14 @@ class StepMetadata(KVConnectorMetadata):
         doomed: Requests whose load has failed though no worker knows it, and their blocks.
         freed: Requests whose blocks vLLM may free.
         partial: Requests whose load is here in part, and their blocks that are not.
+        idle: The step computes nothing.
     """
 
     step: Step = field(default_factory=Step)
     doomed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     freed: tuple[str, ...] = ()
     partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    idle: bool = False
 
 
 @dataclass

@@ -211,13 +211,14 @@ class SchedulerHooks:
         """Follow what this step computes, and say what the workers must know with it."""
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
-        stuck = bool(self._unplaced) and not output.total_num_scheduled_tokens
+        idle = not output.total_num_scheduled_tokens
+        stuck = bool(self._unplaced) and idle
         if output.preempted_req_ids or stuck:
             self.side.short_of_blocks()
         self._follow(output)
         self.side.stands_still(stuck)
         self._unplaced.clear()
-        step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed), self._partial)
+        step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed), self._partial, idle)
         self._doomed, self._freed, self._partial = {}, [], {}
         return step
 

@@ -33,6 +33,10 @@ DRAIN_S = 2.0
 ``--shutdown-timeout`` it goes on until offers are fetched before it ends them."""
 
 
+IDLE_S = 0.002
+"""For how long a step that computes nothing waits for something to end."""
+
+
 class WorkerHooks:
     """One rank. All methods run on the worker's main thread."""
 
@@ -146,9 +150,13 @@ class WorkerHooks:
         """Offer what this step has computed."""
         self._on.after_forward(metadata.step)
 
-    def collect(self) -> None:
-        """Take in what has ended since the last step."""
-        report = self._on.collect()
+    def collect(self, metadata: StepMetadata) -> None:
+        """Take in what has ended since the last step.
+
+        While nothing is computed vLLM makes an empty step every millisecond, each half a millisecond of Python in which the threads
+        that move KV cannot run. So an empty step waits for something to end, but not so long that a new request would mind.
+        """
+        report = self._on.collect(IDLE_S if metadata.idle else 0.0)
         self._received.update(report.over)
         self._failed.update(report.failed)
         self._failed_blocks |= report.invalid
