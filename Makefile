@@ -112,6 +112,8 @@ GPU_PYTHON   ?= python3
 GPUS         ?= 0,1
 GPU_BACKENDS ?= cuda_ipc nccl nixl ucx
 GPU_CASES    ?= 1024 8192 32768 1024x16
+# Each word: what is compared in turns, all servers at once. A pair takes a quarter of two GPUs of 80 GB, or half of one.
+GPU_TURNS    ?= cuda_ipc,nixl,NixlConnector nccl,ucx,auto
 TABLES       := build/gpu
 
 gpu:
@@ -123,8 +125,12 @@ gpu:
 	for backend in $(GPU_BACKENDS); do for tokens in 1024 8192 32768; do \
 	    $(GPU_PYTHON) -m kvxfer bench transfer --backend $$backend --device cuda --tokens $$tokens --staging-bytes 536870912 \
 	    --repeat 15 --json >> $(TABLES)/transfers.jsonl || exit 1; done; done
-	$(GPU_PYTHON) -m kvxfer bench engines $(GPU_BACKENDS) auto NixlConnector --gpus $(GPUS) --plain $(addprefix --case ,$(GPU_CASES)) \
-	    --keep-logs $(TABLES)/logs > $(TABLES)/engines.jsonl
+	$(GPU_PYTHON) -m kvxfer bench engines cuda_ipc --gpus $(GPUS) --plain --case 1024 --case 8192 --keep-logs $(TABLES)/logs > $(TABLES)/engines.jsonl
+	for turns in $(GPU_TURNS); do $(GPU_PYTHON) -m kvxfer bench engines $$(echo $$turns | tr , ' ') --gpus $(GPUS) \
+	    $(addprefix --case ,$(GPU_CASES)) --beside 8192 --keep-logs $(TABLES)/logs >> $(TABLES)/engines.jsonl || exit 1; done
+	for backend in $(GPU_BACKENDS); do $(GPU_PYTHON) -m kvxfer bench soak --backend $$backend --device cuda --minutes 3 --restart 1 || exit 1; done
+	for backend in $(filter-out nccl,$(GPU_BACKENDS)); do \
+	    $(GPU_PYTHON) -m kvxfer bench chaos --backend $$backend --device cuda --minutes 5 || exit 1; done
 	$(GPU_PYTHON) -m kvxfer bench table $(TABLES)/transfers.jsonl $(TABLES)/engines.jsonl > $(TABLES)/tables.md
 	cat $(TABLES)/tables.md
 
