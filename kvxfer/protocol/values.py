@@ -226,8 +226,9 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def unattended(self) -> bool:
-        """Whether a consumer needs only block tables of the producer: it reads direct, and nothing is hashed."""
-        return self.mode == "read" and not self.stage_below and self.integrity == "off"
+        """Whether a consumer needs only block tables of the producer: it reads direct, whatever that is, and nothing is hashed."""
+        direct = self.stage_below <= self.planner.least_row
+        return self.mode == "read" and direct and self.integrity == "off"
 
 
 # --- actions: what a machine asks its shell to do ------------------------------------------------------------------
