@@ -184,9 +184,12 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return len(row) == (past - first) * _ID_BYTES and (not row or _extremes(row)[0] != NULL)
 
     def distinct(self, g: int, first: int, past: int) -> bool:
-        """Return whether a group has a block at each position ``[first, past)``, and none at two positions before ``past``."""
+        """Return whether a group has a block at each position ``[first, past)``, and none at two positions before ``past``.
+
+        The row has so many positions.
+        """
         if past <= _FEW:
-            few = _unpacked(self.rows[g][: past * _ID_BYTES])
+            few = struct.unpack_from(f"<{past}i", self.rows[g])
             blocks = [block for block in few if block != NULL]
             return NULL not in few[first:] and len(set(blocks)) == len(blocks)
         ids = self[g][:past]
@@ -337,10 +340,6 @@ def _named(value: Offer | Fetch) -> None:
     arguments.instance("blocks", value.blocks, BlockTable)
 
 
-def _unpacked(row: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(row) // _ID_BYTES}i", row)
-
-
 def _extremes(row: bytes) -> tuple[int, int]:
     """Return the least and the greatest id of a row; ``NULL`` if it is empty."""
     if not row:
@@ -348,7 +347,7 @@ def _extremes(row: bytes) -> tuple[int, int]:
     if len(row) > _FEW * _ID_BYTES:
         ids = np.frombuffer(row, _LITTLE)
         return int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-    few = _unpacked(row)
+    few = struct.unpack(f"<{len(row) // _ID_BYTES}i", row)
     return min(few), max(few)
 
 

@@ -271,6 +271,9 @@ class Shell:
                 pass
         self._events.put(event)
 
+    def tell(self) -> None:
+        self._events.tell()
+
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def ends(self, why: Failure) -> Iterator[Step]:
