@@ -1,7 +1,8 @@
 """The facts that every part of kvxfer speaks of, one type each: block tables, groups, ranks, offers and fetches.
 
 Values only: frozen, compared by content, hashable, good for pickle and for msgpack. They cross module, process and host
-borders as they are; the wire puts its own envelope around them.
+borders as they are; the wire puts its own envelope around them. Those that are made for each transfer are not the garbage collector's
+(``gc=False``, here and elsewhere): they are in no cycle, and it would look at thousands of them again and again.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Group(msgspec.Struct, frozen=True):
         return past - 1 if self.kind == "state" else 0, past
 
 
-class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """A request's blocks: for each KV-cache group the block ids by position.
 
     Block ``i`` of a group holds the tokens ``[i * block_tokens, (i + 1) * block_tokens)``; ``NULL`` stands where there
@@ -229,7 +230,7 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return all(row.startswith(old) for row, old in zip(self.rows, earlier.rows, strict=True))
 
 
-class Offer(msgspec.Struct, frozen=True):
+class Offer(msgspec.Struct, frozen=True, gc=False):
     """A producer's blocks that hold the KV of one prompt, as far as it is computed.
 
     True once the step that it travels with has run: a worker publishes it behind a fence recorded after that step's
@@ -285,7 +286,7 @@ class Offer(msgspec.Struct, frozen=True):
         force_setattr(self, "bands", arguments.integer("bands", self.bands, 0, 0 if self.final else MOST_BANDS))
 
 
-class Fetch(msgspec.Struct, frozen=True):
+class Fetch(msgspec.Struct, frozen=True, gc=False):
     """A consumer's request: bring the tokens ``[start, tokens)`` of a transfer into these blocks.
 
     Attributes:

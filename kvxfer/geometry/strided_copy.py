@@ -15,7 +15,7 @@ _FEW = 4096
 """Up to this many runs, ordering them to join the last neighbours costs less than a single message."""
 
 
-class Runs(msgspec.Struct, frozen=True, eq=False):
+class Runs(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Coalesced byte runs: int64 arrays of one length, flat offsets in the source's and destination's cache."""
 
     src: Ints
@@ -36,7 +36,7 @@ class Runs(msgspec.Struct, frozen=True, eq=False):
         return int(self.length.sum())
 
 
-class StridedCopy(msgspec.Struct, frozen=True, eq=False):
+class StridedCopy(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Segments times the rows of a pattern.
 
     Row ``r`` of segment ``s`` copies ``pattern.unit * counts[s]`` contiguous bytes from flat offset ``src_at[s] +

@@ -118,7 +118,7 @@ class ViewGroup:
         return found
 
 
-class LogicalCopy(msgspec.Struct, frozen=True, eq=False):
+class LogicalCopy(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A view group at segments, in logical coordinates.
 
     Attributes:
