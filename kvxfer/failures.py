@@ -89,7 +89,7 @@ class Failure(msgspec.Struct, frozen=True):
         return Failure(self.kind, before + self.detail, self.peer if peer is None else peer, self.advice)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """How a transfer ended on this side: delivered, or with a failure."""
 
     failure: Failure | None = None

@@ -42,7 +42,7 @@ class IdentityError(ArgumentError):
     """An id or an ingredient of a digest cannot be used: no transfer may be made from it."""
 
 
-class TransferId(msgspec.Struct, frozen=True, order=True):
+class TransferId(msgspec.Struct, frozen=True, gc=False, order=True):
     """Names the KV of one prompt of one request, the same on both sides. Opaque.
 
     Made by one of the constructors, whose results never equal another's: `base` begins with the name's

@@ -1,11 +1,13 @@
 """The facts that every part of kvxfer speaks of, one type each: block tables, groups, ranks, offers and fetches.
 
 Values only: frozen, compared by content, hashable, good for pickle and for msgpack. They cross module, process and host
-borders as they are; the wire puts its own envelope around them.
+borders as they are; the wire puts its own envelope around them. Those that are made for each transfer are not the garbage collector's
+(``gc=False``, here and elsewhere): they are in no cycle, and it would look at thousands of them again and again.
 """
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -44,6 +46,8 @@ MOST_REASON = 1 << 20
 _LITTLE = np.dtype("<i4")
 _ID_BYTES = 4
 _NULL_BYTES = b"\xff" * _ID_BYTES
+_FEW = 32
+"""Ids of a row that Python has looked at before numpy begins to."""
 _MOST_GROUPS = 128
 
 
@@ -108,7 +112,7 @@ class Group(msgspec.Struct, frozen=True):
         return past - 1 if self.kind == "state" else 0, past
 
 
-class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """A request's blocks: for each KV-cache group the block ids by position.
 
     Block ``i`` of a group holds the tokens ``[i * block_tokens, (i + 1) * block_tokens)``; ``NULL`` stands where there
@@ -131,7 +135,7 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
                 raise ArgumentError(f"rows[{g}] must be bytes, not {arguments.shown(row)}; BlockTable.of takes numbers")
             if len(row) % _ID_BYTES:
                 raise ArgumentError(f"block table, group {g}: {len(row)} bytes are not a whole number of int32")
-            if row and np.minimum.reduce(np.frombuffer(row, _LITTLE)) < NULL:
+            if _extremes(row)[0] < NULL:
                 raise ArgumentError(f"block table, group {g}: it holds an id below -1")
 
     @classmethod
@@ -171,6 +175,28 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         """Return how many positions the row of group ``g`` has."""
         return len(self.rows[g]) // _ID_BYTES
 
+    def greatest(self, g: int) -> int:
+        """Return the greatest id in the row of group ``g``; ``NULL`` if it holds no block."""
+        return _extremes(self.rows[g])[1]
+
+    def there(self, g: int, first: int, past: int) -> bool:
+        """Return whether a group has a block at each position ``[first, past)``."""
+        row = self.rows[g][first * _ID_BYTES : past * _ID_BYTES]
+        return len(row) == (past - first) * _ID_BYTES and (not row or _extremes(row)[0] != NULL)
+
+    def distinct(self, g: int, first: int, past: int) -> bool:
+        """Return whether a group has a block at each position ``[first, past)``, and none at two positions before ``past``.
+
+        The row has so many positions.
+        """
+        if past <= _FEW:
+            few = struct.unpack_from(f"<{past}i", self.rows[g])
+            blocks = [block for block in few if block != NULL]
+            return NULL not in few[first:] and len(set(blocks)) == len(blocks)
+        ids = self[g][:past]
+        sorted_ids = np.sort(ids[ids != NULL])
+        return NULL not in ids[first:] and not (sorted_ids[1:] == sorted_ids[:-1]).any()
+
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
@@ -204,7 +230,7 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return all(row.startswith(old) for row, old in zip(self.rows, earlier.rows, strict=True))
 
 
-class Offer(msgspec.Struct, frozen=True):
+class Offer(msgspec.Struct, frozen=True, gc=False):
     """A producer's blocks that hold the KV of one prompt, as far as it is computed.
 
     True once the step that it travels with has run: a worker publishes it behind a fence recorded after that step's
@@ -260,7 +286,7 @@ class Offer(msgspec.Struct, frozen=True):
         force_setattr(self, "bands", arguments.integer("bands", self.bands, 0, 0 if self.final else MOST_BANDS))
 
 
-class Fetch(msgspec.Struct, frozen=True):
+class Fetch(msgspec.Struct, frozen=True, gc=False):
     """A consumer's request: bring the tokens ``[start, tokens)`` of a transfer into these blocks.
 
     Attributes:
@@ -315,10 +341,25 @@ def _named(value: Offer | Fetch) -> None:
     arguments.instance("blocks", value.blocks, BlockTable)
 
 
+def _extremes(row: bytes) -> tuple[int, int]:
+    """Return the least and the greatest id of a row; ``NULL`` if it is empty."""
+    if not row:
+        return NULL, NULL
+    if len(row) > _FEW * _ID_BYTES:
+        ids = np.frombuffer(row, _LITTLE)
+        return int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
+    few = struct.unpack(f"<{len(row) // _ID_BYTES}i", row)
+    return min(few), max(few)
+
+
 def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
     """Return the ids of a row as the wire has them."""
     try:
-        ids = np.asarray(row) if isinstance(row, np.ndarray) else np.frombuffer(array("q", row), np.int64)
+        if not isinstance(row, np.ndarray):
+            row = array("q", row)
+            if 0 < len(row) <= _FEW and null == NULL <= min(row) and max(row) < 1 << 31:
+                return struct.pack(f"<{len(row)}i", *row)
+        ids = np.asarray(row) if isinstance(row, np.ndarray) else np.frombuffer(row, np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise TypeError(f"an array of {ids.dtype} and shape {ids.shape}")
         if ids.size and int(ids.max()) >= 1 << 31:

@@ -277,7 +277,7 @@ class Agent:
         self._loop.do(partial(self._shell.identify, f.check(facts)))
 
     def listen(self, heard: Callable[[], None] | None) -> None:
-        """Have this called whenever there is a new event; it is called on the agent's thread and must not block.
+        """Have this called whenever there are new events, once for all of a turn, on the agent's thread; it must not block.
 
         Without it, or with ``None``, whoever wants to know asks ``events``.
         """

@@ -31,20 +31,28 @@ class EventQueue:
     """Events in their order. Any thread may call anything; each event is taken once.
 
     Attributes:
-        heard: Called after each event is added, by whoever adds it; must not block.
+        heard: Called by ``tell`` where there is a new event; must not block.
     """
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self.heard: Callable[[], None] | None = None
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._new = False  # there is an event of which nobody has been told
         self._told = False  # the descriptor is readable, or will be at once, or whoever has read it has not looked yet
         self._over = False
         weakref.finalize(self, os.close, self._fd)  # not before: events may be taken, and come late, after the end
 
     def put(self, event: Event) -> None:
-        """Add an event."""
+        """Add an event. ``tell`` has to follow."""
         self._events.append(event)
+        self._new = True
+
+    def tell(self) -> None:
+        """Wake whoever waits for events, once for all that have been added: each time costs two threads a turn."""
+        if not self._new:
+            return
+        self._new = False
         if not self._told:  # once is enough for all that is not taken
             self._told = True
             os.eventfd_write(self._fd, 1)

@@ -60,6 +60,9 @@ class Work(Protocol):
     def next_due(self) -> float:
         """Return the time at which something is due next."""
 
+    def tell(self) -> None:
+        """Let the engine know what has happened; called at the end of each turn."""
+
     def pardon(self, seconds: float) -> None:
         """Do not count so many seconds as peers' silence."""
 
@@ -159,6 +162,7 @@ class ControlLoop:
                 self._take(step)
             self._drain()
             self.sockets.flush()
+            work.tell()
             work.stop(self._close_s or CLOSE_S)
             self._drain()  # what those had still to say, which may be news for peers
             self.sockets.linger(LINGER_S)
@@ -187,11 +191,14 @@ class ControlLoop:
         said = self._taken + len(self._inbox)
         for connection in news:
             connection.after = said
-        for step in work.due(now):
-            self._take(step)
-        self._drain(time.monotonic() + SLICE_S)
-        self._hear(time.monotonic() + SLICE_S)
-        self.sockets.flush()
+        try:
+            for step in work.due(now):
+                self._take(step)
+            self._drain(time.monotonic() + SLICE_S)
+            self._hear(time.monotonic() + SLICE_S)
+            self.sockets.flush()
+        finally:
+            work.tell()
 
     def _pardon(self, now: float) -> None:
         """Do not count time in which this process did not run as the peers' silence.
@@ -216,6 +223,7 @@ class ControlLoop:
         """Take in what is said once the control thread has ended, on the thread that says it, one thread at a time."""
         with self._late:
             self._drain()
+            self._work.tell()
 
     def _hear(self, until: float) -> None:
         """Take in what peers have said, each in its turn, up to this time."""

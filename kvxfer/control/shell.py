@@ -238,6 +238,8 @@ class Shell:
         if self._loop.over and not isinstance(action, Emit):
             return
         match action:
+            case Emit():
+                self._emit(action.event)
             case Send() | Dial() | Close() | Resolve():
                 self._peers.act(action)
             case Move():
@@ -251,8 +253,6 @@ class Shell:
                 self._data.post(action)
             case Hash():
                 self._hasher.hash(action)
-            case Emit():
-                self._emit(action.event)
             case _:
                 assert_never(action)
 
@@ -270,6 +270,9 @@ class Shell:
             case _:
                 pass
         self._events.put(event)
+
+    def tell(self) -> None:
+        self._events.tell()
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

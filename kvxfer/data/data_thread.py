@@ -29,13 +29,15 @@ from kvxfer.data.commands import (
     Stop,
     ThreadDied,
 )
-from kvxfer.data.jobs import Job, round_bytes
+from kvxfer.data.ends import backend_failed, shut, unmoved
+from kvxfer.data.jobs import Job, in_rounds, shares
 from kvxfer.data.quarantine import Limits
 from kvxfer.data.staging import Staging
-from kvxfer.data.traffic import LOOK_S, Traffic, backend_failed, shut, unmoved
+from kvxfer.data.traffic import LOOK_S, Traffic
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
+from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import Abort, Move, PartRef, RemoteWritesEnded
 from kvxfer.threads import NamedThread
 from kvxfer.transport import Capabilities, Transport
@@ -78,6 +80,7 @@ class DataThread:
     ) -> None:
         self._name, self._limits = name, limits
         self._make, self._regions, self._stage, self._post = make, regions, stage, post
+        self._most = most_bytes(regions)
         self._commands: CommandQueue[Command] = CommandQueue()
         self._ready = threading.Event()  # the back end has been made, or could not be
         self._unmade: Exception | None = None  # why it could not be
@@ -123,7 +126,8 @@ class DataThread:
     def post(self, command: Command) -> None:
         """Have something done. Its results are told by ``post`` of the constructor."""
         if isinstance(command, Move) and not command.piece_bytes and self._made is not None:
-            if not self._made[0].factored and round_bytes(command, self._regions) is None:
+            can = self._made[0]
+            if not (can.factored or shares(command, can) or in_rounds(command, self._most)):
                 command.plan.runs()  # made here, so that the data thread, which serves all links, has only to move
         self._commands.post(command)
 

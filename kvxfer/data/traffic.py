@@ -10,42 +10,29 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvxfer.data.checks import Checks
 from kvxfer.data.commands import Connected, LinkBroken, PieceNews, Result
-from kvxfer.data.jobs import Job, Wire, make_job
+from kvxfer.data.ends import backend_failed, shut, unmoved
+from kvxfer.data.jobs import SHARED, Direct, Job, Wire, make_job, shares, submit_together
 from kvxfer.data.policy import lent
 from kvxfer.data.quarantine import Limits, Quarantine
 from kvxfer.data.slot_queue import PATIENCE_S, SlotQueue
 from kvxfer.data.staging import Staging
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
+from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
 from kvxfer.transport import Completion, Quieted, Transport, Verb
 
-__all__ = ["Traffic", "backend_failed", "shut", "unmoved"]
+__all__ = ["LOOK_S", "Traffic"]
 
 log = logging.getLogger("kvxfer.data")
 
 LOOK_S = 0.00003
 """How soon to ask again whether a device is done with what nothing else tells of: it packs a piece in twice that time."""
-
-
-@dataclass
-class _Peer:
-    """A link that is connected.
-
-    Attributes:
-        number: Tells this making of the link from earlier ones.
-        wire: What its jobs need; with the back end's number for the connection.
-        broken: Whether nothing can move on it any more.
-    """
-
-    number: int
-    wire: Wire
-    broken: bool = False
 
 
 class Traffic:
@@ -73,17 +60,18 @@ class Traffic:
         limits: Limits,
     ) -> None:
         self._transport, self._can = transport, transport.capabilities
-        self._regions, self._staging = regions, staging
+        self._most, self._staging = most_bytes(regions), staging
         self._checks, self._post, self._limits = checks, post, limits
         self._quarantine = Quarantine(quarantine, self._can, limits, post)
         self._unused: dict[LinkId, bytes] = {}  # endpoints made for links that are not connected
-        self._peers: dict[LinkId, _Peer] = {}
+        self._wires: dict[LinkId, Wire] = {}  # links that are connected
         self._doubtful: set[LinkId] = set()  # something has failed on them
         self._jobs: dict[PartRef, Job] = {}
         self._restless: dict[PartRef, Job] = {}  # those that wait for the device
         self._hungry = SlotQueue(staging)
         self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
-        self._batches: dict[int, Job] = {}
+        self._short: dict[LinkId, list[Direct]] = {}  # begin at the end of the turn, those of a link together
+        self._batches: dict[int, Sequence[Job]] = {}
         self._aborted: dict[PartRef, float] = {}
 
     # --- links -----------------------------------------------------------------------------------------------------
@@ -103,8 +91,9 @@ class Traffic:
         try:
             self._hang_up(link)
             peer = self._transport.connect(mine, theirs)
-            wire = Wire(self._transport, peer, self._regions, self._staging, self._batches, self._post)
-            self._peers[link] = _Peer(number, wire)
+            self._wires[link] = Wire(
+                self._transport, self._can, peer, number, self._most, self._staging, self._batches, self._post
+            )
             self._unused.pop(link, None)
             self._post(Connected(link, number))
         except BaseException as e:
@@ -121,11 +110,12 @@ class Traffic:
 
     def _hang_up(self, link: LinkId) -> None:
         """Close a link, and end what was moving on it."""
-        known = self._peers.pop(link, None)
-        if known is None:
+        wire = self._wires.pop(link, None)
+        if wire is None:
             return
+        wire.broken = True
         try:
-            self._transport.disconnect(known.wire.peer)
+            self._transport.disconnect(wire.peer)
         except BaseException as e:
             log.warning("closing the link to %s: %s", link, e)
         self.poll()
@@ -139,22 +129,22 @@ class Traffic:
 
     def _break(self, link: LinkId, why: Failure) -> None:
         """Report that a link is of no more use to anyone; whoever made it must make it anew."""
-        known = self._peers.get(link)
-        if known is None or known.broken:
+        wire = self._wires.get(link)
+        if wire is None or wire.broken:
             return
-        known.broken = True
+        wire.broken = True
         for job in self._jobs.values():
             if job.ref.link == link and job.error is None:
                 job.collateral = True
-        self._post(LinkBroken(link, known.number, why))
+        self._post(LinkBroken(link, wire.number, why))
 
     def _doubt(self, link: LinkId) -> None:
         """Look at a link on which something may have failed.
 
         If it is lost it is reported broken, and all that moves on it ends with it.
         """
-        known = self._peers.get(link)
-        why = None if known is None else self._transport.lost(known.wire.peer)
+        wire = self._wires.get(link)
+        why = None if wire is None else self._transport.lost(wire.peer)
         if why is not None:
             self._break(link, why)
 
@@ -173,20 +163,41 @@ class Traffic:
     def _begin(self, action: Move) -> None:
         ref = action.ref
         self._doubt(ref.link)
-        known = self._peers.get(ref.link)
-        if known is None or known.broken:
+        wire = self._wires.get(ref.link)
+        if wire is None or wire.broken:
             self._post(unmoved(ref))
             return
         begun = time.monotonic()
-        job = make_job(action, known.wire)
+        job = make_job(action, wire)
         job.begun = begun
         self._jobs[ref] = job
         if action.verb in (Verb.SEND, Verb.RECV):
             job.line = self._lines.setdefault((ref.link, action.verb), deque())
             job.line.append(job)
-        self._advance(job)
-        if ref in self._jobs:
-            self._checks.get_ready(action)
+        if isinstance(job, Direct) and shares(action, self._can):
+            self._short.setdefault(ref.link, []).append(job)
+        else:
+            self._advance(job)
+            self._get_ready(job)
+
+    def _begin_short(self) -> None:
+        """Begin the short parts that have come in this turn: those of a link cost together what each would alone."""
+        waiting, self._short = self._short, {}
+        for of_link in waiting.values():
+            jobs = [job for job in of_link if job.submitting]  # the others have been stopped
+            for first in range(0, len(jobs), SHARED):
+                some = jobs[first : first + SHARED]
+                if len(some) > 1:
+                    with suppress(BaseException):  # it is told to each as it is submitted alone
+                        submit_together(some)
+                for job in some:
+                    if not job.batches:
+                        self._advance(job)
+                    self._get_ready(job)
+
+    def _get_ready(self, job: Job) -> None:
+        if job.ref in self._jobs:
+            self._checks.get_ready(job.action)
 
     def heard(self, news: PieceNews) -> None:
         """Take in what the peer has said of a piece."""
@@ -222,18 +233,16 @@ class Traffic:
         self._advance(job)
 
     def _completed(self, done: Completion) -> None:
-        job = self._batches.pop(done.batch, None)
-        if job is None:
-            return
-        if done.error is not None:
-            self._doubtful.add(job.ref.link)
-        if not done.quiet:
-            self._quarantine.failed(done.batch, job)
-        try:
-            job.completed(done)
-        except BaseException as e:
-            job.stop(Failure.of(e))
-        self._go_on_with(job)
+        for job in self._batches.pop(done.batch, ()):
+            if done.error is not None:
+                self._doubtful.add(job.ref.link)
+            if not done.quiet:
+                self._quarantine.failed(done.batch, job)
+            try:
+                job.completed(done)
+            except BaseException as e:
+                job.stop(Failure.of(e))
+            self._go_on_with(job)
 
     def _go_on_with(self, job: Job) -> None:
         """Let a job go on that may have given a slot back; if others wait for one, it is one of them."""
@@ -275,9 +284,9 @@ class Traffic:
         self._restless.pop(job.ref, None)
         self._hungry.remove(job)
         self._aborted.pop(job.ref, None)
-        known = self._peers.get(job.ref.link)
+        wire = self._wires.get(job.ref.link)
         closing = job.calmed_by_close(self._can)
-        if closing and (known is None or known.wire is not job.wire):
+        if closing and wire is not job.wire:
             job.calm()  # what was to make it quiet has happened
         if not job.quiet:
             self._quarantine.put(job)
@@ -318,6 +327,7 @@ class Traffic:
         Returns:
             Why the back end has to be reset; ``None`` while it need not.
         """
+        self._begin_short()
         self.poll()
         doubtful, self._doubtful = self._doubtful, set()
         for link in doubtful:
@@ -350,7 +360,7 @@ class Traffic:
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:
                 log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)
-                if ref.link not in self._peers:
+                if ref.link not in self._wires:
                     return backend_failed("a batch did not end when its link was closed")
                 self._aborted[ref] = now + grace
                 self._break(ref.link, backend_failed("a batch did not end when it was aborted"))
@@ -380,21 +390,3 @@ class Traffic:
         if quiet:
             self._quarantine.release_all()
         return quiet
-
-
-def shut(transport: Transport) -> None:
-    """Close a back end, whatever it raises."""
-    try:
-        transport.close()
-    except BaseException:
-        log.exception("the back end did not close cleanly")
-
-
-def unmoved(ref: PartRef) -> Moved:
-    """Return the end of a part that has not begun, since there is no link for it."""
-    return Moved(ref, Failure(FailureKind.PEER_LOST, "the link is broken"), True, 0, collateral=True)
-
-
-def backend_failed(detail: str) -> Failure:
-    """Return a failure of a back end."""
-    return Failure(FailureKind.BACKEND_FAILED, detail)

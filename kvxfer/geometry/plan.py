@@ -13,7 +13,7 @@ destination byte is written once; nothing else is touched.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from math import lcm
 
@@ -25,9 +25,9 @@ from kvxfer.geometry.assignment import ShardAssignment, check_assignments
 from kvxfer.geometry.bands import bands
 from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, greatest, join
-from kvxfer.geometry.strided_copy import Runs, StridedCopy, materialise
+from kvxfer.geometry.strided_copy import Runs, StridedCopy, joined, materialise
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup, view_groups
-from kvxfer.values import Ints
+from kvxfer.values import BlockTable, Ints
 
 __all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
 
@@ -64,6 +64,11 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def _runs(self) -> Runs:
         return materialise(self.copies)
+
+    @classmethod
+    def together(cls, plans: Iterable[CopyPlan]) -> CopyPlan:
+        """Return a plan, without logical coordinates, that copies what these do: of one pair of caches, into different blocks."""
+        return cls(tuple(joined(s for plan in plans for s in plan.copies)))
 
     def split(self, max_bytes: int, first: int = 0) -> Iterator[CopyPlan]:
         """Cut the plan into pieces, to fill staging slots and pipelines with.
@@ -109,6 +114,7 @@ class Planner:
             cut by token, else 1.
         bands: How many bands of layers the source has (``kvxfer.geometry.bands``); 1 if it has none.
         token_bytes: Bytes of a token in all groups of kind ``full``.
+        least_row: Bytes of the shortest row of any plan; 0 if there is nothing to copy.
 
     Raises:
         Incompatible: The assignments do not fit the caches.
@@ -136,6 +142,17 @@ class Planner:
             for b in members
             if src.groups[b.src_group].kind == "full"
         )
+        every = [b for members in self._view_groups.values() for b in members]
+        self.least_row = min((b.least_row for b in every), default=0)
+        # Destination group, tokens of its blocks, tokens of what is moved whole, and bytes of that; none where more counts than tokens.
+        self._sizes: list[tuple[int, int, int, int]] = []
+        if self.all_full and not any(
+            opaque and src.groups[sg].block_tokens != dst.groups[dg].block_tokens
+            for sg, dg, opaque in self._view_groups
+        ):
+            for b in every:
+                tokens = dst.groups[b.dst_group].block_tokens
+                self._sizes.append((b.dst_group, tokens, tokens if b.opaque else 1, b.segment_bytes))
         self._limits = {
             key: (min(b.src_blocks for b in of), min(b.dst_blocks for b in of), min(b.most_tokens for b in of))
             for key, of in self._view_groups.items()
@@ -182,6 +199,23 @@ class Planner:
                 self._check_blocks(found, *limits)
                 logical += [b.at(found) for b in members]
         return CopyPlan(tuple(s for p in logical for s in p.copies()), tuple(logical))
+
+    def nbytes(self, src_blocks: BlockTable, dst_blocks: BlockTable, start: int, tokens: int) -> int:
+        """Return the bytes of the plan that ``plan`` would make, mostly without making it: where each token has a destination block.
+
+        Raises:
+            PlanError: As ``plan`` does, which is asked where there is more to it. Else nobody looks whether the tables join.
+        """
+        total = 0
+        for g, block_tokens, step, nbytes in self._sizes:
+            first, past = start // block_tokens, -(-tokens // block_tokens)
+            if not dst_blocks.there(g, first, past):
+                break
+            total += (-(-tokens // step) - start // step) * nbytes
+        else:
+            if self._sizes:
+                return total
+        return self.plan(src_blocks, dst_blocks, start, tokens).nbytes
 
     def _cut(self, sg: int, dg: int, opaque: bool, most: int, table: int, start: int, tokens: int) -> Cut:
         """Return where the tokens fall in both sides' blocks."""

@@ -20,7 +20,7 @@ class PlanError(KvxferError, ValueError):
     """The block tables cannot be joined (a wanted token has no source, a table is short, a cut is not allowed)."""
 
 
-class Cut(msgspec.Struct, frozen=True, eq=False):
+class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Segments by position, before blocks are looked up: int64 ``[segments]`` each.
 
     Segments that end at or before ``needed`` may lack a source.
@@ -44,7 +44,7 @@ class Cut(msgspec.Struct, frozen=True, eq=False):
     needed: int
 
 
-class Segments(msgspec.Struct, frozen=True, eq=False):
+class Segments(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Segments that have a block on both sides: int64 ``[segments]`` each, named as in ``Cut``."""
 
     src_block: Ints
@@ -83,8 +83,8 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
         and start // bd == (tokens - 1) // bd
         and tokens - start <= most
     ):
-        one = np.array([[start], [tokens - start], [start // bs], [start // bd], [start % bs], [start % bd]])
-        return Cut(one[0], one[1], one[2], one[3], one[4], one[5], needed)
+        one = np.array((start, tokens - start, start // bs, start // bd, start % bs, start % bd))
+        return Cut(one[:1], one[1:2], one[2:3], one[3:4], one[4:5], one[5:], needed)
     steps = {bs, bd, most} if most < min(bs, bd) else {bs, bd}
     edges = [
         np.arange(start // b, -(-tokens // b) + 1 if start < tokens else 0, dtype=np.int64) * b

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from kvxfer.geometry.pattern import CopyPattern, Ints
 
-__all__ = ["Runs", "StridedCopy", "materialise"]
+__all__ = ["Runs", "StridedCopy", "joined", "materialise"]
 
 _FEW = 4096
 """Up to this many runs, ordering them to join the last neighbours costs less than a single message."""
 
 
-class Runs(msgspec.Struct, frozen=True, eq=False):
+class Runs(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Coalesced byte runs: int64 arrays of one length, flat offsets in the source's and destination's cache."""
 
     src: Ints
@@ -37,7 +36,7 @@ class Runs(msgspec.Struct, frozen=True, eq=False):
         return int(self.length.sum())
 
 
-class StridedCopy(msgspec.Struct, frozen=True, eq=False, dict=True):
+class StridedCopy(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Segments times the rows of a pattern.
 
     Row ``r`` of segment ``s`` copies ``pattern.unit * counts[s]`` contiguous bytes from flat offset ``src_at[s] +
@@ -75,10 +74,11 @@ class StridedCopy(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Return the number of (segment, row) pairs: the runs there would be if nothing coalesced."""
         return len(self.pattern) * len(self.counts)
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Bytes to copy."""
-        return len(self.pattern) * self.pattern.unit * int(np.add.reduce(self.counts))
+        tokens = int(self.counts[0] if len(self.counts) == 1 else np.add.reduce(self.counts))
+        return len(self.pattern) * self.pattern.unit * tokens
 
     def stream(self) -> tuple[Ints, Ints]:
         """Locate the bytes in the packed stream, which is segment-major.
@@ -136,6 +136,22 @@ class StridedCopy(msgspec.Struct, frozen=True, eq=False, dict=True):
             self.dst_at[whose] + skip,
             np.minimum(self.counts[whose] - done, most),
         )
+
+
+def joined(copies: Iterable[StridedCopy]) -> list[StridedCopy]:
+    """Return copies that do what these do, one for each pattern."""
+    alike: dict[CopyPattern, list[StridedCopy]] = {}
+    for strided in copies:
+        alike.setdefault(strided.pattern, []).append(strided)
+    return [
+        StridedCopy(
+            pattern,
+            np.concatenate([s.src_at for s in some]),
+            np.concatenate([s.dst_at for s in some]),
+            np.concatenate([s.counts for s in some]),
+        )
+        for pattern, some in alike.items()
+    ]
 
 
 def materialise(copies: Sequence[StridedCopy]) -> Runs:

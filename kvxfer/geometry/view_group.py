@@ -24,6 +24,14 @@ _MOST_ROWS = 1 << 16
 
 _MOST_TOKENS = 64
 
+_ONE = np.ones(1, np.int64)
+_ONE.setflags(write=False)
+
+
+def _ones(n: int) -> Ints:
+    """Return so many ones, which are not to be written to."""
+    return _ONE if n == 1 else np.ones(n, np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class ViewGroup:
@@ -68,6 +76,16 @@ class ViewGroup:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_merged", merge(self.src_cells, self.dst_cells, self.unit, [self.heads]))
 
+    @property
+    def least_row(self) -> int:
+        """Bytes of the shortest row of any copy of this group."""
+        return min(t.unit for t in self._merged)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a token, or of a block whose tokens are opaque."""
+        return sum(len(t) * t.unit for t in self._merged)
+
     @cached_property
     def most_tokens(self) -> int:
         """Tokens that a segment may have: those that do not follow each other on both sides cost rows."""
@@ -78,13 +96,11 @@ class ViewGroup:
 
     def at(self, s: Segments) -> LogicalCopy:
         """Return the copy of this group's content at these segments."""
-        return LogicalCopy(
-            self,
-            s.src_block * self.src_stride + s.src_token * self.src_token,
-            s.dst_block * self.dst_stride + s.dst_token * self.dst_token,
-            s.token,
-            np.ones(len(s.count), np.int64) if self.opaque else s.count,
-        )
+        src, dst = s.src_block * self.src_stride, s.dst_block * self.dst_stride
+        if self.opaque:
+            return LogicalCopy(self, src, dst, s.token, _ones(len(s.count)))
+        src, dst = src + s.src_token * self.src_token, dst + s.dst_token * self.dst_token
+        return LogicalCopy(self, src, dst, s.token, s.count)
 
     def _follows(self, t: CopyPattern) -> bool:
         """Return whether a token's row continues in the next token on both sides, so that rows grow with the count."""
@@ -102,7 +118,7 @@ class ViewGroup:
         return found
 
 
-class LogicalCopy(msgspec.Struct, frozen=True, eq=False):
+class LogicalCopy(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A view group at segments, in logical coordinates.
 
     Attributes:
@@ -133,9 +149,7 @@ class LogicalCopy(msgspec.Struct, frozen=True, eq=False):
         if fewest == most:
             for i, tile in enumerate(b._merged):
                 for t in b._with_tokens(i, most):
-                    yield StridedCopy(
-                        t, self.src_at, self.dst_at, self.count if t is tile else np.ones(len(self.count), np.int64)
-                    )
+                    yield StridedCopy(t, self.src_at, self.dst_at, self.count if t is tile else _ones(len(self.count)))
             return
         counts = np.flatnonzero(np.bincount(self.count)).tolist()
         for i, tile in enumerate(b._merged):
@@ -143,7 +157,7 @@ class LogicalCopy(msgspec.Struct, frozen=True, eq=False):
             groups = ([plain] if plain else []) + [[n] for n in counts if n not in plain]
             for group, (src, dst, count) in zip(groups, self._by(groups), strict=True):
                 for t in b._with_tokens(i, group[0]):
-                    yield StridedCopy(t, src, dst, count if t is tile else np.ones(len(count), np.int64))
+                    yield StridedCopy(t, src, dst, count if t is tile else _ones(len(count)))
 
     def _by(self, groups: list[list[int]]) -> list[tuple[Ints, ...]]:
         """Return places and counts of the segments whose count is in each group, in their order."""

@@ -74,8 +74,11 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
     """
     if not info.unattended:
         return serve.bytes
+    planner, request, span = info.planner, serve.request, Span(serve.request.start, min(serve.sent))
     try:
-        return plan_for(serve, info, offer, Span(serve.request.start, min(serve.sent)), serve.final).nbytes
+        if planner.all_full:
+            return planner.nbytes(offer.blocks, request.blocks, span.lo, span.hi)
+        return plan_for(serve, info, offer, span, serve.final).nbytes
     except PlanError:
         return 0
 

@@ -267,7 +267,7 @@ class OfferRecord(msgspec.Struct, eq=False):
         return sum([unit // size for size in sizes]) >= self.consumers * unit
 
 
-class Over(msgspec.Struct, frozen=True):
+class Over(msgspec.Struct, frozen=True, gc=False):
     """What is remembered of an offer record that has ended."""
 
     outcome: Outcome

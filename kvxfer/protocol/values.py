@@ -60,7 +60,7 @@ Mode = Literal["read", "write", "sendrecv"]
 """How parts move over a link."""
 
 
-class Stages(msgspec.Struct, frozen=True):
+class Stages(msgspec.Struct, frozen=True, gc=False):
     """When a fetch reached its stages on one rank: by ``time.monotonic``, which all processes of a host share; 0: it did not.
 
     Attributes:
@@ -89,7 +89,7 @@ class Stages(msgspec.Struct, frozen=True):
         return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, gc=False):
     """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``.
 
     What the ranks of one engine were delivered belongs together only if it is of one generation.
@@ -122,7 +122,7 @@ class Ended(msgspec.Struct, frozen=True):
     short: int | None = None
 
 
-class Released(msgspec.Struct, frozen=True):
+class Released(msgspec.Struct, frozen=True, gc=False):
     """The end of all use of a transfer's blocks: nothing reads or writes them any more. It comes once, after ``Ended``."""
 
     role: Role
@@ -226,8 +226,9 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def unattended(self) -> bool:
-        """Whether a consumer needs only block tables of the producer: it reads direct, and nothing is hashed."""
-        return self.mode == "read" and not self.stage_below and self.integrity == "off"
+        """Whether a consumer needs only block tables of the producer: it reads direct, whatever that is, and nothing is hashed."""
+        direct = self.stage_below <= self.planner.least_row
+        return self.mode == "read" and direct and self.integrity == "off"
 
 
 # --- actions: what a machine asks its shell to do ------------------------------------------------------------------
@@ -285,14 +286,14 @@ class Close(msgspec.Struct, frozen=True):
     why: Failure
 
 
-class Send(msgspec.Struct, frozen=True):
+class Send(msgspec.Struct, frozen=True, gc=False):
     """Send a message over a link."""
 
     link: LinkId
     message: Message
 
 
-class Move(msgspec.Struct, frozen=True):
+class Move(msgspec.Struct, frozen=True, gc=False):
     """Give a part to the data thread; answer with ``moved``.
 
     Attributes:
@@ -328,7 +329,7 @@ class Hash(msgspec.Struct, frozen=True):
     side: Side
 
 
-class Emit(msgspec.Struct, frozen=True):
+class Emit(msgspec.Struct, frozen=True, gc=False):
     """Tell the engine of an event."""
 
     event: Event
@@ -337,7 +338,7 @@ class Emit(msgspec.Struct, frozen=True):
 Action = Resolve | Dial | Close | Send | Move | Abort | RemoteWritesEnded | Hash | Emit
 
 
-class Moved(msgspec.Struct, frozen=True):
+class Moved(msgspec.Struct, frozen=True, gc=False):
     """The end of a part on this side; comes again, quiet, when it was not quiet the first time.
 
     Attributes:

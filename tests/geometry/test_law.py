@@ -128,6 +128,25 @@ def test_both_sides_derive_the_same_from_what_they_exchange(case: Case) -> None:
 
 
 @LAW
+@given(cases())
+def test_bytes_are_counted_without_a_plan_as_with_one(case: Case) -> None:
+    for p, c, assignments in links(case):
+        planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
+        tables = BlockTable.of(case.producer.tables), BlockTable.of(case.consumer.tables)
+        made = planner.plan(*tables, case.start, case.tokens)
+        assert planner.nbytes(*tables, case.start, case.tokens) == made.nbytes
+        assert made.nbytes >= planner.least_row * made.rows
+
+
+@LAW
+@given(cases(), st.integers(1, 200))
+def test_plans_together_do_what_each_does(case: Case, limit: int) -> None:
+    for p, c, assignments in links(case):
+        made = plan(case, p, c, assignments)
+        assert mapping(CopyPlan.together(made.split(limit))) == mapping(made)
+
+
+@LAW
 @given(cases(), st.integers(1, 200), st.floats(0, 1))
 def test_pieces_are_exactly_the_whole(case: Case, limit: int, share: float) -> None:
     first = int(limit * share)

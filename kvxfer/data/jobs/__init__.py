@@ -1,7 +1,8 @@
 """Jobs: how one part becomes batches. Run on the data thread; never block.
 
-A direct job submits the plan's runs as they are, those of a long part in bounded batches. Staged jobs cut the plan into pieces and
-pass them through slots of staging memory: pack, move as one long run, unpack. By verb, and whose slots the two sides speak of:
+A direct job submits the plan's runs as they are, those of a long part in bounded batches, those of short parts together. Staged
+jobs cut the plan into pieces and pass them through slots of staging memory: pack, move as one long run, unpack.
+By verb, and whose slots the two sides speak of:
 
 =========  ===========================  =======================================================
 verb       producer                     consumer
@@ -14,7 +15,7 @@ write      packs, writes into the slot  lends a slot for each piece, unpacks onc
 
 from __future__ import annotations
 
-from kvxfer.data.jobs.direct import Direct, round_bytes
+from kvxfer.data.jobs.direct import SHARED, Direct, in_rounds, shares, submit_together
 from kvxfer.data.jobs.job import Job, Wire
 from kvxfer.data.jobs.staged import Staged
 from kvxfer.data.jobs.staged_read import StagedRead, StagedServe
@@ -23,7 +24,7 @@ from kvxfer.data.jobs.staged_write import StagedLend, StagedWrite
 from kvxfer.protocol.values import Move, Role
 from kvxfer.transport import Verb
 
-__all__ = ["Job", "Wire", "make_job", "round_bytes"]
+__all__ = ["SHARED", "Direct", "Job", "Wire", "in_rounds", "make_job", "shares", "submit_together"]
 
 
 STAGED: dict[tuple[Verb, Role], type[Staged]] = {

@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvxfer.data.jobs.job import CACHE, PIECES, Job, Wire
-from kvxfer.geometry import CopyPlan, Region
-from kvxfer.protocol.parts import most_bytes
+from kvxfer.geometry import CopyPlan
 from kvxfer.protocol.values import Move
-from kvxfer.transport import Batch, PlanBatch, Verb
+from kvxfer.transport import Batch, Capabilities, Completion, PlanBatch, Verb
 
-__all__ = ["Direct", "round_bytes"]
+__all__ = ["SHARED", "Direct", "in_rounds", "shares", "submit_together"]
 
 ROUNDS = 2
 """Batches of a part that are under way at once: while one ends, the next moves."""
 
+SHARED, SHARED_BYTES = 32, 64 << 10
+"""Parts that share a batch at the most, and the bytes of the longest that does. They end together, so that all of them move in less
+time than a message takes."""
 
-def round_bytes(action: Move, regions: Sequence[Region]) -> int | None:
-    """Return the most bytes of a batch of this part; ``None``: it goes in one."""
-    most = most_bytes(regions)
-    return most if action.verb in (Verb.READ, Verb.WRITE) and action.plan.nbytes > most else None
+
+def in_rounds(action: Move, most: int) -> bool:
+    """Return whether a part goes in several batches, of ``most`` bytes each at the most."""
+    return action.plan.nbytes > most and action.verb in (Verb.READ, Verb.WRITE)
+
+
+def shares(action: Move, can: Capabilities) -> bool:
+    """Return whether a part may be moved in one batch with others of its link: if one that fails leaves nothing behind."""
+    alone = action.piece_bytes or can.factored or can.abort != "batch" or can.quiet != "batch"
+    return not alone and action.verb is Verb.READ and 0 < action.plan.nbytes <= SHARED_BYTES
 
 
 class Direct(Job):
@@ -27,13 +35,30 @@ class Direct(Job):
 
     Of a long part that is read or written, several batches, a few at a time: a library may move one after the other whatever it is
     given, and then a short part that comes later would wait for all of it. Batches that need another half are not cut.
+
+    Short parts that are read may share a batch (``submit_together``). Where that fails, each that was not to end is moved anew in a
+    batch of its own, so that what is wrong with one, or its abort, is nothing to the others. What is written is not begun twice:
+    the bytes of the first time may still be on their way to the peer.
     """
 
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
-        most = round_bytes(action, wire.regions)
-        self._rest: Iterator[CopyPlan] = iter((action.plan,)) if most is None else action.plan.split(most)
+        rounds = in_rounds(action, wire.most)
+        self._rest: Iterator[CopyPlan] = action.plan.split(wire.most) if rounds else iter((action.plan,))
         self._next = next(self._rest, None)
+        self._alone = True
+
+    def shared(self, batch: int) -> None:
+        """Note that the whole part moves in a batch with others."""
+        self.batches.add(batch)
+        self._next, self._alone = None, False
+
+    def completed(self, done: Completion) -> None:
+        if done.error is None or self._alone or self.error is not None or not done.quiet or self.wire.broken:
+            super().completed(done)
+        else:
+            self.batches.discard(done.batch)
+            self._next, self._alone = self.action.plan, True
 
     @property
     def complete(self) -> bool:
@@ -51,9 +76,22 @@ class Direct(Job):
 
     def _batch(self, plan: CopyPlan) -> Batch | PlanBatch:
         verb, stream = self.action.verb, self.action.stream * PIECES
-        if self.wire.transport.capabilities.factored:
+        if self.wire.can.factored:
             return PlanBatch(verb, self.wire.peer, CACHE, plan, CACHE, stream)
         runs = plan.runs()
         local, remote = (runs.dst, runs.src) if verb in (Verb.READ, Verb.RECV) else (runs.src, runs.dst)
         one_sided = verb in (Verb.READ, Verb.WRITE)
         return Batch(verb, self.wire.peer, CACHE, runs.length, local, CACHE, remote if one_sided else None, stream)
+
+
+def submit_together(jobs: Sequence[Direct]) -> None:
+    """Submit parts of one link, none of which has begun, as one batch.
+
+    Raises:
+        BaseException: The back end does not take it; none has begun.
+    """
+    wire, runs = jobs[0].wire, CopyPlan.together([job.action.plan for job in jobs]).runs()
+    number = wire.transport.submit(Batch(Verb.READ, wire.peer, CACHE, runs.length, runs.dst, CACHE, runs.src))
+    wire.batches[number] = jobs
+    for job in jobs:
+        job.shared(number)

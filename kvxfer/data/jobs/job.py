@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvxfer.data.commands import PieceNews
 from kvxfer.data.staging import Slot, Staging
 from kvxfer.failures import Failure
-from kvxfer.geometry import Region
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Transport
 
@@ -20,16 +19,31 @@ PIECES = 1 << 20
 """Stream numbers set aside for each part: pieces of part n are numbered from ``n * PIECES``."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Wire:
-    """What a job needs of the data thread: the back end, the peer, memory, the table of batches in flight, and who tells."""
+    """A link that is connected, and what its jobs need of the data thread.
+
+    Attributes:
+        transport: The back end.
+        can: What that can do.
+        peer: The back end's number for the link.
+        number: Tells this making of the link from earlier ones.
+        most: Bytes of a batch at the most, where a part may be cut.
+        staging: Staging memory.
+        batches: The jobs of each batch in flight: short parts share one.
+        tell: Tells the peer of pieces.
+        broken: Whether nothing can move on it any more.
+    """
 
     transport: Transport
+    can: Capabilities
     peer: int
-    regions: tuple[Region, ...]
+    number: int
+    most: int
     staging: Staging
-    batches: dict[int, Job]
+    batches: dict[int, Sequence[Job]]
     tell: Callable[[PieceNews], None]
+    broken: bool = False
 
 
 class Job:
@@ -113,6 +127,7 @@ class Job:
             self.error = why
 
     def completed(self, done: Completion) -> None:
+        """Take in the end of a batch."""
         self.batches.discard(done.batch)
         self.quiet &= done.quiet
         if done.error is not None:
@@ -121,5 +136,5 @@ class Job:
     def _submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         number = self.wire.transport.submit(batch, after)
         self.batches.add(number)
-        self.wire.batches[number] = self
+        self.wire.batches[number] = (self,)
         return number

@@ -29,7 +29,7 @@ Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Digest = Annotated[bytes, Meta(max_length=MOST_DIGEST)]
 
 
-class WireMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class WireMessage(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """The form of every message: an array of its tag and its fields, of which none may be unknown."""
 
 

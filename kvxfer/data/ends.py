@@ -1,0 +1,31 @@
+"""How parts and back ends end where nobody else says so."""
+
+from __future__ import annotations
+
+import logging
+
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.protocol.values import Moved, PartRef
+from kvxfer.transport import Transport
+
+__all__ = ["backend_failed", "shut", "unmoved"]
+
+log = logging.getLogger("kvxfer.data")
+
+
+def shut(transport: Transport) -> None:
+    """Close a back end, whatever it raises."""
+    try:
+        transport.close()
+    except BaseException:
+        log.exception("the back end did not close cleanly")
+
+
+def unmoved(ref: PartRef) -> Moved:
+    """Return the end of a part that has not begun, since there is no link for it."""
+    return Moved(ref, Failure(FailureKind.PEER_LOST, "the link is broken"), True, 0, collateral=True)
+
+
+def backend_failed(detail: str) -> Failure:
+    """Return a failure of a back end."""
+    return Failure(FailureKind.BACKEND_FAILED, detail)
