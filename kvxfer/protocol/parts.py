@@ -128,28 +128,29 @@ def most_bytes(regions: Iterable[Region]) -> int:
     return HOST_BYTES if on_host(regions) else CUDA_BYTES
 
 
-def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
-    """Return where the parts end into which the tokens ``[lo, hi)`` are cut.
+def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
+    """Return the parts into which a span is cut; itself, if that is one.
 
     What a host hashes in full goes in several parts, so that one is read while the next one moves. A GPU has hashed a part
     before a message comes through. What is sent and received goes in parts of bounded size.
 
     Args:
-        lo: the first token.
-        hi: the token after the last.
-        plan: that of all these tokens.
+        span: what is ready.
+        plan: that of the span.
         info: what is known of the link.
     """
     if info.integrity != "full" and info.mode != "sendrecv":
-        return [hi]
+        return [span]
     host = on_host(info.planner.src.regions)
     parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if host and info.integrity == "full" else 1
     if info.mode == "sendrecv" and not piece_bytes(plan, info):
         parts = max(parts, -(-plan.nbytes // most_bytes(info.planner.src.regions)))
     if parts < 2:
-        return [hi]
-    ends = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
-    return [*sorted(end for end in ends if lo < end < hi), hi]
+        return [span]
+    lo, hi, bands = span
+    inner = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
+    ends = [*sorted(end for end in inner if lo < end < hi), hi]
+    return [Span(*each, bands) for each in zip([lo, *ends[:-1]], ends, strict=True)] if len(ends) > 1 else [span]
 
 
 def to_hash(plan: CopyPlan, info: LinkInfo, ref: PartRef) -> CopyPlan | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer.geometry import Planner, ShardAssignment
+from kvxfer.failures import FailureKind
+from kvxfer.geometry import CopyPlan, Planner, ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol import parts
 from kvxfer.protocol.producer import ProducerMachine
-from kvxfer.protocol.values import Action, LinkInfo, Mode, Move, Moved, Send
+from kvxfer.protocol.values import Abort, Action, LinkInfo, Mode, Move, Moved, Send
 from kvxfer.values import BlockTable, Offer
 from tests.control.conftest import make_cache
 
@@ -90,6 +91,45 @@ def test_more_of_an_offer_waits_for_what_is_being_sent() -> None:
     while producer.moves:
         producer.end_one()
     assert producer.said[-1].final and producer.said[-1].hi == 80
+
+
+@pytest.mark.usefixtures("one_block")
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_a_load_is_planned_as_often_however_many_parts_it_has(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    planned = 0
+    plan = Planner.plan
+
+    def counted(planner: Planner, src: BlockTable, dst: BlockTable, start: int, tokens: int) -> CopyPlan:
+        nonlocal planned
+        planned += tokens - start
+        return plan(planner, src, dst, start, tokens)
+
+    monkeypatch.setattr(Planner, "plan", counted)
+    producer = Producer("sendrecv")
+    table, size = BlockTable.of([[*range(BLOCKS)]]), 4 * BLOCKS // chunks
+    producer.do(producer.machine.message(LINK, m.FetchRequest(LONG, 1, DIGEST, 0, 80, table, 1, 9.0), 0.0))
+    for chunk in range(1, chunks + 1):
+        producer.do(producer.machine.offer(Offer(LONG, DIGEST, 1, chunk * size, table, chunk == chunks), 0.0))
+        producer.end_one()
+    while producer.moves:
+        producer.end_one()
+    assert [(msg.lo, msg.hi) for msg in producer.said] == [(4 * i, 4 * i + 4) for i in range(BLOCKS)]
+    assert planned == 2 * 4 * BLOCKS, "each token once to see where it is cut, and once in its part"
+
+
+@pytest.mark.usefixtures("one_block")
+def test_blocks_that_are_taken_back_under_a_load_end_it_and_nothing_else() -> None:
+    producer, tokens = Producer("sendrecv"), 4 * BLOCKS
+    request = m.FetchRequest(LONG, 1, DIGEST, 0, tokens, BlockTable.of([[*range(BLOCKS)]]), 1, 9.0)
+    producer.do(producer.machine.message(LINK, request, 0.0))
+    producer.do(producer.machine.offer(Offer(LONG, DIGEST, 1, tokens // 2, request.blocks, False), 0.0))
+    producer.do(producer.machine.offer(Offer(LONG, DIGEST, 1, tokens, BlockTable.of([[0]]), True), 0.0))
+    first, second = producer.moves
+    aborted = producer.machine.moved(Moved(first.ref, None, True, first.plan.nbytes), 0.0)
+    assert aborted == [Abort(second.ref)]
+    (closed,) = producer.machine.moved(Moved(second.ref, None, True, second.plan.nbytes), 0.0)
+    assert isinstance(closed, Send) and isinstance(closed.message, m.AttemptClosed)
+    assert closed.message.kind is FailureKind.MISUSE and "do not join" in closed.message.reason
 
 
 @pytest.mark.usefixtures("one_block")
