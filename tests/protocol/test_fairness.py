@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvxfer.failures import FailureKind
-from kvxfer.geometry import CopyPlan, Planner, ShardAssignment
+from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Rank, Region, ShardAssignment, View, route
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol import parts
@@ -138,3 +138,22 @@ def test_what_is_read_or_written_is_announced_whole(mode: Mode) -> None:
     producer = Producer(mode)
     producer.load(LONG, 0, BLOCKS)
     assert len(producer.said) + len(producer.moves) == 1, "each side cuts that by itself"
+
+
+@pytest.mark.parametrize(
+    ("device", "piece", "most"),
+    [("cpu", 0, 32), ("cpu", 8, 32), ("cuda:0", 0, 512), ("cuda:0", 8, 64), ("cuda:0", 1, 32), ("cuda:0", 256, 512)],
+)
+def test_parts_are_as_long_as_their_way_is_fast(device: str, piece: int, most: int) -> None:
+    """A GPU's cache may go through the host's staging memory, which has shorter pieces; all sizes are in MiB."""
+    blocks, page = 64, 32 << 20
+    cache = Cache(
+        (Region(1 << 30, blocks * page, device),),
+        (Group(4),),
+        (View("kv", 0, ("layer",), (0,), blocks, page, page, "test"),),
+    )
+    planner = Planner(cache, cache, route([cache], [cache])[Rank()].assignments[Rank()])
+    table = BlockTable.of([[*range(blocks)]])
+    info = LinkInfo("sendrecv", planner, piece_bytes=piece << 20, stage_below=1 << 48 if piece else 0)
+    sizes = {span.hi - span.lo for span in parts.cut(parts.Span(0, 256), planner.plan(table, table, 0, 256), info)}
+    assert sizes == {most * 4 // 32}
