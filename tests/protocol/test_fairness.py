@@ -94,6 +94,22 @@ def test_more_of_an_offer_waits_for_what_is_being_sent() -> None:
 
 
 @pytest.mark.usefixtures("one_block")
+def test_of_equal_loads_the_one_that_was_wanted_first_begins_and_ends_first() -> None:
+    producer, transfers = Producer("sendrecv"), [TransferId("own/1/equal", i) for i in range(4)]
+    for i, transfer in enumerate(transfers):
+        producer.load(transfer, 5 * i, 5)
+    began = [move.ref.transfer for move in producer.moves]
+    assert began == sorted(began, key=transfers.index)
+    ended = []
+    while producer.moves:
+        move = producer.moves[0]
+        producer.end_one()
+        if all(other.ref.transfer != move.ref.transfer for other in producer.moves):
+            ended.append(move.ref.transfer)
+    assert ended == transfers
+
+
+@pytest.mark.usefixtures("one_block")
 @pytest.mark.parametrize("chunks", [1, 5])
 def test_a_load_is_planned_as_often_however_many_parts_it_has(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     planned = 0
