@@ -14,6 +14,8 @@ from kvxfer.protocol.values import Stages
 
 __all__ = ["Trace"]
 
+STAGES = [name for name in Stages.__struct_fields__ if name != "moving"]
+
 log = logging.getLogger("kvxfer.engine")
 
 _Way = Literal["within the step", "beside the steps"]
@@ -63,7 +65,7 @@ class Trace:
         if load is None or self._path is None:
             return
         now = time.monotonic()
-        reached = {} if stages is None else {name: getattr(stages, name) for name in Stages.__struct_fields__}
+        reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
         times = {"fetched": load.fetched, **reached, "seen": now}
         record = {
             "engine": self._engine,

@@ -57,6 +57,8 @@ class Attempts:
         pace = self._routes.paces.get(link)
         rank.banded = pace is not None and pace.slow((f.spec.tokens - f.spec.start) * info.planner.token_bytes)
         f.asked = now
+        if f.moving_since is not None:
+            f.part_over(now)
         return self.ask(f, rank, now)
 
     def resume(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:

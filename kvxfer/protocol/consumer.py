@@ -268,6 +268,7 @@ class ConsumerMachine:
             return self._outdate(f, rank, now)
         self._attempts.answered(rank)
         f.heard = now
+        f.moving_since = now if f.moving_since is None else f.moving_since
         if not f.begun:
             f.announced = now
             f.begun, f.deadline = True, now + self._timeout
@@ -318,10 +319,9 @@ class ConsumerMachine:
         Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
         """
         out = f.news()
-        if not rank.complete(f.spec.start, f.enough):
-            return out
-        rank.on(E.COMPLETE)
-        if any(x.state is not S.ARRIVED for x in f.rank_fetches):
+        complete = rank.complete(f.spec.start, f.enough) and rank.on(E.COMPLETE)
+        if not complete or any(x.state is not S.ARRIVED for x in f.rank_fetches):
+            f.part_over(now)
             return out
         f.round, f.arrived_at = f.round + 1, now
         for x in f.rank_fetches:

@@ -175,6 +175,8 @@ class FetchRecord(msgspec.Struct, eq=False):
     asked: float = 0.0  # when a rank was asked last
     announced: float = 0.0  # when the first part was announced
     arrived_at: float = 0.0  # when all ranks had all
+    moving_since: float | None = None  # since when something is on its way, or being checked; None: nothing is
+    moved: float = 0.0  # seconds in which something was, before that
     begun: bool = False  # a part has been announced: the deadline is that of the outcome, and before that of this
     ranks: dict[LinkId, RankFetch] | None = None  # None: the route is not known yet
     rank_fetches: tuple[RankFetch, ...] = ()  # the same without their links; none while the route is not known
@@ -199,9 +201,16 @@ class FetchRecord(msgspec.Struct, eq=False):
         """The token up to which all parts from all ranks are here."""
         return min((min(rank.arrived(self.spec.start), self.spec.tokens) for rank in self.rank_fetches), default=0)
 
+    def part_over(self, now: float) -> None:
+        """Note that a part is here, or will not be, where more are to come: nothing may be on its way then."""
+        if self.moving_since is not None and not any(rank.flight for rank in self.rank_fetches):
+            self.moved += now - self.moving_since
+            self.moving_since = None
+
     def stages(self, now: float) -> Stages:
         """When it came how far, if it ends now."""
-        return Stages(self.began, self.asked, self.announced, self.heard, self.arrived_at, now)
+        moving = self.moved if self.moving_since is None else self.moved + now - self.moving_since
+        return Stages(self.began, self.asked, self.announced, self.heard, self.arrived_at, now, moving)
 
     @property
     def enough(self) -> int:
@@ -265,8 +274,8 @@ class FetchRecord(msgspec.Struct, eq=False):
         assert self.outcome is not None
         s, delivered = self.spec, self.outcome.delivered
         payload, short = (self.payload, self.short) if delivered else (b"", None)
-        seconds, waited = now - self.began, self.heard - self.began
-        more = self.generation, waited, payload, self.stages(now), short
+        seconds, stages = now - self.began, self.stages(now)
+        more = self.generation, seconds - stages.moving if self.begun else 0.0, payload, stages, short
         return Ended("consumer", s.transfer, s.handle, self.outcome, self.nbytes, seconds, *more)
 
     def overdue(self, start: float, timeout: float) -> Failure:

@@ -13,7 +13,7 @@ from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import Keep
 from kvxfer.protocol.pace import LinkPace
-from kvxfer.protocol.parts import AHEAD
+from kvxfer.protocol.parts import AHEAD, Span
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
 from kvxfer.protocol.values import (
     Abort,
@@ -72,6 +72,7 @@ class RankServe(msgspec.Struct, eq=False):
     lent: bool  # it wanted more time than it got, and may ask anew
     sent: list[int]  # tokens announced so far, of each band of layers
     banded: bool = False  # it gets bands as they are ready
+    cut: list[Span] = field(default_factory=list)  # parts that wait for those under way to end
     state: ServeState = ServeState.WAITING
     part: int = 0
     bytes: int = 0  # of the parts announced, where they were planned
@@ -111,6 +112,11 @@ class RankServe(msgspec.Struct, eq=False):
     def parts_left(self, info: LinkInfo) -> int:
         """Return how many parts may be announced before one that is being sent has ended."""
         return AHEAD - len(self.flight) if info.mode == "sendrecv" else m.MAX_PARTS
+
+    def begins_with_cut(self, span: Span) -> bool:
+        """Return whether the parts that wait are those that this begins with; what it has beyond them is cut after them."""
+        first, last = self.cut[0], self.cut[-1]
+        return (first.lo, first.bands) == (span.lo, span.bands) and last.hi <= span.hi
 
     def checksums(self) -> m.Checksums:
         """Make the message that tells the consumer what it should have got."""

@@ -23,6 +23,9 @@ CHECKED, CHECKED_LEAST = 4, 16 << 20
 """Parts that a large one is cut into where parts are hashed, and bytes below which that is not worth the messages."""
 HOST_BYTES, CUDA_BYTES = 32 << 20, 512 << 20
 """Bytes at which what is long is cut, by where it lies: some milliseconds of its link, and far more than a part or a batch costs."""
+STAGED = 8
+"""Pieces at which what goes staged from a GPU is cut: as many as its staging memory holds. That may be the host's, whose link is slower,
+and then has shorter pieces."""
 AHEAD = 2
 """Parts of a transfer that are sent at once: while one ends, the next moves, and what comes to the link meanwhile waits for these
 only. (What is read or written, each side cuts by itself; where both sides have a half, both have to know.)"""
@@ -128,28 +131,32 @@ def most_bytes(regions: Iterable[Region]) -> int:
     return HOST_BYTES if on_host(regions) else CUDA_BYTES
 
 
-def cuts(lo: int, hi: int, plan: CopyPlan, info: LinkInfo) -> list[int]:
-    """Return where the parts end into which the tokens ``[lo, hi)`` are cut.
+def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
+    """Return the parts into which a span is cut; itself, if that is one.
 
     What a host hashes in full goes in several parts, so that one is read while the next one moves. A GPU has hashed a part
-    before a message comes through. What is sent and received goes in parts of bounded size.
+    before a message comes through. What is sent and received goes in parts of bounded size, staged or not.
 
     Args:
-        lo: the first token.
-        hi: the token after the last.
-        plan: that of all these tokens.
+        span: what is ready.
+        plan: that of the span.
         info: what is known of the link.
     """
     if info.integrity != "full" and info.mode != "sendrecv":
-        return [hi]
+        return [span]
     host = on_host(info.planner.src.regions)
     parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if host and info.integrity == "full" else 1
-    if info.mode == "sendrecv" and not piece_bytes(plan, info):
-        parts = max(parts, -(-plan.nbytes // most_bytes(info.planner.src.regions)))
+    if info.mode == "sendrecv":
+        most = most_bytes(info.planner.src.regions)
+        if piece_bytes(plan, info):
+            most = min(most, max(HOST_BYTES, STAGED * info.piece_bytes))
+        parts = max(parts, -(-plan.nbytes // most))
     if parts < 2:
-        return [hi]
-    ends = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
-    return [*sorted(end for end in ends if lo < end < hi), hi]
+        return [span]
+    lo, hi, bands = span
+    inner = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
+    ends = [*sorted(end for end in inner if lo < end < hi), hi]
+    return [Span(*each, bands) for each in zip([lo, *ends[:-1]], ends, strict=True)] if len(ends) > 1 else [span]
 
 
 def to_hash(plan: CopyPlan, info: LinkInfo, ref: PartRef) -> CopyPlan | None:

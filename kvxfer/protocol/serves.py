@@ -10,7 +10,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.announcements import announce, delivered_bytes, plan_for, unfit, untold
 from kvxfer.protocol.budgets import Keep, PeerBudgets
 from kvxfer.protocol.offer_record import ConsumerLink, Key, OfferRecord, RankServe, told
-from kvxfer.protocol.parts import Span, cuts
+from kvxfer.protocol.parts import Span, cut
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.transitions import ServeEvent, ServeState
@@ -124,32 +124,37 @@ class Serves:
     def _announce(
         self, serve: RankServe, link: ConsumerLink, offer: Offer, span: Span, final: bool, now: float
     ) -> list[Action]:
-        """Announce what is ready, in one part or in several; what may not go yet is announced when a part has ended."""
-        info, plan, lo, ends = link.info, None, span.lo, [span.hi]
+        """Announce what is ready, in one part or in several; what may not go yet is announced when a part has ended.
+
+        A span is planned once to be cut, and each part once more: what still waits is not planned again with each part that goes.
+        """
+        info, plan, parts = link.info, None, [span]
         left = serve.parts_left(info)
         if left <= 0:
             return []
-        if not info.unattended:
-            try:
-                plan = plan_for(serve, info, offer, span, final)
-            except PlanError as e:
-                return self.stop(serve, Failure(K.MISUSE, f"the block tables do not join: {e}"), False, now)
-            ends = cuts(lo, span.hi, plan, info)
-        if serve.revocations is None:
-            serve.revocations = self._revocations.vouch(serve.request.transfer)
-        if serve.state is S.WAITING and serve.request.moving:
-            serve.expires = now + min(serve.request.moving, self._longest)
-            self._times.set(serve.key, serve.expires)
         out: list[Action] = []
-        for end in ends[:left]:
-            if serve.part >= m.MAX_PARTS:
-                many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
-                return out + self.stop(serve, many, False, now)
-            part, last = span if len(ends) == 1 else Span(lo, end, span.bands), final and end == span.hi
-            if len(ends) > 1:
-                plan = plan_for(serve, info, offer, part, last)
-            out += announce(serve, link, offer, plan, part, last)
-            lo = end
+        try:
+            if serve.cut and serve.begins_with_cut(span):
+                parts = serve.cut
+            elif not info.unattended:
+                plan = plan_for(serve, info, offer, span, final)
+                parts = cut(span, plan, info)
+            if serve.revocations is None:
+                serve.revocations = self._revocations.vouch(serve.request.transfer)
+            if serve.state is S.WAITING and serve.request.moving:
+                serve.expires = now + min(serve.request.moving, self._longest)
+                self._times.set(serve.key, serve.expires)
+            serve.cut = parts[left:]
+            for part in parts[:left]:
+                if serve.part >= m.MAX_PARTS:
+                    many = Failure(K.OVERLOADED, f"it came in more than {m.MAX_PARTS} parts")
+                    return out + self.stop(serve, many, False, now)
+                last = final and part.hi == span.hi
+                if part is not span:
+                    plan = plan_for(serve, info, offer, part, last)
+                out += announce(serve, link, offer, plan, part, last)
+        except PlanError as e:
+            return out + self.stop(serve, Failure(K.MISUSE, f"the block tables do not join: {e}"), False, now)
         return out
 
     def settle(self, serve: RankServe, now: float) -> list[Action]:

@@ -70,6 +70,8 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
         heard: they had said so of the last bytes.
         arrived: the last bytes were here.
         ended: it had its outcome.
+        moving: no time of day, but the seconds in which parts that had been announced were on their way or being checked. What a
+            producer sends as it computes, or in parts one after the other, has waits in between that do not count.
     """
 
     began: float = 0.0
@@ -78,14 +80,10 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
     heard: float = 0.0
     arrived: float = 0.0
     ended: float = 0.0
-
-    @property
-    def moving(self) -> float:
-        """The seconds from the word of the producer to the outcome."""
-        return self.ended - self.heard
+    moving: float = 0.0
 
     def slowest(self, other: Stages) -> Stages:
-        """Return the later time of each stage, of two ranks."""
+        """Return the later time of each stage, of two ranks, and the longer time on the way."""
         return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
 
 
@@ -100,8 +98,8 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
         seconds: from the call that began the transfer.
         generation: on a producer, the last one that was offered or revoked. On a consumer, the newest that it has heard of,
             which is that of all that was delivered; ``None`` if it has heard of none, or nothing had to come.
-        waited: on a consumer, how many of the ``seconds`` had passed when it last heard of a part, so that the rest was spent
-            on moving and checking; 0 if it heard of none.
+        waited: on a consumer, how many of the ``seconds`` passed while nothing that it had heard of was on its way, so that the rest
+            was spent on moving and checking; 0 if it heard of no part.
         payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank that has given
             something along, where this rank reads from several, and empty where it had nothing to read.
         stages: on a consumer, when it came how far.

@@ -4,6 +4,7 @@ draws: copying along the plan equals indexing both caches by their logical coord
 from __future__ import annotations
 
 import os
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Rank, ShardAssignment, route
+from kvxfer.protocol import parts
 from kvxfer.protocol.parts import Span, lacking, plan_part, reached
+from kvxfer.protocol.values import LinkInfo
 from kvxfer.values import BlockTable
 from tests.geometry.engines import Case, cases
 
@@ -191,8 +194,8 @@ def test_a_transfer_may_be_cut_wherever_its_planner_says(case: Case, data: st.Da
         cut = max(case.start, middle - middle % planner.indivisible)
         assert planner.indivisible == 1 or any(not s.kind.cut_tokens for s in case.specs), "what can be cut is"
         ends = (case.start, cut), (cut, case.tokens)
-        parts = [plan_part(planner, src, dst, case.start, case.tokens, *end, end is ends[-1]) for end in ends]
-        assert mapping(parts[0] + parts[1]) == mapping(planner.plan(src, dst, case.start, case.tokens))
+        first, last = (plan_part(planner, src, dst, case.start, case.tokens, *end, end is ends[-1]) for end in ends)
+        assert mapping(first + last) == mapping(planner.plan(src, dst, case.start, case.tokens))
 
 
 @LAW
@@ -221,6 +224,27 @@ def test_bands_of_layers_add_up_to_the_whole(case: Case, data: st.DataObject) ->
                 assert arrived <= min(ready) and (span is not spans[-1] or arrived == min(ready))
             sent = ready
         assert moved == mapping(planner.plan(src, dst, case.start, case.tokens))
+
+
+@LAW
+@given(cases(), st.data())
+def test_parts_that_are_sent_add_up_to_the_whole(case: Case, data: st.DataObject) -> None:
+    """Wherever a load is cut to be sent, its parts follow each other without a gap, and each byte is moved once."""
+    for p, c, assignments in links(case):
+        planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
+        src, dst = (BlockTable.of([row.tolist() for row in side.tables]) for side in (case.producer, case.consumer))
+        whole = Span(case.start, case.tokens)
+        made = plan_part(planner, src, dst, *whole[:2], *whole[:2], True)
+        most = data.draw(st.integers(max(1, made.nbytes // 10), made.nbytes + 1))
+        with patch.object(parts, "HOST_BYTES", most):
+            spans = parts.cut(whole, made, LinkInfo("sendrecv", planner))
+        assert [span.lo for span in spans] + [whole.hi] == [whole.lo] + [span.hi for span in spans]
+        moved: dict[int, int] = {}
+        for span in spans:
+            part = mapping(plan_part(planner, src, dst, *whole[:2], span.lo, span.hi, span is spans[-1]))
+            assert not part.keys() & moved.keys()
+            moved |= part
+        assert moved == mapping(made)
 
 
 def elsewhere(cache: Cache, order: tuple[int, ...]) -> Cache:

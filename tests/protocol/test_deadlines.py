@@ -6,7 +6,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
-from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Moved, PartRef, RankRoute, Resolved, Send
+from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Move, Moved, PartRef, RankRoute, Resolved, Send
 from kvxfer.values import BlockTable, Fetch
 from tests.protocol.test_doors import LONGEST, MONTH, PLANNER, RIGHT, Door, T
 
@@ -17,20 +17,22 @@ SOURCE = Source("p", 1, 1)
 class Asker:
     """A consumer's machine whose fetch has begun at 0, with a link to its producer."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 12) -> None:
         self.machine = ConsumerMachine(START, TIMEOUT)
-        self.machine.fetch(Fetch("req", T, RIGHT, SOURCE, BlockTable.of([[5, 6, 7]]), 0, 12), 0.0)
+        self.machine.fetch(Fetch("req", T, RIGHT, SOURCE, BlockTable.of([[5, 6, 7]]), 0, tokens), 0.0)
         self.machine.resolved(SOURCE, Resolved((RankRoute("link", 1),)), 0.0)
         (self.asked,) = self.requests(self.machine.link_up("link", LinkInfo("read", PLANNER), 0.0))
 
     def requests(self, actions: list[Action]) -> list[m.FetchRequest]:
         return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, m.FetchRequest)]
 
-    def hear(self, now: float, part: int = 0) -> None:
+    def hear(self, now: float, part: int = 0, final: bool = False) -> Move:
         """A part is announced."""
-        lo, table = 4 * part, BlockTable.of([[2, 3]])
-        ready = m.PartReady(T, self.asked.attempt, 1, part, lo, lo + 4, False, table, part, 0)
-        self.machine.message("link", ready, now)
+        lo, table = 4 * part, BlockTable.of([[2, 3, 4]])
+        ready = m.PartReady(T, self.asked.attempt, 1, part, lo, lo + 4, final, table, part, 0)
+        (move,) = self.machine.message("link", ready, now)
+        assert isinstance(move, Move)
+        return move
 
     def end(self, until: float) -> tuple[float, Ended] | None:
         """When it ends, and how, if that is not later."""

@@ -24,6 +24,7 @@ from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadingRequests
+from kvxfer_vllm.room import Room
 from kvxfer_vllm.settings import counts_media, groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
 from kvxfer_vllm.tracing import OFFER, RequestSpans
@@ -64,7 +65,7 @@ class SchedulerHooks:
         self._partly = len(groups) == 1 and groups[0].kind == "full"
         self._block_tokens = groups[0].block_tokens
         self._recurrent = any(group.kind == "state" for group in groups)
-        self._pins = BlockPins(kv_cache_config.num_blocks // 4)
+        self._pins, self._room = BlockPins(kv_cache_config.num_blocks // 4), Room(groups)
         facts = facts_of(vllm_config, config)
         self.side = SchedulerSide(config, self._engine, groups, parallel.world_size, facts, pins=self._pins)
         self._seen: set[str] = set()
@@ -86,6 +87,7 @@ class SchedulerHooks:
         if request.request_id in self._seen:
             return
         self._seen.add(request.request_id)
+        self._room.arrived(request.request_id)
         try:
             params = request.kv_transfer_params or self._legacy(request)
             if params:
@@ -154,11 +156,15 @@ class SchedulerHooks:
         tokens = self.side.loadable(request.request_id, computed)
         if tokens is not None:
             self._unplaced.add(request.request_id)
-        return tokens, bool(tokens) and not self.side.here(request.request_id)
+        beside = bool(tokens) and not self.side.here(request.request_id)
+        if tokens and beside and self._room.lacks(request.request_id, computed, computed + tokens):
+            return None, False
+        return tokens, beside
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take in ``update_state_after_alloc``."""
         self._unplaced.discard(request.request_id)
+        self._room.admitted(request.request_id)
         table = _table(blocks.get_block_ids())
         if external and self._partly:
             self._loads[request.request_id] = table
@@ -179,6 +185,7 @@ class SchedulerHooks:
         name = request.request_id
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         self._seen.discard(name)
+        self._room.finished(name)
         self._loads.pop(name, None)
         self._tables.pop(name, None)
         self._loading.ended(name, CANCELLED)
@@ -312,6 +319,7 @@ class SchedulerHooks:
     def bind_cache(self, manager: Any) -> None:
         """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
+        self._room.bind(manager)
         compat.before_reset(manager, lambda: self._preempted_unseen(manager))
 
     def _preempted_unseen(self, manager: Any) -> None:
