@@ -161,7 +161,8 @@ class SchedulerSide:
     ) -> bool:
         """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
 
-        From now on the producer's lease is renewed. Leave at least the last token of a prompt to be computed here.
+        From now on the producer's lease is renewed. Leave the last token of a prompt to be computed here, unless the producer
+        sends along what it has sampled behind it (``Update.payloads``).
         Requests of one transfer (children of n > 1) share it: one loads, the others find the blocks in the prefix cache.
         A ``report`` says how far it is each time that ``progress`` more tokens are here; 0: never.
 

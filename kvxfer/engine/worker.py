@@ -45,8 +45,8 @@ class WorkerSide:
 
     Args:
         agent: the rank's agent, over its cache.
-        table: turns the scheduler's block tables into those of the cache's blocks, where kernels use smaller ones. Pure:
-            any thread may call it.
+        table: turns the scheduler's block tables into those of the cache's blocks, where kernels use smaller ones, or where
+            the scheduler numbers the blocks of several pools one behind the other. Pure: any thread may call it.
         before_load: called with the cache's block table, ``start`` and ``tokens`` of each load before it begins: to clear
             what the load leaves as it is (``kvxfer.geometry.uncovered``), if the engine needs that. Any thread, one
             call at a time.
@@ -203,7 +203,8 @@ class WorkerSide:
         Args:
             step: the scheduler's.
             payloads: what goes along with transfers whose prompts this step completes (``Offer.payload``), the same on all
-                ranks: a first token that the engine has sampled, say.
+                ranks: a first token that the engine has sampled, say. A prompt that is computed anew after a preemption is
+                completed anew.
 
         Raises:
             ArgumentError: a payload is no ``bytes``, too long, or of no ``TransferId``. Call it again without that one:
