@@ -6,10 +6,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer import BlockTable, Ended, Event, Fetch, KvxferError, Released, Ticket
+from kvxfer import BlockTable, ClosedError, Ended, Event, Fetch, KvxferError, Released, Ticket
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import set_row
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered
@@ -169,4 +170,5 @@ class DecodeRank:
 
     def _cancel(self, receiving: _Receiving, reason: str) -> None:
         if receiving.handle in self._fetches and receiving.ended is None:
-            self._rank.agent.cancel(receiving.handle, reason)
+            with suppress(ClosedError):  # its fetches have ended
+                self._rank.agent.cancel(receiving.handle, reason)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer import BlockTable, Ended, Event, KvxferError, Offer, Released, Ticket, TransferId
+from kvxfer import BlockTable, ClosedError, Ended, Event, KvxferError, Offer, Released, Ticket, TransferId
 from kvxfer.fence import Fence
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import row_of
@@ -157,7 +158,8 @@ class PrefillRank:
             sending = self._sendings.pop(room, None)
             known = sending.wanted if sending else tuple(self._manager.transfer_infos.get(room, {}).values())
             if sending is not None and sending.offered and sending.ended is None:
-                self._rank.agent.revoke(sending.transfer, GENERATION, reason, gone=True)
+                with suppress(ClosedError):  # its transfers have ended
+                    self._rank.agent.revoke(sending.transfer, GENERATION, reason, gone=True)
         for note in known:
             self._manager.tell(note.endpoint, note.dst_port, AttemptFailed(room, note.attempt, reason))
 
