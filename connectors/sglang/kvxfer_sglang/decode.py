@@ -15,6 +15,7 @@ from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import set_row
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered
 from kvxfer_sglang.rank import EngineRank
+from kvxfer_sglang.states import tokens_of
 
 __all__ = ["DecodeRank"]
 
@@ -160,7 +161,7 @@ class DecodeRank:
     def _fetch(self, receiving: _Receiving, ticket: Ticket) -> None:
         """Fetch under our own digest, so that a mix-up of requests is told by the producer."""
         pages = len(receiving.rows[0])
-        tokens = pages * self._manager.kv_args.page_size
+        tokens = tokens_of(pages, self._manager.kv_args.page_size)
         digest = request_digest(receiving.room, receiving.prefix, pages)
         table = BlockTable.of(receiving.rows)
         own = self._rank.source
