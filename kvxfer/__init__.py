@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvxfer.control.agent import Agent
     from kvxfer.control.directory import Directory
     from kvxfer.control.events import readable
-    from kvxfer.errors import ArgumentError, ConfigError, KvxferError, PeerError, TransportError
+    from kvxfer.errors import ArgumentError, ClosedError, ConfigError, KvxferError, PeerError, TransportError
     from kvxfer.facts import sealed
     from kvxfer.failures import Failure, FailureKind, Outcome
     from kvxfer.geometry import Cache
@@ -28,6 +28,7 @@ __all__ = [
     "ArgumentError",
     "BlockTable",
     "Cache",
+    "ClosedError",
     "Config",
     "ConfigError",
     "Directory",
@@ -59,7 +60,7 @@ _HOMES = {
     "kvxfer.control.agent": ("Agent",),
     "kvxfer.control.directory": ("Directory",),
     "kvxfer.control.events": ("readable",),
-    "kvxfer.errors": ("ArgumentError", "ConfigError", "KvxferError", "PeerError", "TransportError"),
+    "kvxfer.errors": ("ArgumentError", "ClosedError", "ConfigError", "KvxferError", "PeerError", "TransportError"),
     "kvxfer.failures": ("Failure", "FailureKind", "Outcome"),
     "kvxfer.facts": ("sealed",),
     "kvxfer.geometry": ("Cache",),

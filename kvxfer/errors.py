@@ -26,6 +26,12 @@ class ArgumentError(KvxferError, ValueError):
     """An argument of a call is wrong: nothing has been begun, and nothing sent. The message begins with its name."""
 
 
+class ClosedError(KvxferError):
+    """What was called has been closed, by whichever thread: it does nothing more, and what it had in hand has ended."""
+
+    default = FailureKind.CANCELLED
+
+
 class ConfigError(KvxferError):
     """The configuration is wrong; raised before anything has started."""
 

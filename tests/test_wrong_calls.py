@@ -17,6 +17,7 @@ from kvxfer import (
     Agent,
     ArgumentError,
     BlockTable,
+    ClosedError,
     Config,
     Directory,
     Ended,
@@ -388,6 +389,38 @@ def test_a_wrong_call_is_answered_by_itself(wrong: str, pair: tuple[Agent, Agent
         with pytest.raises(KvxferError, match=told):
             call(agent, directory)
     assert not [e for agent in (p, d) for e in agent.events() if e.transfer == T]
+
+
+AFTER_CLOSE: dict[str, Callable[[Agent, Directory], Any]] = {
+    "offer": lambda a, _: a.offer(offer()),
+    "fetch": lambda a, _: a.fetch(fetch()),
+    "revoke": lambda a, _: a.revoke(T, 1, "", False),
+    "renew": lambda a, _: a.renew(T),
+    "cancel": lambda a, _: a.cancel("r", ""),
+    "identify": lambda a, _: a.identify({}),
+    "prepare": lambda a, _: a.prepare(HERE),
+    "listen": lambda a, _: a.listen(print),
+    "publish": lambda _, d: d.publish(()),
+    "identify ": lambda _, d: d.identify({}),
+}
+
+
+@pytest.mark.parametrize("drained", [False, True], ids=["closed", "drained"])
+@pytest.mark.parametrize("late", AFTER_CLOSE)
+def test_a_call_after_close_says_so(late: str, drained: bool) -> None:
+    memory = np.zeros(BLOCKS * HEADS * TOKENS * UNIT, np.uint8)
+    config = Config(backend=FAKE)
+    with Agent(cache(memory), config, "p") as agent, Directory(config, "p") as directory:
+        if drained:  # and with an offer that nobody has fetched in time
+            agent.offer(offer())
+            agent.drain(0.01)
+        agent.close(), directory.close()
+        told = rf"^this (agent|directory) has been closed: call '{late.strip()}' before that, or make another$"
+        with pytest.raises(ClosedError, match=told):
+            AFTER_CLOSE[late](agent, directory)
+        agent.listen(None)
+        ends = [event for event in agent.events() if isinstance(event, Ended)]
+        assert len(ends) == drained and not agent.events() and agent.close()
 
 
 def outcome(agent: Agent, handle: str) -> Ended:

@@ -33,7 +33,7 @@ from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.data.quarantine import Limits
 from kvxfer.data.staging import Staging
-from kvxfer.errors import ArgumentError, KvxferError
+from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache
 from kvxfer.identity import Source, TransferId, new_epoch
@@ -173,9 +173,9 @@ class Agent:
         Raises:
             ArgumentError: The blocks are not the cache's or too few for the tokens, or the offer takes back what was offered
                 of its transfer before: an older generation, or fewer tokens, other blocks, another payload of the same one.
-            KvxferError: The agent has been closed.
+            ClosedError: The agent has been closed.
         """
-        self._check_open()
+        self._check_open("offer")
         if after is not None:
             arguments.instance("after", after, Fence)  # type: ignore[type-abstract]
         self._calls.offer(offer)
@@ -206,6 +206,7 @@ class Agent:
 
         Raises:
             ArgumentError: An argument is of the wrong type or range.
+            ClosedError: The agent has been closed. Peers that read at the time are told all the same.
         """
         self._owner.check()
         arguments.instance("transfer", transfer, TransferId)
@@ -217,10 +218,16 @@ class Agent:
         # Unless they are kept, the engine may use the blocks before our thread comes to it.
         declared = not kept and self._revocations.declare(transfer)
         self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
+        self._check_open("revoke")  # last: who closes it meanwhile must not have a peer trust what is overwritten
 
     def renew(self, transfer: TransferId) -> None:
-        """Keep an offer's lease: its consumer is alive, though it has not come yet."""
-        self._owner.check()
+        """Keep an offer's lease: its consumer is alive, though it has not come yet.
+
+        Raises:
+            ArgumentError: It is no ``TransferId``.
+            ClosedError: The agent has been closed.
+        """
+        self._check_open("renew")
         arguments.instance("transfer", transfer, TransferId)
         self._loop.do(partial(self._shell.renew, transfer))
 
@@ -233,9 +240,9 @@ class Agent:
         Raises:
             ArgumentError: The blocks are not the cache's or too few for the tokens, the handle is that of a fetch that
                 is not released yet, or ``own`` is missing where other ranks fetch the rest.
-            KvxferError: The agent has been closed.
+            ClosedError: The agent has been closed.
         """
-        self._check_open()
+        self._check_open("fetch")
         self._calls.fetch(fetch)
         self._loop.do(partial(self._shell.fetch, fetch, time.monotonic()))
 
@@ -250,16 +257,22 @@ class Agent:
 
         Raises:
             ArgumentError: An argument is of the wrong type.
+            ClosedError: The agent has been closed.
         """
-        self._owner.check()
+        self._check_open("prepare")
         arguments.instance("source", source, Source)
         if own is not None:
             arguments.instance("own", own, Source)
         self._loop.do(partial(self._shell.prepare, source, own))
 
     def cancel(self, handle: str, reason: str) -> None:
-        """Give up a fetch that the engine no longer wants; does nothing if it is over, or was never begun."""
-        self._owner.check()
+        """Give up a fetch that the engine no longer wants; does nothing if it is over, or was never begun.
+
+        Raises:
+            ArgumentError: An argument is of the wrong type or range.
+            ClosedError: The agent has been closed.
+        """
+        self._check_open("cancel")
         arguments.string("handle", handle)
         arguments.string("reason", reason, MOST_REASON, empty=True)
         self._loop.do(partial(self._shell.cancel, handle, reason))
@@ -271,17 +284,24 @@ class Agent:
         why.
 
         Raises:
+            ClosedError: The agent has been closed.
             ConfigError: The facts are too long.
         """
-        self._owner.check()
+        self._check_open("identify")
         self._loop.do(partial(self._shell.identify, f.check(facts)))
 
     def listen(self, heard: Callable[[], None] | None) -> None:
         """Have this called whenever there are new events, once for all of a turn, on the agent's thread; it must not block.
 
         Without it, or with ``None``, whoever wants to know asks ``events``.
+
+        Raises:
+            ArgumentError: It is no function.
+            ClosedError: The agent has been closed, and it is not ``None``.
         """
         self._owner.check()
+        if heard is not None:
+            self._check_open("listen")
         self._events.heard = arguments.function("heard", heard)
 
     def events(self, timeout: float = 0.0) -> list[Event]:
@@ -360,11 +380,11 @@ class Agent:
         if self._owner.here:
             self._loop.begin_close(why)
 
-    def _check_open(self) -> None:
-        """Refuse what would never end since the agent is closed. An agent that has failed still ends what is asked of it."""
+    def _check_open(self, call: str) -> None:
+        """Refuse what means nothing since the engine has closed the agent. One that has failed still ends what is asked of it."""
         self._owner.check()
-        if self._loop.why is CLOSED:
-            raise KvxferError("this agent has been closed: offer and fetch before that, or make another")
+        if self._loop.why is not None and self._loop.why.kind is FailureKind.CANCELLED:
+            raise ClosedError(f"this agent has been closed: call {call!r} before that, or make another")
 
     # --- control and data threads ----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
-from kvxfer.errors import ArgumentError, KvxferError, PeerError
+from kvxfer.errors import ArgumentError, ClosedError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.protocol import messages as m
@@ -144,9 +144,10 @@ class Directory:
 
         Raises:
             ArgumentError: One is none, or two are of one rank.
+            ClosedError: The directory has been closed.
             PeerError: They are more than a message can describe.
         """
-        self._owner.check()
+        self._check_open("publish")
         ranks = arguments.several("ranks", ranks, m.RankDescriptor)
         places = [rank.cache.rank for rank in ranks]
         twice = next((place for place in places if places.count(place) > 1), None)
@@ -161,9 +162,10 @@ class Directory:
         lives, if its weights do.
 
         Raises:
+            ClosedError: The directory has been closed.
             ConfigError: The facts are too long.
         """
-        self._owner.check()
+        self._check_open("identify")
         self._state(self._ranks, f.check(facts))
 
     def _state(self, ranks: tuple[m.RankDescriptor, ...], facts: Mapping[str, str]) -> None:
@@ -171,6 +173,11 @@ class Directory:
             m.encode(m.EngineDescriptor(m.PROTOCOL, self.engine, self.epoch, ranks, dict(facts))) if ranks else b""
         )
         self._ranks, self._facts, self._descriptor = ranks, facts, descriptor
+
+    def _check_open(self, call: str) -> None:
+        self._owner.check()
+        if self._closing:
+            raise ClosedError(f"this directory has been closed: call {call!r} before that, or make another")
 
     def notices(self) -> list[Notice]:
         """Return what other engines have said since the last call of our transfers, and of theirs that we await."""

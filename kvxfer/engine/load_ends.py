@@ -97,8 +97,7 @@ class LoadEnds:
                 self._short[request] = min(tokens, self._short.get(request, tokens))
         for request, ranks in report.writing.items():
             self._loading.writing(request, ranks)
-        for request, ranks in report.quiet.items():
-            self._loading.quiet(request, ranks)
+        quiet = [request for request, ranks in report.quiet.items() if self._loading.quiet(request, ranks)]
         for request, failure in report.failed.items():
             if request in self._loading:
                 self._failed.setdefault(request, failure)
@@ -108,7 +107,7 @@ class LoadEnds:
                 self._reached(request, stages)
         for request, ranks in report.over.items():
             self._loading.said(request, ranks)
-        update = self._ended(dict.fromkeys([*early, *over]))
+        update = self._ended(dict.fromkeys([*early, *quiet, *over]))
         return replace(update, arrived=self._progress(report.arrived))
 
     def over_elsewhere(self, request: str) -> None:

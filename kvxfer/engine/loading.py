@@ -33,6 +33,7 @@ class LoadingBlocks:
         self._said: dict[str, set[Rank]] = {}  # the ranks of which a step has said so, of loads that wait for one
         self._writing: dict[str, set[Rank]] = {}  # failed, and where it still writes
         self._reported: set[str] = set()  # those of them that the engine knows to be over
+        self._unpinned: set[str] = set()  # those of them that the engine must not hear of before they are quiet
 
     def begins(self, request: str, blocks: tuple[int, ...], number: int) -> None:
         """Take in that a load into these blocks is on its way to the workers, as the fetch of that number."""
@@ -54,22 +55,28 @@ class LoadingBlocks:
     def writing(self, request: str, ranks: Iterable[Rank]) -> None:
         """Take in that it has failed, and these ranks still write.
 
-        The engine, which has the blocks yet, hears of it next.
+        The engine, which has the blocks yet, hears of it next, or once they are quiet if there is no pool to pin them in.
         """
         if request not in self._writing:
-            self._pins.keep(request, self.blocks(request))
+            if not self._pins.keep(request, self.blocks(request)):
+                self._unpinned.add(request)
             self._schedule.preempt(request)
         self._writing.setdefault(request, set()).update(ranks)
 
-    def quiet(self, request: str, ranks: Iterable[Rank]) -> None:
-        """Take in that those ranks no longer do."""
+    def quiet(self, request: str, ranks: Iterable[Rank]) -> bool:
+        """Take in that those ranks no longer do; True if the load is thereby over on all ranks."""
         self._writing.get(request, set()).difference_update(ranks)
-        if request in self._writing and not self._writing[request]:
-            del self._writing[request]
-            self._pins.drop(request)
-            if request in self._reported:
-                self._reported.remove(request)
-                self._schedule.loaded(request)
+        if request not in self._writing or self._writing[request]:
+            return False
+        del self._writing[request]
+        self._pins.drop(request)
+        if request in self._reported:
+            self._reported.remove(request)
+            self._schedule.loaded(request)
+        if request not in self._unpinned:
+            return False
+        self._unpinned.remove(request)
+        return self.over_on(request, ())
 
     def over_on(self, request: str, ranks: Iterable[Rank]) -> bool:
         """Take in that the load is over on these ranks; True if that was all of them."""
@@ -77,7 +84,7 @@ class LoadingBlocks:
             return False
         over = self._over.setdefault(request, set())
         over.update(ranks)
-        return len(over) >= self._ranks
+        return len(over) >= self._ranks and request not in self._unpinned
 
     def said(self, request: str, ranks: Iterable[Rank]) -> None:
         """Take in that a step has said so of these ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +22,7 @@ from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
 from kvxfer.engine.trace import Trace
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ClosedError
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import RankDescriptor
@@ -138,10 +139,10 @@ class SchedulerSide:
 
         Raises:
             ArgumentError: An argument is of the wrong type or range.
-            KvxferError: This side has been closed.
+            ClosedError: This side has been closed.
             ScheduleError: The request offers another transfer.
         """
-        self._check_open()
+        self._check_open("offer")
         arguments.string("request", request)
         return self._offers.arrive(request, transfer, digest, tokens, consumers, stops)
 
@@ -161,7 +162,8 @@ class SchedulerSide:
     ) -> bool:
         """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
 
-        From now on the producer's lease is renewed. Leave at least the last token of a prompt to be computed here.
+        From now on the producer's lease is renewed. Leave the last token of a prompt to be computed here, unless the producer
+        sends along what it has sampled behind it (``Update.payloads``).
         Requests of one transfer (children of n > 1) share it: one loads, the others find the blocks in the prefix cache.
         A ``report`` says how far it is each time that ``progress`` more tokens are here; 0: never.
 
@@ -185,16 +187,16 @@ class SchedulerSide:
 
         Raises:
             ArgumentError: An argument is of the wrong type or range.
-            KvxferError: This side has been closed.
+            ClosedError: This side has been closed.
             ScheduleError: The request loads another transfer.
         """
-        self._check_open()
+        self._check_open("load")
         arguments.string("request", request)
         return self._loads.arrive(request, transfer, digest, source, tokens, begun, offered, progress, enough)
 
-    def _check_open(self) -> None:
+    def _check_open(self, call: str) -> None:
         if self._closed:
-            raise KvxferError("this scheduler side has been closed: offer and load before that, or make another")
+            raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make another")
 
     @_held
     def prefetch(self, request: str, computed: int) -> None:
@@ -368,7 +370,8 @@ class SchedulerSide:
         self._offered.elastic = any(one.cache.elastic for one in self._descriptors.values())
         self._tables.relearn(one.cache for one in self._descriptors.values())
         if len(self._descriptors) == self._ranks:
-            self.directory.publish(tuple(self._descriptors.values()))
+            with suppress(ClosedError):  # workers may report once more when all is over
+                self.directory.publish(tuple(self._descriptors.values()))
 
     def listen_to(self, channels: Mapping[Rank, ChannelAddress]) -> None:
         """Take in where worker sides listen; once all have been said, fetches need not wait for a step.
@@ -392,7 +395,13 @@ class SchedulerSide:
         return self._pins.pool_unused
 
     def identify(self, facts: Mapping[str, str]) -> None:
-        """State what all KV of the engine depends on from now on; after ``withdraw_all``, when weights have changed."""
+        """State what all KV of the engine depends on from now on; after ``withdraw_all``, when weights have changed.
+
+        Raises:
+            ClosedError: This side has been closed.
+            ConfigError: The facts are too many or too long.
+        """
+        self._check_open("identify")
         self.facts = f.check(facts)
         self._dispatch.identify(self.facts)
         self.directory.identify(self.facts)

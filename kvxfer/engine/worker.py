@@ -16,7 +16,7 @@ from kvxfer.control.agent import Agent
 from kvxfer.engine.computed import ComputedBands
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
-from kvxfer.errors import ArgumentError, KvxferError
+from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure, Outcome
 from kvxfer.identity import TransferId, printable
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
@@ -25,6 +25,9 @@ from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
 __all__ = ["WorkerSide"]
 
 log = logging.getLogger("kvxfer.engine")
+
+_unless_closed = suppress(ClosedError)
+"""For what means nothing to an agent that another thread closes amid a step, as a signal's handler does: its events say the rest."""
 
 _held = arguments.holding(
     table=arguments.function,
@@ -41,12 +44,13 @@ _held = arguments.holding(
 class WorkerSide:
     """One rank. All methods are called by the worker's own thread, and none blocks save ``collect`` with a timeout.
 
-    A load or an offer that the agent refuses ends with the reason, and costs no other.
+    A load or an offer that the agent refuses ends with the reason, and costs no other. So does one after the agent was closed, by
+    this side or by another thread; what else a step says is nothing then.
 
     Args:
         agent: the rank's agent, over its cache.
-        table: turns the scheduler's block tables into those of the cache's blocks, where kernels use smaller ones. Pure:
-            any thread may call it.
+        table: turns the scheduler's block tables into those of the cache's blocks, where kernels use smaller ones, or where
+            the scheduler numbers the blocks of several pools one behind the other. Pure: any thread may call it.
         before_load: called with the cache's block table, ``start`` and ``tokens`` of each load before it begins: to clear
             what the load leaves as it is (``kvxfer.geometry.uncovered``), if the engine needs that. Any thread, one
             call at a time.
@@ -114,7 +118,8 @@ class WorkerSide:
     def begin(self, step: Step) -> None:
         """Apply what must be known before this step's forward pass reuses a block: revocations, and other weights."""
         if step.facts is not None:
-            self.agent.identify(step.facts)
+            with _unless_closed:
+                self.agent.identify(step.facts)
             with self._lock:
                 self._facts = step.facts
                 untold, self._untold = self._untold, []
@@ -122,12 +127,14 @@ class WorkerSide:
                 self._take(direct)
         for revoke in step.commands.revokes:
             self._payloads.pop(revoke.transfer, None)
-            self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone, kept=revoke.kept)
+            with _unless_closed:
+                self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone, kept=revoke.kept)
         if step.commands.revokes:
             with self._lock:
                 self._report.begun[self._rank] = step.number
-        for transfer in step.renewals:
-            self.agent.renew(transfer)
+        with _unless_closed:
+            for transfer in step.renewals:
+                self.agent.renew(transfer)
 
     @_held
     def load(self, step: Step) -> None:
@@ -147,8 +154,9 @@ class WorkerSide:
             self._begin(first, step.commands.fetches, step.prefetches)
             self._next = first + len(step.commands.fetches)
             self._direct = {number for number in self._direct if number >= self._next}
-        for cancel in step.commands.cancels:
-            self.agent.cancel(cancel.handle, cancel.reason)
+        with _unless_closed:
+            for cancel in step.commands.cancels:
+                self.agent.cancel(cancel.handle, cancel.reason)
 
     def _begin(self, first: int, fetches: tuple[Fetch, ...], prefetches: tuple[str, ...]) -> None:
         """Begin those that have not begun yet."""
@@ -203,7 +211,8 @@ class WorkerSide:
         Args:
             step: the scheduler's.
             payloads: what goes along with transfers whose prompts this step completes (``Offer.payload``), the same on all
-                ranks: a first token that the engine has sampled, say.
+                ranks: a first token that the engine has sampled, say. A prompt that is computed anew after a preemption is
+                completed anew.
 
         Raises:
             ArgumentError: a payload is no ``bytes``, too long, or of no ``TransferId``. Call it again without that one:
@@ -220,7 +229,10 @@ class WorkerSide:
                     self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence)
                 except KvxferError as e:
                     log.error("transfer %s cannot be offered: %s", printable(offer.transfer), e)
-                    self.agent.revoke(offer.transfer, offer.generation, f"the producer could not offer it: {e}", True)
+                    with _unless_closed:
+                        self.agent.revoke(
+                            offer.transfer, offer.generation, f"the producer could not offer it: {e}", True
+                        )
 
     @_held
     def collect(self, timeout: float = 0.0) -> Report:
@@ -250,8 +262,9 @@ class WorkerSide:
             if self._facts is None:
                 self._untold.append(direct)
                 return
-        for source, own in direct.prepare:
-            self.agent.prepare(source, own)
+        with _unless_closed:
+            for source, own in direct.prepare:
+                self.agent.prepare(source, own)
         with self._lock:
             self._begin(direct.first, direct.fetches, direct.prefetches)
 

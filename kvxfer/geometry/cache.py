@@ -215,7 +215,7 @@ class Cache(msgspec.Struct, frozen=True):
                 tensor-parallel rank holds a replica. Without ``token`` a block is not cut. By plane, where they differ.
             encoding: Whatever else the bytes depend on; by default the dtype's name.
             group: By default a ``full`` one, of as many tokens a block as the axis ``token`` has.
-            layers: The layers' names; by default ``"0"``, ``"1"``, ...
+            layers: The layers' names; by default ``"0"``, ``"1"``, ... No name may stand in two groups of a cache.
             heads: The first of the model's heads that is here, and how many the model has; by default all are here.
             rank: Pipeline stage and tensor-parallel rank.
             optional: See ``View``.
@@ -326,7 +326,9 @@ class Cache(msgspec.Struct, frozen=True):
         for v in self.views:
             for layer in v.layers:
                 if (v.plane, layer) in seen:
-                    raise ArgumentError(f"plane {v.plane!r} of layer {layer!r} is described twice")
+                    raise ArgumentError(
+                        f"plane {v.plane!r} of layer {layer!r} is described twice; name the layers of each group apart"
+                    )
                 seen.add((v.plane, layer))
         of_group: dict[int, list[View]] = defaultdict(list)
         for v in self.views:

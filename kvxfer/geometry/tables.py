@@ -43,10 +43,15 @@ class TableCheck:
             self._blocks[view.group] = min(blocks, self._blocks[view.group])
 
     def relearn(self, caches: Iterable[Cache]) -> None:
-        """Take in that these are the caches of all ranks, in place of those that were known."""
+        """Take in that these are the caches of all ranks, in place of those that were known.
+
+        A scheduler with a pool for each group numbers the blocks of one behind those of another, and its workers number them
+        back; so an id need only be below the blocks of all groups together.
+        """
         self._blocks = [1 << 31] * len(self.groups)
         for cache in caches:
             self.learn(cache)
+        self._blocks = [sum(self._blocks)] * len(self.groups)
 
     def check(self, name: str, table: BlockTable) -> BlockTable:
         """Refuse what is no table of these groups and blocks.

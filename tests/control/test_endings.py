@@ -19,8 +19,10 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
+from kvxfer.control.loop import CLOSED
+from kvxfer.control.revocations import RevocationView
 from kvxfer.data.commands import Disconnect
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ClosedError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
@@ -145,17 +147,29 @@ def test_what_comes_after_close_is_refused_and_what_came_before_has_its_end(engi
     for call in (
         lambda: agent.fetch(fetch(p.source, [1], 4, transfer=name(1), handle="1")),
         lambda: agent.offer(offered([1, 2], 8, transfer=name(10))),
+        lambda: agent.revoke(name(10), 1, "over", gone=True),
+        lambda: agent.renew(name(10)),
+        lambda: agent.cancel("1", "over"),
     ):
-        with pytest.raises(KvxferError, match="has been closed"):
+        with pytest.raises(ClosedError, match="has been closed"):
             call()
-    agent.revoke(name(10), 1, "over", gone=True)
-    agent.renew(name(10))
-    agent.cancel("1", "over")
     events = agent.events()
     for sort in (Ended, Released):
         assert {e.transfer for e in events if type(e) is sort} == {name(0), name(10)}
     assert all(e.outcome.kind is FailureKind.CANCELLED for e in events if isinstance(e, Ended))
     assert agent.close() and agent.events() == []
+
+
+def test_a_revocation_counts_though_another_thread_closes_the_agent(engine: Callable[..., Engine]) -> None:
+    """It has said why it ends, and not yet that nothing it has offered is to be trusted: the blocks are overwritten next."""
+    agent = engine({}, seed=1).agents[0]
+    counter = RevocationView(agent._revocations.place)
+    agent.offer(offered([1], 4, transfer=name(0)))
+    before = counter()
+    agent._loop.why = CLOSED
+    with pytest.raises(ClosedError):
+        agent.revoke(name(0), 1, "the engine needs the blocks", gone=True)
+    assert counter() > before
 
 
 def test_what_comes_after_a_failure_of_the_agent_ends_at_once(engine: Callable[..., Engine]) -> None:

@@ -46,3 +46,8 @@ def test_the_example_of_groups_is_a_cache() -> None:
     found: dict[str, object] = {}
     exec(program, found)
     found["cache"].check()  # type: ignore[attr-defined]
+
+
+def test_the_example_of_pools_numbers_blocks_back() -> None:
+    (program,) = re.findall(r'```python title="a pool for each group"\n(.*?)```', PAGE, re.S)
+    exec(program, {})

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvxfer.config import Config
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
@@ -230,6 +231,22 @@ def test_what_may_still_be_written_is_not_reused(pair: Any) -> None:
     for _ in range(4):
         d.step(4)
     assert request.over and not d.side.waiting and not d.pool.used()
+
+
+def test_a_load_that_still_writes_is_not_over_where_nothing_pins_its_blocks() -> None:
+    """Whoever let workers quarantine blocks, and gave no pool to pin them in, would use them again under a late write."""
+    side, a, b = SchedulerSide(Config(), "x", [Group(4)], 2, FACTS), Rank(0, 0), Rank(0, 1)
+    try:
+        assert side.load("r", TransferId("own/1", 0), b"d", Source("h", 1, 1), 4)
+        side.allocated("r", BlockTable.of([[1]]), side.loadable("r", 0) or 0)
+        early = Report(over={"r": {a}}, failed={"r": LOST}, writing={"r": {a}})
+        assert not side.report(early).failed and not side.report(Report(over={"r": {b}})).failed
+        assert side.report(Report(quiet={"r": {a}})).failed == {"r": LOST}
+        side.finished("r", BlockTable.of([[1]]), False)
+        side.step()
+        assert len(side) == 0
+    finally:
+        side.close()
 
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer import Agent, BlockTable, Cache, Config, Group, KvxferError, Rank, Source, Ticket, TransferId
+from kvxfer import Agent, BlockTable, Cache, ClosedError, Config, Group, KvxferError, Rank, Source, Ticket, TransferId
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
 from kvxfer.engine.renewals import Renewals
 from kvxfer.protocol.messages import Named, Renew
@@ -328,6 +329,37 @@ def test_a_renewal_that_cannot_be_sent_ends_no_other() -> None:
 def test_what_is_closed_takes_nothing_up() -> None:
     side = made()
     side.close()
-    for call in (offer, load):
-        with pytest.raises(KvxferError, match="has been closed"):
+    for call in (offer, load, lambda side: side.identify({})):
+        with pytest.raises(ClosedError, match="this scheduler side has been closed"):
             call(side)
+
+
+def test_an_engine_goes_on_though_its_agents_are_closed_meanwhile() -> None:
+    """A signal's handler drains them amid a step, and leaves the step to the engine: an exception would cost it all requests."""
+    e = Engine("e")
+    s, w = e.scheduler, e.worker
+    try:
+        request, transfer = fresh()
+        assert s.offer(request, transfer, DIGEST, 8)
+        s.runs(request, 0, 4, TABLE)
+        e.turn()
+        lost, other = loading(s), loading(s)
+        s.allocated(lost, TABLE, 4), s.allocated(other, TABLE, 4)
+        e.turn()
+        s.preempted(request)
+        s.finished(other, TABLE, False)
+        s.identify({"model": "another"})
+        late = loading(s)
+        s.allocated(late, TABLE, 4)
+        last = w.collect()
+        w.agent.close()
+        step = s.step()
+        assert step.commands.revokes and step.commands.cancels and step.commands.fetches and step.facts
+        step = replace(step, renewals=(transfer,))
+        w.begin(step), w.load(step), w.after_forward(step)
+        update = s.report(last.merge(w.collect()))
+        assert {lost, late} <= update.failed.keys()
+        e.close()
+        s.report(Report(descriptors={Rank(): w.agent.descriptor}))
+    finally:
+        e.close()

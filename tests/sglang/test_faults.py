@@ -111,14 +111,6 @@ def test_pages_must_not_be_reused_while_they_are_written_to(pair: tuple[Engine, 
     assert not prefill and "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0" in decode
 
 
-def test_decode_does_not_cache_prompts_whose_states_it_cannot_get(pair: tuple[Engine, Engine]) -> None:
-    settings = {"disagg": {"disaggregation_decode_enable_radix_cache": True}}
-    prefill, decode = (
-        engine.refusal(args={"state_types": ["mamba"]}, settings=settings, environ={})[0] for engine in pair
-    )
-    assert not prefill and "--disaggregation-decode-enable-radix-cache together with recurrent layers" in decode
-
-
 def test_all_that_is_in_the_way_is_named_at_once(pair: tuple[Engine, Engine]) -> None:
     change = {"args": {"state_types": ["c128_state"]}, "settings": {"parallel": {"attn_cp_size": 2}}, "environ": {}}
     for engine in pair:

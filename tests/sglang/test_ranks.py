@@ -235,13 +235,14 @@ def test_a_prefill_rank_gives_up_what_another_one_has_given_up(manager: Manager)
     assert manager.done[1][1][:3] == (transfer, 1, "no more")
 
 
-def test_a_recurrent_state_cannot_go_without_a_page(manager: Manager) -> None:
+def test_a_recurrent_state_goes_without_a_page_of_the_request(manager: Manager) -> None:
     manager.states = States(("mamba",), PAGE)
     rank, _ = prefilling(manager)
     rank.begin(ROOM, 0)
     manager.done.clear()
     rank.add(ROOM, [], True, 0, None, [[3]])
-    assert manager.request_status[ROOM] == FAILED and "offer" not in manager.called()
+    (offer,) = [done[1][0] for done in manager.done if done[0] == "offer"]
+    assert manager.request_status[ROOM] == TRANSFERRING and offer.blocks.tolist() == [[0], [3]] and offer.final
 
 
 def test_dropping_an_attempt_leaves_the_next_alone(manager: Manager) -> None:

@@ -221,6 +221,22 @@ def test_states_arrive(
 
 
 @pytest.mark.slow
+def test_a_recurrent_state_arrives_though_decode_has_all_pages_cached(start: Callable[..., Any], room: int) -> None:
+    """As of a prompt that stands in decode's radix cache, whose state does not."""
+    with start(2, 2, pool="mamba") as (prefill, decode):
+        prefill.request(room=room), decode.request(room=room)
+        decode.want(room=room, ids=[], row=2, prefix=3 * PAGE, states=[[2]])
+        prefill.until(room, WAITING)
+        assert set(prefill.begin(room=room, pages=0, row=1)) == {3 * PAGE}
+        prefill.run_states(seed=3, ids=[[5]])
+        prefill.note(row=1, token=103, room=room)
+        prefill.send(room=room, ids=[], states=[[5]])
+        decode.until(room, SUCCESS)
+        assert all(decode.states_match(seed=3, ids=[[2]]))
+        delivered(prefill, decode, room, 3, [])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "latent"), [(1, False)])
 def test_decode_may_have_as_many_stages_as_prefill(
     start: Callable[..., Any], room: int, ranks: int, latent: bool

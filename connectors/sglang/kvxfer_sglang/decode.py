@@ -6,14 +6,16 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer import BlockTable, Ended, Event, Fetch, KvxferError, Released, Ticket
+from kvxfer import BlockTable, ClosedError, Ended, Event, Fetch, KvxferError, Released, Ticket
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import set_row
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered
 from kvxfer_sglang.rank import EngineRank
+from kvxfer_sglang.states import tokens_of
 
 __all__ = ["DecodeRank"]
 
@@ -159,7 +161,7 @@ class DecodeRank:
     def _fetch(self, receiving: _Receiving, ticket: Ticket) -> None:
         """Fetch under our own digest, so that a mix-up of requests is told by the producer."""
         pages = len(receiving.rows[0])
-        tokens = pages * self._manager.kv_args.page_size
+        tokens = tokens_of(pages, self._manager.kv_args.page_size)
         digest = request_digest(receiving.room, receiving.prefix, pages)
         table = BlockTable.of(receiving.rows)
         own = self._rank.source
@@ -169,4 +171,5 @@ class DecodeRank:
 
     def _cancel(self, receiving: _Receiving, reason: str) -> None:
         if receiving.handle in self._fetches and receiving.ended is None:
-            self._rank.agent.cancel(receiving.handle, reason)
+            with suppress(ClosedError):  # its fetches have ended
+                self._rank.agent.cancel(receiving.handle, reason)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer import BlockTable, Ended, Event, KvxferError, Offer, Released, Ticket, TransferId
+from kvxfer import BlockTable, ClosedError, Ended, Event, KvxferError, Offer, Released, Ticket, TransferId
 from kvxfer.fence import Fence
+from kvxfer.values import NULL
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import row_of
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted
 from kvxfer_sglang.rank import EngineRank
-from kvxfer_sglang.states import MAMBA
+from kvxfer_sglang.states import MAMBA, PADDING, tokens_of
 
 __all__ = ["PrefillRank"]
 
@@ -123,11 +125,7 @@ class PrefillRank:
             sampled = last and (manager.last_stage or sending.staged)
             aux = row_of(manager.kv_args, aux_index) if sampled and aux_index is not None else b""
             tell = not sending.offered
-            if not sending.pages and MAMBA in manager.states.kinds:
-                failure = (
-                    "the decode server has all pages cached, and the state of recurrent layers cannot go without one"
-                )
-            elif not sending.pages:  # the decode server has them all
+            if not sending.pages and MAMBA not in manager.states.kinds:  # the decode server has them all
                 tell = manager.last_stage or sending.staged
                 manager.update_status(room, KVPoll.Success)
             else:
@@ -157,7 +155,8 @@ class PrefillRank:
             sending = self._sendings.pop(room, None)
             known = sending.wanted if sending else tuple(self._manager.transfer_infos.get(room, {}).values())
             if sending is not None and sending.offered and sending.ended is None:
-                self._rank.agent.revoke(sending.transfer, GENERATION, reason, gone=True)
+                with suppress(ClosedError):  # its transfers have ended
+                    self._rank.agent.revoke(sending.transfer, GENERATION, reason, gone=True)
         for note in known:
             self._manager.tell(note.endpoint, note.dst_port, AttemptFailed(room, note.attempt, reason))
 
@@ -204,8 +203,11 @@ class PrefillRank:
             self._manager.fail(sending.room, str(outcome.failure))
 
     def _offer(self, sending: _Sending, last: bool, aux: bytes, after: Fence | None) -> None:
-        tokens = len(sending.pages) * self._manager.kv_args.page_size
-        table = BlockTable.of(self._manager.states.rows(sending.pages, sending.states))
+        tokens = tokens_of(len(sending.pages), self._manager.kv_args.page_size)
+        rows = self._manager.states.rows(sending.pages, sending.states)
+        if not sending.pages:
+            rows = [[PADDING], *(row or [NULL] for row in rows[1:])]
+        table = BlockTable.of(rows)
         offer = Offer(
             sending.transfer,
             sending.digest,

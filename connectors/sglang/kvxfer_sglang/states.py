@@ -15,10 +15,18 @@ import numpy as np
 from kvxfer import KvxferError
 from kvxfer.values import MOST_TOKENS, NULL, Group
 
-__all__ = ["DSA", "MAMBA", "SWA", "States", "kind_of"]
+__all__ = ["DSA", "MAMBA", "PADDING", "SWA", "States", "kind_of", "tokens_of"]
 
 SWA, MAMBA, DSA = "swa", "mamba", "dsa"
 """Pages of sliding-window layers; the recurrent state of a request; the keys of sparse attention's index, page by page."""
+
+PADDING = 0
+"""A page that SGLang gives to no request. It is offered where only a state goes, and nobody fetches it."""
+
+
+def tokens_of(pages: int, page: int) -> int:
+    """Return how many tokens so many pages count as, on both sides; a state that goes without a page counts as one."""
+    return pages * page or 1
 
 
 def kind_of(state: Any) -> str:

@@ -45,11 +45,6 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
         yield f"--pp-size {parallel.pp_size} together with states ({', '.join(kinds)}): give such a model one stage"
     if SWA in kinds and args.swa_kv_cache_layout != "nhd":
         yield f"a sliding-window pool that lies otherwise than token by token, head by head ({args.swa_kv_cache_layout})"
-    if MAMBA in kinds and decodes and disagg.disaggregation_decode_enable_radix_cache:
-        yield (
-            "--disaggregation-decode-enable-radix-cache together with recurrent layers: of a prompt that is cached whole no "
-            "page is moved, and its state would not come"
-        )
     if args.is_hybrid_mla_backend or args.mla_compression_ratios or args.kv_layout:
         yield "hybrid or compressed latent pools"
     if args.num_draft_entries and parallel.pp_size > 1:
