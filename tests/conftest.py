@@ -19,6 +19,7 @@ from hypothesis import settings
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.transitions import IllegalTransition
 from kvxfer.transport import registry
+from tests import networks
 from tests.sglang import overlay
 from tests.vllm import kvcached, stacks
 
@@ -32,7 +33,8 @@ def require(name: str) -> None:
     Args:
         name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers`, `atheris`,
             `kubernetes_validate`, `grafana_foundation_sdk`, and `sglang`, `kvcached` and `stacks` (Ray and Dynamo), of which the
-            Python code in a folder of the environment will do.
+            Python code in a folder of the environment will do; the program `vllm_router`; or `networks`,
+            which is that this user may play several hosts.
     """
     lack = _lack(name)
     if lack is None:
@@ -53,6 +55,10 @@ def _lack(name: str) -> str | None:
         return kvcached.lack()
     if name == "stacks":
         return stacks.lack()
+    if name == "vllm_router":
+        return None if stacks.router() else f"vllm-router is neither in {stacks.ROUTER} nor a program here"
+    if name == "networks":
+        return networks.lack()
     try:
         probe = registry.load(name).probe()
     except ConfigError as error:

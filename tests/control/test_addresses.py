@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,10 +14,11 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.identity import TransferId
 from kvxfer.settings import own_address
+from tests.conftest import require
 from tests.control.conftest import Ended, Engine, Released, fetch, offered
+from tests.networks import Host, hosts
 
 T = TransferId("own/1/x", 0)
-ALICE, BOB = "198.51.100.1", "198.51.100.2"
 
 
 def check_transfer(p: Engine, d: Engine) -> None:
@@ -60,40 +59,6 @@ def test_engines_that_find_their_own_address(engine: Callable[..., Engine]) -> N
     check_transfer(p, d)
 
 
-def _separated() -> bool:
-    """Whether this user may make networks of their own."""
-    if not (shutil.which("unshare") and shutil.which("ip") and shutil.which("nsenter")):
-        return False
-    probe = ["unshare", "-n", "sh", "-c", "ip link add kv0 type veth peer name kv1"]
-    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
-
-
-@pytest.fixture
-def networks() -> Iterator[tuple[list[str], list[str]]]:
-    """Two hosts that have but each other: what to put before a command that is to run on either."""
-    if not _separated():
-        pytest.skip("this user may not make network namespaces; addresses of one host are tested above")
-    hosts = [subprocess.Popen(["unshare", "-n", "sleep", "600"]) for _ in range(2)]
-    into = [["nsenter", "-t", str(host.pid), "-n"] for host in hosts]
-    mine = os.readlink("/proc/self/ns/net")
-    try:
-        for host in hosts:
-            while os.readlink(f"/proc/{host.pid}/ns/net") == mine:
-                assert host.poll() is None
-        for command in (
-            [*into[0], "ip", "link", "add", "kv0", "type", "veth", "peer", "name", "kv1", "netns", str(hosts[1].pid)],
-            *([*into[i], "ip", "addr", "add", f"{a}/24", "dev", f"kv{i}"] for i, a in enumerate((ALICE, BOB))),
-            *([*into[i], "ip", "link", "set", f"kv{i}", "up"] for i in (0, 1)),
-            *([*into[i], "ip", "route", "add", "default", "dev", f"kv{i}"] for i in (0, 1)),
-        ):
-            subprocess.run(command, check=True)
-        yield into[0], into[1]
-    finally:
-        for host in hosts:
-            host.kill()
-            host.wait()
-
-
 ON_A_HOST = """
 import sys
 from tests.control.node import Engine, name
@@ -118,22 +83,25 @@ e.close()
 """
 
 
-def test_two_hosts(networks: tuple[list[str], list[str]]) -> None:
-    def begin(into: list[str], seed: int) -> Any:
+def test_two_hosts() -> None:
+    require("networks")
+
+    def begin(host: Host, seed: int) -> Any:
         return subprocess.Popen(
-            [*into, sys.executable, "-c", ON_A_HOST, str(seed)],
+            [*host.into, sys.executable, "-c", ON_A_HOST, str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    p, d = begin(networks[0], 1), begin(networks[1], 0)
-    try:
-        address = p.stdout.readline()
-        assert address.startswith(ALICE) and d.stdout.readline().startswith(BOB)
-        assert d.communicate(address, timeout=60)[0].strip() == "[True]"
-        p.communicate("", timeout=60)
-    finally:
-        for process in (p, d):
-            process.kill()
-            process.wait()
+    with hosts(2) as (alice, bob):
+        p, d = begin(alice, 1), begin(bob, 0)
+        try:
+            address = p.stdout.readline()
+            assert address.split()[0] == alice.address and d.stdout.readline().split()[0] == bob.address
+            assert d.communicate(address, timeout=60)[0].strip() == "[True]"
+            p.communicate("", timeout=60)
+        finally:
+            for process in (p, d):
+                process.kill()
+                process.wait()

@@ -6,6 +6,8 @@ Neither runs without the rest of its stack; these files do, with what they impor
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -15,6 +17,9 @@ from unittest import mock
 FOLDER = Path(sys.prefix, "stacks")
 """Where `make` puts Ray and Dynamo (see the Makefile), outside of what Python imports from by itself."""
 
+ROUTER = Path(__file__).parents[2] / ".venv-router" / "bin"
+"""Where `make` puts vllm-router."""
+
 DYNAMO = "dynamo/vllm/kv_connector_protocols.py"
 RAY = "ray/llm/_internal/serve/engines/vllm/kv_transfer/base.py"
 
@@ -23,6 +28,11 @@ def lack() -> str | None:
     """Why `load` cannot load them, or None if it can."""
     missing = [file for file in (DYNAMO, RAY) if not (FOLDER / file).is_file()]
     return f"{', '.join(missing)} is not in {FOLDER}" if missing else None
+
+
+def router() -> str | None:
+    """Return the program vllm-router, if it is here."""
+    return shutil.which("vllm-router", path=f"{ROUTER}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
 
 
 def load(file: str) -> Any:

@@ -12,17 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 from kvxfer.cli.main import build
-from kvxfer_vllm.demo.fleet import Answers, Wish, _ask, _objections, _wishes
+from kvxfer_vllm.demo.clients import Answers, Wish, ask, wishes
+from kvxfer_vllm.demo.fleet import _objections
 
 
 def test_requests_are_mixed_and_the_same_for_a_seed() -> None:
-    wishes = _wishes(200, 3)
-    assert wishes == _wishes(200, 3) != _wishes(200, 4)
-    assert len(wishes) == 200 and 60 < sum(wish.streams for wish in wishes) < 140
-    assert min(len(wish.prompt) for wish in wishes) < 32 and max(len(wish.prompt) for wish in wishes) > 256
-    assert max(len(wish.prompt) + wish.tokens for wish in wishes) < 2048
-    lengths = {wish.prompt: wish.tokens for wish in wishes}
-    assert len(lengths) < 200 and all(lengths[wish.prompt] == wish.tokens for wish in wishes)
+    wanted = wishes(200, 3)
+    assert wanted == wishes(200, 3) != wishes(200, 4)
+    assert len(wanted) == 200 and 60 < sum(wish.streams for wish in wanted) < 140
+    assert min(len(wish.prompt) for wish in wanted) < 32 and max(len(wish.prompt) for wish in wanted) > 256
+    assert max(len(wish.prompt) + wish.tokens for wish in wanted) < 2048
+    lengths = {wish.prompt: wish.tokens for wish in wanted}
+    assert len(lengths) < 200 and all(lengths[wish.prompt] == wish.tokens for wish in wanted)
 
 
 @pytest.fixture
@@ -62,9 +63,9 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize("streams", [False, True])
 def test_tokens_are_compared_however_they_come(url: str, streams: bool) -> None:
     answers = Answers()
-    _ask(url, Wish("a", 3, streams), [1, 2, 3], answers)
-    _ask(url, Wish("b", 3, streams), [1, 2, 4], answers)
-    _ask(url, Wish("fails", 3, streams), [1, 2, 3], answers)
+    ask(url, Wish("a", 3, streams), [1, 2, 3], answers)
+    ask(url, Wish("b", 3, streams), [1, 2, 4], answers)
+    ask(url, Wish("fails", 3, streams), [1, 2, 3], answers)
     assert (answers.done, answers.identical, len(answers.wrong), len(answers.failed)) == (3, 1, 1, 1)
     assert len(_objections(answers, 1, True, 1, [])) == 2
 

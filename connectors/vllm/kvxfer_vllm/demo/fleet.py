@@ -8,40 +8,25 @@ every request had the plain server's tokens.
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvxfer_vllm.demo.clients import START_S, Answers, Clients, plain_tokens, wishes
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
-from kvxfer_vllm.demo.routing import complete
-from kvxfer_vllm.demo.servers import (
-    MODEL_NAME,
-    Server,
-    ServerError,
-    await_ready,
-    connector,
-    ended_by_sigterm,
-    free_port,
-)
+from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, ended_by_sigterm, free_port
 
-CLIENTS = 4
-PROMPTS = 40
-START_S, ANSWER_S, JOIN_S = 300.0, 120.0, 180.0
+JOIN_S = 180.0
 AMID_S = 30.0
 """Within this a prefill server under load has an offer in hand."""
 HEALTH_S = 1
@@ -84,63 +69,10 @@ def fleet(
     raise typer.Exit(int(bool(report["objections"])))
 
 
-@dataclass(frozen=True)
-class Wish:
-    """A request as a client makes it."""
-
-    prompt: str
-    tokens: int
-    streams: bool
-
-
-@dataclass
-class Answers:
-    """What became of the requests. Any thread.
-
-    Attributes:
-        done: How many have ended.
-        identical: How many had the plain server's tokens.
-        wrong: Descriptions of those that had others.
-        failed: Descriptions of those that had no answer.
-    """
-
-    done: int = 0
-    identical: int = 0
-    wrong: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, wish: Wish, tokens: Sequence[int] | str, expected: Sequence[int]) -> None:
-        """Take in that a request has ended with these tokens, or for this reason without any."""
-        name = f"{len(wish.prompt)} + {wish.tokens} tokens{', streamed' if wish.streams else ''}"
-        with self.lock:
-            self.done += 1
-            if isinstance(tokens, str):
-                self.failed.append(f"{name}: {tokens}")
-            elif list(tokens) == list(expected):
-                self.identical += 1
-            else:
-                self.wrong.append(f"{name}: {list(tokens)} is not {list(expected)}")
-
-
-def _wishes(requests: int, seed: int) -> list[Wish]:
-    """Return requests whose prompts are short and long, share beginnings, and come again."""
-    rng = random.Random(seed)
-    words = [f"{rng.choice('the a one no every'.split())} {rng.randrange(10**6)}" for _ in range(400)]
-    shared = " ".join(words[:40])
-    prompts = []
-    for n in range(PROMPTS):
-        own = " ".join(rng.choices(words, k=rng.choice((1, 4, 12, 60))))
-        prompts.append(f"{shared} {own}" if n % 3 == 0 else f"{n} {own}")
-    lengths = {prompt: rng.choice((1, 8, 24)) for prompt in prompts}
-    chosen = [*prompts, *rng.choices(prompts, k=max(0, requests - len(prompts)))][:requests]
-    rng.shuffle(chosen)
-    return [Wish(prompt, lengths[prompt], rng.random() < 0.5) for prompt in chosen]
-
-
 def _run(model: Path, logs: Path, program: str, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
-    wishes = _wishes(requests, seed)
-    expected = _expected(model, logs, wishes, say)
+    wanted = wishes(requests, seed)
+    expected = plain_tokens(model, logs, wanted)
+    say("the plain server has answered")
     with ExitStack() as stack:
 
         def start(name: str, role: str, port: int | None = None) -> Server:
@@ -153,17 +85,13 @@ def _run(model: Path, logs: Path, program: str, backend: str, requests: int, see
         prefills = [start(f"prefill-{n}", "kv_producer") for n in range(2)]
         decodes = [start(f"decode-{n}", "kv_consumer") for n in range(2)]
         await_ready([*prefills, *decodes], START_S, lambda server: say(f"{server.name} answers"))
-        answers = Answers()
-        with _routed(program, prefills, decodes, logs, say) as url:
-            with ThreadPoolExecutor(CLIENTS) as clients:
-
-                def send(some: Sequence[Wish]) -> None:
-                    for wish in some:
-                        clients.submit(_ask, url, wish, expected[wish.prompt], answers)
-
+        with routed(program, prefills, decodes, logs) as url:
+            say("the router answers")
+            with Clients(url, expected) as clients:
+                answers = clients.answers
                 last = requests * 3 // 4
-                send(wishes[:last])
-                _await(answers, requests // 4)
+                clients.send(wanted[:last])
+                answers.wait(requests // 4)
                 amid = _kill_amid(prefills[0])
                 say(f"after {answers.done} requests {prefills[0].name} is killed with {amid} offers in hand")
                 port = int(prefills[0].url.rpartition(":")[2])
@@ -171,7 +99,7 @@ def _run(model: Path, logs: Path, program: str, backend: str, requests: int, see
                 await_ready([successor], JOIN_S)
                 say(f"after {answers.done} requests {successor.name} answers at its address")
                 time.sleep(2 * HEALTH_S)  # the router has to see it
-                send(wishes[last:])
+                clients.send(wanted[last:])
             fetched = total(successor, "kvxfer_offers_total")
             say(f"all requests have ended; {fetched:g} offers of {successor.name} have, too")
         loads = [received(server) for server in decodes]
@@ -182,7 +110,7 @@ def _run(model: Path, logs: Path, program: str, backend: str, requests: int, see
             "killed": int(prefills[0].ended(0.0)),
             "offers_killed": amid,
             "joined": int(fetched > 0),
-            "streamed": sum(wish.streams for wish in wishes),
+            "streamed": sum(wish.streams for wish in wanted),
             "external_tokens": sum(load.tokens for load in loads),
             "failed_loads": sum(load.failed for load in loads),
             "server_errors": int(sum(_errors(server) for server in decodes)),
@@ -211,44 +139,6 @@ def _objections(answers: Answers, amid: int, joined: bool, external: int, decode
     return out
 
 
-def _expected(model: Path, logs: Path, wishes: Sequence[Wish], say: Say) -> dict[str, list[int]]:
-    """Return what a plain server makes of each prompt; it is gone when the others start, for their memory."""
-    plain = Server("plain", model, logs)
-    try:
-        await_ready([plain], START_S)
-        say("the plain server answers")
-        return {prompt: complete(plain, prompt, n).tokens for prompt, n in {(w.prompt, w.tokens) for w in wishes}}
-    finally:
-        plain.stop()
-
-
-def _ask(url: str, wish: Wish, expected: Sequence[int], answers: Answers) -> None:
-    """Make a request by the OpenAI client as it comes, with the retries that it does by itself."""
-    from openai import OpenAI
-
-    try:
-        with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_S) as client:
-            ask = partial(
-                client.completions.create,
-                model=MODEL_NAME,
-                prompt=wish.prompt,
-                max_tokens=wish.tokens,
-                temperature=0,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            )
-            parts: Iterable[Any] = ask(stream=True) if wish.streams else [ask(stream=False)]
-            tokens = [t for part in parts for choice in part.choices for t in getattr(choice, "token_ids", None) or ()]
-    except Exception as error:
-        answers.add(wish, f"{type(error).__name__}: {error}", expected)
-    else:
-        answers.add(wish, tokens, expected)
-
-
-def _await(answers: Answers, count: int) -> None:
-    while answers.done < count:
-        time.sleep(0.05)
-
-
 def _errors(server: Server) -> float:
     """Return how many requests a server has answered with 5xx."""
     lines = [line for line in server.metrics().splitlines() if line.startswith("http_requests_total{")]
@@ -256,8 +146,12 @@ def _errors(server: Server) -> float:
 
 
 @contextmanager
-def _routed(program: str, prefills: Sequence[Server], decodes: Sequence[Server], logs: Path, say: Say) -> Iterator[str]:
-    """Run the router in front of these servers, and yield its URL."""
+def routed(program: str, prefills: Sequence[Server], decodes: Sequence[Server], logs: Path) -> Iterator[str]:
+    """Run vllm-router in front of these servers, and yield its URL.
+
+    Raises:
+        ServerError: It did not start.
+    """
     port = free_port()
     command = [program, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
@@ -278,7 +172,6 @@ def _routed(program: str, prefills: Sequence[Server], decodes: Sequence[Server],
                     tail = (logs / "router.log").read_text(errors="replace")[-1000:]
                     raise ServerError(f"the router did not start; the end of its log:\n{tail}")
                 time.sleep(0.2)
-            say("the router answers")
             yield url
         finally:
             process.terminate()

@@ -34,8 +34,9 @@ def complete(
     max_tokens: int,
     kv_transfer_params: dict[str, Any] | None = None,
     timeout: float = 60.0,
+    rank: int | None = None,
 ) -> Generated:
-    """Return one greedy completion, exactly `max_tokens` long, of a text or of token ids.
+    """Return one greedy completion, exactly `max_tokens` long, of a text or of token ids, by a data-parallel rank or any.
 
     Raises:
         ServerError: The server fails it.
@@ -51,7 +52,8 @@ def complete(
     }
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = kv_transfer_params
-    answer = server.post("/v1/completions", body, timeout)
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    answer = server.post("/v1/completions", body, timeout, headers)
     return Generated(
         prompt_tokens=answer["usage"]["prompt_tokens"],
         tokens=answer["choices"][0]["token_ids"],

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,8 @@ class Server:
         flags: further command-line flags.
         env: further environment variables.
         port: where it listens; by default at a free one.
+        host: the address that it listens at.
+        before: what to put before its command, such as ``nsenter`` into a network where that address is.
     """
 
     def __init__(
@@ -78,12 +80,14 @@ class Server:
         flags: Iterable[str] = (),
         env: Mapping[str, str] | None = None,
         port: int | None = None,
+        host: str = "127.0.0.1",
+        before: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.log = logs / f"{name}.log"
         port = free_port() if port is None else port
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        self.url = f"http://{host}:{port}"
+        command = [*before, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host]
         command += ["--port", str(port), "--model", str(model), "--served-model-name", MODEL_NAME, *_FLAGS]
         if kv_transfer is not None:
             command += ["--kv-transfer-config", json.dumps(kv_transfer)]
@@ -113,14 +117,16 @@ class Server:
         except OSError:
             return False
 
-    def post(self, path: str, body: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
+    def post(
+        self, path: str, body: Mapping[str, Any], timeout: float = 60.0, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """POST JSON, return the JSON answer.
 
         Raises:
             ServerError: The status is not 200, or the connection fails.
             NoAnswer: `timeout` seconds are over.
         """
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **(headers or {})}
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:

@@ -1,0 +1,131 @@
+"""Clients of a fleet: mixed requests by the stock OpenAI client, and what became of them beside a plain server's tokens."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvxfer_vllm.demo.routing import complete
+from kvxfer_vllm.demo.servers import MODEL_NAME, Server, await_ready
+
+__all__ = ["Answers", "Clients", "Wish", "ask", "plain_tokens", "wishes"]
+
+CLIENTS = 4
+PROMPTS = 40
+START_S, ANSWER_S = 300.0, 120.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request as a client makes it."""
+
+    prompt: str
+    tokens: int
+    streams: bool
+
+
+@dataclass
+class Answers:
+    """What became of the requests. Any thread.
+
+    Attributes:
+        done: How many have ended.
+        identical: How many had the plain server's tokens.
+        wrong: Descriptions of those that had others.
+        failed: Descriptions of those that had no answer.
+    """
+
+    done: int = 0
+    identical: int = 0
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, wish: Wish, tokens: Sequence[int] | str, expected: Sequence[int]) -> None:
+        """Take in that a request has ended with these tokens, or for this reason without any."""
+        name = f"{len(wish.prompt)} + {wish.tokens} tokens{', streamed' if wish.streams else ''}"
+        with self.lock:
+            self.done += 1
+            if isinstance(tokens, str):
+                self.failed.append(f"{name}: {tokens}")
+            elif list(tokens) == list(expected):
+                self.identical += 1
+            else:
+                self.wrong.append(f"{name}: {list(tokens)} is not {list(expected)}")
+
+    def wait(self, count: int) -> None:
+        """Return once so many have been answered; each is, or fails, within the client's patience."""
+        while self.done < count:
+            time.sleep(0.05)
+
+
+def wishes(requests: int, seed: int) -> list[Wish]:
+    """Return requests whose prompts are short and long, share beginnings, and come again."""
+    rng = random.Random(seed)
+    words = [f"{rng.choice('the a one no every'.split())} {rng.randrange(10**6)}" for _ in range(400)]
+    shared = " ".join(words[:40])
+    prompts = []
+    for n in range(PROMPTS):
+        own = " ".join(rng.choices(words, k=rng.choice((1, 4, 12, 60))))
+        prompts.append(f"{shared} {own}" if n % 3 == 0 else f"{n} {own}")
+    lengths = {prompt: rng.choice((1, 8, 24)) for prompt in prompts}
+    chosen = [*prompts, *rng.choices(prompts, k=max(0, requests - len(prompts)))][:requests]
+    rng.shuffle(chosen)
+    return [Wish(prompt, lengths[prompt], rng.random() < 0.5) for prompt in chosen]
+
+
+def plain_tokens(model: Path, logs: Path, wanted: Iterable[Wish]) -> dict[str, list[int]]:
+    """Return what a plain server makes of each prompt; it is gone when the others start, for their memory.
+
+    Raises:
+        ServerError: It did not start, or failed.
+    """
+    plain = Server("plain", model, logs)
+    try:
+        await_ready([plain], START_S)
+        return {prompt: complete(plain, prompt, n).tokens for prompt, n in {(w.prompt, w.tokens) for w in wanted}}
+    finally:
+        plain.stop()
+
+
+def ask(url: str, wish: Wish, expected: Sequence[int], answers: Answers) -> None:
+    """Make a request by the OpenAI client as it comes, with the retries that it does by itself."""
+    from openai import OpenAI
+
+    try:
+        with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_S) as client:
+            create = partial(
+                client.completions.create,
+                model=MODEL_NAME,
+                prompt=wish.prompt,
+                max_tokens=wish.tokens,
+                temperature=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+            parts: Iterable[Any] = create(stream=True) if wish.streams else [create(stream=False)]
+            tokens = [t for part in parts for choice in part.choices for t in getattr(choice, "token_ids", None) or ()]
+    except Exception as error:
+        answers.add(wish, f"{type(error).__name__}: {error}", expected)
+    else:
+        answers.add(wish, tokens, expected)
+
+
+class Clients(ThreadPoolExecutor):
+    """A few clients of one URL, each with one request at a time; leaving the block waits for all."""
+
+    def __init__(self, url: str, expected: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(CLIENTS)
+        self._url, self._expected = url, expected
+        self.answers = Answers()
+
+    def send(self, wanted: Iterable[Wish]) -> None:
+        """Have these requests made as clients become free."""
+        for wish in wanted:
+            self.submit(ask, self._url, wish, self._expected[wish.prompt], self.answers)
