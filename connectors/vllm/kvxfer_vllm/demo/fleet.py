@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer_vllm.demo.clients import START_S, Answers, Clients, plain_tokens, wishes
+from kvxfer_vllm.demo.clients import START_S, Answers, Clients, expectations, wishes
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, ended_by_sigterm, free_port
@@ -71,7 +71,7 @@ def fleet(
 
 def _run(model: Path, logs: Path, program: str, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
     wanted = wishes(requests, seed)
-    expected = plain_tokens(model, logs, wanted)
+    expected = expectations(model, logs, wanted)
     say("the plain server has answered")
     with ExitStack() as stack:
 

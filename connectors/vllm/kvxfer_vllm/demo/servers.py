@@ -29,7 +29,7 @@ BLOCK = 32
 CHUNK = 256
 """Tokens that one step of a server prefills at most, so that a longer prompt takes several."""
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -40,9 +40,20 @@ _ENVIRONMENT = {
 # Small, and nothing compiled or captured: a start of seconds instead of minutes. With float32, greedy tokens
 # do not depend on how a prompt was cut into steps, so that a difference is a difference in the cache. The
 # share of GPU memory only has to pass a check, since the cache's size is given.
-_FLAGS = f"""--enforce-eager --dtype float32 --block-size {BLOCK} --max-model-len 2048 --max-num-seqs 8
-    --max-num-batched-tokens {CHUNK} --kv-cache-memory-bytes {128 << 20} --gpu-memory-utilization 0.2
-    --api-server-count 1 --disable-uvicorn-access-log""".split()
+ENGINE = {
+    "enforce_eager": True,
+    "dtype": "float32",
+    "block_size": BLOCK,
+    "max_model_len": 2048,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": CHUNK,
+    "kv_cache_memory_bytes": 128 << 20,
+    "gpu_memory_utilization": 0.2,
+}
+"""What each engine is started with."""
+_FLAGS = ["--api-server-count", "1", "--disable-uvicorn-access-log"]
+for _name, _value in ENGINE.items():
+    _FLAGS += [f"--{_name.replace('_', '-')}", *([] if _value is True else [str(_value)])]
 
 _RAISED = re.compile(r"^(?:\(.*?\) )?(?:ERROR \S+ \S+ \[\S+\] )?([\w.]*(?:Error|Exception): .*)$", re.MULTILINE)
 """The last line of a traceback, as Python or vLLM's logger writes it."""
@@ -97,7 +108,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **_ENVIRONMENT, **(env or {})},
+                env={**os.environ, **ENVIRONMENT, **(env or {})},
                 # A process group of its own, so that all of it can be ended together. No session of its own: Linux gives
                 # each an equal share of the processors, and beside a server that spins another's threads wait for seconds.
                 process_group=0,
