@@ -28,7 +28,7 @@ class Readable(Protocol):
 
 
 class EventQueue:
-    """Events in their order. Any thread may call anything; each event is taken once.
+    """Events in their order. Any thread may take them, and each is taken once; one thread at a time adds events and tells.
 
     Attributes:
         heard: Called by ``tell`` where there is a new event; must not block.
@@ -50,9 +50,9 @@ class EventQueue:
 
     def tell(self) -> None:
         """Wake whoever waits for events, once for all that have been added: each time costs two threads a turn."""
-        if not self._new:
+        new, self._new = self._new, False
+        if not new or not self._events:  # who looks by himself has them
             return
-        self._new = False
         if not self._told:  # once is enough for all that is not taken
             self._told = True
             os.eventfd_write(self._fd, 1)
