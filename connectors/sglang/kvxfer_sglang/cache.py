@@ -19,7 +19,7 @@ from kvxfer_sglang.recurrent import recurrent_views
 from kvxfer_sglang.states import MAMBA, SWA, States
 from kvxfer_sglang.support import UnsupportedSetupError
 
-__all__ = ["Buffer", "heads_of", "pool_cache", "stage_layers"]
+__all__ = ["PoolBuffer", "heads_of", "pool_cache", "stage_layers"]
 
 
 def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
@@ -49,7 +49,7 @@ def stage_layers(model: Any, stage: int, stages: int) -> range:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class PoolBuffer:
     """A buffer: its first byte in the flat offset space, its bytes, and those of a page or of another item of it."""
 
     start: int
@@ -87,7 +87,7 @@ def pool_cache(
     regions = tuple(Region(p, n, device) for ptrs, lens, _ in told for p, n in zip(ptrs, lens, strict=True) if n)
     starts = iter(flat_starts(regions))
     kv, *of_states = (
-        [Buffer(next(starts) if n else 0, n, item) for n, item in zip(lens, items, strict=True)]
+        [PoolBuffer(next(starts) if n else 0, n, item) for n, item in zip(lens, items, strict=True)]
         for _, lens, items in told
     )
     count = len(kv) - args.num_draft_entries
@@ -112,7 +112,7 @@ def pool_cache(
 
 
 def _attention(
-    args: Any, buffers: Sequence[Buffer], names: Sequence[str], heads: tuple[int, int, int] | None, group: int
+    args: Any, buffers: Sequence[PoolBuffer], names: Sequence[str], heads: tuple[int, int, int] | None, group: int
 ) -> Iterator[View]:
     """Yield the planes of some layers."""
     planes = ("k", "v") if heads else ("latent",)
@@ -145,7 +145,7 @@ def _attention(
         )
 
 
-def _draft_view(args: Any, buffer: Buffer, number: int, rank: int, ranks: int) -> View:
+def _draft_view(args: Any, buffer: PoolBuffer, number: int, rank: int, ranks: int) -> View:
     """Return what one buffer of the draft model is.
 
     SGLang does not say what heads a draft model has. So a rank's share counts as one of as many as there are ranks: it moves
@@ -168,7 +168,7 @@ def _draft_view(args: Any, buffer: Buffer, number: int, rank: int, ranks: int) -
     )
 
 
-def _index(buffers: Sequence[Buffer], args: Any, group: int) -> Iterator[View]:
+def _index(buffers: Sequence[PoolBuffer], args: Any, group: int) -> Iterator[View]:
     """Yield the index of sparse attention, whose pages hold keys first and their scales behind: they are not cut."""
     alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for i, buffer in enumerate(buffers):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.geometry import Heads, View
 
 if TYPE_CHECKING:
-    from kvxfer_sglang.cache import Buffer
+    from kvxfer_sglang.cache import PoolBuffer
 
 __all__ = ["recurrent_views"]
 
@@ -40,7 +40,7 @@ class _Tensor:
 
 
 def recurrent_views(
-    args: Any, component: int, buffers: Sequence[Buffer], group: int, rank: int, ranks: int, device: str
+    args: Any, component: int, buffers: Sequence[PoolBuffer], group: int, rank: int, ranks: int, device: str
 ) -> Iterator[View]:
     """Yield the planes of a pool's recurrent states.
 
@@ -56,7 +56,7 @@ def recurrent_views(
     layers = args.state_layer_ids[component] or range(len(buffers))
     shares = _shares(args, component, len(buffers), ranks)
     seen: Counter[int] = Counter()
-    alike: defaultdict[_Tensor, list[tuple[int, Buffer]]] = defaultdict(list)
+    alike: defaultdict[_Tensor, list[tuple[int, PoolBuffer]]] = defaultdict(list)
     for layer, buffer, (rows, parts) in zip(layers, buffers, shares, strict=True):
         if buffer.nbytes:
             alike[_Tensor(seen[layer], buffer.nbytes, buffer.item, rows, parts)].append((layer, buffer))
