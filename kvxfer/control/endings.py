@@ -33,7 +33,7 @@ _open: WeakSet[Closable] = WeakSet()
 def close_at_exit(thing: Closable) -> None:
     """Close it when the interpreter ends, if it is still there then.
 
-    What was registered last is called first, so it is closed before the libraries that were loaded until now shut down.
+    Python calls first what was registered last. So it is closed before the libraries shut down that were loaded until now.
     """
     _open.add(thing)
     atexit.unregister(_close_all)
@@ -49,7 +49,7 @@ def _close_all() -> None:
 
 
 def _leave_alone() -> None:
-    """Never give back, in a forked child, what libraries hold of the parent's, not even when the child ends."""
+    """Keep alive in a forked child, to its very end, what libraries hold: closing it there would touch what is the parent's."""
     for thing in list(_open):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     _open.clear()
@@ -70,7 +70,7 @@ class ProcessGuard:
 
     @property
     def here(self) -> bool:
-        """Whether this is the process."""
+        """Whether we are in that process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Looking at what takes time, off the control thread: hellos, and the descriptors that directories answer with."""
+"""Examines off the control thread what takes time: hellos, and the descriptors that directories answer with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Examiner:
-    """A thread that does jobs one after the other, and has what they find taken in on the control thread.
+    """A thread that does jobs one after the other, and hands what they find to the control thread.
 
     Args:
         name: The thread's name.
@@ -33,20 +33,20 @@ class Examiner:
         self._worker, self._do = Worker(name, most), do
 
     def submit(self, weight: int, job: Callable[[], T], done: Callable[[T | Failure, float], list[Action]]) -> bool:
-        """Have something looked at, unless too much waits for that.
+        """Have something examined, unless too much waits for that.
 
         Args:
             weight: About what it costs, in any unit.
-            job: Looks at it.
+            job: Examines it.
             done: Called on the control thread with the job's result, or the ``Failure`` why there is none, and the time.
 
         Returns:
-            Whether it will be looked at.
+            Whether it will be examined.
         """
         return self._worker.submit(weight, partial(self._examine, job, done))
 
     def close(self, timeout: float) -> None:
-        """Look at nothing more, and wait for what has begun, ``timeout`` seconds at most. Idempotent."""
+        """Examine nothing more, and wait for what has begun, ``timeout`` seconds at most. Idempotent."""
         self._worker.close(timeout)
 
     def _examine(self, job: Callable[[], T], done: Callable[[T | Failure, float], list[Action]]) -> None:

@@ -1,6 +1,6 @@
-"""The shell of the two machines: what happens on the control thread goes into them, what they ask for is done.
+"""The shell of the two machines: tells them what happens on the control thread, and does what they ask for.
 
-Used by the control thread only, which is ``ControlLoop``.
+Used by the control thread only; that is ``ControlLoop``'s.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Shell:
         config: The settings.
         engine: Our engine's name.
         facts: What all of our KV depends on; ``None`` until the engine says it.
-        calls: Is told which fetches are over.
+        calls: Is told which offers and fetches are over.
         events: Takes what the engine is told.
 
     Attributes:
         consumer: The consumer's machine.
         producer: The producer's machine.
-        direct: Parts that were begun with their runs as they are.
-        staged: Parts that were begun packed.
+        direct: How many parts were begun as they lie, without packing.
+        staged: How many parts were begun packed.
     """
 
     def __init__(

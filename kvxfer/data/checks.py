@@ -1,6 +1,6 @@
-"""Checksums of parts that have arrived, where the device reads by itself: the data thread begins them and goes on.
+"""Checksums of parts that have arrived, where the device computes them by itself: the data thread begins them and goes on.
 
-Two threads less have to wake than if ``hasher.py`` were asked. What cannot be had here is left to that, which says why.
+That wakes two threads less than asking ``hasher.py`` would. A checksum that cannot be had here is left to it, which says why.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Checks:
         return len(self._reading)
 
     def get_ready(self, action: Move) -> None:
-        """Do what can be done while a part is on its way. It must come to an ``end``, or be forgotten."""
+        """Prepare a part's checksum while it is on its way; ``end`` or ``forget`` must follow."""
         if action.check is None:
             return
         try:
@@ -50,7 +50,7 @@ class Checks:
             log.exception("a checksum could not be prepared")
 
     def end(self, moved: Moved) -> None:
-        """Take in the end of a part; of one that has arrived, the end is told when it has been read."""
+        """Take in the end of a part. If it has arrived and is to be checked, its end is told once it has been read."""
         begin = self._ready.pop(moved.ref, None)
         if begin is not None and moved.failure is None:
             try:
@@ -74,7 +74,7 @@ class Checks:
             self._post(moved)
 
     def forget(self) -> None:
-        """Drop the parts that have not ended, since they will not."""
+        """Drop the parts that have not ended: they never will."""
         self._ready.clear()
 
     def wait(self) -> None:

@@ -21,8 +21,8 @@ C = TypeVar("C")
 class CommandQueue(Generic[C]):
     """Commands that wait for a thread: ``post`` from any thread, ``sleep`` and ``take`` on one.
 
-    This is no ``Wakeup``, whose epoll would have to be looked at within this poll and after it: the data thread sleeps
-    often, and shortly.
+    A ``Wakeup`` has an epoll of its own, which would have to be polled within this poll and read after it. That would be too
+    much here, since the data thread sleeps often and for short times.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class CommandQueue(Generic[C]):
             if fd is not None:
                 self._poller.register(fd, select.POLLIN)
             self._other = fd
-        self._asleep = True  # before it is looked at what waits, so that whoever adds one after that wakes us
+        self._asleep = True  # set before we look at what waits, so that whoever adds a command after that wakes us
         if not self._waiting:
             self._timer.at(time.monotonic() + seconds)
             if any(ready == self._flag for ready, _ in self._poller.poll()):
@@ -53,12 +53,12 @@ class CommandQueue(Generic[C]):
         self._asleep = False
 
     def post(self, command: C) -> None:
-        """Let whoever takes them have a command; nobody does, once the queue is closed."""
+        """Hand a command to the thread that takes them; once the queue is closed, nobody does."""
         self._waiting.append(command)
         if not self._asleep:
             return
         self._asleep = False  # one word is enough
-        with self._lock:  # so that no descriptor is written to that is somebody else's by now
+        with self._lock:  # so that we do not write to a descriptor that has been closed and is somebody else's by now
             if not self._closed:
                 os.eventfd_write(self._flag, 1)
 

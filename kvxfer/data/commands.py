@@ -1,7 +1,7 @@
-"""What the data plane is asked and what it tells: one value for each, between the control thread and the data threads.
+"""What the control thread asks of the data threads, and what they answer: one value for each.
 
-Most commands are what the protocol's machines ask for, as it is. What is said of the pieces of a staged part goes either
-way: what one data thread tells of a piece is, by way of both control threads, a command to the peer's.
+Most commands are actions of the protocol's machines, passed on as they are. Words about the pieces of a staged part go either
+way: what one data thread says of a piece reaches the peer's, by way of both control threads, as a command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MakeEndpoint(msgspec.Struct, frozen=True):
     """Begin a link; answered with ``EndpointMade``.
 
     Attributes:
-        number: Tells this making of the link from earlier ones.
+        number: Which attempt at making this link it is.
         backend: The back end's name.
         role: Ours on the link.
     """
@@ -65,7 +65,7 @@ class Connect(msgspec.Struct, frozen=True):
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """The link is made, or it is not, and why."""
+    """Whether the link is made, and if not, why."""
 
     link: LinkId
     number: int
@@ -116,14 +116,14 @@ class PieceTaken(msgspec.Struct, frozen=True):
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """The back end was closed and is made anew: all links are void, all memory is quiet."""
+    """The back end has been closed and made anew: its links are void, and all memory is quiet."""
 
     backend: str
     failure: Failure
 
 
 class ThreadDied(msgspec.Struct, frozen=True):
-    """A thread has ended that must not: nothing that it was given will be answered any more."""
+    """A thread that must not end has ended: nothing that it was given will be answered."""
 
     failure: Failure
 

@@ -1,4 +1,4 @@
-"""All data threads of an agent: one for each back end that its links use, behind the face of one.
+"""All data threads of an agent: one for each back end that its links use, to be used as if they were one.
 
 Most agents have a single back end. With several (``backend: auto``) each link is made with one of them; the first is
 started at once, another when a link first asks for it. Used by the control thread, save where it is said otherwise.
@@ -76,7 +76,7 @@ class DataPlane:
                 self._first = self._threads[others[0]] = self._make(others[0])
 
     def policy(self, backend: str) -> LinkPolicy:
-        """Return how a back end is used that has given an endpoint."""
+        """Return how links use a back end, which has given an endpoint and so is started."""
         if backend not in self._policies:
             self._policies[backend] = self._policy_of(backend, *self._threads[backend].made)
         return self._policies[backend]
@@ -93,14 +93,14 @@ class DataPlane:
             case Move():
                 self._of_link(command.ref.link).post(command)
             case Abort() | RemoteWritesEnded() | PieceReady() | PieceTaken() | Stop():
-                # A part may be of an earlier making of its link, with another back end; who does not know it ignores it.
+                # A part may be of an earlier link by another back end; a thread that does not know the part ignores it.
                 for data in list(self._threads.values()):
                     data.post(command)
             case _:
                 assert_never(command)
 
     def _endpoint(self, asked: MakeEndpoint) -> None:
-        """Begin a link once all that it was before is closed."""
+        """Begin a link, once what there was of it before has been closed."""
         link, backend = asked.link, asked.backend
         if link in self._closing:
             self._held[link] = asked
@@ -147,4 +147,4 @@ class DataPlane:
         return sum(data.quarantined_bytes for data in list(self._threads.values()))
 
     def _of_link(self, link: LinkId) -> DataThread:
-        return self._of.get(link, self._first)  # a link that is closed has none, which any can say
+        return self._of.get(link, self._first)  # a closed link has none, and any thread can say so

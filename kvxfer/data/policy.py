@@ -1,4 +1,4 @@
-"""How this agent's back end and cache are used together: verb, and when parts go staged."""
+"""How an agent's back end and cache go together: by which verb bytes move, when parts go staged, and whose link is refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ STRICTNESS = get_args(Integrity)
 LEAST_PIECE = 4096
 """Bytes of a staged piece that a peer may ask for: smaller ones would be work without end."""
 HOST_STAGING, CUDA_STAGING = 64 << 20, 512 << 20
-"""Staging memory by default: pieces must be long enough for a GPU's link, some ten times faster than a host's."""
+"""Bytes of staging memory by default: a GPU's link is some ten times faster than a host's, and needs longer pieces."""
 CUDA_RUN = 2 << 20
-"""Bytes that a GPU's link moves in the 5 us and more that a message or descriptor costs: shorter rows are packed."""
+"""Rows of fewer bytes are packed on GPUs, whose link moves so many in the 5 us or more that a message or descriptor costs."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class LinkPolicy:
     def of(
         cls, backend: str, caps: Capabilities, staging: Staging, cache: Cache, integrity: Integrity = "off"
     ) -> LinkPolicy:
+        """Return how links use a back end of these capabilities, with this staging memory, for this cache."""
         mode = _mode(caps)
         if _foreign(caps, cache) or not caps.gathers:
             below = ALWAYS
@@ -73,6 +74,7 @@ class LinkPolicy:
         assignments: Sequence[ShardAssignment],
         facts: Mapping[str, str],
     ) -> m.Hello:
+        """Return what a consumer says first over a link: where it listens, what it is, and how it would move which shards."""
         return m.Hello(
             m.PROTOCOL,
             self.backend,
@@ -90,7 +92,7 @@ class LinkPolicy:
         )
 
     def agree(self, hello: m.Hello, planner: Planner, name: str = "") -> LinkInfo:
-        """Return what an admitted hello amounts to.
+        """Return how the link works on which an admitted hello and we agree.
 
         Args:
             hello: The consumer's hello.
@@ -116,7 +118,7 @@ class LinkPolicy:
         """Check a producer's answer to our hello.
 
         Raises:
-            PeerError: It is none that we asked for.
+            PeerError: It is not what we asked for.
         """
         if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
             raise _misfit(f"its pieces have {welcome.piece_bytes} bytes, and ours {self.piece_bytes}")
@@ -200,7 +202,7 @@ def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging
 
 
 def lent(caps: Capabilities, role: Role) -> tuple[frozenset[int], bool]:
-    """Tell which of our memory the peer of a link needs; in each mode one side moves the bytes, or none alone.
+    """Tell which of our memory the peer of a link needs. Where one side reads or writes, it needs the other's; else neither does.
 
     Args:
         caps: What the back end can do.

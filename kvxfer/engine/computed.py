@@ -9,10 +9,10 @@ __all__ = ["ComputedBands"]
 
 
 class ComputedBands:
-    """The bands of layers that the last step has computed; one thread.
+    """Counts the bands of layers that the current step has computed; one thread.
 
     Args:
-        cache: Has the layers.
+        cache: The cache whose layers they are.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -22,9 +22,9 @@ class ComputedBands:
         self._count = 0
 
     def layer(self, step: Step, layer: str) -> int:
-        """Take in that a step has computed a layer; return how many bands it has, from the first on, or 0 if that is no news.
+        """Take in that a step has computed a layer; return how many bands are complete, from the first on, or 0 if that is no news.
 
-        The last band is none: all layers are complete with it.
+        The last band is never news: with it all layers are complete, which the step says itself.
         """
         if self._step is not step:
             self._step, self._count = step, 0

@@ -36,8 +36,10 @@ class Notices:
         self._renewals = Renewals(config.lease, directory.tell)
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
         self._starts = Starts(config.start, directory.tell)
-        self._over: Recent[TransferId, bytes] = Recent(config.lease, MOST_OVER)  # digests of offers whose request is
-        self._looked = 0.0  # when it was said last what is to be renewed
+        self._over: Recent[TransferId, bytes] = Recent(
+            config.lease, MOST_OVER
+        )  # digests of offers whose request is over
+        self._looked = 0.0  # when it was last said which leases are to be renewed
         directory.begun = self._has_begun
 
     # --- loads here --------------------------------------------------------------------------------------------------
@@ -61,17 +63,17 @@ class Notices:
         return request in self._starts
 
     def forget(self, request: str) -> None:
-        """Take in that this load waits for no beginning any more."""
+        """Take in that this load no longer waits for its producer to begin."""
         self._starts.forget(request)
 
     # --- offers here -------------------------------------------------------------------------------------------------
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
-        """Tell those who have asked that an offer has begun."""
+        """Tell the engines that have asked that an offer has begun."""
         self._directory.begins(transfer, digest)
 
     def over(self, transfer: TransferId, digest: bytes) -> None:
-        """Take in that an offer's request is over. Those who have asked hear that when they fetch it."""
+        """Take in that an offer's request is over; engines that asked are told that it has begun, and hear the rest when they fetch."""
         self._over.put(transfer, digest, time.monotonic())
         self._directory.begins(transfer, digest)
 

@@ -36,9 +36,9 @@ LONGEST = 1 << 17
 """Bytes of a message; what is longer goes with the step only."""
 CONNECT_S = 0.2
 PAUSE_MS = 100
-"""How long nobody is let in once no descriptor was left."""
+"""How long nobody is let in after descriptors have run out."""
 MOST_STRANGERS = 4
-"""Who has connected and not shown the secret; the longest there goes first."""
+"""Connections that have not shown the secret yet; beyond so many, the oldest is closed."""
 
 
 class ChannelAddress(msgspec.Struct, frozen=True):
@@ -70,11 +70,11 @@ class RankResult(msgspec.Struct, frozen=True):
 
     Attributes:
         rank: That rank.
-        number: Of the fetch, as the scheduler side counts them: a later load may have the same name.
-        generation: Of what was delivered; ``None`` if nothing had to come.
+        number: The fetch's, as the scheduler side counts them: a later load may have the same name.
+        generation: The one that was delivered; ``None`` if nothing had to come.
         failure: Why it was not delivered; None if it was.
         quiet: Nothing writes to its blocks any more.
-        stages: When it came how far.
+        stages: When it reached each stage.
     """
 
     handle: str
@@ -118,7 +118,9 @@ class WorkerChannel:
         except BaseException:
             self._listener.close()
             raise
-        weakref.finalize(self, os.close, self._wake)  # not before: who is just waking us must not write to another file
+        weakref.finalize(
+            self, os.close, self._wake
+        )  # not in close: who is waking us just then must not write to another file
         self._peer: socket.socket | None = None  # our scheduler side
         self._strangers: dict[int, socket.socket] = {}  # who has not shown the token yet
         self._closing = self._deaf = False
@@ -126,7 +128,7 @@ class WorkerChannel:
         self._thread.start()
 
     def wake(self) -> None:
-        """Have ``results`` asked, soon; any thread, does not block."""
+        """Have ``results`` called soon. Any thread; does not block."""
         if not self._closing:
             os.eventfd_write(self._wake, 1)
 

@@ -13,7 +13,7 @@ __all__ = ["Standstill"]
 log = logging.getLogger("kvxfer.engine")
 
 STANDSTILL_S = 2.0
-"""After so long without anything to run for want of blocks, blocks that are held for others are given up."""
+"""When for so long nothing could run for want of blocks, blocks that are held for others are given up."""
 
 
 class Standstill:
@@ -27,7 +27,7 @@ class Standstill:
     def __init__(self, held: Mapping[str, TransferId], withdraw: Callable[[TransferId, str], None]) -> None:
         self._held, self._withdraw = held, withdraw
         self._since: float | None = None  # when the engine was first seen to stand still
-        self._given_up: str | None = None  # the last request to be
+        self._given_up: str | None = None  # the request that was given up last
 
     def look(self, still: bool) -> None:
         """Take in, once a step, whether the engine can run nothing for want of blocks."""

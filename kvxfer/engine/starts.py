@@ -1,8 +1,8 @@
 """Loads whose producers have not begun, as far as is known: they need no blocks yet.
 
-A router may send a request to both engines at once. Then it may wait in the producer's queue for long, and blocks that
-were set aside here for what comes at its end would be missing to all others. So the producer's directory is asked, and
-says when its engine has begun. Where it cannot be asked, the load goes on, and fails in the way of all loads.
+A router may send a request to both engines at once. It may then wait in the producer's queue for long, and blocks that
+were set aside for it here all that time would be missing to other requests. So the producer's directory is asked, and
+says when its engine has begun. Where it cannot be asked, the load begins, and fails as any load would.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvxfer.protocol.messages import Await, Named
 __all__ = ["Starts"]
 
 AGAIN_S = 1.0
-"""After so long a producer is asked again: it may not have been there, or its answer is lost."""
+"""Seconds after which a producer is asked again: it may not have been there, or its answer may be lost."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Starts:
             self._tell(source, Await(source.epoch, (start.named,)))
 
     def ask_again(self) -> None:
-        """Ask those again who have not answered for a while; once a step."""
+        """Ask again the producers that have not answered for a while; once a step."""
         now, silent = self._clock(), dict[Source, list[Named]]()
         for start in self._waiting.values():
             if now - start.asked >= AGAIN_S:
@@ -71,11 +71,11 @@ class Starts:
                 del self._waiting[request]
 
     def __contains__(self, request: str) -> bool:
-        """Return whether it has still to wait."""
+        """Return whether a request waits for its producer to begin."""
         return request in self._waiting
 
     def late(self, request: str) -> bool:
-        """Return whether it has waited for too long."""
+        """Return whether a request has waited longer than its patience."""
         return self._clock() - self._waiting[request].since >= self.patience
 
     def forget(self, request: str) -> None:
@@ -83,5 +83,5 @@ class Starts:
         self._waiting.pop(request, None)
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return how many requests wait."""
         return len(self._waiting)

@@ -49,7 +49,7 @@ class Trace:
         self._loads: dict[str, _Load] = {}
 
     def arrived(self, request: str, transfer: TransferId, source: Source) -> None:
-        """Take in that a request speaks of a load."""
+        """Take in that a request has come which is to be loaded."""
         if self._path is not None:
             self._loads.setdefault(request, _Load(transfer, source, time.monotonic()))
 
@@ -60,7 +60,7 @@ class Trace:
             load.fetched, load.way, load.tokens = time.monotonic(), way, tokens
 
     def seen(self, request: str, failure: Failure | str | None, stages: Stages | None) -> None:
-        """Take in that it is over, and write its line."""
+        """Take in that a load is over, and write its line."""
         load = self._loads.pop(request, None)
         if load is None or self._path is None:
             return

@@ -54,7 +54,7 @@ class WorkerSide:
         before_load: called with the cache's block table, ``start`` and ``tokens`` of each load before it begins: to clear
             what the load leaves as it is (``kvxfer.geometry.uncovered``), if the engine needs that. Any thread, one
             call at a time.
-        on_ended: called with the end of each load and of each offer on this rank, for metrics; ``role`` tells them apart.
+        on_ended: called with the ``Ended`` of each load and of each offer on this rank, for metrics; ``role`` tells them apart.
         quarantine: a load that has failed is reported at once, while its blocks may still be written to, if all such
             blocks together are no more than this. The scheduler must have a pool to pin them in, and must not use them
             for the request again. 0: it is reported when its blocks are quiet.

@@ -74,6 +74,9 @@ def buffers(heads: int, planes: int = 2, **changed: Any) -> SimpleNamespace:
         "state_data_lens": [],
         "state_item_lens": [],
         "state_layer_ids": [],
+        "state_dim_per_tensor": [],
+        "state_slice_outer_counts": [],
+        "state_conv_shard_groups": [],
     }
     return SimpleNamespace(**{**told, **changed})
 
@@ -209,6 +212,9 @@ def test_recurrent_states_move_between_equal_numbers_of_ranks() -> None:
             "state_data_lens": [[8 * size for size in sizes]],
             "state_item_lens": [sizes],
             "state_layer_ids": [[5, 7, 5, 7]],
+            "state_dim_per_tensor": [[16 // ranks] * 2 + [4 // ranks] * 2],
+            "state_slice_outer_counts": [[1] * 4],
+            "state_conv_shard_groups": [[None] * 4],  # as of Mamba 2
         }
         return [pool_cache(buffers(h[1], **states), h, Rank(tp=r), ranks, "cpu") for r, h in enumerate(own)]
 

@@ -7,7 +7,7 @@ piece, token by token, and in it head by head. The buffers of states come in lis
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 from kvxfer import Cache, Rank
 from kvxfer.geometry import Heads, Region, View
 from kvxfer.geometry.cache import flat_starts
+from kvxfer_sglang.recurrent import recurrent_views
 from kvxfer_sglang.states import MAMBA, SWA, States
 from kvxfer_sglang.support import UnsupportedSetupError
 
-__all__ = ["heads_of", "pool_cache", "stage_layers"]
+__all__ = ["PoolBuffer", "heads_of", "pool_cache", "stage_layers"]
 
 
 def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
@@ -48,7 +49,7 @@ def stage_layers(model: Any, stage: int, stages: int) -> range:
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class PoolBuffer:
     """A buffer: its first byte in the flat offset space, its bytes, and those of a page or of another item of it."""
 
     start: int
@@ -86,7 +87,7 @@ def pool_cache(
     regions = tuple(Region(p, n, device) for ptrs, lens, _ in told for p, n in zip(ptrs, lens, strict=True) if n)
     starts = iter(flat_starts(regions))
     kv, *of_states = (
-        [_Buffer(next(starts) if n else 0, n, item) for n, item in zip(lens, items, strict=True)]
+        [PoolBuffer(next(starts) if n else 0, n, item) for n, item in zip(lens, items, strict=True)]
         for _, lens, items in told
     )
     count = len(kv) - args.num_draft_entries
@@ -96,13 +97,13 @@ def pool_cache(
     names = list(map(str, args.kv_layer_ids[:count] or [*named] * (2 if heads else 1)))
     views = list(_attention(args, kv[:count], names, heads, 0))
     views += [_draft_view(args, buffer, i, rank.tp, ranks) for i, buffer in enumerate(kv[count:])]
-    for kind, buffers, ids in zip(states.kinds, of_states, args.state_layer_ids, strict=True):
+    for i, (kind, buffers) in enumerate(zip(states.kinds, of_states, strict=True)):
         group = states.group(kind)
         if kind == SWA:
             window = [f"window.{i}" for i in range(len(buffers) // 2)] * 2
             views += _attention(args, buffers, window, window_heads, group)
         elif kind == MAMBA:
-            views += _recurrent(buffers, ids or range(len(buffers)), group, rank.tp, ranks, device)
+            views += recurrent_views(args, i, buffers, group, rank.tp, ranks, device)
         else:
             views += _index(buffers, args, group)
     cache = Cache(regions, states.groups, tuple(views), rank)
@@ -111,7 +112,7 @@ def pool_cache(
 
 
 def _attention(
-    args: Any, buffers: Sequence[_Buffer], names: Sequence[str], heads: tuple[int, int, int] | None, group: int
+    args: Any, buffers: Sequence[PoolBuffer], names: Sequence[str], heads: tuple[int, int, int] | None, group: int
 ) -> Iterator[View]:
     """Yield the planes of some layers."""
     planes = ("k", "v") if heads else ("latent",)
@@ -144,7 +145,7 @@ def _attention(
         )
 
 
-def _draft_view(args: Any, buffer: _Buffer, number: int, rank: int, ranks: int) -> View:
+def _draft_view(args: Any, buffer: PoolBuffer, number: int, rank: int, ranks: int) -> View:
     """Return what one buffer of the draft model is.
 
     SGLang does not say what heads a draft model has. So a rank's share counts as one of as many as there are ranks: it moves
@@ -167,34 +168,7 @@ def _draft_view(args: Any, buffer: _Buffer, number: int, rank: int, ranks: int) 
     )
 
 
-def _recurrent(
-    buffers: Sequence[_Buffer], layers: Sequence[int], group: int, rank: int, ranks: int, device: str
-) -> Iterator[View]:
-    """Yield the tensors of recurrent layers: SGLang lists the first of each layer, then the second, and so on.
-
-    What of a state is whose share differs with the kind of layer. So a rank's share moves whole, as a draft model's does.
-    """
-    seen: Counter[int] = Counter()
-    alike: defaultdict[tuple[int, int, int], list[tuple[int, _Buffer]]] = defaultdict(list)
-    for layer, buffer in zip(layers, buffers, strict=True):
-        if buffer.nbytes:
-            alike[seen[layer], buffer.item, buffer.nbytes].append((layer, buffer))
-        seen[layer] += 1
-    for (tensor, item, nbytes), of in alike.items():
-        yield View(
-            plane=f"state.{tensor}",
-            group=group,
-            layers=tuple(str(layer) for layer, _ in of),
-            offsets=tuple(buffer.start for _, buffer in of),
-            blocks=nbytes // item,
-            block_stride=item,
-            unit=item,
-            encoding=device.partition(":")[0],
-            heads=Heads(rank, 1, ranks, stride=item),
-        )
-
-
-def _index(buffers: Sequence[_Buffer], args: Any, group: int) -> Iterator[View]:
+def _index(buffers: Sequence[PoolBuffer], args: Any, group: int) -> Iterator[View]:
     """Yield the index of sparse attention, whose pages hold keys first and their scales behind: they are not cut."""
     alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for i, buffer in enumerate(buffers):
