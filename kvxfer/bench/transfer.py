@@ -50,7 +50,7 @@ def measure(
         "kv_bytes": request.nbytes,
         "blocks": len(request),
         "repeat": repeat,
-        "step_ms": step_ms,
+        **({"step_ms": step_ms} if step_ms else {}),
         "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
     }
     with pair(backend, options, shape, request.blocks, where, staging_bytes, step_ms=step_ms) as both:
