@@ -65,6 +65,7 @@ class Both:
 
     def ask(self, name: str) -> None:
         """Both engines have the request, and D waits for what P computes."""
+        self.until(lambda: not any(worker.agent.stats().offers for worker in self.p.workers))  # the one before is over
         transfer = TransferId.mint(self.p.scheduler.source.epoch, name)
         assert self.p.scheduler.offer(name, transfer, b"d", TOKENS)
         ticket: Ticket | None = self.p.scheduler.ticket(name)
