@@ -177,9 +177,14 @@ def pair(
 def cache_devices(device: str) -> tuple[str, str]:
     """Return where the two caches go: on GPUs of their own, if there are two.
 
+    Args:
+        device: ``cpu`` or ``cuda``.
+
     Raises:
-        ConfigError: There is no GPU.
+        ConfigError: It is neither, or there is no GPU.
     """
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {device!r}: cpu or cuda")
     if device == "cpu":
         return "cpu", "cpu"
     import torch
