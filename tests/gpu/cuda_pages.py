@@ -11,7 +11,7 @@ import torch
 
 from kvxfer.memory.cuda.space import wrap
 
-__all__ = ["PAGE", "CudaPages", "ExpandableSegments", "Exported"]
+__all__ = ["PAGE", "CudaPages", "ExpandableSegments", "Exported", "KvcachedPages"]
 
 driver: Any = import_module("cuda.bindings.driver")  # which comes with torch where CUDA is
 
@@ -145,3 +145,40 @@ class ExpandableSegments(_Pages):
 
     def close(self) -> None:
         self.settle()
+
+
+class KvcachedPages(_Pages):
+    """What kvcached's own allocator reserves, maps and unmaps, without an engine."""
+
+    def __init__(
+        self, pages: int, spare: int, nbytes: int = PAGE, dice: random.Random | None = None, *, device: str = "cuda:0"
+    ) -> None:
+        super().__init__(device)
+        self._allocator: Any = import_module("kvcached.vmm_ops")
+        self._allocator.init_kvcached(device, nbytes, True)
+        [tensor] = self._allocator.create_kv_tensors(pages * nbytes, 1, device, 1, 1)
+        self.bytes = tensor.view(torch.uint8).flatten()
+        self.address = self.bytes.data_ptr()
+        self._pages, self._nbytes = pages, nbytes
+        self._held: set[int] = set()
+        self.bytes[:nbytes] = 0
+
+    def map(self, page: int) -> None:
+        assert self._allocator.map_to_kv_tensors([page * self._nbytes])
+        self._held.add(page)
+
+    def unmap(self, page: int) -> None:
+        self.settle()
+        assert self._allocator.unmap_from_kv_tensors([page * self._nbytes])
+        self._held.remove(page)
+
+    def unused(self) -> list[int]:
+        return [page for page in range(self._pages) if page not in self._held]
+
+    def zero(self) -> bytes:
+        page = self.unused()[0]
+        return self.bytes[page * self._nbytes : (page + 1) * self._nbytes].cpu().numpy().tobytes()
+
+    def close(self) -> None:
+        self.settle()
+        self._allocator.shutdown_kvcached()

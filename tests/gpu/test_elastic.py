@@ -4,6 +4,7 @@ Both engines have a process of their own, and a GPU where there are two. Run wit
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -23,7 +24,7 @@ from tests.data.elastic_engine import Setup, Two
 torch = pytest.importorskip("torch")
 pytest.importorskip("cuda.bindings.driver")
 
-from tests.gpu.cuda_pages import PAGE, CudaPages, ExpandableSegments, Exported  # noqa: E402  (only where CUDA is)
+from tests.gpu.cuda_pages import PAGE, CudaPages, ExpandableSegments, Exported, KvcachedPages  # noqa: E402  (only where CUDA is)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -69,6 +70,18 @@ def test_expandable_segments(monkeypatch: pytest.MonkeyPatch, backend: str) -> N
     ready(backend)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with closing(two(backend, pages=ExpandableSegments)) as engines:
+        assert engines.move(TRANSFERS) == {"right": TRANSFERS}
+        assert engines.staged
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kvcached_maps_and_unmaps(backend: str, layouts: Any) -> None:
+    """By its own allocator, in the layouts that its patches lay over that."""
+    ready(backend)
+    if importlib.util.find_spec("kvcached") is None:
+        pytest.skip("kvcached is not installed")
+    with closing(two(backend, layouts, pages=KvcachedPages)) as engines:
         assert engines.move(TRANSFERS) == {"right": TRANSFERS}
         assert engines.staged
 

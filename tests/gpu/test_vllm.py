@@ -131,17 +131,25 @@ def sleepers(servers: Servers) -> Servers:
 
 @pytest.mark.parametrize("backend", SLEEPERS)
 def test_two_sleeps_of_each_amid_traffic(sleepers: Servers, backend: str) -> None:
-    """Requests that a sleep meets end or are cut short; all tokens that come are right, and KV moves again afterwards."""
+    """Requests that a sleep meets end or are cut short; all tokens that come are right, and KV moves again afterwards.
+
+    The first sleep of each keeps the weights, the second one does not: they are loaded anew.
+    """
     prefill, decode = (sleepers.started[f"{name} {backend}"] for name in ("prefill", "decode"))
     for prompt in PROMPTS:
         sleepers.expected(prompt)
     traffic = Traffic(sleepers, prefill, decode)
     try:
-        for sleeper in (prefill, decode, prefill, decode):
+        for level, sleeper in ((1, prefill), (1, decode), (2, prefill), (2, decode)):
             time.sleep(2)
-            sleeper.post("/sleep?level=1", {})
+            sleeper.post(f"/sleep?level={level}", {})
             time.sleep(1)
-            sleeper.post("/wake_up", {})
+            if level == 1:
+                sleeper.post("/wake_up", {})
+            else:
+                sleeper.post("/wake_up?tags=weights", {})
+                sleeper.post("/collective_rpc", {"method": "reload_weights"})
+                sleeper.post("/wake_up?tags=kv_cache", {})
         time.sleep(3)
     finally:
         traffic.stop()
