@@ -11,7 +11,7 @@ import torch
 
 from kvxfer.memory.cuda.space import wrap
 
-__all__ = ["PAGE", "CudaPages", "ExpandableSegments", "Exported", "KvcachedPages"]
+__all__ = ["PAGE", "CudaPages", "ExpandableSegments", "Exported", "KvcachedPages", "second_mapping"]
 
 driver: Any = import_module("cuda.bindings.driver")  # which comes with torch where CUDA is
 
@@ -115,6 +115,20 @@ class CudaPages(_Pages):
         at = self.address + page * self._nbytes
         done(driver.cuMemMap(at, self._nbytes, 0, handle, 0))
         done(driver.cuMemSetAccess(at, self._nbytes, [self._who], 1))
+
+
+def second_mapping(address: int, nbytes: int, page: int) -> int:
+    """Return where the pages that device memory has now are mapped as well, whatever becomes of the first mapping."""
+    who = driver.CUmemAccessDesc()
+    who.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    who.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    base = int(done(driver.cuMemAddressReserve(nbytes, 0, 0, 0)))
+    for at in range(0, nbytes, page):
+        handle = done(driver.cuMemRetainAllocationHandle(address + at))
+        done(driver.cuMemMap(base + at, page, 0, handle, 0))
+        done(driver.cuMemRelease(handle))
+    done(driver.cuMemSetAccess(base, nbytes, [who], 1))
+    return base
 
 
 class ExpandableSegments(_Pages):

@@ -18,7 +18,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.geometry import Region
 from kvxfer.memory import with_elastic
 from tests.conftest import require
-from tests.data.elastic_cache import LAYOUTS, ROWS_A_PAGE
+from tests.data.elastic_cache import LAYOUTS, ROWS_A_PAGE, Room
 from tests.data.elastic_engine import Setup, Two
 
 torch = pytest.importorskip("torch")
@@ -103,6 +103,14 @@ def test_forced_to_register_it(backend: str, exported: Exported) -> None:
         except KvxferError as error:
             found = {"refused or failed": str(error)}
     print(f"FOUND {backend}, forced to register pages with handles {exported}: {found}")
+
+
+def test_a_kept_registration_is_caught() -> None:
+    """What these tests are for. In one process: there ``nixl`` reaches all memory by its addresses."""
+    require("nixl")
+    with closing(Room("tests.gpu.keeps_pages:KeepsPages", elastic=(None, None), row=PAGE, pages=CudaPages)) as engines:
+        assert engines.move(40)
+        assert not engines.staged
 
 
 @pytest.mark.parametrize("exported", ["none", "posix"])
