@@ -49,7 +49,7 @@ class Write:
             there are no heads. A plane with an input's name depends on that input, any other plane on all of them.
         dtype: Of these tensors.
         call: Starts the write on the current stream. It takes the tensors in that order, ``[tokens, *shape]`` each, and
-            the tokens' slots (int64, ``block * block_tokens + token``), all on the cache's device.
+            the tokens' slots (int64, ``block * block_tokens + token``), all contiguous and on the cache's device.
     """
 
     inputs: Mapping[str, tuple[int, ...]]
@@ -155,7 +155,8 @@ class _Trial:
             b[..., 0] = 256
             chosen = torch.from_numpy(rounds[:, i].swapaxes(1, 2)).unsqueeze(-1)  # [round, token, head, 1]
             chosen = chosen if len(shape) > 1 else chosen[:, :, 0]
-            values.append(torch.where(chosen, b, a).to(device, write.dtype))
+            # Contiguous, as an engine's own are: some kernels do not ask how far apart the heads of a token are.
+            values.append(torch.where(chosen, b, a).to(device, write.dtype).contiguous())
         return cls(tuple(write.inputs), rounds, few, tuple(values))
 
     def expected(self, view: View) -> tuple[Bools, Bools]:

@@ -40,6 +40,9 @@ class TwoGpus(World):
     def _device(self) -> str:
         return "cuda:1" if self._remote or any(not one.closed for one in self._local) else "cuda:0"
 
+    def local(self, device: str | None = None) -> LocalParticipant:
+        return super().local(None if device == "cuda:0" else device)  # of a kind, then, and not of this GPU
+
 
 class TestCuda(ConformanceSuite):
     backend = NcclTransport

@@ -58,6 +58,7 @@ class Played:
     def write(self, layer: int) -> Write:
         def call(values: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
             assert len(slots) == len(values[0])
+            assert all(value.is_contiguous() for value in values), "kernels take the heads of a token as one row"
             self.store(self.layers[layer], values, slots // TOKENS, slots % TOKENS)
 
         return Write(self.inputs, torch.bfloat16, call)
