@@ -29,7 +29,7 @@ from kvxfer_vllm.demo.servers import BLOCK, MODEL_NAME, Server, ServerError, awa
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 TOKENS = 24
-TIE = 0.01
+TIE = 0.02
 """Logarithm of how much likelier one token may be than another that is taken for as likely."""
 PROMPTS = [f"request {n}: " + f"{n * 7919} " * (5 + 20 * n) for n in range(8)]
 FLAGS = (
