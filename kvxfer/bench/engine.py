@@ -23,7 +23,7 @@ import numpy as np
 
 from kvxfer.bench.meeting import WAIT_S, Meeting
 from kvxfer.bench.raw import Raw, find
-from kvxfer.bench.shapes import Model, Pool
+from kvxfer.bench.shapes import Memory, Model, Pool
 from kvxfer.config import Config, Integrity
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -56,7 +56,7 @@ class Setup:
         blocks: Blocks of the cache.
         device: Where the cache is.
         staging_bytes: Staging memory.
-        elastic: Whether the cache's pages may come and go.
+        memory: What the cache lies in.
         step_ms: Milliseconds of Python that the engine's own thread runs in each of its steps, all the time; it sleeps one after each.
     """
 
@@ -67,7 +67,7 @@ class Setup:
     blocks: int
     device: str
     staging_bytes: int
-    elastic: bool = False
+    memory: Memory = "plain"
     step_ms: float = 0.0
 
 
@@ -76,7 +76,7 @@ class BenchEngine:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._pool = Pool(setup.model, setup.blocks, setup.device, setup.elastic)
+        self._pool = Pool(setup.model, setup.blocks, setup.device, setup.memory)
         if setup.role == "producer":
             self._pool.fill()
         self._config = Config(

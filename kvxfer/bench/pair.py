@@ -11,7 +11,7 @@ from typing import Any
 
 from kvxfer.bench.engine import BenchEngine, Setup
 from kvxfer.bench.remote import Remote
-from kvxfer.bench.shapes import Model, Request
+from kvxfer.bench.shapes import Memory, Model, Request
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
 from kvxfer.protocol.values import Role
@@ -157,10 +157,10 @@ def pair(
     blocks: int,
     where: tuple[str, str],
     staging_bytes: int,
-    elastic: bool = False,
+    memory: Memory = "plain",
     step_ms: float = 0.0,
 ) -> Iterator[Pair]:
-    """Start two processes with a cache of ``blocks`` each, on the devices ``where``; both elastic, or neither.
+    """Start two processes with a cache of ``blocks`` each, on the devices ``where``, in memory of one kind.
 
     ``step_ms``: of Python that each runs a step meanwhile.
     """
@@ -168,7 +168,7 @@ def pair(
         made = []
         roles: tuple[Role, Role] = ("producer", "consumer")
         for role, device in zip(roles, where, strict=True):
-            setup = Setup(role, backend, options, model, blocks, device, staging_bytes, elastic, step_ms)
+            setup = Setup(role, backend, options, model, blocks, device, staging_bytes, memory, step_ms)
             made.append(Remote(role, BenchEngine, setup))
             stack.callback(made[-1].close)
         yield Pair(*made)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from kvxfer.geometry import Cache, Group, Heads, Region, View
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["MODELS", "Model", "Pool", "Request"]
+__all__ = ["MODELS", "Memory", "Model", "Pool", "Request"]
+
+Memory = Literal["plain", "declared", "elastic"]
+"""Of a cache: ``plain``; the same, but said to be elastic, so that it goes as elastic memory does; or ``elastic``, which on a GPU is mapped
+by pages, and on a host like ``declared``."""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: consecutive indices give unlike words
 
@@ -70,12 +74,9 @@ MODELS = {
 
 
 class Pool:
-    """A cache of ``blocks`` blocks on ``device`` in one allocation, layer-outermost and token-major.
+    """A cache of ``blocks`` blocks on ``device`` in one allocation, layer-outermost and token-major."""
 
-    One that is elastic lies, on a GPU, in memory that is mapped by pages; on a host it is only said to be.
-    """
-
-    def __init__(self, model: Model, blocks: int, device: str, elastic: bool = False) -> None:
+    def __init__(self, model: Model, blocks: int, device: str, memory: Memory = "plain") -> None:
         self.model, self.blocks, self.device = model, blocks, device
         self.nbytes = model.layers * blocks * model.page
         self._torch: Any = None
@@ -87,11 +88,11 @@ class Pool:
 
             self._torch = torch
             torch.cuda.set_device(device)
-            if elastic:
+            if memory == "elastic":
                 torch.cuda.memory._set_allocator_settings("expandable_segments:True")
             self.words = torch.zeros(self.nbytes // 8, dtype=torch.int64, device=device)
             address = self.words.data_ptr()
-        self.cache = self._describe(Region(address, self.nbytes, device, elastic))
+        self.cache = self._describe(Region(address, self.nbytes, device, memory != "plain"))
 
     def _describe(self, region: Region) -> Cache:
         m = self.model

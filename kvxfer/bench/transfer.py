@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Annotated, Any, cast, get_args
 
@@ -12,7 +13,7 @@ import numpy as np
 import typer
 
 from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
-from kvxfer.bench.shapes import MODELS, Model, Request
+from kvxfer.bench.shapes import MODELS, Memory, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
 
@@ -75,22 +76,35 @@ def measure_elastic(
 ) -> dict[str, Any]:
     """Move a request between two elastic caches and, in turns, between two plain ones.
 
+    On a GPU also between two plain ones that are said to be elastic: what the same back end does by staging where no page is mapped.
+
     Returns:
-        For both ways (``elastic_``, ``plain_``) whether bytes went staged and the GB/s of the median round; and the medians of the
-        rounds' own ratios, elastic to plain. What elastic memory costs shows where plain memory goes staged as well.
+        For each way (``elastic_``, ``declared_``, ``plain_``) whether bytes went staged and the GB/s of the median round; and the
+        medians of the rounds' own ratios, elastic to each of the others.
     """
     shape = MODELS[model]
     request = Request(shape, tokens)
+    where = cache_devices(device)
+    ways: list[Memory] = ["elastic", "plain"] if device == "cpu" else ["elastic", "declared", "plain"]
     seconds: dict[tuple[str, str], list[float]] = {}
-    out: dict[str, Any] = {"backend": backend, "device": device, "model": model, "tokens": tokens, "repeat": repeat}
+    out: dict[str, Any] = {
+        "backend": backend,
+        "device": device,
+        "devices": where,
+        "model": model,
+        "tokens": tokens,
+        "kv_bytes": request.nbytes,
+        "repeat": repeat,
+    }
     with ExitStack() as stack:
 
-        def start(elastic: bool) -> Pair:
-            given = shape, request.blocks, cache_devices(device), staging_bytes, elastic
-            return stack.enter_context(pair(backend, options, *given))
+        def start(memory: Memory) -> Pair:
+            return stack.enter_context(pair(backend, options, shape, request.blocks, where, staging_bytes, memory))
 
-        pairs = {"elastic": start(True), "plain": start(False)}
-        sessions = {way: Sessions(start(way == "elastic"), request) for way in pairs}
+        with ThreadPoolExecutor() as pool:  # each takes seconds to load torch
+            started = list(pool.map(start, [*ways, *ways]))
+        pairs = dict(zip(ways, started[: len(ways)], strict=True))
+        sessions = {way: Sessions(both, request) for way, both in zip(ways, started[len(ways) :], strict=True)}
         for both in pairs.values():
             both.connect()
             both.consumer("clear")
@@ -103,11 +117,12 @@ def measure_elastic(
                 seconds.setdefault((way, "session"), []).append(fetches.fetch(number))
         for both in pairs.values():
             both.expect(request.dst, request.src, "transport")
-    for (way, what), took in seconds.items():
-        out[f"{way}_{what}_GB_per_s"] = round(request.nbytes / statistics.median(took[2:]) / 1e9, 3)
-    for what in ("transport", "session"):
-        rounds = zip(seconds["plain", what][2:], seconds["elastic", what][2:], strict=True)
-        out[f"elastic_to_plain_{what}"] = round(statistics.median(plain / elastic for plain, elastic in rounds), 3)
+    for (memory, what), took in seconds.items():
+        out[f"{memory}_{what}_GB_per_s"] = round(request.nbytes / statistics.median(took[2:]) / 1e9, 3)
+    for other in ways[1:]:
+        for what in ("transport", "session"):
+            rounds = zip(seconds[other, what][2:], seconds["elastic", what][2:], strict=True)
+            out[f"elastic_to_{other}_{what}"] = round(statistics.median(one / elastic for one, elastic in rounds), 3)
     return out
 
 

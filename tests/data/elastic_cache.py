@@ -22,7 +22,7 @@ from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.data.elastic_pages import ElasticPages, second_mapping
 
-__all__ = ["LAYOUTS", "KeepsPages", "Layout", "Room"]
+__all__ = ["AT_ONCE", "LAYERS", "LAYOUTS", "PLANES", "ROWS_A_PAGE", "TOKENS", "KeepsPages", "Layout", "Room", "Side"]
 
 Layout = Literal["contiguous", "apart"]
 """``contiguous``: one buffer, block by block, in each its layers, in each layer K and then V; a page has two blocks. ``apart``: K and V
@@ -108,6 +108,7 @@ class ElasticCache:
 
     def write(self, blocks: Sequence[int], rows: np.ndarray) -> None:
         self.blocks[list(blocks)] = self.pages.put(rows)
+        self.pages.settle()
 
     def read(self, blocks: Sequence[int]) -> np.ndarray:
         return self.pages.get(self.blocks[list(blocks)])
@@ -137,6 +138,34 @@ class Side:
     agent: Agent
     directory: Directory
     free: list[int] = field(default_factory=lambda: list(range(BLOCKS)))
+
+    @classmethod
+    def start(
+        cls,
+        backend: str,
+        layout: Layout,
+        elastic: bool | None,
+        options: Mapping[str, Any],
+        row: int,
+        dice: random.Random,
+        pages: Callable[..., Any],
+    ) -> Side:
+        """Start one; see ``Room`` for what it is made of."""
+        config = Config.from_mapping(
+            {
+                "backend": backend,
+                "backend_options": dict(options),
+                "transfer_timeout": 20.0,
+                "peer_timeout": 10.0,
+                "staging_bytes": 1 << 20,
+                "elastic": elastic,
+            }
+        )
+        cache = ElasticCache(layout, row, dice, pages)
+        agent = Agent(cache.cache, config, "elastic")
+        directory = Directory(config, "elastic")
+        directory.publish((agent.descriptor,))
+        return cls(cache, agent, directory)
 
     def take(self, count: int, dice: random.Random) -> list[int]:
         blocks = dice.sample(self.free, count)
@@ -187,21 +216,7 @@ class Room:
         self._dice, self._number = random.Random(f"{backend} {layouts}"), 0
         self.sides: list[Side] = []
         for layout, is_elastic in zip(layouts, elastic, strict=True):
-            config = Config.from_mapping(
-                {
-                    "backend": backend,
-                    "backend_options": dict(options or {}),
-                    "transfer_timeout": 20.0,
-                    "peer_timeout": 10.0,
-                    "staging_bytes": 1 << 20,
-                    "elastic": is_elastic,
-                }
-            )
-            cache = ElasticCache(layout, row, self._dice, pages)
-            agent = Agent(cache.cache, config, "elastic")
-            directory = Directory(config, "elastic")
-            directory.publish((agent.descriptor,))
-            self.sides.append(Side(cache, agent, directory))
+            self.sides.append(Side.start(backend, layout, is_elastic, options or {}, row, self._dice, pages))
 
     def move(self, transfers: int) -> list[int]:
         """Move as many requests of fresh blocks, several at a time, whose pages are mapped before and unmapped after.

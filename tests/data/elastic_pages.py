@@ -77,6 +77,9 @@ class ElasticPages:
         """...the other way round."""
         return np.asarray(part)
 
+    def settle(self) -> None:
+        """Wait until what was written is there."""
+
     def close(self) -> None:
         os.close(self._pool)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Verb
 from tests.conftest import require
 from tests.data.elastic_cache import LAYOUTS, KeepsPages, Room
+from tests.data.elastic_engine import Setup, Two
 from tests.data.elastic_pages import PAGE, ElasticPages
 
 BACKENDS = [("zmq", False), ("tcp", False), ("cma", False), ("nixl", True)]
@@ -43,6 +45,16 @@ def test_pages_come_and_go_under_load(room: Callable[..., Room], backend: str, s
     engines = room(backend, layouts)
     assert engines.move(300) == []
     assert engines.staged is staged
+
+
+@pytest.mark.parametrize(("backend", "staged"), BACKENDS)
+def test_between_two_processes(backend: str, staged: bool) -> None:
+    """As above, where what one side exports is another process's memory."""
+    if backend in ("nixl", "cma"):
+        require(backend)
+    with closing(Two(Setup(backend, "contiguous"), Setup(backend, "apart"))) as engines:
+        assert engines.move(100) == {"right": 100}
+        assert engines.staged is staged
 
 
 @pytest.mark.parametrize("elastic", [(True, True), (True, False), (False, True)], ids=["both", "producer", "consumer"])

@@ -24,11 +24,13 @@ from kvxfer_vllm import compat  # noqa: E402  (only where vLLM is)
 from kvxfer_vllm.demo.metrics import received  # noqa: E402
 from kvxfer_vllm.demo.model import write_model  # noqa: E402
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode  # noqa: E402
-from kvxfer_vllm.demo.servers import BLOCK, Server, ServerError, await_ready, connector  # noqa: E402
+from kvxfer_vllm.demo.servers import BLOCK, MODEL_NAME, Server, ServerError, await_ready, connector  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 TOKENS = 24
+TIE = 0.02
+"""Logarithm of how much likelier one token may be than another that is taken for as likely."""
 PROMPTS = [f"request {n}: " + f"{n * 7919} " * (5 + 20 * n) for n in range(8)]
 FLAGS = (
     "--attention-backend",
@@ -71,6 +73,29 @@ class Servers:
             self._expected[prompt] = complete(self.started["plain"], prompt, TOKENS).tokens
         return self._expected[prompt]
 
+    def wrong(self, prompt: str, tokens: list[int]) -> str:
+        """Say what is wrong with the tokens that another server gave; nothing is if the plain one gives the same, or has a tie.
+
+        Attention rounds to TF32, and otherwise in a step of one token than in a chunk of a prompt. So where two tokens are as likely as
+        each other, servers may differ. Each token must be as likely as the plain server's best, behind those before it.
+        """
+        if tokens == self.expected(prompt)[: len(tokens)]:
+            return ""
+        plain = self.started["plain"]
+        ids = plain.post("/tokenize", {"model": MODEL_NAME, "prompt": prompt})["tokens"]
+        body = {"model": MODEL_NAME, "prompt": ids + tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+        said = plain.post("/v1/completions", body)["choices"][0]["prompt_logprobs"][len(ids) :]
+        behind = [
+            max(each["logprob"] for each in at.values()) - at[str(token)]["logprob"]
+            for at, token in zip(said, tokens, strict=True)
+        ]
+        print(f"TIE? {prompt[:40]!r}: {tokens} beside {self.expected(prompt)}; behind the best: {behind}")
+        return (
+            ""
+            if max(behind) < TIE
+            else f"{prompt[:40]!r}: token {behind.index(max(behind))} is {max(behind):.3f} behind"
+        )
+
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
@@ -106,8 +131,8 @@ class Traffic:
                 self.ends["failed"] += 1  # ended by the sleep, and said so: a router tries again
                 continue
             self.ends["whole" if len(tokens) == TOKENS else "cut short"] += 1
-            if tokens != self._servers.expected(prompt)[: len(tokens)]:
-                self.wrong.append(prompt)
+            if wrong := self._servers.wrong(prompt, tokens):
+                self.wrong.append(wrong)
 
     def stop(self) -> None:
         self._over.set()
@@ -131,17 +156,25 @@ def sleepers(servers: Servers) -> Servers:
 
 @pytest.mark.parametrize("backend", SLEEPERS)
 def test_two_sleeps_of_each_amid_traffic(sleepers: Servers, backend: str) -> None:
-    """Requests that a sleep meets end or are cut short; all tokens that come are right, and KV moves again afterwards."""
+    """Requests that a sleep meets end or are cut short; all tokens that come are right, and KV moves again afterwards.
+
+    The first sleep of each keeps the weights, the second one does not: they are loaded anew.
+    """
     prefill, decode = (sleepers.started[f"{name} {backend}"] for name in ("prefill", "decode"))
     for prompt in PROMPTS:
         sleepers.expected(prompt)
     traffic = Traffic(sleepers, prefill, decode)
     try:
-        for sleeper in (prefill, decode, prefill, decode):
+        for level, sleeper in ((1, prefill), (1, decode), (2, prefill), (2, decode)):
             time.sleep(2)
-            sleeper.post("/sleep?level=1", {})
+            sleeper.post(f"/sleep?level={level}", {})
             time.sleep(1)
-            sleeper.post("/wake_up", {})
+            if level == 1:
+                sleeper.post("/wake_up", {})
+            else:
+                sleeper.post("/wake_up?tags=weights", {})
+                sleeper.post("/collective_rpc", {"method": "reload_weights"})
+                sleeper.post("/wake_up?tags=kv_cache", {})
         time.sleep(3)
     finally:
         traffic.stop()
@@ -150,7 +183,7 @@ def test_two_sleeps_of_each_amid_traffic(sleepers: Servers, backend: str) -> Non
     assert traffic.ends["whole"] >= 4 * len(PROMPTS)
     before = received(decode)
     prompt = f"after the sleeps, by {backend} " * 5
-    assert prefill_then_decode(prefill, decode, prompt, TOKENS).tokens == sleepers.expected(prompt)
+    assert not sleepers.wrong(prompt, prefill_then_decode(prefill, decode, prompt, TOKENS).tokens)
     moved = received(decode) - before
     assert moved.failed == 0 and moved.tokens >= len(prompt) - BLOCK
 
@@ -186,12 +219,12 @@ def test_tokens_under_kvcached_are_those_of_a_plain_server(cached: Servers, thei
         assert "kvcached MRV2 persistent allocation" in log and "is elastic" in log
     before = received(decode)
     prompts = [f"{theirs} into {mine}, wave {wave}, {prompt}" for wave in range(4) for prompt in PROMPTS]
-    expected = [cached.expected(prompt) for prompt in prompts]
+    answers: list[list[int]] = []
     for wave in range(4):
         part = slice(wave * len(PROMPTS), (wave + 1) * len(PROMPTS))
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            answers = list(pool.map(lambda p: prefill_then_decode(prefill, decode, p, TOKENS).tokens, prompts[part]))
-        assert answers == expected[part]
+            answers += pool.map(lambda p: prefill_then_decode(prefill, decode, p, TOKENS).tokens, prompts[part])
+    assert not list(filter(None, map(cached.wrong, prompts, answers)))
     moved = received(decode) - before
     print(f"{theirs} into {mine}: {moved}")
     assert moved.failed == 0

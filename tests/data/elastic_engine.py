@@ -1,0 +1,165 @@
+"""An engine over an elastic cache in a process of its own, and two of them, between which requests are moved."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvxfer.bench.remote import Remote
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol.values import Ended, Released, Role
+from kvxfer.values import BlockTable, Fetch, Offer
+from tests.data.elastic_cache import AT_ONCE, LAYERS, PLANES, TOKENS, Layout, Side
+from tests.data.elastic_pages import ElasticPages
+
+__all__ = ["Engine", "Setup", "Two"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an engine is made of; see ``tests.data.elastic_cache.Room``.
+
+    Attributes:
+        pages: Makes the memory; must be picklable.
+    """
+
+    backend: str
+    layout: Layout = "contiguous"
+    elastic: bool | None = True
+    row: int = 4096
+    options: Mapping[str, Any] = field(default_factory=dict)
+    pages: Callable[..., Any] = ElasticPages
+
+
+class Engine:
+    """One of the two. Its methods are called in turn; both engines know by a request's number what its bytes are."""
+
+    def __init__(self, role: Role, setup: Setup) -> None:
+        self._dice, self._row = random.Random(f"{role} {setup.backend} {setup.layout}"), setup.row
+        self._side = Side.start(
+            setup.backend, setup.layout, setup.elastic, setup.options, setup.row, self._dice, setup.pages
+        )
+        self._held: dict[int, list[int]] = {}
+        self._ends: Counter[str] = Counter()
+
+    def source(self) -> Source:
+        """Return where it is found."""
+        return self._side.directory.source
+
+    def step(self, begin: Mapping[int, int], over: Sequence[int], source: Source | None) -> list[int]:
+        """Do one of the steps that an engine makes all the time.
+
+        Args:
+            begin: Requests to begin, and how many blocks each has.
+            over: Requests that both engines have let go of: their blocks are freed, and pages of theirs unmapped.
+            source: Where the producer is; ``None``: this is the producer.
+
+        Returns:
+            Requests that it has let go of.
+        """
+        for number in over:
+            self._side.give_back(self._held.pop(number))
+        for number, count in begin.items():
+            blocks = self._held[number] = self._side.take(count, self._dice)
+            transfer, tokens, table = TransferId("own/1/elastic", number), count * TOKENS, BlockTable.of([blocks])
+            if source is None:
+                self._side.cache.write(blocks, self._bytes(number, count))
+                self._side.agent.offer(Offer(transfer, b"d", 1, tokens, table, True))
+            else:
+                self._side.agent.fetch(Fetch(str(number), transfer, b"d", source, table, 0, tokens))
+        self._side.cache.stir()
+        released = []
+        for event in self._side.agent.events(0.0005):
+            match event:
+                case Ended(outcome=outcome):
+                    assert outcome.delivered, outcome
+                case Released(transfer=transfer):
+                    released.append(transfer.prompt)
+                    if source is not None:
+                        self._ends["right" if self._is_right(transfer.prompt) else "wrong"] += 1
+        return released
+
+    def ends(self) -> Counter[str]:
+        """Return how many requests brought ``right`` bytes, and how many ``wrong`` ones."""
+        return self._ends
+
+    def staged(self) -> tuple[bool, bool]:
+        """Return whether anything went straight, and whether anything went staged; check that nobody has written where no memory was."""
+        assert not any(self._side.cache.pages.zero()), "somebody has written where no memory was"
+        stats = self._side.agent.stats()
+        return bool(stats.direct), bool(stats.staged)
+
+    def close(self) -> None:
+        self._side.close()
+
+    def _bytes(self, number: int, count: int) -> np.ndarray:
+        shape = (count, len(LAYERS), len(PLANES), self._row)
+        return np.random.default_rng(number).integers(0, 256, shape, np.uint8)
+
+    def _is_right(self, number: int) -> bool:
+        blocks = self._held[number]
+        return np.array_equal(self._side.cache.read(blocks), self._bytes(number, len(blocks)))
+
+
+class Two:
+    """A producer and a consumer."""
+
+    def __init__(self, producer: Setup, consumer: Setup) -> None:
+        self._dice = random.Random(f"{producer.backend} {producer.layout} {consumer.layout}")
+        self._engines: list[Remote] = []
+        try:
+            self._engines.append(Remote("producer", Engine, "producer", producer))
+            self._engines.append(Remote("consumer", Engine, "consumer", consumer))
+        except BaseException:
+            self.close()
+            raise
+
+    def move(self, transfers: int, within: float = 120.0) -> Counter[str]:
+        """Move as many requests, several at a time, whose pages are mapped before and unmapped after.
+
+        Returns:
+            How many ended how; see ``Engine.ends``.
+
+        Raises:
+            KvxferError: One of them failed.
+            TimeoutError: They do not end.
+        """
+        p, d = self._engines
+        source = p("source")
+        released: Counter[int] = Counter()
+        under_way: set[int] = set()
+        over: list[int] = []
+        begun, end = 0, time.monotonic() + within
+        while begun < transfers or under_way or over:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{sorted(under_way)} do not end")
+            begin = {}
+            while begun < transfers and len(under_way) < AT_ONCE:
+                begin[begun] = self._dice.randint(1, 6)
+                under_way.add(begun)
+                begun += 1
+            p.send("step", begin, over, None)
+            d.send("step", begin, over, source)
+            released.update(p.get() + d.get())
+            over = [number for number in under_way if released[number] == 2]
+            under_way -= set(over)
+        ends: Counter[str] = d("ends")
+        return ends
+
+    @property
+    def staged(self) -> bool:
+        """Whether all went staged; all or nothing is asserted."""
+        [(direct, staged), theirs] = [engine("staged") for engine in self._engines]
+        direct, staged = direct or theirs[0], staged or theirs[1]
+        assert direct is not staged, (direct, staged)
+        return bool(staged)
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
