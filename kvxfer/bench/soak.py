@@ -29,10 +29,10 @@ from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.errors import ConfigError
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, Released
+from kvxfer.settings import json_object
 from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["complaints", "measure", "soak"]
@@ -49,7 +49,6 @@ LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE
 """Failures that a busy machine brings about, and the share of transfers for which they are no complaint."""
 ROWS = 20
 WATCHED = ("producer", "consumer")
-FIGURES = ("device_MiB", "rss_MiB", "descriptors", "threads", "fetches", "leases", "quarantined_bytes")
 
 # How much more there may be at the end than after the first fifth: medians of a fifth of the run each.
 ALLOWED = {
@@ -62,6 +61,8 @@ ALLOWED = {
     "quarantined_bytes": 0,
 }
 """A link takes up to ten descriptors, and there may be one more at the end; what leaks takes some for every restart."""
+FIGURES = tuple(ALLOWED)
+NONE_AT_REST = ("fetches", "leases", "quarantined_bytes")
 
 
 class Engine:
@@ -299,7 +300,7 @@ def measure(
         wrong = [*load.wrong[:10], *complaints(rows), *left(load)]
         if len(load.late) > MOST_LATE * load.counts.total() + 1:
             wrong += [f"{len(load.late)} transfers were too slow", *load.late[:3]]
-        wrong += [f"{n}: {v[k]:g} {k} are left" for n, v in rest.items() for k in FIGURES[4:] if v[k]]
+        wrong += [f"{n}: {v[k]:g} {k} are left" for n, v in rest.items() for k in NONE_AT_REST if v[k]]
         return {
             "backend": backend,
             "seconds": seconds,
@@ -360,10 +361,7 @@ def soak(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Steady load with aborts and restarts; prints what two engines hold over time. Fails if anything grows."""
-    try:
-        chosen = json.loads(options)
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"--options is not JSON: {e}") from None
+    chosen = json_object(options, "--options")
     found = measure(60 * minutes, restart, backend, chosen, device)
     if as_json:
         typer.echo(json.dumps(found))

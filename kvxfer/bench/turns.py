@@ -16,6 +16,7 @@ import typer
 from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Request
 from kvxfer.errors import ConfigError
+from kvxfer.settings import json_object
 
 __all__ = ["measure", "turns"]
 
@@ -118,9 +119,6 @@ def turns(
     """
     if model not in MODELS or device not in ("cpu", "cuda"):
         raise ConfigError(f"model {model!r} on {device!r}: models are {', '.join(MODELS)}, devices cpu and cuda")
-    try:
-        variants = [json.loads(each) for each in options]
-    except ValueError as error:
-        raise ConfigError(f"options must be JSON objects, as in '{{\"threads\": 2}}': {error}") from None
+    variants = [json_object(each, "each of OPTIONS") for each in options]
     for row in measure(backend, variants, device, model, tokens, rounds, staging_bytes):
         typer.echo(json.dumps(row))
