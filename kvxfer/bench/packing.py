@@ -73,19 +73,7 @@ class RoundTimer:
 
 
 def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int) -> dict[str, Any]:
-    """Measure one pair of layouts.
-
-    Args:
-        device: ``cpu`` or ``cuda:N``.
-        mib: MiB of KV.
-        one: The producer's layout.
-        other: The consumer's.
-        heads: Heads that are moved.
-        repeat: Rounds.
-
-    Returns:
-        Figures with their unit in the key.
-    """
+    """Measure one pair of layouts, of which ``heads`` heads are moved; return figures with their unit in the key."""
     count = (mib << 20) // (LAYERS * PAGE * heads // HEADS)
     blocks = count * 5 // 4 + 1
     rng = np.random.default_rng(0)

@@ -66,16 +66,9 @@ PAIRS = (
 
 
 def measure(tokens: int, repeat: int) -> dict[str, Any]:
-    """Time every pair of layouts.
+    """Time every pair of layouts; return figures with their unit in the key.
 
     Times are processor time of the one thread that works, so that other load on the machine changes them little.
-
-    Args:
-        tokens: Length of the request.
-        repeat: Rounds, of which the median counts.
-
-    Returns:
-        Figures with their unit in the key.
     """
     pairs = [_pair(a, b, tokens, repeat) for a, b in PAIRS]
     timed = [p["runs_ns_per_run"] for p in pairs if p["runs_ns_per_run"] is not None]

@@ -35,10 +35,7 @@ def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) ->
 class Remote:
     """The object that ``make(*args)`` returns, in a new process, where it is made meanwhile. It needs a method ``close``.
 
-    Args:
-        name: What errors call it.
-        make: Makes the object there; must be picklable.
-        args: Arguments of ``make``.
+    ``name`` is what errors call it.
     """
 
     def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:

@@ -83,11 +83,7 @@ class Engine:
         return self._directory.source
 
     def step(self, calls: list[tuple[Any, ...]]) -> list[tuple[TransferId, Outcome | None]]:
-        """Do what the engine is asked for.
-
-        Returns:
-            What has ended: transfers, each with its outcome, or ``None`` for its release.
-        """
+        """Do what the engine is asked for; return the transfers that have ended, with the outcome, or ``None`` for the release."""
         for name, *args in calls:
             getattr(self, f"_{name}")(*args)
         return [
@@ -144,15 +140,7 @@ def _device_mib() -> float:
 
 @dataclass
 class DrivenEngine:
-    """An engine as the load drives it.
-
-    Attributes:
-        remote: Its process.
-        source: Where its directory is.
-        free: Blocks that nobody uses.
-        lent: Blocks by the transfer that has them.
-        calls: What it is asked to do next.
-    """
+    """An engine as the load drives it: its blocks that are free or lent to a transfer, and what it is asked to do next."""
 
     remote: Remote
     source: Source
@@ -172,11 +160,8 @@ class DrivenEngine:
 class LoadDriver:
     """Drives the engines.
 
-    Attributes:
-        sides: The engines, by name.
-        counts: What became of the transfers into the consumer that is watched.
-        wrong: What should not have happened.
-        late: What should have gone well, and was too slow.
+    ``counts``: what became of the transfers into the consumer that is watched; ``wrong``: what should not have happened; ``late``: what
+    should have gone well, and was too slow.
     """
 
     def __init__(self, make: Any) -> None:
@@ -263,14 +248,7 @@ class LoadDriver:
 def measure(
     seconds: float, restart_s: float, backend: str = "tcp", options: dict[str, Any] | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Run the load, then let everything end.
-
-    Args:
-        seconds: Length of the load.
-        restart_s: Seconds between two kills.
-        backend: What moves the KV.
-        options: Its options.
-        device: Memory of the caches, ``cpu`` or ``cuda``: those of producers and consumers on GPUs of their own, if there are two.
+    """Run the load, then let everything end; kill an engine every ``restart_s``.
 
     Returns:
         Samples over time, counts, and complaints: none if nothing grew and nothing went wrong.

@@ -36,17 +36,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Move the same scattered blocks once a round with each set of options, and with the library by itself.
 
-    The library uses a message or descriptor for each run, and then one for as many bytes that are contiguous.
-
-    Args:
-        backend: Name of the back end.
-        options: Sets of its options.
-        device: ``cpu`` or ``cuda``.
-        model: Shape of the cache.
-        tokens: Length of the request.
-        rounds: How many count.
-        staging_bytes: Staging memory of each side.
-        sessions: Whether each round also has a fetch between two agents with each set of options.
+    The library uses a message or descriptor for each run, and then one for as many bytes that are contiguous. With ``sessions`` each round
+    also has a fetch between two agents with each set of options.
 
     Yields:
         A row for each: milliseconds and GB/s of the median round, GB/s of the one at the upper quartile, and the ratios to the

@@ -41,9 +41,7 @@ class Demo:
 def demo_settings(backend: str, config: str) -> dict[str, Any]:
     """Return the settings of a demo's engines, checked here since they start later and elsewhere.
 
-    Args:
-        backend: Name of the back end; with ``auto`` each engine chooses, by where its cache lies.
-        config: Further settings, a JSON object.
+    ``config`` is a JSON object.
 
     Raises:
         ConfigError: A setting is wrong, or the back end does not work here.

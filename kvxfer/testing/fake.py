@@ -58,12 +58,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """A fake's end of a future link.
-
-    Attributes:
-        network: ``id`` of the ``Network``.
-        token: Names this end of the link.
-    """
+    """A fake's end of a future link: the ``id`` of its ``Network``, and the end's name."""
 
     backend = "fake"
     format = 1

@@ -47,14 +47,11 @@ class PendingBatch:
 
     Attributes:
         number: The owner's number of it.
-        batch: What was submitted.
         side: The owner's end of the link.
         addresses: Local address of each run.
         remote: Offset of each run at the peer, for one-sided verbs.
-        lengths: Bytes of each run.
         after: A fence to wait for, until it is found to have passed.
         due: When it may begin, on the monotonic clock.
-        fate: The fault that it meets.
         withdrawn: Whether it has ended for its owner. It keeps its place in the stream, so that the other half meets it
             and fails.
     """
@@ -165,8 +162,7 @@ class Network:
     def release_late(self) -> int:
         """Move the bytes of batches that failed without being quiet, as a network card that was not reset might.
 
-        Returns:
-            How many such batches there were that have not become quiet since.
+        Return how many such batches there were that have not become quiet since.
         """
         with self.lock:
             late, self._late = self._late, []

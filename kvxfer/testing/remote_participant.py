@@ -32,15 +32,7 @@ REPLY_S = 60.0
 
 
 class RemoteParticipant:
-    """A ``Participant`` in a child process.
-
-    Args:
-        backend: The back end's class.
-        options: Its options.
-        name: The agent's name.
-        device: Where its memory is.
-        idle: Called again and again while a reply is awaited.
-    """
+    """A ``Participant`` in a child process; ``idle`` is called again and again while a reply is awaited."""
 
     def __init__(
         self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str, idle: Callable[[], None]
