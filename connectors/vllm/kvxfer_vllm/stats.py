@@ -100,12 +100,7 @@ class KVXferStats(KVConnectorStats):
 
 
 class Gauges:
-    """What a rank's agent says at one moment.
-
-    Attributes:
-        stats: Its stats.
-        values: What goes up and down, as in ``KVXferStats.data["gauges"]``.
-    """
+    """What a rank's agent says at one moment; ``values`` go up and down, as in ``KVXferStats.data["gauges"]``."""
 
     def __init__(self, stats: Stats, links: Iterable[LinkStatus]) -> None:
         self.stats = stats

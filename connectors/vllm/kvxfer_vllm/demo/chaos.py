@@ -17,11 +17,7 @@ PREFILLS = 2
 
 
 class FaultInjector:
-    """Kills and pauses a stage's servers, at random from a seed.
-
-    Attributes:
-        injected: How often each of ``FAULTS`` was injected.
-    """
+    """Kills and pauses a stage's servers, at random from a seed, and counts what it does."""
 
     FAULTS = ("kill prefill", "kill prefill", "pause prefill", "pause prefill", "pause decode", "kill decode")
 
@@ -61,8 +57,7 @@ def server_chaos(
 ) -> dict[str, Any]:
     """Inject faults for about ``seconds`` after the servers have started, while clients use them.
 
-    Returns:
-        ``under_load``'s report, with the seed and the number of faults of each kind.
+    Return ``under_load``'s report, with the seed and the number of faults of each kind.
 
     Raises:
         ServerError: A server does not start.

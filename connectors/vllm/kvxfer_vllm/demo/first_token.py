@@ -38,14 +38,7 @@ def _prompt(tokens: int) -> str:
 
 
 def measure(prefill: Server, decode: Server, tokens: int, rounds: int, others: int = OTHERS) -> dict[str, Any]:
-    """Measure on two servers that run.
-
-    Args:
-        prefill: Where prompts are computed.
-        decode: Where they are decoded, which is kept busy.
-        tokens: Of each prompt.
-        rounds: How many requests of each kind.
-        others: How many other requests decode meanwhile; the server must have room for one more.
+    """Measure on two servers that run, of which the second is kept busy by ``others`` requests; it must have room for one more.
 
     Returns:
         Medians in milliseconds, and what a load took longer than the least, in steps. ``first_token_ratio``: the first token with

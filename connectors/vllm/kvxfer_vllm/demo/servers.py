@@ -71,7 +71,7 @@ class Server:
     """One vLLM server with all its processes, started by the constructor and ended by `stop`.
 
     Args:
-        name: what messages call it; also the name of its log file.
+        name: what messages call it; also the name of its log file, in the folder `logs`.
         model: folder of the model.
         logs: folder for its log file.
         kv_transfer: what `--kv-transfer-config` says, or None for a server without a connector.
@@ -228,15 +228,8 @@ def running(
 ) -> Iterator[Cluster]:
     """Start the servers side by side, hand them out once all answer, and end them whatever happens.
 
-    Args:
-        model: folder of the model.
-        logs: folder for the servers' log files.
-        config: the connector's settings (`kv_connector_extra_config`) at the prefill server.
-        decode_config: the same for the decode server; by default what the prefill server gets.
-        plain: a plain server that runs already, to share it; it is left running.
-        timeout: seconds for all to answer.
-        on_ready: told about each server when it answers.
-        flags: further command-line flags of each server.
+    ``config`` are the connector's settings (`kv_connector_extra_config`) at the prefill server, and by default at the decode server.
+    A plain server that runs already is shared, and left running. ``on_ready`` is told about each server when it answers.
 
     Raises:
         ServerError: one of them ended or did not answer in time.
