@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer_vllm.demo.metrics import total
+from kvxfer_vllm.demo.progress import Say
 from kvxfer_vllm.demo.prompts import OUTPUT_TOKENS, PROMPTS
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import NoAnswer, Server, ServerError, await_ready, connector, free_port
@@ -28,8 +29,6 @@ SETTLE_S = 60.0
 SETTINGS = {"transfer_timeout": 10.0, "peer_timeout": 5.0, "lease": 20.0}
 RSS_SLACK = 96 << 20
 DESCRIPTORS_SLACK = 64
-
-Say = Callable[[str], None]
 
 
 @dataclass
