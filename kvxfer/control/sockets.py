@@ -75,14 +75,7 @@ class ControlSockets:
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
     def listen(self, host: str, port: int) -> int:
-        """Take connections.
-
-        Args:
-            host: The host to listen on.
-            port: The port to listen on; 0 takes a free one.
-
-        Returns:
-            The port.
+        """Take connections, and return the port; 0 takes a free one.
 
         Raises:
             OSError: The address cannot be had.
@@ -125,12 +118,7 @@ class ControlSockets:
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
-        """Count a connection as a guest no more.
-
-        Args:
-            conn: The connection.
-            limit: Bytes of the longest frame that its peer may send from now on.
-        """
+        """Count a connection as a guest no more; its peer may send frames of ``limit`` bytes from now on."""
         if self._guests.pop(conn, True) is None:
             self._guest_bytes -= conn.counted
         conn.guest, conn.limit = False, limit
@@ -169,8 +157,7 @@ class ControlSockets:
     def poll(self, seconds: float) -> set[ControlConnection]:
         """Wait for something to do, at most so many seconds; read and write what can be.
 
-        Returns:
-            The connections from which something may have come.
+        Return the connections from which something may have come.
         """
         self._asleep = True  # before the inbox is looked at, so that whoever fills it after that wakes us
         idle = not (self._inbox or self._ready or self._more or self._found)

@@ -32,14 +32,7 @@ class _Reads:
 class OfferedBlocks:
     """Blocks that others may be reading; one thread.
 
-    Args:
-        schedule: What is offered.
-        pins: Holds what the engine gives up.
-        groups: The engine's KV-cache groups.
-        ranks: How many ranks report.
-
-    Attributes:
-        elastic: Whether a block has memory only as long as it is in use.
+    ``elastic``: whether a block has memory only as long as it is in use.
     """
 
     def __init__(self, schedule: OfferSchedule, pins: BlockPins, groups: Sequence[Group], ranks: int) -> None:
