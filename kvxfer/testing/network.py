@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
-
-import numpy as np
 
 from kvxfer.backend.base import ONE_SIDED
 from kvxfer.backend.memories import Memories
@@ -89,7 +85,6 @@ class LinkEnd:
         other: The other end, once it is there.
         broken: Why nothing can pass any more.
         posts: Batches that have not ended.
-        last_stream: By verb, the stream number submitted last.
     """
 
     owner: NetworkMember
@@ -98,7 +93,6 @@ class LinkEnd:
     other: LinkEnd | None = None
     broken: PeerError | None = None
     posts: list[PendingBatch] = field(default_factory=list)
-    last_stream: dict[Verb, int] = field(default_factory=dict)
 
     def of(self, verb: Verb) -> list[PendingBatch]:
         """Return the posts of one verb."""
@@ -106,43 +100,40 @@ class LinkEnd:
 
 
 @dataclass
-class LateBytes:
-    """Bytes that may still move for a batch that has failed already, until ``quiet_at`` on the monotonic clock."""
+class LateBatch:
+    """A batch that has failed and gets quiet at ``quiet_at`` on the monotonic clock."""
 
     side: LinkEnd
     number: int
     quiet_at: float
-    move: Callable[[], None]
 
 
 class Network:
     """The handle by which a test disturbs its fakes.
 
-    The methods up to ``release_late`` are for tests, from any thread; the others are for the fakes, which hold the
+    The methods up to ``resume`` are for tests, from any thread; the others are for the fakes, which hold the
     lock.
 
     Attributes:
         delay_s: Seconds added to every batch.
-        moved_bytes: All bytes that have moved so far.
     """
 
     def __init__(self) -> None:
         self.delay_s = 0.0
-        self.moved_bytes = 0
         self.lock = threading.RLock()
         self._members: list[NetworkMember] = []
         self._owners: dict[str, NetworkMember] = {}
-        self._faults: list[tuple[Fault, str | None, Verb | None]] = []
-        self._late: list[LateBytes] = []
+        self._faults: list[Fault] = []
+        self._late: list[LateBatch] = []
 
-    def disturb(self, fault: Fault, count: int = 1, agent: str | None = None, verb: Verb | None = None) -> None:
-        """Make the next ``count`` batches (of that agent and verb) meet a fault.
+    def disturb(self, fault: Fault, count: int = 1) -> None:
+        """Make the next ``count`` batches meet a fault.
 
         They are lost (no half ever completes by itself), corrupted (one byte is flipped where it arrives), or fail. A
         RECV cannot be chosen: it is the SEND that moves.
         """
         with self.lock:
-            self._faults += [(fault, agent, verb)] * count
+            self._faults += [fault] * count
 
     def kill(self, agent: str) -> None:
         """End all fakes of that name as a killed process would: silent themselves, noticed by their peers."""
@@ -159,20 +150,6 @@ class Network:
         """Let the agent go on after ``stop``."""
         self._set_stopped(agent, False)
 
-    def release_late(self) -> int:
-        """Move the bytes of batches that failed without being quiet, as a network card that was not reset might.
-
-        Return how many such batches there were that have not become quiet since.
-        """
-        with self.lock:
-            late, self._late = self._late, []
-            for each in late:
-                each.move()
-                if each.quiet_at < math.inf:
-                    each.side.owner.quieted(each.number)
-                    each.side.owner.wake()
-            return len(late)
-
     # For the fakes, which hold the lock
 
     def join(self, member: NetworkMember) -> None:
@@ -184,6 +161,7 @@ class Network:
         if member not in self._members:
             return
         self._members.remove(member)
+        self._late = [late for late in self._late if late.side.owner is not member]
         tokens = {t for t, owner in self._owners.items() if owner is member}
         self._orphan(tokens, f"{member.agent!r} is gone (its process ended, or it closed)")
 
@@ -219,8 +197,6 @@ class Network:
         """Close a side for its owner: all its posts end, and the peer hears of it."""
         for post in list(side.posts):
             self.fail(post, "the link was closed here", closing=True)
-        if side.owner.capabilities.quiet in ("batch", "peer_close"):
-            self._late = [late for late in self._late if late.side is not side]
         if side.other is not None:
             self.cut(side.other, f"{side.owner.agent!r} closed the link")
 
@@ -233,19 +209,11 @@ class Network:
 
     def settling(self, member: NetworkMember) -> list[float]:
         """Return when failed batches of a member will be quiet, on the monotonic clock."""
-        return [late.quiet_at for late in self._late if late.side.owner is member and late.quiet_at < math.inf]
+        return [late.quiet_at for late in self._late if late.side.owner is member]
 
-    def drop_late(self, member: NetworkMember) -> None:
-        """Forget the late bytes of everything that this member has submitted."""
-        self._late = [late for late in self._late if late.side.owner is not member]
-
-    def fate(self, agent: str, verb: Verb) -> Fault | None:
+    def fate(self, verb: Verb) -> Fault | None:
         """Return the fault that a test has ordered for the next batch."""
-        for i, (fault, only_agent, only_verb) in enumerate(self._faults):
-            if verb is not Verb.RECV and only_agent in (None, agent) and only_verb in (None, verb):
-                del self._faults[i]
-                return fault
-        return None
+        return self._faults.pop(0) if self._faults and verb is not Verb.RECV else None
 
     def advance(self, side: LinkEnd) -> None:
         """Move what can move on a link."""
@@ -283,8 +251,8 @@ class Network:
             return
         scope = post.side.owner.capabilities.quiet
         quiet = scope == "batch" or (scope == "peer_close" and closing)
-        if not quiet:
-            self._keep_late(post)
+        if scope == "later":
+            self._late.append(LateBatch(post.side, post.number, time.monotonic() + post.side.owner.quiet_s))
         what = f"{post.batch.verb} of {post.batch.nbytes} bytes with {post.side.peer_agent!r} failed"
         self._finish(post, Completion(post.number, PeerError(f"{what}: {why}"), quiet))
 
@@ -320,27 +288,12 @@ class Network:
                 self.fail(half, "the network was told to let it fail")
             return
         _copy(src, dst, post.lengths)
-        self.moved_bytes += post.batch.nbytes
         if post.fate == "corrupt" and post.batch.nbytes:
             longest = int(post.lengths.argmax())
             byte = ctypes.c_uint8.from_address(int(dst[longest]) + int(post.lengths[longest]) // 2)
             byte.value ^= 0xFF
         for half in halves:
             self._finish(half, Completion(half.number))
-
-    def _keep_late(self, post: PendingBatch) -> None:
-        """Remember what ``post`` would have moved, for ``release_late``."""
-        side, other = post.side, post.side.other
-        later = side.owner.capabilities.quiet == "later"
-        quiet_at = time.monotonic() + side.owner.quiet_s if later else math.inf
-        nothing = np.zeros(0, np.int64)
-        ends = nothing, nothing, nothing
-        try:
-            if other is not None:
-                ends = *_ends(post, other), post.lengths
-        except TransportError:
-            pass  # it never could have moved
-        self._late.append(LateBytes(side, post.number, quiet_at, lambda: _copy(*ends)))
 
     def _set_stopped(self, agent: str, stopped: bool) -> None:
         with self.lock:
@@ -351,20 +304,14 @@ class Network:
 
 
 def _ends(post: PendingBatch, other: LinkEnd) -> tuple[Ints, Ints]:
-    """Return the addresses that a post moves from and to.
+    """Return the addresses that a one-sided post moves from and to.
 
     Raises:
         TransportError: The other side has no such place.
     """
-    if post.remote is not None:
-        there = other.owner.memories.addresses(post.batch.remote, post.remote, post.lengths)
-        return (there, post.addresses) if post.batch.verb is Verb.READ else (post.addresses, there)
-    wanted = Verb.RECV if post.batch.verb is Verb.SEND else Verb.SEND
-    for half in other.of(wanted):
-        if half.batch.stream == post.batch.stream and half.lengths.tolist() == post.lengths.tolist():
-            ends = post.addresses, half.addresses
-            return ends if wanted is Verb.RECV else ends[::-1]
-    raise TransportError("the other half is not there")
+    assert post.remote is not None
+    there = other.owner.memories.addresses(post.batch.remote, post.remote, post.lengths)
+    return (there, post.addresses) if post.batch.verb is Verb.READ else (post.addresses, there)
 
 
 def _copy(src: Ints, dst: Ints, lengths: Ints) -> None:

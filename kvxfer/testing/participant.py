@@ -68,19 +68,11 @@ class Buffer:
 
     def get(self) -> Bytes:
         """Return a copy of the content on the host."""
-        if self._map is not None:
-            return np.frombuffer(self._map, np.uint8).copy()
-        return np.asarray(self._tensor.cpu().numpy())
+        return self.read(0, self.region.nbytes)
 
     def put(self, content: Bytes) -> None:
         """Overwrite all of it."""
-        if self._map is not None:
-            np.frombuffer(self._map, np.uint8)[:] = content
-            return
-        import torch
-
-        self._tensor.copy_(torch.from_numpy(content.copy()))
-        torch.cuda.synchronize(self.region.device)
+        self.write(0, content)
 
     def read(self, offset: int, nbytes: int) -> Bytes:
         """Return a copy of a stretch on the host."""

@@ -131,19 +131,8 @@ def run_suite(
 
 def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) -> str:
     """Run pytest in a process of its own; returns in words how that ended."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(_FILE),
-        "-q",
-        "-rN",
-        "--tb=short",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        folder,
-    ]
+    command = [sys.executable, "-m", "pytest", str(_FILE), "-q", "-rN", "--tb=short"]
+    command += ["-c", os.devnull, "--rootdir", folder]
     command += ["-p", "no:cacheprovider", "-p", "kvxfer.testing.recorder", "--record", str(record)]
     # Plugins and options of the environment are for other tests.
     environment = {**os.environ, SUBJECT: json.dumps(subject), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
