@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import numpy as np
 
 from kvxfer.backend.base import ONE_SIDED
 from kvxfer.backend.memories import Memories
@@ -100,12 +103,13 @@ class LinkEnd:
 
 
 @dataclass
-class LateBatch:
-    """A batch that has failed and gets quiet at ``quiet_at`` on the monotonic clock."""
+class LateBytes:
+    """Bytes that may still move for a batch that has failed already, until ``quiet_at`` on the monotonic clock."""
 
     side: LinkEnd
     number: int
     quiet_at: float
+    move: Callable[[], None]
 
 
 class Network:
@@ -124,7 +128,7 @@ class Network:
         self._members: list[NetworkMember] = []
         self._owners: dict[str, NetworkMember] = {}
         self._faults: list[Fault] = []
-        self._late: list[LateBatch] = []
+        self._late: list[LateBytes] = []
 
     def disturb(self, fault: Fault, count: int = 1) -> None:
         """Make the next ``count`` batches meet a fault.
@@ -252,7 +256,7 @@ class Network:
         scope = post.side.owner.capabilities.quiet
         quiet = scope == "batch" or (scope == "peer_close" and closing)
         if scope == "later":
-            self._late.append(LateBatch(post.side, post.number, time.monotonic() + post.side.owner.quiet_s))
+            self._late.append(self._bytes_of(post, time.monotonic() + post.side.owner.quiet_s))
         what = f"{post.batch.verb} of {post.batch.nbytes} bytes with {post.side.peer_agent!r} failed"
         self._finish(post, Completion(post.number, PeerError(f"{what}: {why}"), quiet))
 
@@ -295,6 +299,18 @@ class Network:
         for half in halves:
             self._finish(half, Completion(half.number))
 
+    def _bytes_of(self, post: PendingBatch, quiet_at: float) -> LateBytes:
+        """Return what ``post`` would have moved."""
+        other = post.side.other
+        nothing = np.zeros(0, np.int64)
+        ends = nothing, nothing, nothing
+        try:
+            if other is not None:
+                ends = *_ends(post, other), post.lengths
+        except TransportError:
+            pass  # it never could have moved
+        return LateBytes(post.side, post.number, quiet_at, lambda: _copy(*ends))
+
     def _set_stopped(self, agent: str, stopped: bool) -> None:
         with self.lock:
             for member in self._members:
@@ -304,14 +320,20 @@ class Network:
 
 
 def _ends(post: PendingBatch, other: LinkEnd) -> tuple[Ints, Ints]:
-    """Return the addresses that a one-sided post moves from and to.
+    """Return the addresses that a post moves from and to.
 
     Raises:
         TransportError: The other side has no such place.
     """
-    assert post.remote is not None
-    there = other.owner.memories.addresses(post.batch.remote, post.remote, post.lengths)
-    return (there, post.addresses) if post.batch.verb is Verb.READ else (post.addresses, there)
+    if post.remote is not None:
+        there = other.owner.memories.addresses(post.batch.remote, post.remote, post.lengths)
+        return (there, post.addresses) if post.batch.verb is Verb.READ else (post.addresses, there)
+    wanted = Verb.RECV if post.batch.verb is Verb.SEND else Verb.SEND
+    for half in other.of(wanted):
+        if half.batch.stream == post.batch.stream and half.lengths.tolist() == post.lengths.tolist():
+            ends = post.addresses, half.addresses
+            return ends if wanted is Verb.RECV else ends[::-1]
+    raise TransportError("the other half is not there")
 
 
 def _copy(src: Ints, dst: Ints, lengths: Ints) -> None:
