@@ -237,8 +237,7 @@ def _flip(device: str, address: int) -> None:
 def _on_device(device: str, address: int, nbytes: int, change: Callable[[Any], Any]) -> None:
     import torch
 
-    class Array:
-        __cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    from kvxfer.memory.cuda.space import wrap
 
-    change(torch.as_tensor(Array(), device=device))
+    change(wrap(address, nbytes, device))
     torch.cuda.synchronize(device)
