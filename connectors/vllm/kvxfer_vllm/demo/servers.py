@@ -24,6 +24,7 @@ from typing import Any
 from kvxfer_vllm.demo.resources import ProcessResources, resources
 
 MODEL_NAME = "tiny"
+START_S = 300.0
 BLOCK = 32
 """Tokens a block; the CPU attention of vLLM needs a multiple of 32."""
 CHUNK = 256
@@ -220,16 +221,14 @@ def running(
     model: Path,
     logs: Path,
     config: Mapping[str, Any],
-    decode_config: Mapping[str, Any] | None = None,
     plain: Server | None = None,
-    timeout: float = 300.0,
     on_ready: Callable[[Server], None] = lambda server: None,
     flags: Iterable[str] = (),
 ) -> Iterator[Cluster]:
     """Start the servers side by side, hand them out once all answer, and end them whatever happens.
 
-    ``config`` are the connector's settings (`kv_connector_extra_config`) at the prefill server, and by default at the decode server.
-    A plain server that runs already is shared, and left running. ``on_ready`` is told about each server when it answers.
+    ``config`` are the connector's settings (`kv_connector_extra_config`). A plain server that runs already is shared, and left running.
+    ``on_ready`` is told about each server when it answers.
 
     Raises:
         ServerError: one of them ended or did not answer in time.
@@ -245,9 +244,9 @@ def running(
         cluster = Cluster(
             plain=plain or start("plain", None),
             prefill=start("prefill", connector("kv_producer", config)),
-            decode=start("decode", connector("kv_consumer", decode_config or config)),
+            decode=start("decode", connector("kv_consumer", config)),
         )
-        await_ready([cluster.plain, cluster.prefill, cluster.decode], timeout, on_ready)
+        await_ready([cluster.plain, cluster.prefill, cluster.decode], START_S, on_ready)
         yield cluster
 
 
