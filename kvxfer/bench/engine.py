@@ -48,8 +48,16 @@ T, LINK = TransferId("bench", 0), b"link"
 class Setup:
     """What a ``BenchEngine`` is made of.
 
-    ``elastic``: whether the cache's pages may come and go. ``step_ms``: milliseconds of Python that the engine's own thread runs in each of
-    its steps, all the time; it sleeps one after each.
+    Attributes:
+        role: ``"producer"`` or ``"consumer"``.
+        backend: Name of the back end.
+        options: Its options.
+        model: Shape of the cache.
+        blocks: Blocks of the cache.
+        device: Where the cache is.
+        staging_bytes: Staging memory.
+        elastic: Whether the cache's pages may come and go.
+        step_ms: Milliseconds of Python that the engine's own thread runs in each of its steps, all the time; it sleeps one after each.
     """
 
     role: Role

@@ -201,7 +201,13 @@ class DecodeEngine:
 
 @contextmanager
 def engines(settings: dict[str, Any], step_s: float, overlap: bool) -> Iterator[tuple[DecodeEngine, Producer]]:
-    """Have both engines, the decode engine with these settings of kvxfer and steps of ``step_s`` that may overlap."""
+    """Have both engines.
+
+    Args:
+        settings: Of kvxfer, for the decode engine.
+        step_s: What its forward pass takes, in seconds.
+        overlap: Whether its steps overlap.
+    """
     shared = {key: value for key, value in settings.items() if key.startswith("backend")}
     with tempfile.TemporaryDirectory() as folder:
         engine = DecodeEngine(Path(folder), settings, step_s, overlap)

@@ -41,7 +41,11 @@ class Prompt:
 
 
 class Producer:
-    """A process that plays the prefill of prompts and offers them at ``source``."""
+    """A process that plays the prefill of prompts and offers them.
+
+    Attributes:
+        source: Where it is found.
+    """
 
     def __init__(self, config: dict[str, Any], facts: dict[str, str]) -> None:
         self._pipe, theirs = spawn.Pipe()

@@ -22,7 +22,7 @@ import typer
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.model import MAX_LEN, write_model
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
-from kvxfer_vllm.demo.servers import START_S, Server, await_ready, connector, ended_by_sigterm
+from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm
 from kvxfer_vllm.demo.streams import busy, stream
 
 OTHERS = 8
@@ -101,7 +101,7 @@ def first_token(
             config = connector(f"kv_{role}", {"backend": backend})
             servers.append(Server(role, model, Path(folder), config, flags))
             stack.callback(servers[-1].stop)
-        await_ready(servers, START_S)
+        await_ready(servers, 300.0)
         found = {"backend": backend, **measure(servers[0], servers[1], tokens, rounds)}
     if as_json:
         typer.echo(json.dumps(found))

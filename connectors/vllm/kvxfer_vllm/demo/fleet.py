@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer_vllm.demo.clients import Answers, Clients, expectations, wishes
+from kvxfer_vllm.demo.clients import START_S, Answers, Clients, expectations, wishes
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.progress import Say, reported
-from kvxfer_vllm.demo.servers import START_S, Server, ServerError, await_ready, connector, free_port
+from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, free_port
 
 JOIN_S = 180.0
 AMID_S = 30.0

@@ -24,7 +24,6 @@ from typing import Any
 from kvxfer_vllm.demo.resources import ProcessResources, resources
 
 MODEL_NAME = "tiny"
-START_S = 300.0
 BLOCK = 32
 """Tokens a block; the CPU attention of vLLM needs a multiple of 32."""
 CHUNK = 256
@@ -72,7 +71,7 @@ class Server:
     """One vLLM server with all its processes, started by the constructor and ended by `stop`.
 
     Args:
-        name: what messages call it; also the name of its log file, in the folder `logs`.
+        name: what messages call it; also the name of its log file.
         model: folder of the model.
         logs: folder for its log file.
         kv_transfer: what `--kv-transfer-config` says, or None for a server without a connector.
@@ -221,14 +220,23 @@ def running(
     model: Path,
     logs: Path,
     config: Mapping[str, Any],
+    decode_config: Mapping[str, Any] | None = None,
     plain: Server | None = None,
+    timeout: float = 300.0,
     on_ready: Callable[[Server], None] = lambda server: None,
     flags: Iterable[str] = (),
 ) -> Iterator[Cluster]:
     """Start the servers side by side, hand them out once all answer, and end them whatever happens.
 
-    ``config`` are the connector's settings (`kv_connector_extra_config`). A plain server that runs already is shared, and left running.
-    ``on_ready`` is told about each server when it answers.
+    Args:
+        model: folder of the model.
+        logs: folder for the servers' log files.
+        config: the connector's settings (`kv_connector_extra_config`) at the prefill server.
+        decode_config: the same for the decode server; by default what the prefill server gets.
+        plain: a plain server that runs already, to share it; it is left running.
+        timeout: seconds for all to answer.
+        on_ready: told about each server when it answers.
+        flags: further command-line flags of each server.
 
     Raises:
         ServerError: one of them ended or did not answer in time.
@@ -244,9 +252,9 @@ def running(
         cluster = Cluster(
             plain=plain or start("plain", None),
             prefill=start("prefill", connector("kv_producer", config)),
-            decode=start("decode", connector("kv_consumer", config)),
+            decode=start("decode", connector("kv_consumer", decode_config or config)),
         )
-        await_ready([cluster.plain, cluster.prefill, cluster.decode], START_S, on_ready)
+        await_ready([cluster.plain, cluster.prefill, cluster.decode], timeout, on_ready)
         yield cluster
 
 
