@@ -41,7 +41,7 @@ class Raw(Protocol):
     def move(self, here: Ints, there: Ints, lengths: Ints) -> Mapping[str, float] | None:
         """Move runs, at these offsets here and there, with one message or descriptor each.
 
-        Return when all bytes have arrived or, at the sender, may be overwritten.
+        It returns when all bytes have arrived or, at the sender, may be overwritten.
 
         Returns:
             Seconds that each of the library's own steps took, by name, or ``None`` if there is but one.

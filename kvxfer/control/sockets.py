@@ -95,10 +95,7 @@ class ControlSockets:
     def dial(self, where: str, destination: Destination | None, limit: int) -> ControlConnection:
         """Begin a connection, over which messages may be sent at once; if it cannot be had, it is ``lost``.
 
-        Args:
-            where: The address, which came from a peer.
-            destination: Who that is to the owner of these sockets; ``None`` if they lead nowhere else.
-            limit: Bytes of the longest frame that may come.
+        ``where`` came from a peer. Its owner knows it by ``destination``. ``limit``: bytes of the longest frame that may come.
 
         Raises:
             PeerError: ``where`` is no address, or none that may be dialled; or too many names are being looked up.

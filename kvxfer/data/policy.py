@@ -152,10 +152,7 @@ def admit(
 def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
     """Refuse a consumer whose KV depends on something else than ours.
 
-    Args:
-        hello: The consumer's hello.
-        facts: What ours depends on; ``None``: our engine has not said it yet, and the consumer has compared what our
-            directory states.
+    ``facts`` are ``None`` while our engine has not said it yet; then the consumer has compared what our directory states.
 
     Raises:
         PeerError: They differ.

@@ -108,15 +108,10 @@ class OfferedBlocks:
     def finished(
         self, request: str, transfer: TransferId | None, table: BlockTable, complete: bool, *, found: bool, good: bool
     ) -> bool:
-        """Take in that the request is over; True if the engine must keep its blocks.
+        """Take in that the request is over, with this block table at its end; True if the engine must keep its blocks.
 
-        Args:
-            request: The engine's id of it.
-            transfer: What it offered, if anything.
-            table: The whole block table at its end.
-            complete: It ended normally and its KV is good.
-            found: Whether others can find our ranks, so that somebody may be reading.
-            good: Though not complete, what it has offered is good.
+        ``complete``: it ended normally and its KV is good. ``good``: though not complete, what it has offered is good. ``found``: whether
+        others can find our ranks, so that somebody may be reading.
         """
         end = self._ends.pop(request, None)
         offered = self._schedule.offered(request).ids()
