@@ -40,7 +40,8 @@ class PrefixPool:
     def grow(self, table: list[int], tokens: int) -> bool:
         """Add unused blocks, each with one reference, to a table until it has blocks for so many tokens.
 
-        Return false if there are too few; then nothing is added.
+        Returns:
+            False if there are too few; then nothing is added.
         """
         missing = -(-arguments.integer("tokens", tokens, 0) // self._block_tokens) - len(table)
         if missing > len(self._unused):
