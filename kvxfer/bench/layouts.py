@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from kvxfer.geometry import Cache, Group, Heads, Region, View
 
-__all__ = ["HEADS", "HEAD_BYTES", "cache_of"]
+__all__ = ["HEADS", "HEAD_BYTES", "layout_cache"]
 
 HEADS, HEAD_BYTES = 8, 256
 """KV heads of a model, and the bytes of one of K, or of V: 128 values."""
 
 
-def cache_of(
+def layout_cache(
     layout: str, layers: int, blocks: int, tokens: int, region: Region, heads: tuple[int, int] = (0, HEADS)
 ) -> Cache:
     """Describe a cache of ``blocks`` blocks of ``tokens`` tokens in one region, with the KV heads ``[lo, hi)``."""

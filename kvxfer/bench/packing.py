@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvxfer import memory
-from kvxfer.bench.layouts import HEAD_BYTES, HEADS, cache_of
+from kvxfer.bench.layouts import HEAD_BYTES, HEADS, layout_cache
 from kvxfer.geometry import CopyPlan, Planner, Region, ShardAssignment
 
 LAYERS, TOKENS = 32, 16
@@ -80,7 +80,7 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
     sizes = [LAYERS * blocks * PAGE, LAYERS * blocks * PAGE * heads // HEADS]
     held = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=device) for n in sizes]
     src, dst = (
-        cache_of(layout, LAYERS, blocks, TOKENS, Region(t.data_ptr(), t.numel(), device), (0, h))
+        layout_cache(layout, LAYERS, blocks, TOKENS, Region(t.data_ptr(), t.numel(), device), (0, h))
         for layout, h, t in ((one, HEADS, held[0]), (other, heads, held[1]))
     )
     assignments = [ShardAssignment(i, i, v.layers, 0, heads) for i, v in enumerate(dst.views)]

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvxfer.bench.layouts import HEAD_BYTES, HEADS, cache_of
+from kvxfer.bench.layouts import HEAD_BYTES, HEADS, layout_cache
 from kvxfer.geometry import Cache, CopyPlan, Planner, Region, ShardAssignment
 from kvxfer.geometry.strided_copy import materialise
 from kvxfer.values import BlockTable
@@ -38,7 +38,7 @@ class RankLayout:
         lo, hi = self.heads
         blocks = -(-tokens // self.block_tokens) * 6 // 5 + 1
         region = Region(0, LAYERS * blocks * self.block_tokens * (hi - lo) * 2 * HEAD_BYTES)
-        return cache_of(self.layout, LAYERS, blocks, self.block_tokens, region, self.heads)
+        return layout_cache(self.layout, LAYERS, blocks, self.block_tokens, region, self.heads)
 
     def __str__(self) -> str:
         lo, hi = self.heads
