@@ -55,10 +55,7 @@ def check(facts: Mapping[str, str]) -> dict[str, str]:
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -> str | None:
     """Say in what two engines differ, with both values and what to do; ``None`` if in nothing.
 
-    Args:
-        ours: The facts of this engine.
-        theirs: The facts of the other.
-        there: Where the other is, such as ``"at the producer"``.
+    ``there`` says where the other is, such as ``"at the producer"``.
     """
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not names:

@@ -91,12 +91,7 @@ def make_key(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """TLS contexts of a key.
-
-    Attributes:
-        server: For the side that accepts a connection.
-        client: For the side that makes it.
-    """
+    """TLS contexts of a key: for the ``server``, who accepts a connection, and for the ``client``, who makes it."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext

@@ -7,6 +7,7 @@ uses it too: ``read(Options, options, "option {!r} of back end 'mine'")``.
 from __future__ import annotations
 
 import ipaddress
+import json
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ __all__ = [
     "check_dialable",
     "everywhere",
     "hold",
+    "json_object",
     "loopback",
     "near",
     "own_address",
@@ -61,6 +63,21 @@ def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
         if key not in types:
             raise ConfigError(f"unknown {naming.format(key)}: {advice(key, types)}")
     return kind(**{key: _taken(value, types[key], naming.format(key)) for key, value in values.items()})
+
+
+def json_object(text: str, naming: str) -> dict[str, Any]:
+    """Read a JSON object; ``naming`` is what messages call it.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{naming} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{naming} is no JSON object, but {text}")
+    return value
 
 
 def hold(settings: msgspec.Struct, naming: str) -> None:

@@ -28,7 +28,6 @@ FUNCTIONS = {
     "demo": "the command, and the body of each connector's demo, named to it by an entry point",
     "encode": "called as a function of a module that is one codec",
     "load": "called as a function of its module, which says what is loaded",
-    "main": "what a process of its own begins with, one a module",
     "measure": "the body of a benchmark, one a module",
 }
 """Functions that are only called with their module's name before them, and why the name is shared."""

@@ -5,7 +5,7 @@ all; what is left to write is what the library is about. Each other module stand
 them what it needs:
 
 - ``endpoint``: an endpoint as bytes that are checked when they are read, and the token that it carries.
-- ``listening``: options of back ends that listen on a port.
+- ``options``, ``listening``: options as a user writes them, and those of back ends that listen on a port.
 - ``memories``: registered memory by number, and flat offsets turned into addresses.
 - ``cursor``: the bytes of a batch, piece by piece.
 - ``wakeup``: one descriptor for several reasons to call ``poll``.

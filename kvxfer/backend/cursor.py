@@ -10,11 +10,7 @@ __all__ = ["RunCursor"]
 
 
 class RunCursor:
-    """A place in the runs of a batch, seen as one row of bytes.
-
-    Attributes:
-        left: Bytes from here to the end.
-    """
+    """A place in the runs of a batch, seen as one row of bytes; ``left`` are those from here to the end."""
 
     def __init__(self, runs: Iterable[tuple[int, int]]) -> None:
         """Begin with the first byte. ``runs``: address and length of each, as ``Memories.runs`` has them."""

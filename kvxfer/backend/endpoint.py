@@ -89,12 +89,7 @@ _decoders: dict[type[EndpointBase], msgspec.msgpack.Decoder[Any]] = {}
 
 
 def check_encryption(theirs: EndpointBase, here: bool, there: bool) -> None:
-    """Check that both sides of a link encrypt, or neither.
-
-    Args:
-        theirs: The peer's endpoint.
-        here: Whether this side does, by its option ``encrypt``.
-        there: Whether the peer does.
+    """Check that both sides of a link to a peer encrypt, or neither.
 
     Raises:
         TransportError: One does.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from kvxfer.settings import check_dialable, read
+from kvxfer.backend.options import BackendOptions
+from kvxfer.settings import check_dialable
 
 __all__ = ["ListenOptions", "Period"]
 
@@ -15,17 +16,14 @@ Period = Annotated[float, Meta(gt=0, le=3600)]
 """A time in seconds."""
 
 
-class ListenOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ListenOptions(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where a back end listens. Derive its own options from it; every one has a default.
 
     Attributes:
-        backend: Its name, for messages.
         listen: Address to bind to; peers must be able to reach it.
         advertise: Host name or address given to peers, if it is not ``listen``.
         port: TCP port to bind to; 0 takes any free one.
     """
-
-    backend: ClassVar[str]
 
     listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     advertise: Annotated[str, Meta(min_length=1)] | None = None
@@ -43,13 +41,7 @@ class ListenOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
-        """Read the options of a configuration.
-
-        Raises:
-            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
-        """
-        naming = f"option {{!r}} of back end {cls.backend!r}"
-        parsed = read(cls, options, naming)
+        parsed = super().parse(options)
         if parsed.dialled:
-            check_dialable(parsed.listen, parsed.advertise, naming)
+            check_dialable(parsed.listen, parsed.advertise, cls.naming())
         return parsed

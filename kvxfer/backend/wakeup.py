@@ -43,10 +43,7 @@ class Timer:
         return self._fd
 
     def at(self, due: float | None) -> None:
-        """Be readable from this time on, in place of the one set before.
-
-        Args:
-            due: The time, by ``time.monotonic``; ``None``: never.
+        """Be readable from this time of ``time.monotonic`` on, in place of the one set before; ``None``: never.
 
         Raises:
             OSError: The kernel refuses.

@@ -146,14 +146,9 @@ class _Chaos:
 
 
 def measure(seconds: float, every: float, seed: int, config: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
-    """Run the engines under faults.
+    """Run the engines under faults: kills and stops, ``every`` so many seconds on average, from a seed.
 
-    Args:
-        seconds: How long.
-        every: Mean seconds between two kills or stops.
-        seed: Of everything that is chosen.
-        config: Settings of the engines, besides their times.
-        device: Memory of the caches, ``cpu`` or ``cuda``; ranks of producers and of consumers begin at different GPUs.
+    Ranks of producers and of consumers begin at different GPUs, if ``device`` is ``cuda``.
 
     Returns:
         Outcomes by kind, faults by kind, the latest outcome in seconds past its deadline, and complaints: none if all

@@ -137,8 +137,7 @@ def _released(agent: Agent, timeout: float) -> int:
 def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
     """Have transfers of a single block delivered, with ``UNDER_WAY`` under way at any time.
 
-    Returns:
-        How many there are in a second, and the microseconds of CPU that each takes on each thread of both sides.
+    Return how many there are in a second, and the microseconds of CPU that each takes on each thread of both sides.
 
     Raises:
         SystemExit: One was not delivered.
@@ -191,15 +190,7 @@ def _both(pipe: Connection) -> Counter[str]:
 
 
 def measure(seconds: float, rounds: int) -> dict[str, Any]:
-    """Measure with a key and without one, in turns.
-
-    Args:
-        seconds: Length of each measurement.
-        rounds: Measurements of each kind.
-
-    Returns:
-        Medians and extremes of the rounds, by what was counted.
-    """
+    """Measure with a key and without one, in turns, and return medians and extremes of the rounds, by what was counted."""
     out: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
     calls, microseconds = steps.calls(), steps.microseconds(60)
     out["steps"] = {step: {"calls": n, "us": microseconds[step]} for step, n in calls.items()}

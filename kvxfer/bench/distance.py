@@ -13,6 +13,7 @@ from kvxfer.bench import turns
 from kvxfer.bench.shapes import MODELS
 from kvxfer.bench.slow_link import HERE, THERE, SlowLink, apart
 from kvxfer.errors import ConfigError
+from kvxfer.settings import json_object
 
 __all__ = ["distance", "measure"]
 
@@ -51,7 +52,9 @@ def distance(
     if model not in MODELS:
         raise ConfigError(f"there is no model {model!r}; there are {', '.join(MODELS)}")
     link = round_trip_ms / 1e3, loss, mbit_per_s * 1e6 / 8, congestion
-    told = json.dumps((backend, [json.loads(o) for o in options], link, model, tokens, rounds))
+    told = json.dumps(
+        (backend, [json_object(each, "each of OPTIONS") for each in options], link, model, tokens, rounds)
+    )
     raise typer.Exit(apart(__name__, told))
 
 

@@ -129,14 +129,7 @@ class BenchEngine:
         return self._policy.mode
 
     def move(self, src: Ints, dst: Ints, pipe: Connection, rounds: int, pause: float) -> list[dict[str, float]]:
-        """Move all the blocks.
-
-        Args:
-            src: The producer's block ids.
-            dst: The consumer's.
-            pipe: Leads to the other side.
-            rounds: How often.
-            pause: Seconds before each round.
+        """Move all the blocks so many times, ``pause`` seconds before each; ``pipe`` leads to the other side.
 
         Returns:
             For each round its begin and end, on a clock that all processes of a host share, and its bytes.
@@ -224,15 +217,9 @@ class BenchEngine:
     def move_raw(
         self, src: Ints, dst: Ints, pipe: Connection | None, rounds: int, ways: Sequence[bool]
     ) -> list[list[dict[str, float]]]:
-        """Move the blocks by the library.
+        """Move the blocks by the library; ``pipe`` leads to the other side, if that takes part.
 
-        Args:
-            src: The producer's block ids.
-            dst: The consumer's.
-            pipe: Leads to the other side, if that takes part.
-            rounds: How often.
-            ways: In each round, in turns: with a message or descriptor for each run (``True``), or as many bytes in
-                one.
+        In each round all ``ways`` take turns: with a message or descriptor for each run (``True``), or as many bytes in one.
 
         Returns:
             For each round and way its begin and end, the number of runs, and the seconds of the library's steps by name.
@@ -281,13 +268,7 @@ class BenchEngine:
     def fetch(
         self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source], pause: float
     ) -> list[dict[Integrity, dict[str, float]]]:
-        """Load transfers one after the other, each in all ways of checking in turn.
-
-        Args:
-            numbers: The transfers.
-            dst: Our block ids.
-            sources: By way of checking, where the producer is.
-            pause: Seconds before each load.
+        """Load transfers one after the other, ``pause`` seconds before each, and each in all ways of checking in turn.
 
         Returns:
             For each transfer and way: ``call_s``, which the engine's thread pays; ``fetch_s``, the time to its outcome;

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from kvxfer import memory
-from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Region, ShardAssignment, View
+from kvxfer.bench.layouts import HEAD_BYTES, HEADS, layout_cache
+from kvxfer.geometry import CopyPlan, Planner, Region, ShardAssignment
 
-LAYERS, TOKENS, HEADS, HEAD_BYTES = 32, 16, 8, 256
+LAYERS, TOKENS = 32, 16
 PAGE = TOKENS * HEADS * 2 * HEAD_BYTES
 
 PAIRS = [
@@ -35,34 +36,6 @@ PAIRS = [
     ("LBNHC", "LBNHC", HEADS // 2),
     ("LBHNC", "LBHNC", HEADS // 2),
 ]
-
-
-def describe_cache(layout: str, blocks: int, heads: int, region: Region) -> Cache:
-    """Describe a cache of ``blocks`` blocks in one region."""
-    n, d, page = TOKENS, HEAD_BYTES, PAGE * heads // HEADS
-    block, layer, v, head, token = {
-        "LBNHC": (page, blocks * page, d, 2 * d, heads * 2 * d),
-        "LBHNC": (page, blocks * page, d, n * 2 * d, 2 * d),
-        "BLNHC": (LAYERS * page, page, d, 2 * d, heads * 2 * d),
-        "2BNHD": (page // 2, blocks * page, blocks * page // 2, d, heads * d),
-    }[layout]
-    names = tuple(f"layer.{i}" for i in range(LAYERS))
-    views = tuple(
-        View(
-            plane,
-            0,
-            names,
-            tuple(i * layer + at for i in range(LAYERS)),
-            blocks,
-            block,
-            d,
-            "bf16",
-            Heads(0, heads, HEADS, head),
-            token,
-        )
-        for plane, at in (("k", 0), ("v", v))
-    )
-    return Cache((region,), (Group(n),), views)
 
 
 class RoundTimer:
@@ -100,26 +73,14 @@ class RoundTimer:
 
 
 def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int) -> dict[str, Any]:
-    """Measure one pair of layouts.
-
-    Args:
-        device: ``cpu`` or ``cuda:N``.
-        mib: MiB of KV.
-        one: The producer's layout.
-        other: The consumer's.
-        heads: Heads that are moved.
-        repeat: Rounds.
-
-    Returns:
-        Figures with their unit in the key.
-    """
+    """Measure one pair of layouts, of which ``heads`` heads are moved; return figures with their unit in the key."""
     count = (mib << 20) // (LAYERS * PAGE * heads // HEADS)
     blocks = count * 5 // 4 + 1
     rng = np.random.default_rng(0)
     sizes = [LAYERS * blocks * PAGE, LAYERS * blocks * PAGE * heads // HEADS]
     held = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=device) for n in sizes]
     src, dst = (
-        describe_cache(layout, blocks, h, Region(t.data_ptr(), t.numel(), device))
+        layout_cache(layout, LAYERS, blocks, TOKENS, Region(t.data_ptr(), t.numel(), device), (0, h))
         for layout, h, t in ((one, HEADS, held[0]), (other, heads, held[1]))
     )
     assignments = [ShardAssignment(i, i, v.layers, 0, heads) for i, v in enumerate(dst.views)]

@@ -21,12 +21,9 @@ __all__ = ["ByLibrary", "Pair", "Sessions", "cache_devices", "pair"]
 
 @dataclass(frozen=True)
 class ByLibrary:
-    """What the back end's library took for a request, by itself.
+    """What the back end's library took for a request, by itself: seconds of each round, and the most messages or descriptors of one.
 
-    Attributes:
-        seconds: Of each round.
-        runs: The most messages or descriptors of a round.
-        steps: Seconds of each round by the library's own steps, as the side that was last to know of them tells it.
+    ``steps``: seconds of each round by the library's own steps, as the side that was last to know of them tells it.
     """
 
     seconds: list[float]
@@ -54,13 +51,7 @@ class Pair:
         return str(p.get())
 
     def move(self, src: Ints, dst: Ints, rounds: int = 1, pause: float = 0.0) -> tuple[list[float], dict[str, Any]]:
-        """Move the blocks by the back end.
-
-        Args:
-            src: The producer's block ids.
-            dst: The consumer's.
-            rounds: How often.
-            pause: Seconds before each round.
+        """Move the blocks by the back end, ``pause`` seconds before each round.
 
         Returns:
             The time of each round, and what the producer reports of the last.
@@ -72,11 +63,7 @@ class Pair:
         return [_span(*sides) for sides in zip(ours, theirs, strict=True)], ours[-1]
 
     def connect_raw(self) -> bool | None:
-        """Start the back end's library on both sides and link them.
-
-        Returns:
-            Whether both sides take part in a round; ``None`` if the back end names no library.
-        """
+        """Link the back end's library on both sides; return whether both take part in a round, ``None`` if there is no library."""
         p, d = self.producer, self.consumer
         theirs, ours = d("open_raw"), p("open_raw")
         if ours is None or theirs is None:
@@ -86,17 +73,9 @@ class Pair:
         return bool(p.get())
 
     def move_raw(self, src: Ints, dst: Ints, ways: Sequence[bool], two_sided: bool, rounds: int = 1) -> list[ByLibrary]:
-        """Move the blocks by the library.
+        """Move the blocks by the library; return what each of ``ways`` took, which take turns in each round.
 
-        Args:
-            src: The producer's block ids.
-            dst: The consumer's.
-            ways: In each round, in turns: with a message or descriptor for each run (``True``), or one for all bytes.
-            two_sided: Whether both sides take part.
-            rounds: How often.
-
-        Returns:
-            What each way took.
+        A way is a message or descriptor for each run (``True``), or one for all bytes.
         """
         with self._pipe() as (one, two):
             if two_sided:
@@ -175,10 +154,7 @@ def pair(
 
 
 def cache_devices(device: str) -> tuple[str, str]:
-    """Return where the two caches go: on GPUs of their own, if there are two.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
+    """Return where the two caches go, for ``cpu`` or ``cuda``: on GPUs of their own, if there are two.
 
     Raises:
         ConfigError: It is neither, or there is no GPU.

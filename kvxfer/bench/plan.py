@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Region, ShardAssignment, View
+from kvxfer.bench.layouts import HEAD_BYTES, HEADS, layout_cache
+from kvxfer.geometry import Cache, CopyPlan, Planner, Region, ShardAssignment
 from kvxfer.geometry.strided_copy import materialise
 from kvxfer.values import BlockTable
 
 __all__ = ["measure", "plan"]
 
-LAYERS, HEADS, HEAD_BYTES = 80, 8, 256
-"""A model of 80 layers and 8 KV heads of 128 values in bf16, K and V apart."""
+LAYERS = 80
 
 _MOST_RUNS = 4 << 20
 """Runs made when timing ``runs()``: 100 MB of arrays, enough for page faults to count."""
@@ -35,35 +35,10 @@ class RankLayout:
 
     def cache(self, tokens: int) -> Cache:
         """Describe it with a fifth more blocks than the request needs."""
-        n, (lo, hi), d = self.block_tokens, self.heads, HEAD_BYTES
-        h, blocks = hi - lo, -(-tokens // self.block_tokens) * 6 // 5 + 1
-        page = n * h * 2 * d
-        # Bytes from block to block, layer to layer, K to V, head to head, token to token.
-        block, layer, v, head, token = {
-            "LBNHC": (page, blocks * page, d, 2 * d, h * 2 * d),
-            "LBHNC": (page, blocks * page, d, n * 2 * d, 2 * d),
-            "BLNHC": (LAYERS * page, page, d, 2 * d, h * 2 * d),
-            "BLHNC": (LAYERS * page, page, d, n * 2 * d, 2 * d),
-            "2BNHD": (page // 2, blocks * page, blocks * page // 2, d, h * d),
-            "B2NHD": (page, blocks * page, page // 2, d, h * d),
-        }[self.layout]
-        names = tuple(f"layer.{i}" for i in range(LAYERS))
-        views = tuple(
-            View(
-                plane,
-                0,
-                names,
-                tuple(i * layer + at for i in range(LAYERS)),
-                blocks,
-                block,
-                d,
-                "bf16",
-                Heads(lo, h, HEADS, head),
-                token,
-            )
-            for plane, at in (("k", 0), ("v", v))
-        )
-        return Cache((Region(0, LAYERS * blocks * page),), (Group(n),), views)
+        lo, hi = self.heads
+        blocks = -(-tokens // self.block_tokens) * 6 // 5 + 1
+        region = Region(0, LAYERS * blocks * self.block_tokens * (hi - lo) * 2 * HEAD_BYTES)
+        return layout_cache(self.layout, LAYERS, blocks, self.block_tokens, region, self.heads)
 
     def __str__(self) -> str:
         lo, hi = self.heads
@@ -91,16 +66,9 @@ PAIRS = (
 
 
 def measure(tokens: int, repeat: int) -> dict[str, Any]:
-    """Time every pair of layouts.
+    """Time every pair of layouts; return figures with their unit in the key.
 
     Times are processor time of the one thread that works, so that other load on the machine changes them little.
-
-    Args:
-        tokens: Length of the request.
-        repeat: Rounds, of which the median counts.
-
-    Returns:
-        Figures with their unit in the key.
     """
     pairs = [_pair(a, b, tokens, repeat) for a, b in PAIRS]
     timed = [p["runs_ns_per_run"] for p in pairs if p["runs_ns_per_run"] is not None]

@@ -43,12 +43,8 @@ LOOK_S = 0.002
 class LoadResult:
     """What became of one load at the consumer.
 
-    Attributes:
-        number: Of the transfer.
-        kind: ``delivered``, a kind of failure, or ``disagree`` where ranks were delivered different generations.
-        reason: Why it was not delivered.
-        late_s: Seconds past the deadline, less those in which this process did not run; at most 0 when in time.
-        wrong: What is wrong with the bytes, or empty.
+    ``kind`` is ``delivered``, a kind of failure, or ``disagree`` where ranks were delivered different generations. ``late_s`` are seconds
+    past the deadline, less those in which this process did not run; at most 0 when in time. ``wrong`` says what is wrong with the bytes.
     """
 
     number: int
@@ -127,10 +123,8 @@ class RankedEngine:
     ) -> tuple[list[LoadResult], list[str], int]:
         """Begin these transfers, then work for some seconds.
 
-        Args:
-            serve: Transfers to offer, each with the number of generations that it goes through.
-            load: Transfers to fetch, from where, and whether to cancel each at some time.
-            seconds: How long to work.
+        ``serve`` are offered, each with the number of generations that it goes through. ``load`` are fetched, from where, and whether to
+        cancel each at some time.
 
         Returns:
             What has ended, what is wrong, and how many transfers hold blocks.

@@ -39,14 +39,9 @@ class Raw(Protocol):
         """Connect. Called on both sides at the same time."""
 
     def move(self, here: Ints, there: Ints, lengths: Ints) -> Mapping[str, float] | None:
-        """Move runs with one message or descriptor each.
+        """Move runs, at these offsets here and there, with one message or descriptor each.
 
-        Return when all bytes have arrived or, at the sender, may be overwritten.
-
-        Args:
-            here: Offset of each run in this side's region.
-            there: Offset of each run in the other side's region.
-            lengths: Bytes of each run.
+        It returns when all bytes have arrived or, at the sender, may be overwritten.
 
         Returns:
             Seconds that each of the library's own steps took, by name, or ``None`` if there is but one.

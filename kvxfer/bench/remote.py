@@ -14,7 +14,7 @@ from kvxfer.errors import KvxferError
 
 __all__ = ["Remote"]
 
-START_S, ANSWER_S = 180.0, 180.0
+ANSWER_S = 180.0
 
 
 def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
@@ -33,12 +33,9 @@ def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) ->
 
 
 class Remote:
-    """The object that ``make(*args)`` returns, in a new process. It needs a method ``close``.
+    """The object that ``make(*args)`` returns, in a new process, where it is made meanwhile. It needs a method ``close``.
 
-    Args:
-        name: What errors call it.
-        make: Makes the object there; must be picklable.
-        args: Arguments of ``make``.
+    ``name`` is what errors call it.
     """
 
     def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:
@@ -48,20 +45,34 @@ class Remote:
         self._process = context.Process(target=_serve, args=(make, args, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        self.get(START_S)
+        self._made = False
+
+    def wait(self) -> None:
+        """Return when it is made.
+
+        Raises:
+            KvxferError: It could not be made, or that takes too long.
+        """
+        if not self._made:
+            self._made = True
+            self._answer()
 
     def send(self, *call: Any) -> None:
         """Call a method, ``(name, *arguments)``, and do not wait."""
         self._pipe.send(call)
 
-    def get(self, timeout: float = ANSWER_S) -> Any:
+    def get(self) -> Any:
         """Return the answer to the oldest ``send``.
 
         Raises:
             KvxferError: The call failed or takes too long, or the process has died.
         """
-        if not self._pipe.poll(timeout):
-            raise KvxferError(f"the {self.name} did not answer within {timeout:g} s")
+        self.wait()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(ANSWER_S):
+            raise KvxferError(f"the {self.name} did not answer within {ANSWER_S:g} s")
         try:
             ok, value = self._pipe.recv()
         except EOFError:

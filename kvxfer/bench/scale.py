@@ -44,12 +44,7 @@ TOGETHER = 50
 
 
 class ScaleEngine:
-    """Engines of one rank each, which share one cache, in a process of their own.
-
-    Args:
-        backend: Name of the back end.
-        engines: How many.
-    """
+    """Engines of one rank each, which share one cache, in a process of their own."""
 
     def __init__(self, backend: str, engines: int = 1) -> None:
         memory = np.zeros((1, BLOCKS, 1, BLOCK), np.uint8)
@@ -278,15 +273,9 @@ def _told(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_scale(backend: str, loads: int, links: int, rate: float, seconds: float, beyond: bool) -> dict[str, Any]:
-    """Measure each of the three; double loads and rate until something gives way, or halve the rate until it is kept up with.
+    """Measure each of the three, the rate for so many seconds.
 
-    Args:
-        backend: Name of the back end.
-        loads: Loads in flight.
-        links: Links to one agent.
-        rate: Loads a second.
-        seconds: How long that rate is kept.
-        beyond: Whether to double or halve.
+    With ``beyond``, double loads and rate until something gives way, or halve the rate until it is kept up with.
     """
     out: dict[str, Any] = {"backend": backend, "in_flight": [_in_flight(backend, loads)]}
     out["links"] = _linked(backend, links)

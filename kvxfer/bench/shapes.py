@@ -21,14 +21,7 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: consecutive indic
 
 @dataclass(frozen=True)
 class Model:
-    """One rank's share of a model's cache.
-
-    Attributes:
-        layers: Number of layers.
-        heads: KV heads that the rank holds.
-        head_bytes: Bytes of one head of one token, K and V together.
-        block_tokens: Tokens of a block.
-    """
+    """One rank's share of a model's cache. ``head_bytes`` are those of one head of one token, K and V together."""
 
     layers: int
     heads: int
@@ -42,14 +35,7 @@ class Model:
 
 
 class Request:
-    """A prompt of some length, in scattered blocks.
-
-    Attributes:
-        blocks: Blocks that either cache needs.
-        nbytes: Bytes of the prompt's KV.
-        src: The producer's block ids, int64.
-        dst: The consumer's.
-    """
+    """A prompt of some length in scattered blocks: ids ``src`` at the producer, ``dst`` at the consumer, of so many ``blocks`` each."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         need = -(-tokens // model.block_tokens)

@@ -29,10 +29,10 @@ from kvxfer.bench.shapes import Model, Pool
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.errors import ConfigError
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, Released
+from kvxfer.settings import json_object
 from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["complaints", "measure", "soak"]
@@ -49,7 +49,6 @@ LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE
 """Failures that a busy machine brings about, and the share of transfers for which they are no complaint."""
 ROWS = 20
 WATCHED = ("producer", "consumer")
-FIGURES = ("device_MiB", "rss_MiB", "descriptors", "threads", "fetches", "leases", "quarantined_bytes")
 
 # How much more there may be at the end than after the first fifth: medians of a fifth of the run each.
 ALLOWED = {
@@ -62,6 +61,8 @@ ALLOWED = {
     "quarantined_bytes": 0,
 }
 """A link takes up to ten descriptors, and there may be one more at the end; what leaks takes some for every restart."""
+FIGURES = tuple(ALLOWED)
+NONE_AT_REST = ("fetches", "leases", "quarantined_bytes")
 
 
 class Engine:
@@ -82,11 +83,7 @@ class Engine:
         return self._directory.source
 
     def step(self, calls: list[tuple[Any, ...]]) -> list[tuple[TransferId, Outcome | None]]:
-        """Do what the engine is asked for.
-
-        Returns:
-            What has ended: transfers, each with its outcome, or ``None`` for its release.
-        """
+        """Do what the engine is asked for; return the transfers that have ended, with the outcome, or ``None`` for the release."""
         for name, *args in calls:
             getattr(self, f"_{name}")(*args)
         return [
@@ -143,15 +140,7 @@ def _device_mib() -> float:
 
 @dataclass
 class DrivenEngine:
-    """An engine as the load drives it.
-
-    Attributes:
-        remote: Its process.
-        source: Where its directory is.
-        free: Blocks that nobody uses.
-        lent: Blocks by the transfer that has them.
-        calls: What it is asked to do next.
-    """
+    """An engine as the load drives it: its blocks that are free or lent to a transfer, and what it is asked to do next."""
 
     remote: Remote
     source: Source
@@ -171,11 +160,8 @@ class DrivenEngine:
 class LoadDriver:
     """Drives the engines.
 
-    Attributes:
-        sides: The engines, by name.
-        counts: What became of the transfers into the consumer that is watched.
-        wrong: What should not have happened.
-        late: What should have gone well, and was too slow.
+    ``counts``: what became of the transfers into the consumer that is watched; ``wrong``: what should not have happened; ``late``: what
+    should have gone well, and was too slow.
     """
 
     def __init__(self, make: Any) -> None:
@@ -262,14 +248,7 @@ class LoadDriver:
 def measure(
     seconds: float, restart_s: float, backend: str = "tcp", options: dict[str, Any] | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Run the load, then let everything end.
-
-    Args:
-        seconds: Length of the load.
-        restart_s: Seconds between two kills.
-        backend: What moves the KV.
-        options: Its options.
-        device: Memory of the caches, ``cpu`` or ``cuda``: those of producers and consumers on GPUs of their own, if there are two.
+    """Run the load, then let everything end; kill an engine every ``restart_s``.
 
     Returns:
         Samples over time, counts, and complaints: none if nothing grew and nothing went wrong.
@@ -299,7 +278,7 @@ def measure(
         wrong = [*load.wrong[:10], *complaints(rows), *left(load)]
         if len(load.late) > MOST_LATE * load.counts.total() + 1:
             wrong += [f"{len(load.late)} transfers were too slow", *load.late[:3]]
-        wrong += [f"{n}: {v[k]:g} {k} are left" for n, v in rest.items() for k in FIGURES[4:] if v[k]]
+        wrong += [f"{n}: {v[k]:g} {k} are left" for n, v in rest.items() for k in NONE_AT_REST if v[k]]
         return {
             "backend": backend,
             "seconds": seconds,
@@ -360,10 +339,7 @@ def soak(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Steady load with aborts and restarts; prints what two engines hold over time. Fails if anything grows."""
-    try:
-        chosen = json.loads(options)
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"--options is not JSON: {e}") from None
+    chosen = json_object(options, "--options")
     found = measure(60 * minutes, restart, backend, chosen, device)
     if as_json:
         typer.echo(json.dumps(found))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.errors import ConfigError
+from kvxfer.settings import json_object
 
 __all__ = ["table", "tables"]
 
@@ -41,13 +41,6 @@ def table(
 ) -> None:
     """Print as Markdown tables what benchmarks printed as JSON, a file a section."""
     for file in files:
-        rows = []
-        for number, line in enumerate(file.read_text().splitlines(), 1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as e:
-                raise ConfigError(f"{file}, line {number} is not JSON: {e}") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{file}, line {number} is no JSON object")
-            rows.append(row)
+        lines = enumerate(file.read_text().splitlines(), 1)
+        rows = [json_object(line, f"{file}, line {number}") for number, line in lines]
         typer.echo(f"## {file.stem}\n\n{tables(rows)}\n")

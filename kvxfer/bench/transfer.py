@@ -16,6 +16,7 @@ from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Memory, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
+from kvxfer.settings import json_object
 
 __all__ = ["measure", "measure_elastic", "transfer"]
 
@@ -245,10 +246,7 @@ def transfer(
         raise ConfigError(f"unknown model {model!r}: the shapes are {', '.join(MODELS)}")
     if integrity not in get_args(Integrity):
         raise ConfigError(f"unknown integrity {integrity!r}: {', '.join(get_args(Integrity))}")
-    try:
-        chosen = json.loads(options)
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"--options is not JSON: {e}") from None
+    chosen = json_object(options, "--options")
     given = backend, chosen, device, tokens, model, repeat, staging_bytes
     out = measure_elastic(*given) if elastic else measure(*given, cast(Integrity, integrity), step_ms)
     if as_json:

@@ -16,6 +16,7 @@ import typer
 from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
 from kvxfer.bench.shapes import MODELS, Request
 from kvxfer.errors import ConfigError
+from kvxfer.settings import json_object
 
 __all__ = ["measure", "turns"]
 
@@ -35,17 +36,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Move the same scattered blocks once a round with each set of options, and with the library by itself.
 
-    The library uses a message or descriptor for each run, and then one for as many bytes that are contiguous.
-
-    Args:
-        backend: Name of the back end.
-        options: Sets of its options.
-        device: ``cpu`` or ``cuda``.
-        model: Shape of the cache.
-        tokens: Length of the request.
-        rounds: How many count.
-        staging_bytes: Staging memory of each side.
-        sessions: Whether each round also has a fetch between two agents with each set of options.
+    The library uses a message or descriptor for each run, and then one for as many bytes that are contiguous. With ``sessions`` each round
+    also has a fetch between two agents with each set of options.
 
     Yields:
         A row for each: milliseconds and GB/s of the median round, GB/s of the one at the upper quartile, and the ratios to the
@@ -118,9 +110,6 @@ def turns(
     """
     if model not in MODELS or device not in ("cpu", "cuda"):
         raise ConfigError(f"model {model!r} on {device!r}: models are {', '.join(MODELS)}, devices cpu and cuda")
-    try:
-        variants = [json.loads(each) for each in options]
-    except ValueError as error:
-        raise ConfigError(f"options must be JSON objects, as in '{{\"threads\": 2}}': {error}") from None
+    variants = [json_object(each, "each of OPTIONS") for each in options]
     for row in measure(backend, variants, device, model, tokens, rounds, staging_bytes):
         typer.echo(json.dumps(row))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.settings import json_object
 from kvxfer.testing.report import run_suite
 from kvxfer.transport import registry
 
@@ -85,12 +85,9 @@ def conformance(
 
 def _object(text: str, hint: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except ValueError as e:
-        raise typer.BadParameter(f"it is not JSON: {e}", param_hint=hint) from None
-    if not isinstance(value, dict):
-        raise typer.BadParameter(f"{text!r} is no JSON object", param_hint=hint)
-    return value
+        return json_object(text, "it")
+    except ConfigError as e:
+        raise typer.BadParameter(str(e), param_hint=hint) from None
 
 
 def _fits(name: str, value: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -13,6 +12,7 @@ from typer.main import get_command
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.settings import json_object
 from kvxfer.transport import registry
 from kvxfer.transport.auto import AUTO
 
@@ -41,20 +41,12 @@ class Demo:
 def demo_settings(backend: str, config: str) -> dict[str, Any]:
     """Return the settings of a demo's engines, checked here since they start later and elsewhere.
 
-    Args:
-        backend: Name of the back end; with ``auto`` each engine chooses, by where its cache lies.
-        config: Further settings, a JSON object.
+    ``config`` is a JSON object.
 
     Raises:
         ConfigError: A setting is wrong, or the back end does not work here.
     """
-    try:
-        further = json.loads(config)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--config is not JSON: {error}") from None
-    if not isinstance(further, dict):
-        raise ConfigError(f"--config must be a JSON object, not {config}")
-    settings = {"backend": backend, **further}
+    settings = {"backend": backend, **json_object(config, "--config")}
     checked = Config.from_mapping(settings).backend
     if checked != AUTO:
         probe = registry.load(checked).probe()

@@ -15,12 +15,7 @@ __all__ = ["encryption"]
 
 
 def encryption(config: Config, used: Iterable[type[Transport]], known: Iterable[type[Transport]]) -> dict[str, Any]:
-    """Tell of each back end that such an engine uses whether its bulk is encrypted.
-
-    Args:
-        config: The engine's settings.
-        used: The back ends that it uses.
-        known: All that are installed.
+    """Tell of each back end that such an engine uses whether its bulk is encrypted, and what else is ``known``.
 
     Returns:
         By name ``encrypted``, and in ``advice`` what to set, or what to mind.

@@ -17,11 +17,7 @@ SMALL_SHM = 64 << 20
 
 
 def host_facts(root: Path = Path("/")) -> dict[str, Any]:
-    """Return what is found, with what to set about it under ``advice``.
-
-    Args:
-        root: Where ``proc``, ``sys`` and ``dev`` are.
-    """
+    """Return what is found below ``root``, with what to set about it under ``advice``."""
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),

@@ -14,10 +14,7 @@ _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 def add_installed(program: typer.Typer, group: str) -> None:
     """Add all commands of an entry-point group. One that cannot be imported says so when it is called.
 
-    Args:
-        program: What they are added to.
-        group: Name of the group. A command is a function as `typer.Typer.command` takes it, or a `typer.Typer`. A function may
-            have an attribute `context_settings`.
+    A command is a function as `typer.Typer.command` takes it, which may have an attribute `context_settings`, or a `typer.Typer`.
     """
     installed = {point.name: point for point in entry_points(group=group)}
     for name in sorted(installed):

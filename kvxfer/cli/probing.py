@@ -46,14 +46,9 @@ class Found:
 
 
 def probe_all(names: Iterable[str], config: Config | None = None, patience_s: float = PATIENCE_S) -> dict[str, Found]:
-    """Probe these back ends, and open each as an engine with this configuration does.
+    """Probe these back ends, and open each as an engine with this configuration does, within so many seconds for all.
 
     Nothing is raised for a back end that fails: the reason is in its probe.
-
-    Args:
-        names: Of the back ends.
-        config: Settings of the engine; by default all defaults.
-        patience_s: Seconds for all probes together.
     """
     config = config or Config()
     apart = multiprocessing.get_context("spawn")

@@ -92,10 +92,6 @@ def _table(blocks: int) -> BlockTable:
 class StandIn:
     """An engine that gives and takes what visitors ask for; at once from when it is made, by ``serve``.
 
-    Args:
-        config: The settings of the engine that it stands in for.
-        device: Where its memory is, as ``"cpu"`` or ``"cuda:0"``.
-
     Raises:
         ConfigError: Strangers could reach it.
         KvxferError: It has not the back end or the memory.
@@ -158,12 +154,7 @@ class StandIn:
 
 
 def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
-    """Measure the link to a stand-in. Blocks.
-
-    Args:
-        stand_in: Its directory.
-        config: The settings of the engine that it would serve.
-        device: Where this side's memory is to be.
+    """Measure the link to a stand-in's directory, with this side's memory on ``device``. Blocks.
 
     Returns:
         ``bytes`` of a long transfer and of a short one, and of each direction (``from_peer``, ``to_peer``) ``GB_per_s`` and

@@ -76,14 +76,7 @@ def top(
 
 @dataclass(frozen=True)
 class Seen:
-    """One look at an engine.
-
-    Attributes:
-        engine: Where it is.
-        at: When, by ``time.monotonic``.
-        samples: What it exports of kvxfer, by metric.
-        error: Why nothing is known; empty if something is.
-    """
+    """One look at an engine: its samples of kvxfer by metric, or the error why nothing is known."""
 
     engine: str
     at: float

@@ -53,11 +53,9 @@ LONGEST_S = 120.0
 
 
 def visit(peer: str, config: Config) -> dict[str, Any]:
-    """Visit the engine whose directory is at `HOST:PORT`, and return what was found, for JSON.
+    """Visit the engine whose directory is at `HOST:PORT`, with the settings of one that would fetch from it.
 
-    Args:
-        peer: Where its directory is.
-        config: The settings of the engine that would fetch from it.
+    Returns what was found, for JSON.
 
     Raises:
         KvxferError: The visitor came to no end.

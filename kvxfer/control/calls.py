@@ -17,11 +17,7 @@ __all__ = ["Calls"]
 
 
 class Calls:
-    """Offers and fetches, held to one cache. Any thread.
-
-    Args:
-        cache: The agent's; it has been checked.
-    """
+    """Offers and fetches, held to the agent's cache, which has been checked. Any thread."""
 
     def __init__(self, cache: Cache) -> None:
         self._tables = TableCheck(cache.groups)

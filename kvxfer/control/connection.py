@@ -102,10 +102,7 @@ class ControlConnection:
     # --- for its owner ---------------------------------------------------------------------------------------------
 
     def send(self, message: m.Message) -> bool:
-        """Queue a message, to leave at the end of the turn.
-
-        Returns:
-            False when the peer is gone or has stopped reading.
+        """Queue a message, to leave at the end of the turn; false when the peer is gone or has stopped reading.
 
         Raises:
             PeerError: The message is too large.
@@ -122,11 +119,7 @@ class ControlConnection:
         return True
 
     def receive(self) -> bytes | None:
-        """Return the next frame.
-
-        Returns:
-            ``None`` when there is none now, or when the peer has to take our answers first.
-        """
+        """Return the next frame; ``None`` when there is none now, or when the peer has to take our answers first."""
         if not self.ready:
             return None
         frame = self._frames.popleft()
@@ -308,8 +301,7 @@ class ControlConnection:
     def _split(self) -> int:
         """Take the complete frames out of what has come.
 
-        Returns:
-            The length of a frame that is too long, behind which nothing is looked at; or 0.
+        Return the length of a frame that is too long, behind which nothing is looked at; or 0.
         """
         at, end, length = 0, len(self._in), 0
         with memoryview(self._in) as view:

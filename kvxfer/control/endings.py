@@ -59,11 +59,7 @@ os.register_at_fork(after_in_child=_leave_alone)
 
 
 class ProcessGuard:
-    """The process that made something with threads and sockets of its own; a forked child has neither.
-
-    Args:
-        what: What was made, for the error's text.
-    """
+    """The process that made something with threads and sockets of its own; a forked child has neither."""
 
     def __init__(self, what: str) -> None:
         self._what, self._pid = what, os.getpid()

@@ -30,8 +30,7 @@ class Readable(Protocol):
 class EventQueue:
     """Events in their order. Any thread may take them, and each is taken once; one thread at a time adds events and tells.
 
-    Attributes:
-        heard: Called by ``tell`` where there is a new event; must not block.
+    ``heard`` is called by ``tell`` where there is a new event; it must not block.
     """
 
     def __init__(self) -> None:

@@ -21,27 +21,19 @@ T = TypeVar("T")
 
 
 class Examiner:
-    """A thread that does jobs one after the other, and hands what they find to the control thread.
+    """A thread that does jobs one after the other, and hands what they find to the control thread, by ``do``.
 
-    Args:
-        name: The thread's name.
-        most: How many jobs may wait.
-        do: Has a step done on the control thread.
+    ``most`` is how many jobs may wait.
     """
 
     def __init__(self, name: str, most: int, do: Callable[[Step], None]) -> None:
         self._worker, self._do = Worker(name, most), do
 
     def submit(self, weight: int, job: Callable[[], T], done: Callable[[T | Failure, float], list[Action]]) -> bool:
-        """Have something examined, unless too much waits for that.
+        """Have something examined, unless too much waits for that; return whether it will be.
 
-        Args:
-            weight: About what it costs, in any unit.
-            job: Examines it.
-            done: Called on the control thread with the job's result, or the ``Failure`` why there is none, and the time.
-
-        Returns:
-            Whether it will be examined.
+        ``weight`` is about what it costs, in any unit. ``done`` is called on the control thread with the job's result, or the
+        ``Failure`` why there is none, and the time.
         """
         return self._worker.submit(weight, partial(self._examine, job, done))
 

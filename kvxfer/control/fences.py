@@ -29,13 +29,7 @@ class Fences:
         self._closed = False
 
     def hold(self, offer: Offer, after: Fence | None, called: float) -> bool:
-        """Keep an offer back until its fence has passed; return false when there is no need to.
-
-        Args:
-            offer: The offer.
-            after: Its fence, if it has one.
-            called: When it was made, by ``time.monotonic``.
-        """
+        """Keep an offer, ``called`` at that time, back until its fence has passed; return false when there is no need to."""
         line = self._held.get(offer.transfer)
         if line is None:
             if self._closed or after is None or _look(after) is True:

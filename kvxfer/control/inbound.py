@@ -45,16 +45,8 @@ class Inbound(LinkTable[_Dialled]):
     """Links that consumers have dialled to us, by the names of their connections.
 
     One hello is looked at after the other, of each host in its turn; those that wait are left where they have come, where what
-    strangers may cost is bounded.
-
-    Args:
-        sockets: The agent's control sockets.
-        data: The agent's data plane.
-        silence: Seconds without a word after which a link is lost.
-        epoch: Our epoch.
-        revocations: Where consumers on this host find our revocation counter.
-        examine: Has a hello looked at off the control thread, and its answer given to ``examined``.
-        serving: Says whether something moves over a link.
+    strangers may cost is bounded. ``examine`` has a hello looked at off the control thread, and its answer given to ``examined``; a link is
+    lost after ``silence`` seconds without a word.
     """
 
     role: ClassVar[Role] = "producer"

@@ -34,14 +34,7 @@ class Inquiry:
 
 
 def inquire(host: str, port: int, security: Security, seconds: float, again: int = 0) -> Inquiry:
-    """Ask the directory at this address for its engine's descriptor. Blocks.
-
-    Args:
-        host: Where it is.
-        port: Where it is.
-        security: The key, and who may be dialled.
-        seconds: How long to wait for an answer.
-        again: How often to ask once more, to see how long that takes.
+    """Ask the directory at this address for its engine's descriptor, and ``again`` so often, to see how long that takes. Blocks.
 
     Raises:
         PeerError: It cannot be reached, does not answer, refuses, or is none of ours.

@@ -94,13 +94,7 @@ L = TypeVar("L", bound=LinkRecord)
 
 
 class LinkTable(ABC, Generic[L]):
-    """The links on which we have one role.
-
-    Args:
-        sockets: The agent's control sockets.
-        data: The agent's data plane.
-        silence: Seconds without a word after which a link is lost.
-    """
+    """The links on which we have one role. One is lost after ``silence`` seconds without a word."""
 
     role: ClassVar[Role]
 
@@ -149,8 +143,7 @@ class LinkTable(ABC, Generic[L]):
     def result(self, news: LinkNews, now: float) -> LinkInfo | Lost | None:
         """Take in what the data thread says about a link.
 
-        Returns:
-            What was agreed on once the link is up, or that it is lost; ``None`` when there is neither news.
+        Return what was agreed on once the link is up, or that it is lost; ``None`` when there is neither news.
         """
         link = self._links.get(news.link)
         if link is None or link.number != news.number:

@@ -91,11 +91,7 @@ class Outbound(LinkTable[_Dial]):
         self._unfit: dict[LinkId, dict[str, Failure]] = {}  # back ends that could not make it, and why
 
     def identify(self, facts: Mapping[str, str]) -> list[LinkId]:
-        """Set what our KV depends on from now on.
-
-        Returns:
-            The links that we know, all made or to be made under other facts.
-        """
+        """Set what our KV depends on from now on; return the links that we know, all made or to be made under other facts."""
         self._facts = facts
         return list(self._targets)
 
@@ -152,8 +148,7 @@ class Outbound(LinkTable[_Dial]):
     ) -> m.ToConsumer | Lost | None:
         """Take in a frame; links may be dropped and dialled meanwhile.
 
-        Returns:
-            What is for the consumer's machine, or that the link is lost; ``None`` when it is neither.
+        Return what is for the consumer's machine, or that the link is lost; ``None`` when it is neither.
         """
         known = self._of(link, connection)
         if known is None:

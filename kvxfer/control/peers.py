@@ -40,16 +40,7 @@ T = TypeVar("T")
 class AgentPeers:
     """Links to and from other engines' ranks, and questions to directories.
 
-    Args:
-        loop: The control thread.
-        data: The data plane.
-        revocations: Where consumers on this host find our revocation counter.
-        me: Our own rank.
-        config: The settings.
-        engine: Our engine's name.
-        facts: What all of our KV depends on; ``None`` until the engine says it.
-        consumer: The consumer's machine.
-        producer: The producer's machine.
+    Until the engine has said what its KV depends on, ``facts`` are ``None``.
     """
 
     def __init__(

@@ -128,15 +128,9 @@ class Resolver:
         ] = {}  # our own engine's ranks, which live as long as we do
 
     def ask(self, source: Source, own: Source | None, now: float) -> Failure | None:
-        """Begin to resolve a source.
+        """Begin to resolve the directory of a producer engine; return why that is not possible, or ``None``.
 
-        Args:
-            source: The producer engine's directory.
-            own: Our engine's directory if it has more ranks than this one; else ``None``.
-            now: The time, by ``time.monotonic``.
-
-        Returns:
-            Why that is not possible; ``None`` if it is.
+        ``own`` is our engine's directory if it has more ranks than this one; else ``None``.
         """
         self._wanted[source] = own
         try:

@@ -68,17 +68,7 @@ log = logging.getLogger("kvxfer.agent")
 class Shell:
     """Both machines of an agent, with all that they need.
 
-    Args:
-        loop: The control thread.
-        data: The data plane.
-        hasher: Computes checksums.
-        revocations: Counts what is given up.
-        me: Our own rank.
-        config: The settings.
-        engine: Our engine's name.
-        facts: What all of our KV depends on; ``None`` until the engine says it.
-        calls: Is told which offers and fetches are over.
-        events: Takes what the engine is told.
+    ``facts`` are ``None`` until the engine has said what its KV depends on.
 
     Attributes:
         consumer: The consumer's machine.

@@ -75,14 +75,7 @@ class ControlSockets:
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
     def listen(self, host: str, port: int) -> int:
-        """Take connections.
-
-        Args:
-            host: The host to listen on.
-            port: The port to listen on; 0 takes a free one.
-
-        Returns:
-            The port.
+        """Take connections, and return the port; 0 takes a free one.
 
         Raises:
             OSError: The address cannot be had.
@@ -102,10 +95,7 @@ class ControlSockets:
     def dial(self, where: str, destination: Destination | None, limit: int) -> ControlConnection:
         """Begin a connection, over which messages may be sent at once; if it cannot be had, it is ``lost``.
 
-        Args:
-            where: The address, which came from a peer.
-            destination: Who that is to the owner of these sockets; ``None`` if they lead nowhere else.
-            limit: Bytes of the longest frame that may come.
+        ``where`` came from a peer. Its owner knows it by ``destination``. ``limit``: bytes of the longest frame that may come.
 
         Raises:
             PeerError: ``where`` is no address, or none that may be dialled; or too many names are being looked up.
@@ -125,12 +115,7 @@ class ControlSockets:
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
-        """Count a connection as a guest no more.
-
-        Args:
-            conn: The connection.
-            limit: Bytes of the longest frame that its peer may send from now on.
-        """
+        """Count a connection as a guest no more; its peer may send frames of ``limit`` bytes from now on."""
         if self._guests.pop(conn, True) is None:
             self._guest_bytes -= conn.counted
         conn.guest, conn.limit = False, limit
@@ -169,8 +154,7 @@ class ControlSockets:
     def poll(self, seconds: float) -> set[ControlConnection]:
         """Wait for something to do, at most so many seconds; read and write what can be.
 
-        Returns:
-            The connections from which something may have come.
+        Return the connections from which something may have come.
         """
         self._asleep = True  # before the inbox is looked at, so that whoever fills it after that wakes us
         idle = not (self._inbox or self._ready or self._more or self._found)

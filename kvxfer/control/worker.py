@@ -16,14 +16,10 @@ log = logging.getLogger("kvxfer.worker")
 
 
 class Worker:
-    """A thread that does one job after the other, the lightest first.
+    """A thread that does one job after the other, the lightest first; so many may wait.
 
     A heavy job costs others only what it takes once it has begun. The thread starts with the first job. Any thread may
     call the methods.
-
-    Args:
-        name: The thread's name.
-        most: How many jobs may wait.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -35,14 +31,9 @@ class Worker:
         self._thread = NamedThread(target=self._run, name=name)
 
     def submit(self, weight: int, job: Callable[[], None]) -> bool:
-        """Have a job done that says itself what came of it.
+        """Have a job done that says itself what came of it; ``weight`` is about what it costs, in any unit.
 
-        Args:
-            weight: About what it costs, in any unit.
-            job: What is done.
-
-        Returns:
-            False when as many wait as may, or after ``close``; then the job is not done.
+        Return false when as many wait as may, or after ``close``; then the job is not done.
         """
         with self._change:
             if self._closed or len(self._jobs) >= self._most:

@@ -22,12 +22,7 @@ log = logging.getLogger("kvxfer.data")
 
 
 class Checks:
-    """Read parts that have arrived. Used by the data thread only.
-
-    Args:
-        regions: The cache's memory.
-        post: Gets the end of each part.
-    """
+    """Read parts that have arrived. Used by the data thread only."""
 
     def __init__(self, regions: tuple[Region, ...], post: Callable[[Moved], None]) -> None:
         self._regions, self._post = regions, post

@@ -32,13 +32,7 @@ __all__ = [
 
 
 class MakeEndpoint(msgspec.Struct, frozen=True):
-    """Begin a link; answered with ``EndpointMade``.
-
-    Attributes:
-        number: Which attempt at making this link it is.
-        backend: The back end's name.
-        role: Ours on the link.
-    """
+    """Begin a link, in the attempt of this number; answered with ``EndpointMade``."""
 
     link: LinkId
     number: int

@@ -25,10 +25,8 @@ log = logging.getLogger("kvxfer.hasher")
 class Hasher:
     """The thread that computes checksums. Methods are called by one thread, save ``close``.
 
-    Args:
-        cache: What is read.
-        post: Called with one ``Hashed`` for each ``Hash``, on this object's thread or from within ``cancel`` or
-            ``close``; must not block.
+    ``post`` is called with one ``Hashed`` for each ``Hash``, on this object's thread or from within ``cancel`` or ``close``; it must not
+    block.
     """
 
     def __init__(self, cache: Cache, post: Callable[[Hashed | ThreadDied], None]) -> None:

@@ -25,13 +25,7 @@ log = logging.getLogger("kvxfer.data")
 
 
 class DataPlane:
-    """All back ends of an agent, each with its data thread.
-
-    Args:
-        candidates: Names of the back ends, by preference.
-        make: Makes the data thread of one.
-        policy: Tells how one that has been started is used.
-    """
+    """All back ends of an agent, by preference, each with its data thread; ``policy`` tells how one that has been started is used."""
 
     def __init__(
         self,
@@ -49,12 +43,9 @@ class DataPlane:
         self._held: dict[LinkId, MakeEndpoint] = {}  # asked for while the link was being closed
 
     def start(self, timeout: float) -> None:
-        """Start the first back end that can be; those before it drop out of the candidates.
+        """Start the first back end that can be within so many seconds; those before it drop out of the candidates.
 
         Any thread may call it. If it raises, ``close``.
-
-        Args:
-            timeout: Seconds that each may take.
 
         Raises:
             ConfigError: Options do not fit.
@@ -121,11 +112,7 @@ class DataPlane:
         data.post(command)
 
     def disconnected(self, link: LinkId) -> bool:
-        """Take in an answer to ``Disconnect``.
-
-        Returns:
-            Whether it was the last, so that nothing comes over the link any more from any back end.
-        """
+        """Take in an answer to ``Disconnect``; return whether it was the last: nothing comes over the link any more from any back end."""
         self._closing[link] -= 1
         if self._closing[link]:
             return False

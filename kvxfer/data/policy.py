@@ -94,11 +94,6 @@ class LinkPolicy:
     def agree(self, hello: m.Hello, planner: Planner, name: str = "") -> LinkInfo:
         """Return how the link works on which an admitted hello and we agree.
 
-        Args:
-            hello: The consumer's hello.
-            planner: Plans the link's copies.
-            name: The name by which the peer is known.
-
         Raises:
             PeerError: The link is refused, with the reason.
         """
@@ -131,17 +126,7 @@ class LinkPolicy:
 def admit(
     hello: m.Hello, candidates: Sequence[str], cache: Cache, epoch: int, facts: Mapping[str, str] | None
 ) -> Planner:
-    """Check all of a consumer's hello that does not depend on what a back end can do.
-
-    Args:
-        hello: The consumer's hello.
-        candidates: Our back ends.
-        cache: Our cache.
-        epoch: Our epoch.
-        facts: What our KV depends on; ``None``: see ``check_facts``.
-
-    Returns:
-        The planner of the link's copies.
+    """Check all of a consumer's hello that does not depend on what a back end can do; return the planner of the link's copies.
 
     Raises:
         PeerError: The link is refused, with the reason.
@@ -167,10 +152,7 @@ def admit(
 def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
     """Refuse a consumer whose KV depends on something else than ours.
 
-    Args:
-        hello: The consumer's hello.
-        facts: What ours depends on; ``None``: our engine has not said it yet, and the consumer has compared what our
-            directory states.
+    ``facts`` are ``None`` while our engine has not said it yet; then the consumer has compared what our directory states.
 
     Raises:
         PeerError: They differ.
@@ -181,12 +163,7 @@ def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
-    """Return what makes staging memory once the back end's capabilities are known.
-
-    Args:
-        cache: The cache that is staged for.
-        nbytes: Bytes of staging memory; ``None``: the default.
-    """
+    """Return what makes staging memory of so many bytes, or by default, once the back end's capabilities are known."""
 
     def make(caps: Capabilities) -> Staging:
         kinds = {r.device.partition(":")[0] for r in cache.regions}
@@ -204,12 +181,7 @@ def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging
 def lent(caps: Capabilities, role: Role) -> tuple[frozenset[int], bool]:
     """Tell which of our memory the peer of a link needs. Where one side reads or writes, it needs the other's; else neither does.
 
-    Args:
-        caps: What the back end can do.
-        role: Our role on the link.
-
-    Returns:
-        The numbers of the memory (0: the cache, 1: staging), and whether the peer writes to it.
+    Return the numbers of the memory (0: the cache, 1: staging), and whether the peer writes to it.
     """
     mode, serves = _mode(caps), role == "producer"
     if mode == "read":

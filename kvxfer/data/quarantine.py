@@ -30,11 +30,8 @@ class Limits:
 class Quarantine:
     """The parts in quarantine while one opened back end lives. Used by the data thread only.
 
-    Args:
-        parts: The parts themselves; they outlive this object where a back end never lets go.
-        can: What the back end says makes memory quiet.
-        limits: What is put up with.
-        post: Called with the second ``Moved`` of a part, once its memory is quiet; must not block.
+    ``parts`` outlive this object where a back end never lets go. ``post`` is called with the second ``Moved`` of a part, once its memory is
+    quiet; it must not block.
     """
 
     def __init__(
@@ -92,9 +89,6 @@ class Quarantine:
         """Return whether the back end has to be reset, since nothing else makes the memory quiet.
 
         That waits while parts are moving, or while memory may get quiet by itself, unless too much is in quarantine.
-
-        Args:
-            busy: Whether parts are moving.
         """
         if not self._parts or self._can.quiet not in ("later", "backend_reset"):
             return False

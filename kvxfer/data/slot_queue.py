@@ -17,11 +17,7 @@ milliseconds; then it waits for a consumer that has stopped."""
 
 
 class SlotQueue:
-    """Jobs that wait for a slot, by our role and their link. Used by the data thread only.
-
-    Args:
-        staging: The staging memory.
-    """
+    """Jobs that wait for a slot, by our role and their link. Used by the data thread only."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
@@ -57,8 +53,7 @@ class SlotQueue:
     def feed(self, advance: Callable[[Job], None]) -> None:
         """Let jobs have what is free, a producer's in the order in which their consumers have held least.
 
-        Args:
-            advance: Lets a job go on, which takes a slot if it can and then waits no more.
+        ``advance`` lets a job go on, which takes a slot if it can and then waits no more.
         """
         for role, waiting in self._waiting.items():
             if not waiting or not self._staging.room(role):
@@ -77,9 +72,6 @@ class SlotQueue:
         """Return who has held a slot for longest and too long, where a consumer has long waited for its first one.
 
         Whoever asks gives it up; nobody else is named for a while after that.
-
-        Args:
-            jobs: All that are under way.
         """
         before = time.monotonic() - PATIENCE_S
         starved = any(

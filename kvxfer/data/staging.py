@@ -69,11 +69,6 @@ class Slot:
 class Staging:
     """Staging memory for a cache, pinned if it is host memory under a GPU cache.
 
-    Args:
-        regions: The cache's memory.
-        nbytes: Bytes of staging memory.
-        device: Where it lies.
-
     Raises:
         ConfigError: ``nbytes`` is too small.
     """
@@ -102,15 +97,9 @@ class Staging:
         self.taken = self.given = 0  # how many slots have been had, and have come back
 
     def take(self, owner: LinkId, role: Role, sure: bool = True) -> Slot | None:
-        """Take a free slot for a link.
+        """Take a free slot for a link; ``None`` while no slot is free, or the credits of link or use are used up.
 
-        Args:
-            owner: The link.
-            role: Our role on it.
-            sure: Whether a consumer's slot will be used without the peer's waiting for a slot that others may have.
-
-        Returns:
-            ``None`` while no slot is free, or the credits of link or use are used up.
+        ``sure``: whether a consumer's slot will be used without the peer's waiting for a slot that others may have.
         """
         use: Use = "sent" if role == "producer" else "known" if sure else "expected"
         if not self._may(owner, role, use):
@@ -176,11 +165,7 @@ class Staging:
     def wait(self, until: float) -> bool:
         """Block until the device has done all that it was asked to, which takes as long as one copy of the slots.
 
-        Args:
-            until: When to stop waiting, by ``time.monotonic``.
-
-        Returns:
-            Whether the device is done.
+        Stop waiting at a time of ``time.monotonic``. Return whether the device is done.
 
         Raises:
             Exception: What the device failed with.

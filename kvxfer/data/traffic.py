@@ -322,11 +322,7 @@ class Traffic:
                 self._completed(word)
 
     def go_on(self) -> Failure | None:
-        """Let everything go on.
-
-        Returns:
-            Why the back end has to be reset; ``None`` while it need not.
-        """
+        """Let everything go on; return why the back end has to be reset, or ``None``."""
         self._begin_short()
         self.poll()
         doubtful, self._doubtful = self._doubtful, set()
@@ -351,11 +347,7 @@ class Traffic:
             self._stop(job, Failure(FailureKind.OVERLOADED, why))
 
     def _overdue(self) -> Failure | None:
-        """Give up links on which batches outlive their abort.
-
-        Returns:
-            Why not even that suffices; ``None`` if it does.
-        """
+        """Give up links on which batches outlive their abort; return why not even that suffices, or ``None``."""
         now, grace = time.monotonic(), self._limits.grace
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:
@@ -374,14 +366,9 @@ class Traffic:
         shut(self._transport)
 
     def void(self, why: Failure, device_done: bool) -> bool:
-        """End all parts, once the back end is closed.
+        """End all parts, once the back end is closed; return whether all memory is quiet.
 
-        Args:
-            why: The reason.
-            device_done: Whether nothing is packed or unpacked any more.
-
-        Returns:
-            Whether all memory is quiet.
+        ``device_done``: whether nothing is packed or unpacked any more.
         """
         quiet = device_done and self._can.quiet != "never"
         for job in list(self._jobs.values()):

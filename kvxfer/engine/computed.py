@@ -9,11 +9,7 @@ __all__ = ["ComputedBands"]
 
 
 class ComputedBands:
-    """Counts the bands of layers that the current step has computed; one thread.
-
-    Args:
-        cache: The cache whose layers they are.
-    """
+    """Counts the bands of layers that the current step has computed; one thread."""
 
     def __init__(self, cache: Cache) -> None:
         self._bands = bands(cache)

@@ -21,14 +21,7 @@ MOST_PREPARED = 1024
 
 
 class Dispatch:
-    """Makes an engine's steps, and overtakes them; one thread, and nothing blocks save ``receive``.
-
-    Args:
-        schedule: What is offered and fetched.
-        own: The engine's own directory, if it has several ranks.
-        ranks: How many ranks it has.
-        facts: What all its KV depends on.
-    """
+    """Makes an engine's steps, and overtakes them; one thread, and nothing blocks save ``receive``."""
 
     def __init__(self, schedule: Schedule, own: Source | None, ranks: int, facts: dict[str, str]) -> None:
         self._schedule, self._own, self._ranks = schedule, own, ranks

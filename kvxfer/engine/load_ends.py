@@ -50,14 +50,7 @@ class Update:
 
 
 class LoadEnds:
-    """Joins what the ranks of one engine say of its loads.
-
-    Args:
-        loading: the blocks of loads under way.
-        ranks: how many ranks there are.
-        paces: is told how fast loads came.
-        trace: is told what came of them.
-    """
+    """Joins what the ranks of one engine say of its loads."""
 
     def __init__(self, loading: LoadingBlocks, ranks: int, paces: LinkPaces, trace: Trace) -> None:
         self._loading, self._ranks, self._paces, self._trace = loading, ranks, paces, trace

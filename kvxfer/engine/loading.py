@@ -17,13 +17,7 @@ __all__ = ["LoadingBlocks"]
 
 
 class LoadingBlocks:
-    """Loads from their command to their end; one thread.
-
-    Args:
-        schedule: what is loaded.
-        pins: holds what may still be written.
-        ranks: how many ranks report.
-    """
+    """Loads from their command to their end; one thread."""
 
     def __init__(self, schedule: FetchSchedule, pins: BlockPins, ranks: int) -> None:
         self._schedule, self._pins, self._ranks = schedule, pins, ranks

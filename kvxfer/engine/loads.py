@@ -21,18 +21,7 @@ __all__ = ["Loads"]
 
 
 class Loads:
-    """The requests that load; one thread. Calls about any other request do nothing.
-
-    Args:
-        config: The engine's settings.
-        schedule: Decides what is fetched.
-        pins: Keeps blocks from reuse.
-        tables: What the engine's block tables are held to.
-        ranks: How many ranks report.
-        dispatch: Takes fetches to the workers.
-        notices: Speaks with the engines that are loaded from.
-        trace: Is told how far each load is.
-    """
+    """The requests that load; one thread. Calls about any other request do nothing."""
 
     def __init__(
         self,

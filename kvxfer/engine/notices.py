@@ -25,10 +25,7 @@ MOST_OVER = 100_000
 class Notices:
     """An engine's word to the directories of others, and theirs to its own; the scheduler side's thread.
 
-    Args:
-        config: the engine's settings.
-        directory: the engine's own; from now on it answers whether an offer has begun.
-        schedule: what is offered and fetched.
+    From now on the engine's own directory answers whether an offer has begun.
     """
 
     def __init__(self, config: Config, directory: Directory, schedule: Schedule) -> None:

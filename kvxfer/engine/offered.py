@@ -32,14 +32,7 @@ class _Reads:
 class OfferedBlocks:
     """Blocks that others may be reading; one thread.
 
-    Args:
-        schedule: What is offered.
-        pins: Holds what the engine gives up.
-        groups: The engine's KV-cache groups.
-        ranks: How many ranks report.
-
-    Attributes:
-        elastic: Whether a block has memory only as long as it is in use.
+    ``elastic``: whether a block has memory only as long as it is in use.
     """
 
     def __init__(self, schedule: OfferSchedule, pins: BlockPins, groups: Sequence[Group], ranks: int) -> None:
@@ -115,15 +108,10 @@ class OfferedBlocks:
     def finished(
         self, request: str, transfer: TransferId | None, table: BlockTable, complete: bool, *, found: bool, good: bool
     ) -> bool:
-        """Take in that the request is over; True if the engine must keep its blocks.
+        """Take in that the request is over, with this block table at its end; True if the engine must keep its blocks.
 
-        Args:
-            request: The engine's id of it.
-            transfer: What it offered, if anything.
-            table: The whole block table at its end.
-            complete: It ended normally and its KV is good.
-            found: Whether others can find our ranks, so that somebody may be reading.
-            good: Though not complete, what it has offered is good.
+        ``complete``: it ended normally and its KV is good. ``good``: though not complete, what it has offered is good. ``found``: whether
+        others can find our ranks, so that somebody may be reading.
         """
         end = self._ends.pop(request, None)
         offered = self._schedule.offered(request).ids()

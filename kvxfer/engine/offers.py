@@ -14,14 +14,7 @@ __all__ = ["Offers"]
 
 
 class Offers:
-    """The requests that offer; one thread. Calls about any other request do nothing.
-
-    Args:
-        schedule: Decides what is offered.
-        blocks: Keeps what others may be reading.
-        tables: What the engine's block tables are held to.
-        notices: Speaks with the engines that wait for an offer to begin.
-    """
+    """The requests that offer; one thread. Calls about any other request do nothing."""
 
     def __init__(self, schedule: OfferSchedule, blocks: OfferedBlocks, tables: TableCheck, notices: Notices) -> None:
         self._schedule, self._blocks, self._tables, self._notices = schedule, blocks, tables, notices

@@ -79,8 +79,7 @@ class BlockPins:
     def keep(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """Pin these blocks for ``holder``, besides those that it has. They must be in use at the time.
 
-        Returns:
-            False if they are not held, for want of a pool.
+        Return false if they are not held, for want of a pool.
         """
         if self._pool is None:
             return False

@@ -56,15 +56,8 @@ class _Prefetch:
 class Prefetches:
     """The scheduler side's prefetches; one thread.
 
-    Args:
-        schedule: what is loaded.
-        pins: has the borrowed blocks.
-        groups: the engine's KV-cache groups.
-        ranks: how many ranks report.
-        budget: seconds of a step that may be spent on waiting and copying.
-        receive: passes to ``take_in`` what comes within so many seconds, as soon as there is something; False if nothing
-            has come.
-        trace: is told of what is seen to be over.
+    ``budget`` is in seconds of a step that may be spent on waiting and copying. ``receive`` passes to ``take_in`` what comes within so many
+    seconds, as soon as there is something; false if nothing has come.
     """
 
     def __init__(

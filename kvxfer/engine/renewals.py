@@ -21,12 +21,7 @@ engines whose caches are full of what each holds for the other would else wait f
 
 
 class Renewals:
-    """What waits, renewed four times a lease. Any thread; nothing blocks save ``close``.
-
-    Args:
-        lease: Seconds, as the engine is configured.
-        tell: Sends a notice to an engine's directory.
-    """
+    """What waits, renewed four times a lease. Any thread; nothing blocks save ``close``."""
 
     def __init__(self, lease: float, tell: Callable[[Source, Renew], None]) -> None:
         self.interval, self._longest, self._tell = lease / 4, lease * RENEWED, tell

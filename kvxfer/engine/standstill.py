@@ -19,9 +19,7 @@ STANDSTILL_S = 2.0
 class Standstill:
     """Ends a standstill: gives up what is held for others, the oldest first, one request at a time.
 
-    Args:
-        held: finished requests whose blocks are held for others, and what they offer, as it stands; the oldest first.
-        withdraw: ends an offer, for a reason.
+    ``held`` are finished requests whose blocks are held for others, and what they offer, as it stands; the oldest first.
     """
 
     def __init__(self, held: Mapping[str, TransferId], withdraw: Callable[[TransferId, str], None]) -> None:

@@ -29,13 +29,7 @@ class _Start:
 
 
 class Starts:
-    """Requests that wait for their producers to begin; one thread.
-
-    Args:
-        patience: Seconds for which each waits at the most.
-        tell: Sends a notice to an engine's directory.
-        clock: Returns the time in seconds.
-    """
+    """Requests that wait for their producers to begin, for ``patience`` seconds each at the most; one thread."""
 
     def __init__(
         self, patience: float, tell: Callable[[Source, Await], None], clock: Callable[[], float] = time.monotonic

@@ -123,8 +123,7 @@ def _apart(views: Sequence[Strided]) -> bool:
 def _fold(pieces: Iterable[_Piece], n: int, stride: int) -> list[_Piece] | None:
     """Fold an axis: turn pieces that repeat ``n`` times at this stride into longer ones that do not repeat.
 
-    Returns:
-        The folded pieces, or ``None`` if repetitions may run into each other.
+    Return ``None`` if repetitions may run into each other.
     """
     out: list[_Piece] = []
     first = end = -1
@@ -147,8 +146,7 @@ def _same_stride(
 ) -> tuple[int, int] | None:
     """Compare exactly the ``tiles`` of views that have this block stride, each with the index of its view.
 
-    Returns:
-        The indices of two views that share bytes, or ``None``.
+    Return the indices of two views that share bytes, or ``None``.
     """
     if all(views[i].blocks == 1 for i, _ in tiles):
         step = 1 << 62  # no second block to run into

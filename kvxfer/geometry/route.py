@@ -69,11 +69,7 @@ def _assign(
 ) -> dict[Rank, tuple[ShardAssignment, ...]]:
     """Assign one consumer rank what it reads, and add to ``served`` the bytes a token that each source has to serve.
 
-    Args:
-        sink: The consumer rank's cache.
-        sources: The producer's caches.
-        places: By rank of the source, the index of the view that holds a (plane, layer).
-        served: By rank of the source, bytes a token that it serves to all consumers so far.
+    ``places``: by rank of the source, the index of the view that holds a (plane, layer).
     """
     found: dict[Rank, list[ShardAssignment]] = defaultdict(list)
     for d, view in enumerate(sink.views):

@@ -185,8 +185,7 @@ def materialise(copies: Sequence[StridedCopy]) -> Runs:
 def _stretches(strided: StridedCopy) -> tuple[Ints, Ints, Ints]:
     """Join segments with their successors where these continue them on both sides, the same for all rows.
 
-    Returns:
-        Source place, destination place and row length of each stretch.
+    Return source place, destination place and row length of each stretch.
     """
     runs = _joined(strided.src_at, strided.dst_at, strided.row_bytes)
     return runs.src, runs.dst, runs.length

@@ -187,12 +187,7 @@ def _rounds(*shape: int) -> tuple[Bools, list[int]]:
 
 @dataclass(frozen=True)
 class _Plane:
-    """One plane of a layer.
-
-    Attributes:
-        view: Its description.
-        units: All its units in memory, uint8 ``[block, head, token, unit]``.
-    """
+    """One plane of a layer, with all its units in memory, uint8 ``[block, head, token, unit]``."""
 
     view: View
     units: torch.Tensor

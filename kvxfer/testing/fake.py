@@ -58,12 +58,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """A fake's end of a future link.
-
-    Attributes:
-        network: ``id`` of the ``Network``.
-        token: Names this end of the link.
-    """
+    """A fake's end of a future link: the ``id`` of its ``Network``, and the end's name."""
 
     backend = "fake"
     format = 1
@@ -193,8 +188,6 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
 
     def shut_down(self) -> None:
         self._net.leave(self)
-        if self._capabilities.quiet != "never":
-            self._net.drop_late(self)
 
     # What peers in other threads look at, or change, is changed under the network's lock.
 
@@ -267,4 +260,4 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
             chance = self._options[fault]
             if verb is not Verb.RECV and chance and self._random.random() < chance:
                 return fault
-        return self._net.fate(self.agent, verb)
+        return self._net.fate(verb)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvxfer.backend.memories import Memories
+from kvxfer.backend.options import BackendOptions
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.failures import Failure
 from kvxfer.geometry.cache import Region
-from kvxfer.settings import read
 from kvxfer.transport import registry
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Transport, Verb
 
@@ -33,7 +33,7 @@ Chance = Annotated[float, Meta(ge=0, le=1)]
 ARRIVING = (Verb.READ, Verb.RECV)
 
 
-class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of ``Faulty``.
 
     Attributes:
@@ -49,6 +49,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         seed: Of the probabilities.
     """
 
+    backend = "faulty"
+
     inner: str = "tcp"
     inner_options: dict[str, Any] = {}
     lose: Chance = 0.0
@@ -59,15 +61,6 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
     die_after: Annotated[int, Meta(ge=1)] | None = None
     seed: int = 0
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Return the options from a configuration.
-
-        Raises:
-            ConfigError: An option is unknown or has a wrong value.
-        """
-        return read(cls, options, "option {!r} of back end 'faulty'")
 
 
 class _Gate:
@@ -244,8 +237,7 @@ def _flip(device: str, address: int) -> None:
 def _on_device(device: str, address: int, nbytes: int, change: Callable[[Any], Any]) -> None:
     import torch
 
-    class Array:
-        __cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    from kvxfer.memory.cuda.space import wrap
 
-    change(torch.as_tensor(Array(), device=device))
+    change(wrap(address, nbytes, device))
     torch.cuda.synchronize(device)

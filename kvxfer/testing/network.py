@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -47,14 +46,11 @@ class PendingBatch:
 
     Attributes:
         number: The owner's number of it.
-        batch: What was submitted.
         side: The owner's end of the link.
         addresses: Local address of each run.
         remote: Offset of each run at the peer, for one-sided verbs.
-        lengths: Bytes of each run.
         after: A fence to wait for, until it is found to have passed.
         due: When it may begin, on the monotonic clock.
-        fate: The fault that it meets.
         withdrawn: Whether it has ended for its owner. It keeps its place in the stream, so that the other half meets it
             and fails.
     """
@@ -92,7 +88,6 @@ class LinkEnd:
         other: The other end, once it is there.
         broken: Why nothing can pass any more.
         posts: Batches that have not ended.
-        last_stream: By verb, the stream number submitted last.
     """
 
     owner: NetworkMember
@@ -101,7 +96,6 @@ class LinkEnd:
     other: LinkEnd | None = None
     broken: PeerError | None = None
     posts: list[PendingBatch] = field(default_factory=list)
-    last_stream: dict[Verb, int] = field(default_factory=dict)
 
     def of(self, verb: Verb) -> list[PendingBatch]:
         """Return the posts of one verb."""
@@ -121,31 +115,29 @@ class LateBytes:
 class Network:
     """The handle by which a test disturbs its fakes.
 
-    The methods up to ``release_late`` are for tests, from any thread; the others are for the fakes, which hold the
+    The methods up to ``resume`` are for tests, from any thread; the others are for the fakes, which hold the
     lock.
 
     Attributes:
         delay_s: Seconds added to every batch.
-        moved_bytes: All bytes that have moved so far.
     """
 
     def __init__(self) -> None:
         self.delay_s = 0.0
-        self.moved_bytes = 0
         self.lock = threading.RLock()
         self._members: list[NetworkMember] = []
         self._owners: dict[str, NetworkMember] = {}
-        self._faults: list[tuple[Fault, str | None, Verb | None]] = []
+        self._faults: list[Fault] = []
         self._late: list[LateBytes] = []
 
-    def disturb(self, fault: Fault, count: int = 1, agent: str | None = None, verb: Verb | None = None) -> None:
-        """Make the next ``count`` batches (of that agent and verb) meet a fault.
+    def disturb(self, fault: Fault, count: int = 1) -> None:
+        """Make the next ``count`` batches meet a fault.
 
         They are lost (no half ever completes by itself), corrupted (one byte is flipped where it arrives), or fail. A
         RECV cannot be chosen: it is the SEND that moves.
         """
         with self.lock:
-            self._faults += [(fault, agent, verb)] * count
+            self._faults += [fault] * count
 
     def kill(self, agent: str) -> None:
         """End all fakes of that name as a killed process would: silent themselves, noticed by their peers."""
@@ -162,21 +154,6 @@ class Network:
         """Let the agent go on after ``stop``."""
         self._set_stopped(agent, False)
 
-    def release_late(self) -> int:
-        """Move the bytes of batches that failed without being quiet, as a network card that was not reset might.
-
-        Returns:
-            How many such batches there were that have not become quiet since.
-        """
-        with self.lock:
-            late, self._late = self._late, []
-            for each in late:
-                each.move()
-                if each.quiet_at < math.inf:
-                    each.side.owner.quieted(each.number)
-                    each.side.owner.wake()
-            return len(late)
-
     # For the fakes, which hold the lock
 
     def join(self, member: NetworkMember) -> None:
@@ -188,6 +165,7 @@ class Network:
         if member not in self._members:
             return
         self._members.remove(member)
+        self._late = [late for late in self._late if late.side.owner is not member]
         tokens = {t for t, owner in self._owners.items() if owner is member}
         self._orphan(tokens, f"{member.agent!r} is gone (its process ended, or it closed)")
 
@@ -223,8 +201,6 @@ class Network:
         """Close a side for its owner: all its posts end, and the peer hears of it."""
         for post in list(side.posts):
             self.fail(post, "the link was closed here", closing=True)
-        if side.owner.capabilities.quiet in ("batch", "peer_close"):
-            self._late = [late for late in self._late if late.side is not side]
         if side.other is not None:
             self.cut(side.other, f"{side.owner.agent!r} closed the link")
 
@@ -237,19 +213,11 @@ class Network:
 
     def settling(self, member: NetworkMember) -> list[float]:
         """Return when failed batches of a member will be quiet, on the monotonic clock."""
-        return [late.quiet_at for late in self._late if late.side.owner is member and late.quiet_at < math.inf]
+        return [late.quiet_at for late in self._late if late.side.owner is member]
 
-    def drop_late(self, member: NetworkMember) -> None:
-        """Forget the late bytes of everything that this member has submitted."""
-        self._late = [late for late in self._late if late.side.owner is not member]
-
-    def fate(self, agent: str, verb: Verb) -> Fault | None:
+    def fate(self, verb: Verb) -> Fault | None:
         """Return the fault that a test has ordered for the next batch."""
-        for i, (fault, only_agent, only_verb) in enumerate(self._faults):
-            if verb is not Verb.RECV and only_agent in (None, agent) and only_verb in (None, verb):
-                del self._faults[i]
-                return fault
-        return None
+        return self._faults.pop(0) if self._faults and verb is not Verb.RECV else None
 
     def advance(self, side: LinkEnd) -> None:
         """Move what can move on a link."""
@@ -287,8 +255,8 @@ class Network:
             return
         scope = post.side.owner.capabilities.quiet
         quiet = scope == "batch" or (scope == "peer_close" and closing)
-        if not quiet:
-            self._keep_late(post)
+        if scope == "later":
+            self._late.append(self._bytes_of(post, time.monotonic() + post.side.owner.quiet_s))
         what = f"{post.batch.verb} of {post.batch.nbytes} bytes with {post.side.peer_agent!r} failed"
         self._finish(post, Completion(post.number, PeerError(f"{what}: {why}"), quiet))
 
@@ -324,7 +292,6 @@ class Network:
                 self.fail(half, "the network was told to let it fail")
             return
         _copy(src, dst, post.lengths)
-        self.moved_bytes += post.batch.nbytes
         if post.fate == "corrupt" and post.batch.nbytes:
             longest = int(post.lengths.argmax())
             byte = ctypes.c_uint8.from_address(int(dst[longest]) + int(post.lengths[longest]) // 2)
@@ -332,11 +299,9 @@ class Network:
         for half in halves:
             self._finish(half, Completion(half.number))
 
-    def _keep_late(self, post: PendingBatch) -> None:
-        """Remember what ``post`` would have moved, for ``release_late``."""
-        side, other = post.side, post.side.other
-        later = side.owner.capabilities.quiet == "later"
-        quiet_at = time.monotonic() + side.owner.quiet_s if later else math.inf
+    def _bytes_of(self, post: PendingBatch, quiet_at: float) -> LateBytes:
+        """Return what ``post`` would have moved."""
+        other = post.side.other
         nothing = np.zeros(0, np.int64)
         ends = nothing, nothing, nothing
         try:
@@ -344,7 +309,7 @@ class Network:
                 ends = *_ends(post, other), post.lengths
         except TransportError:
             pass  # it never could have moved
-        self._late.append(LateBytes(side, post.number, quiet_at, lambda: _copy(*ends)))
+        return LateBytes(post.side, post.number, quiet_at, lambda: _copy(*ends))
 
     def _set_stopped(self, agent: str, stopped: bool) -> None:
         with self.lock:

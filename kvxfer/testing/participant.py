@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvxfer.geometry import Region, Runs
 from kvxfer.geometry.cache import flat_starts
-from kvxfer.transport.contract import Batch, Fence, Quieted, Transport, Verb
+from kvxfer.transport.contract import Batch, Fence, Quieted, Transport
 
 __all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
 
@@ -68,19 +68,11 @@ class Buffer:
 
     def get(self) -> Bytes:
         """Return a copy of the content on the host."""
-        if self._map is not None:
-            return np.frombuffer(self._map, np.uint8).copy()
-        return np.asarray(self._tensor.cpu().numpy())
+        return self.read(0, self.region.nbytes)
 
     def put(self, content: Bytes) -> None:
         """Overwrite all of it."""
-        if self._map is not None:
-            np.frombuffer(self._map, np.uint8)[:] = content
-            return
-        import torch
-
-        self._tensor.copy_(torch.from_numpy(content.copy()))
-        torch.cuda.synchronize(self.region.device)
+        self.write(0, content)
 
     def read(self, offset: int, nbytes: int) -> Bytes:
         """Return a copy of a stretch on the host."""
@@ -318,34 +310,3 @@ class LocalParticipant:
 
     def resume(self) -> None:
         raise NotImplementedError("a participant in this process cannot be resumed")
-
-
-def batch_to_wire(batch: Batch) -> dict[str, Any]:
-    """Return a batch as JSON for a participant in another process."""
-    wire: dict[str, Any] = {
-        "verb": batch.verb.value,
-        "peer": batch.peer,
-        "local": batch.local,
-        "lengths": batch.lengths.tolist(),
-        "local_offsets": batch.local_offsets.tolist(),
-        "remote": batch.remote,
-        "stream": batch.stream,
-    }
-    if batch.remote_offsets is not None:
-        wire["remote_offsets"] = batch.remote_offsets.tolist()
-    return wire
-
-
-def batch_from_wire(wire: dict[str, Any]) -> Batch:
-    """Return the batch that ``batch_to_wire`` was given."""
-    remote = wire.get("remote_offsets")
-    return Batch(
-        Verb(wire["verb"]),
-        wire["peer"],
-        wire["local"],
-        np.array(wire["lengths"], np.int64),
-        np.array(wire["local_offsets"], np.int64),
-        wire["remote"],
-        None if remote is None else np.array(remote, np.int64),
-        wire["stream"],
-    )

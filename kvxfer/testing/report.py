@@ -111,15 +111,9 @@ class ConformanceReport:
 def run_suite(
     backend: str, options: Mapping[str, Any], settings: Mapping[str, Any], only: str = ""
 ) -> ConformanceReport:
-    """Run the suite against a back end; pytest shows on standard output how it goes.
+    """Run the suite, with these attributes, against a back end; pytest shows on standard output how it goes.
 
-    A clause in which the process dies or hangs is broken, and those after it are not tried.
-
-    Args:
-        backend: Its name, or ``module:Class``.
-        options: For every instance of it.
-        settings: Attributes of the suite.
-        only: An expression of pytest's ``-k`` that chooses clauses; all if it is empty.
+    A clause in which the process dies or hangs is broken, and those after it are not tried. ``only`` chooses clauses, as pytest's ``-k``.
 
     Raises:
         ConfigError: There is no such back end, or it refuses the options.
@@ -137,19 +131,8 @@ def run_suite(
 
 def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) -> str:
     """Run pytest in a process of its own; returns in words how that ended."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(_FILE),
-        "-q",
-        "-rN",
-        "--tb=short",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        folder,
-    ]
+    command = [sys.executable, "-m", "pytest", str(_FILE), "-q", "-rN", "--tb=short"]
+    command += ["-c", os.devnull, "--rootdir", folder]
     command += ["-p", "no:cacheprovider", "-p", "kvxfer.testing.recorder", "--record", str(record)]
     # Plugins and options of the environment are for other tests.
     environment = {**os.environ, SUBJECT: json.dumps(subject), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -50,11 +50,7 @@ class Choice:
 
 
 def candidates(config: Config, devices: Iterable[str]) -> Mapping[str, Backend]:
-    """Return the back ends that an engine may use, in order, by the names that they declare.
-
-    Args:
-        config: Of the engine. It names one, or ``auto``.
-        devices: Where the KV lies, as ``"cpu"`` or ``"cuda:0"``.
+    """Return the back ends that an engine with KV on these devices may use, in order, by the names that they declare.
 
     Raises:
         ConfigError: The one that is named cannot be loaded, or ``auto`` finds none that works.

@@ -19,13 +19,8 @@ __all__ = ["Link", "way_in"]
 class Link:
     """A link to a peer.
 
-    Attributes:
-        mine: The name of this side's end.
-        peer: The agent at the other end.
-        remote: The peer's memories, at the addresses that they have there.
-        processes: A way into each of these memories; empty if ``asker`` is set.
-        asker: Who has copies made through shared memory.
-        broken: Never known before a batch has failed.
+    ``remote`` are the peer's memories, at the addresses that they have there, and ``processes`` a way into each, unless ``asker`` has
+    copies made through shared memory. That a link is broken is never known before a batch has failed.
     """
 
     mine: bytes
@@ -38,11 +33,6 @@ class Link:
 
 def way_in(peer: Endpoint, options: Options, pid_namespace: int) -> dict[int, vm.Process] | None:
     """Return the way into each of the peer's memories, or ``None`` if copies have to go through shared memory.
-
-    Args:
-        peer: What the other side has told of itself.
-        options: Whose ``mode`` decides; ``auto`` tries the straight way.
-        pid_namespace: Of this process.
 
     Raises:
         TransportError: There is no way in, and the options allow no other.

@@ -26,13 +26,6 @@ from kvxfer_cma.ring import Relayed
 
 __all__ = ["CmaTransport"]
 
-CAPABILITIES = Capabilities(
-    verbs=frozenset({Verb.READ, Verb.WRITE}),
-    elastic=True,
-    run_bytes=1024,  # a piece costs the kernel about as much as copying these
-    may_block_s=0.05,
-)
-
 BUDGET_S = 0.004
 """A poll starts no further step after this time."""
 
@@ -58,6 +51,12 @@ class CmaTransport(Base[Endpoint, Link]):
     contract = 2
     guarded = "always"
     costs = {"cpu": 10}
+    capabilities = Capabilities(
+        verbs=frozenset({Verb.READ, Verb.WRITE}),
+        elastic=True,
+        run_bytes=1024,  # a piece costs the kernel about as much as copying these
+        may_block_s=0.05,
+    )
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
@@ -80,11 +79,7 @@ class CmaTransport(Base[Endpoint, Link]):
         if reason := vm.unsupported():
             return Probe(False, reason)
         said, facts = ptrace.facts()
-        return Probe(True, said, CAPABILITIES.memory, facts)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return CAPABILITIES
+        return Probe(True, said, cls.capabilities.memory, facts)
 
     def drop_memory(self, memory: int) -> None:
         for keys in self._keys.values():

@@ -165,17 +165,9 @@ class Process:
 
 
 def copy_own(write: bool, pieces: Pieces, lo: int, hi: int, address: int) -> int:
-    """Copy pieces of this very process to contiguous memory (``write``), or back from there.
+    """Copy pieces ``[lo, hi)`` of this very process to contiguous memory (``write``), or back from there; at most ``IOV_MAX``.
 
-    Args:
-        write: Which way.
-        pieces: Of which ``[lo, hi)``, at most ``IOV_MAX``.
-        lo: The first.
-        hi: Behind the last.
-        address: Of the contiguous memory.
-
-    Returns:
-        The bytes copied.
+    Return the bytes copied.
 
     Raises:
         OSError: The kernel refuses.

@@ -20,10 +20,7 @@ __all__ = ["CopyJob", "Link"]
 class Link:
     """A link to a peer.
 
-    Attributes:
-        liveness: Whether the peer is there.
-        peer: What it has told of itself.
-        lowerings: For each of our GPUs, which reaches the peer's memories at addresses of its own.
+    ``lowerings``: for each of our GPUs, which reaches the peer's memories at addresses of its own.
     """
 
     liveness: Liveness
@@ -40,12 +37,8 @@ class Link:
 class CopyJob:
     """A batch.
 
-    Attributes:
-        launches: Those still to be started.
-        last: Number of the last one that was; 0: none.
-        begun: When the first was, by ``time.monotonic``.
-        nbytes: Of those that were started.
-        error: How the batch will end, unless it is ``None``.
+    ``launches`` are still to be started; ``last`` is the number of the last one that was, or 0, ``begun`` the time when the first was, and
+    ``nbytes`` are theirs. ``error``: how the batch will end, unless it is ``None``.
     """
 
     link: Link

@@ -143,14 +143,9 @@ class Consumer:
         return PlanBatch(verb, self.peer, 0, plan)
 
     def move(self, batch: PlanBatch, wait: bool = False) -> tuple[float, float]:
-        """Move a batch.
+        """Move a batch; return the seconds that ``submit`` took, and the whole.
 
-        Args:
-            batch: What to move.
-            wait: Sleep on ``fileno``, as a session does; else poll without end.
-
-        Returns:
-            Seconds that ``submit`` took, and the whole.
+        With ``wait`` it sleeps on ``fileno``, as a session does; else it polls without end.
 
         Raises:
             RuntimeError: It failed, or took too long.
@@ -169,10 +164,7 @@ class Consumer:
                 raise RuntimeError("a batch has not ended within 20 s")
 
     def pipelined(self, batches: list[PlanBatch]) -> float:
-        """Move batches that are all submitted before any has ended.
-
-        Returns:
-            Seconds for all.
+        """Move batches that are all submitted before any has ended; return the seconds for all.
 
         Raises:
             RuntimeError: One failed.
@@ -345,12 +337,7 @@ def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str
 
 
 def measure(seconds: float, producer: int | None, consumer: int) -> None:
-    """Print all sections that begin within so many seconds.
-
-    Args:
-        seconds: How many.
-        producer: Its GPU; ``None`` takes the second, if there is one.
-        consumer: Its GPU.
+    """Print all sections that begin within so many seconds; ``producer`` of ``None`` takes the second GPU, if there is one.
 
     Raises:
         RuntimeError: A batch failed.

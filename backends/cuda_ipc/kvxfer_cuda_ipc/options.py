@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
-from kvxfer.settings import read
+from kvxfer.backend.options import BackendOptions
 
 __all__ = ["Options"]
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``engine``.
+class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What can be set.
 
-    ``kernel`` copies with a kernel on ``ctas`` blocks of 1024 threads, each of which keeps a multiprocessor busy while
-    it lasts; ``copy`` leaves it to the GPU's copy engines, which cost no multiprocessor and much time for each run.
+    Attributes:
+        engine: ``kernel`` copies with a kernel, ``copy`` leaves it to the GPU's copy engines, which cost no multiprocessor and much time
+            for each run.
+        ctas: Blocks of 1024 threads of the kernel, each of which keeps a multiprocessor busy while it lasts.
     """
+
+    backend = "cuda_ipc"
 
     engine: Literal["kernel", "copy"] = "kernel"
     ctas: Annotated[int, Meta(ge=1, le=1024)] = 12
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Read the options of a configuration.
-
-        Raises:
-            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
-        """
-        return read(cls, options, "option {!r} of back end 'cuda_ipc'")

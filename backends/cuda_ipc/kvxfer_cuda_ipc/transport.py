@@ -26,13 +26,6 @@ from kvxfer_cuda_ipc.options import Options
 
 __all__ = ["CudaIpcTransport"]
 
-CAPABILITIES = Capabilities(
-    verbs=frozenset({Verb.READ, Verb.WRITE}),
-    memory=frozenset({"cuda"}),
-    run_bytes=32,  # even short runs go at a good part of the link's speed
-    factored=True,
-)
-
 RETRY_S = 0.0005
 """How soon to ask again whether a fence without an event has passed."""
 
@@ -53,6 +46,12 @@ class CudaIpcTransport(Base[Endpoint, Link]):
     contract = 2
     guarded = "always"
     costs = {"cuda": 10}
+    capabilities = Capabilities(
+        verbs=frozenset({Verb.READ, Verb.WRITE}),
+        memory=frozenset({"cuda"}),
+        run_bytes=32,  # even short runs go at a good part of the link's speed
+        factored=True,
+    )
     libraries = {"cuda-bindings": ("cuda-bindings",)}
     endpoint_type = Endpoint
 
@@ -71,10 +70,6 @@ class CudaIpcTransport(Base[Endpoint, Link]):
     @classmethod
     def probe(cls) -> Probe:
         return probe()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return CAPABILITIES
 
     def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
         devices = {r.device for r in regions}
@@ -128,7 +123,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
                 opened.append(memory)
                 for _ in range(memory.number - count):
                     remote.add(())  # numbers that the peer has used and given up
-                if remote.add(regions, CAPABILITIES.memory) != memory.number:
+                if remote.add(regions, self.capabilities.memory) != memory.number:
                     raise TransportError(f"{peer.agent} sent two memories of one number")
                 count = memory.number + 1
         except TransportError:

@@ -63,10 +63,9 @@ def version_of() -> str:
 
 
 class LibraryEngine:
-    """One engine, with ports of its own. Any thread may call ``probe`` and ``post``; the others are for its owner.
+    """One engine, with ports of its own, which peers reach by ``name``.
 
-    Attributes:
-        name: By which peers reach it, host and port.
+    Any thread may call ``probe`` and ``post``; the others are for its owner.
     """
 
     def __init__(self, options: Options) -> None:
@@ -111,10 +110,7 @@ class LibraryEngine:
         return bool(self._engine.send_probe(peer) == 0)
 
     def post(self, write: bool, peer: str, here: int, there: int, nbytes: int) -> int:
-        """Start one request. Blocks when it is the first one to a peer.
-
-        Returns:
-            Its number, for ``ended``.
+        """Start one request, and return its number, for ``ended``. Blocks when it is the first one to a peer.
 
         Raises:
             TransportError: The peer cannot be reached.

@@ -15,13 +15,7 @@ LOOK_S = (0.002, 0.05)
 
 
 class Link:
-    """A link.
-
-    Attributes:
-        looks: How many looks at the peer's cell have begun.
-        seen: Number of the last look that found the link up.
-        broken: Why nothing can move any more.
-    """
+    """A link: how many looks at the peer's cell have begun, the last one that found it up, and why nothing can move any more."""
 
     def __init__(self, number: int, cell: Cell, mine: Endpoint, theirs: Endpoint, peer: Peer, now: float) -> None:
         """Show the peer that this end is there."""

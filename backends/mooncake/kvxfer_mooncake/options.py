@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
+from kvxfer.backend.options import BackendOptions
 from kvxfer.errors import ConfigError
-from kvxfer.settings import everywhere, read
+from kvxfer.settings import everywhere
 
 __all__ = ["Options"]
 
 
-class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``mooncake``. There is no ``listen``: Mooncake binds to all addresses, whatever it is told.
 
     Attributes:
@@ -21,21 +22,17 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         protocol: How Mooncake moves the bytes. ``tcp``, also where there are RDMA cards; or ``rdma``, over those that it finds.
     """
 
+    backend = "mooncake"
+
     advertise: Annotated[str, Meta(min_length=1, max_length=253)] = "127.0.0.1"
     protocol: Literal["tcp", "rdma"] = "tcp"
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Read the options of a configuration.
-
-        Raises:
-            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
-        """
-        naming = "option {!r} of back end 'mooncake'"
-        parsed = read(cls, options, naming)
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        parsed = super().parse(options)
         if everywhere(parsed.advertise):
             raise ConfigError(
-                f"{naming.format('advertise')} is {parsed.advertise!r}, which is no address that a peer could dial; "
+                f"{cls.naming().format('advertise')} is {parsed.advertise!r}, which is no address that a peer could dial; "
                 "set it to this host's name or address"
             )
         return parsed

@@ -127,10 +127,7 @@ class Direction:
         self.waiting.append(post)
 
     def step(self, now: float) -> float | None:
-        """Go on as far as may be.
-
-        Returns:
-            When to be called again, at the latest, by ``time.monotonic``.
+        """Go on as far as may be; return when to be called again, at the latest, by ``time.monotonic``.
 
         Raises:
             Broken: The direction is of no more use.

@@ -12,15 +12,16 @@ __all__ = ["Options"]
 
 
 class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Attributes: channels: thread blocks (NCCL: CTAs) that one message may use, on both GPUs.
+    """What can be set; ``listen`` and ``port`` are for the small connections that accompany links.
 
-    More move faster, take more device memory and more from the model's kernels. Of two sides that differ, the fewer.
-    priority: of the stream that transfers run on; ``normal`` is the lowest that CUDA has. idle_close_s: seconds without
-    a transfer after which a communicator is closed, which gives its memory back. init_timeout_s: seconds that the
-    making of a communicator may take. abort_timeout_s: seconds that NCCL gets to abort one, before its memory counts as
-    still in use. connect_timeout_s: seconds until a link that is not yet made counts as failed. listen: address on
-    which this side takes the small connections that accompany links. advertise: host name or address given to peers, if
-    it is not ``listen``. port: TCP port to listen on; 0 takes any free one.
+    Attributes:
+        channels: Thread blocks (NCCL: CTAs) that one message may use, on both GPUs. More move faster, take more device memory and more
+            from the model's kernels. Of two sides that differ, the fewer.
+        priority: Of the stream that transfers run on; ``normal`` is the lowest that CUDA has.
+        idle_close_s: Seconds without a transfer after which a communicator is closed, which gives its memory back.
+        init_timeout_s: Seconds that the making of a communicator may take.
+        abort_timeout_s: Seconds that NCCL gets to abort one, before its memory counts as still in use.
+        connect_timeout_s: Seconds until a link that is not yet made counts as failed.
     """
 
     backend = "nccl"

@@ -90,10 +90,7 @@ class LibraryAgent:
             ) from e
 
     def register(self, regions: Sequence[Region], cuda: bool, device: int) -> Any:
-        """Register regions, which lie on one device.
-
-        Returns:
-            What ``deregister`` takes.
+        """Register regions, which lie on one device; return what ``deregister`` takes.
 
         Raises:
             TransportError: NIXL refuses.
@@ -195,10 +192,7 @@ class LibraryAgent:
             raise TransportError(self._library.explain(e)) from e
 
     def post(self, handle: int) -> bool:
-        """Start a transfer, once.
-
-        Returns:
-            Whether it is done. Over CMA it always is: the call copies.
+        """Start a transfer, once; return whether it is done. Over CMA it always is: the call copies.
 
         Raises:
             TransportError: It cannot be started.

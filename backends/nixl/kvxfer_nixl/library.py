@@ -94,10 +94,7 @@ class Library:
 
 
 def load(log_level: str | None = None) -> Library:
-    """Load NIXL.
-
-    Args:
-        log_level: Its log's level; counts at the first load only.
+    """Load NIXL. Its log's level counts at the first load only.
 
     Raises:
         TransportError: It is missing; the message has the pip line.

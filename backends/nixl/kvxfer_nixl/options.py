@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
+from kvxfer.backend.options import BackendOptions
 from kvxfer.backend.ucx import confined
 from kvxfer.errors import ConfigError
-from kvxfer.settings import read
 from kvxfer_nixl.library import has_gpu
 
 __all__ = ["Options"]
@@ -25,7 +25,7 @@ UCX_DEFAULTS = {
 """What we set unless the operator does, in the options or with ``UCX_*`` in the environment."""
 
 
-class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``nixl``.
 
     Attributes:
@@ -44,6 +44,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             ``NIXL_LOG_LEVEL``.
     """
 
+    backend = "nixl"
+
     listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     plugin: Annotated[str, Meta(min_length=1)] = "UCX"
     plugin_params: dict[str, Setting] = {}
@@ -55,13 +57,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     log_level: Literal["TRACE", "DEBUG", "INFO", "WARN", "ERROR", "FATAL"] | None = None
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Read the options of a configuration.
-
-        Raises:
-            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
-        """
-        parsed = read(cls, options, "option {!r} of back end 'nixl'")
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        parsed = super().parse(options)
         parsed = msgspec.structs.replace(parsed, plugin=parsed.plugin.upper())
         if parsed.ucx and parsed.plugin != "UCX":
             raise ConfigError(

@@ -21,11 +21,9 @@ __all__ = ["applied", "check"]
 
 
 def check(settings: Mapping[str, str], library: Path | None) -> None:
-    """Refuse a setting that UCX does not take, or that the environment contradicts.
+    """Refuse a setting of UCX that it does not take, or that the environment contradicts.
 
-    Args:
-        settings: UCX's settings by name.
-        library: NIXL's libucp; without one (a NIXL built from source) names and values go unchecked.
+    Without NIXL's libucp (a NIXL built from source) names and values go unchecked.
 
     Raises:
         ConfigError: There is such a setting.

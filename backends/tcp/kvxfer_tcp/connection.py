@@ -63,10 +63,7 @@ class Connection:
         self.writable |= bool(events & (select.EPOLLOUT | select.EPOLLERR))
 
     def step(self) -> bool:
-        """Do a bounded part of what can be done now.
-
-        Returns:
-            Whether there is more.
+        """Do a bounded part of what can be done now; return whether there is more.
 
         Raises:
             OSError: The connection broke.
@@ -109,11 +106,8 @@ class Connection:
 def tune(opened: socket.socket, options: Options, dialled: bool) -> None:
     """Have the kernel send at once, and notice a host that is gone.
 
-    Args:
-        opened: The socket.
-        options: Of the back end.
-        dialled: Whether it is the reading side's. That has little to send, so what is not acknowledged for long means
-            that the host is gone; the other side may just wait for a reader that was stopped.
+    The side that ``dialled`` reads and has little to send, so what is not acknowledged for long means that the host is gone; the other side
+    may just wait for a reader that was stopped.
     """
     patience = max(1, round(options.heartbeat_s))
     settings = [

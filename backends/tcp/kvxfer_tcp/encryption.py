@@ -37,11 +37,7 @@ _SECRET_BYTES = 32
 
 
 class Keys:
-    """The keys of one transport.
-
-    Attributes:
-        public: What peers have to know.
-    """
+    """The keys of one transport, of which peers have to know the ``public`` one."""
 
     def __init__(self) -> None:
         """Make them.

@@ -47,15 +47,7 @@ _libc.recv.restype = ctypes.c_ssize_t
 
 
 def merged(addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-    """Join runs that follow each other in memory, and drop empty ones.
-
-    Args:
-        addresses: int64 ``[n]``.
-        lengths: Bytes, int64 ``[n]``.
-
-    Returns:
-        Addresses and lengths of the same bytes in the same order.
-    """
+    """Join runs, int64 ``[n]``, that follow each other in memory, and drop empty ones; the bytes stay in their order."""
     if len(lengths) and int(lengths.min()) == 0:
         keep = lengths > 0
         addresses, lengths = addresses[keep], lengths[keep]
@@ -82,13 +74,7 @@ class IovecTable:
     """
 
     def __init__(self, addresses: Ints, lengths: Ints, chunk: int) -> None:
-        """Cut them.
-
-        Args:
-            addresses: Of the runs, int64 ``[n]``, at least one.
-            lengths: Their bytes, int64 ``[n]``, none of them 0.
-            chunk: Bytes of a chunk.
-        """
+        """Cut the runs at these addresses, int64 ``[n]``, into chunks of so many bytes. There is at least one run, and none is empty."""
         addresses, lengths = merged(addresses, lengths)
         ends = np.cumsum(lengths)
         self.nbytes = int(ends[-1])
@@ -178,8 +164,7 @@ class IovecBuffer(IovecTable):
 class Pipe:
     """A socket that never blocks. Its methods fail with ``OSError`` when the connection is over.
 
-    Attributes:
-        unsent: What was taken and waits for room.
+    ``unsent`` was taken and waits for room.
     """
 
     def __init__(self, connection: socket.socket, ahead: bytes = b"") -> None:
@@ -234,10 +219,7 @@ class Pipe:
         return data
 
     def receive(self, table: IovecTable, lo: int, hi: int) -> int:
-        """Receive into the rows ``[lo, hi)``.
-
-        Returns:
-            How many bytes have come, -1 if there are none yet.
+        """Receive into the rows ``[lo, hi)``; return how many bytes have come, -1 if there are none yet.
 
         Raises:
             OSError: The connection broke, or its peer has closed it.
@@ -248,10 +230,7 @@ class Pipe:
         return count
 
     def discard(self, nbytes: int) -> int:
-        """Drop at most so many bytes that have come, without a copy.
-
-        Returns:
-            How many, -1 if there are none yet.
+        """Drop at most so many bytes that have come, without a copy; return how many, -1 if there are none yet.
 
         Raises:
             OSError: The connection broke, or its peer has closed it.

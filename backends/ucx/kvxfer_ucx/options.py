@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
+from kvxfer.backend.options import BackendOptions
 from kvxfer.backend.ucx import confined
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.settings import near, read
+from kvxfer.settings import near
 from kvxfer_ucx import cuda
 from kvxfer_ucx.library import Library
 
@@ -33,7 +33,7 @@ UCX_DEFAULTS = {
 """What we set unless the operator does, in the options or with ``UCX_*`` in the environment."""
 
 
-class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``ucx``.
 
     Attributes:
@@ -44,19 +44,12 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ucx: Settings of UCX without the prefix ``UCX_``, as in ``{"TLS": "tcp", "NET_DEVICES": "eth0"}``.
     """
 
+    backend = "ucx"
+
     listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     ports: Annotated[str, Meta(pattern=r"^\d{1,5}-\d{1,5}$")] | None = None
     connect_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     ucx: dict[str, str | int | float | bool] = {}
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Read the options of a configuration.
-
-        Raises:
-            ConfigError: An option is unknown (the message names the nearest one), or a value is bad.
-        """
-        return read(cls, options, "option {!r} of back end 'ucx'")
 
     def settings(self) -> dict[str, str]:
         """Return what to tell UCX: the options, and our defaults where neither they nor the environment say otherwise.

@@ -41,6 +41,9 @@ class ZmqTransport(Base[Endpoint, Link]):
     guarded = "always"
     encrypted_by = "encrypt"
     costs = {"cpu": 90}
+    capabilities = Capabilities(
+        verbs=frozenset({Verb.SEND, Verb.RECV}), elastic=True, run_bytes=512, may_block_s=3 * TURN_S
+    )
     last_resort = True
     libraries = {"pyzmq": ("pyzmq",)}
     endpoint_type = Endpoint
@@ -48,9 +51,6 @@ class ZmqTransport(Base[Endpoint, Link]):
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
         self._keys = Keys() if self._options.encrypt else None
-        self._capabilities = Capabilities(
-            verbs=frozenset({Verb.SEND, Verb.RECV}), elastic=True, run_bytes=512, may_block_s=3 * TURN_S
-        )
         super().__init__(agent, options)
         self._ends: dict[bytes, Link | None] = {}  # by our token, with the link if there is one by now
         self._open: dict[int, Link] = {}  # links, closed ones as well while something of them has not ended
@@ -74,10 +74,6 @@ class ZmqTransport(Base[Endpoint, Link]):
     def probe(cls) -> Probe:
         facts = {"pyzmq": zmq.pyzmq_version(), "libzmq": zmq.zmq_version()}
         return Probe(True, "ZeroMQ works everywhere; it moves CPU memory", frozenset({"cpu"}), facts)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         mine = Endpoint(self.agent, self._address, new_token(), b"" if self._keys is None else self._keys.public)

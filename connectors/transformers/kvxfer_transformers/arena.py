@@ -32,16 +32,9 @@ class _Plane:
 
 
 class Arena:
-    """Blocks of tokens of all layers; one thread at a time.
+    """Blocks of tokens of all layers, with room for so many tokens; one thread at a time.
 
-    Args:
-        forms: What the model's layers keep.
-        tokens: How many tokens there is room for.
-        device: Where.
-
-    Attributes:
-        groups: One for each kind of layer, in the order of the model.
-        cache: What others must know of it.
+    ``groups`` has one for each kind of layer, in the order of the model; ``cache`` is what others must know of it.
     """
 
     def __init__(self, forms: tuple[LayerForm, ...], tokens: int, device: torch.device) -> None:

@@ -38,12 +38,8 @@ class UnsupportedCacheError(KvxferError):
 class LayerForm:
     """What one layer keeps of a token, and of how many tokens.
 
-    Attributes:
-        index: The layer's place in the cache.
-        window: How many tokens a token attends to at most, itself included; 0 without such a limit.
-        heads: KV heads of keys and of values.
-        dims: Elements of a head of keys and of values.
-        dtype: Of both.
+    ``index`` is its place in the cache. ``window``: how many tokens a token attends to at most, itself included; 0 without such a limit.
+    ``heads`` and ``dims`` (elements of a head) are of keys and of values.
     """
 
     index: int

@@ -76,8 +76,7 @@ def batch_processor(manager: Any) -> Any:
 def reserve(paged: Any, name: str, start: int, tokens: int) -> bool:
     """Give a request blocks for tokens ``[start, tokens)``, at the cost of blocks that are only kept in case they match.
 
-    Returns:
-        Whether there was room.
+    Return whether there was room.
     """
     span = _Span(name, start)
     if paged.can_store_request_tokens(span, tokens - start):
@@ -94,14 +93,7 @@ def rename(paged: Any, before: str, after: str) -> None:
 
 
 def go_on(processor: Any, state: RequestState, ids: list[int], tokens: int) -> None:
-    """Let a request run, the KV of whose first tokens is in its blocks.
-
-    Args:
-        processor: What runs the manager's batches.
-        state: The request.
-        ids: Its prompt, and what has been generated behind it elsewhere.
-        tokens: How many of ``ids`` have KV.
-    """
+    """Let a request run, the KV of whose first ``tokens`` ids is in its blocks; ``ids`` are its prompt and what was generated elsewhere."""
     paged, scheduler = processor.cache, processor.scheduler
     state.generated_tokens = ids[len(state.initial_tokens) :]
     state.remaining_prefill_tokens = ids[tokens:]

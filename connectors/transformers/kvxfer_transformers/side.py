@@ -16,18 +16,8 @@ __all__ = ["SingleProcess"]
 class SingleProcess:
     """Both sides of an engine whose scheduler and worker are one thread; one thread at a time.
 
-    Args:
-        cache: Its memory, which stays where it is until ``close``.
-        groups: Its groups, as the cache has them.
-        config: The settings.
-        name: The engine's name, for logs of others.
-        facts: What all its KV depends on.
-        memory: What owns the cache's memory, which is kept until nothing touches it any more.
-
-    Attributes:
-        scheduler: The scheduler's side.
-        worker: The worker's side.
-        received: Bytes that have been fetched so far.
+    ``memory`` is what owns the cache's memory, which stays where it is until ``close``, and is kept until nothing touches it any more.
+    ``received`` are the bytes that have been fetched so far.
     """
 
     def __init__(

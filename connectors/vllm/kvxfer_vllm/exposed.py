@@ -25,13 +25,9 @@ BANDED = 0.15
 
 
 def exposure(chunks: int, rounds: int, transfer_ms: float, backend: str) -> dict[str, Any]:
-    """Measure how long transfers go on after the producer's last token.
+    """Measure how long transfers go on after the producer's last token, where the link needs ``transfer_ms`` for a prompt.
 
-    Args:
-        chunks: Of each prompt.
-        rounds: Prompts of each kind.
-        transfer_ms: What the link needs for a prompt, in ms. Its prefill takes twice as long.
-        backend: The back end behind the throttle; its consumer reads.
+    Its prefill takes twice as long. The back end is behind a throttle; its consumer reads. There are ``rounds`` prompts of each kind.
 
     Returns:
         ``whole_ms``, ``chunked_ms`` and ``banded_ms`` of each prompt, the medians of the latter over that of the first as

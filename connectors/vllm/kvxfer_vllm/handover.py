@@ -32,15 +32,9 @@ MODES = {"stepwise": False, "overlapped": True}
 def measure(
     tokens: int, rounds: int, step_ms: float, budget_ms: float, backend: str, overlap: bool = False
 ) -> dict[str, Any]:
-    """Load prompts one after the other into a busy engine.
+    """Load prompts of so many tokens one after the other into a busy engine with steps of ``step_ms``; ``rounds`` of them count.
 
-    Args:
-        tokens: Of each prompt.
-        rounds: How many of them count.
-        step_ms: What a step takes, ms.
-        budget_ms: ``step_budget`` in ms; 0 has all go beside the steps.
-        backend: The back end.
-        overlap: Whether steps overlap.
+    With a ``budget_ms`` (``step_budget``) of 0 all go beside the steps.
 
     Returns:
         The further steps of each load; of each stage the median over the loads, in µs from the request's arrival; and of each but

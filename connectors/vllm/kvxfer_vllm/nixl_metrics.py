@@ -51,12 +51,7 @@ class NixlNamedMetrics:
 
     @classmethod
     def of(cls, vllm_config: Any, make: Callable[..., Any]) -> NixlNamedMetrics | None:
-        """Return them where they cannot be mistaken; ``None`` inside MultiConnector, which may have NIXL's own beside us.
-
-        Args:
-            vllm_config: vLLM's configuration.
-            make: Registers a metric.
-        """
+        """Return them where they cannot be mistaken; ``None`` inside MultiConnector, which may have NIXL's own beside us."""
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector == "MultiConnector":
             return None

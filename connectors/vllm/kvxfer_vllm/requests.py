@@ -15,11 +15,7 @@ __all__ = ["LoadingRequests"]
 
 
 class LoadingRequests:
-    """From a request's arrival until it is known what becomes of its load; one thread.
-
-    Args:
-        spans: Has their traces.
-    """
+    """From a request's arrival until it is known what becomes of its load; one thread."""
 
     def __init__(self, spans: RequestSpans) -> None:
         self._spans = spans

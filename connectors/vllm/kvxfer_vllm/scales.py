@@ -21,11 +21,6 @@ def scales_of(name: str, layer: Any, spec: Any) -> str:
 
     Nothing where its cache is not quantised, or all scales lie in its pages.
 
-    Args:
-        name: The layer's name.
-        layer: vLLM's layer object, with its weights loaded; ``None`` if there is none.
-        spec: The layer's spec.
-
     Raises:
         ConfigError: The scales are not known, or not fixed.
     """

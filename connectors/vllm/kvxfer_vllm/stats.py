@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -100,12 +101,7 @@ class KVXferStats(KVConnectorStats):
 
 
 class Gauges:
-    """What a rank's agent says at one moment.
-
-    Attributes:
-        stats: Its stats.
-        values: What goes up and down, as in ``KVXferStats.data["gauges"]``.
-    """
+    """What a rank's agent says at one moment; ``values`` go up and down, as in ``KVXferStats.data["gauges"]``."""
 
     def __init__(self, stats: Stats, links: Iterable[LinkStatus]) -> None:
         self.stats = stats
@@ -126,44 +122,35 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         def make(kind: str, name: str, documentation: str, *labels: str, **more: Any) -> Any:
             return kinds[kind](name=name, documentation=documentation, labelnames=[*labelnames, *labels], **more)
 
-        self._bytes = make("counter", "kvxfer_kv_bytes", "Bytes of KV cache that arrived.")
-        self._seconds = make(
-            "histogram",
-            "kvxfer_transfer_seconds",
-            "From want to outcome, of loads that were delivered.",
-            buckets=BUCKETS,
+        counter, gauge, histogram = (partial(make, kind) for kind in kinds)
+        self._bytes = counter("kvxfer_kv_bytes", "Bytes of KV cache that arrived.")
+        self._seconds = histogram(
+            "kvxfer_transfer_seconds", "From want to outcome, of loads that were delivered.", buckets=BUCKETS
         )
-        self._loads = make(
-            "counter",
-            "kvxfer_transfers",
-            "Loads that have ended: delivered, or by the kind of their failure.",
-            "outcome",
+        self._loads = counter(
+            "kvxfer_transfers", "Loads that have ended: delivered, or by the kind of their failure.", "outcome"
         )
-        self._requests = make(
-            "counter",
+        self._requests = counter(
             "kvxfer_requests",
             "Requests whose load has ended on all ranks: delivered, computed here, or by the kind of its failure.",
             "outcome",
         )
-        self._request_seconds = make(
-            "histogram",
+        self._request_seconds = histogram(
             "kvxfer_request_seconds",
             "From a request's arrival to the end of its load, of requests whose load was delivered.",
             buckets=BUCKETS,
         )
-        self._offers = make(
-            "counter", "kvxfer_offers", "Offers that have ended: delivered, or by the kind of their failure.", "outcome"
+        self._offers = counter(
+            "kvxfer_offers", "Offers that have ended: delivered, or by the kind of their failure.", "outcome"
         )
-        self._parts = make("counter", "kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
-        self._corrupt = make("counter", "kvxfer_corrupt", "Transfers whose checksum was not that of what was sent.")
+        self._parts = counter("kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
+        self._corrupt = counter("kvxfer_corrupt", "Transfers whose checksum was not that of what was sent.")
         self._gauges = {
-            "quarantined": make(
-                "gauge", "kvxfer_quarantined_bytes", "Of ended transfers, which the back end may still touch."
-            ),
-            "loads": make("gauge", "kvxfer_loads_in_hand", "Loads that are under way, over all ranks."),
-            "leases": make("gauge", "kvxfer_offers_in_hand", "Offers that are leased or being read, over all ranks."),
+            "quarantined": gauge("kvxfer_quarantined_bytes", "Of ended transfers, which the back end may still touch."),
+            "loads": gauge("kvxfer_loads_in_hand", "Loads that are under way, over all ranks."),
+            "leases": gauge("kvxfer_offers_in_hand", "Offers that are leased or being read, over all ranks."),
         }
-        self._links = make("gauge", "kvxfer_links", "Links that are up, over all ranks.", "role", "backend")
+        self._links = gauge("kvxfer_links", "Links that are up, over all ranks.", "role", "backend")
         self._by_rank: dict[int, dict[str, dict[str, Any]]] = {}
         self._nixl = NixlNamedMetrics.of(vllm_config, make)
         for values in per_engine_labelvalues.values():

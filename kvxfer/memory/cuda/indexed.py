@@ -20,15 +20,9 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def move_indexed(
     space: Space, strided: StridedCopy, side: Side, stream: int, wrap: Callable[[int, int], Any], *, pack: bool
 ) -> None:
-    """Move bytes between a copy's rows on one side and the packed stream.
+    """Move bytes between a copy's rows on one side, in ``space``, and the packed stream at an address: into it if ``pack``.
 
-    Args:
-        space: The memory that holds the rows.
-        strided: The copy.
-        side: Which of its sides is in ``space``.
-        stream: Address of the packed stream.
-        wrap: Makes a uint8 tensor over (address, bytes).
-        pack: Whether to move into the stream, or else out of it.
+    ``wrap`` makes a uint8 tensor over (address, bytes).
     """
     rows, places = (strided.src_rows, strided.src_at) if side == "source" else (strided.dst_rows, strided.dst_at)
     base, size = strided.stream()

@@ -83,10 +83,7 @@ class _Launch:
 class Launcher:
     """Launches kernels for one space, on one stream. Used by one thread at a time.
 
-    Args:
-        space: The memory that is packed and unpacked.
-        processors: Multiprocessors of its device.
-        stream: A ``torch.cuda.Stream``; ``None`` under the interpreter, where all is done on return.
+    ``processors`` are the multiprocessors of its device; ``stream`` is ``None`` under the interpreter, where all is done on return.
     """
 
     def __init__(self, space: Space, processors: int, stream: Any = None) -> None:
@@ -222,13 +219,7 @@ class Launcher:
         return Done() if self._stream is None else self._events.record(self._stream)
 
     def digests(self, part: LogicalCopy, side: Side, out: Any) -> Iterator[Callable[[], Any]]:
-        """Yield launches that add the checksum of a logical copy, read on one side, to ``out``; call each once.
-
-        Args:
-            part: What to read.
-            side: Where to read it.
-            out: int64 ``[1]``, on the device.
-        """
+        """Yield launches that add the checksum of a logical copy, read on one side, to int64 ``out[0]`` on the device; call each once."""
         view_group = part.view_group
         for tokens, places, first in spans(part, side):
             units, keys = self._units_of(view_group, tokens)

@@ -27,11 +27,7 @@ __all__ = ["CudaSpace", "allocate"]
 
 
 class CudaSpace(Space):
-    """Memory of one device, which packs into memory of that device or into pinned host memory.
-
-    Attributes:
-        owner: An object that is kept alive with the space.
-    """
+    """Memory of one device, which packs into memory of that device or into pinned host memory. It keeps ``owner`` alive."""
 
     by_itself = True
 

@@ -19,13 +19,7 @@ _SEGMENTS = 512
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table of segments.
-
-    Attributes:
-        tensor: Pinned host memory.
-        columns: The same as an array, int64 ``[3, pitch]``.
-        pitch: Segments for which there is room.
-    """
+    """A table of segments in pinned host memory, with room for ``pitch``; ``columns`` are the same as an array, int64 ``[3, pitch]``."""
 
     tensor: Any
     columns: Ints

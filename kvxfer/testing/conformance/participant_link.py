@@ -104,17 +104,7 @@ class ParticipantLink:
         target_memory: int = 0,
         fences: Mapping[str, Fence] | None = None,
     ) -> Started:
-        """Submit all halves of a transfer.
-
-        Args:
-            way: How to move.
-            source: The participant whose memory is read.
-            target: The participant whose memory is written.
-            runs: What to move.
-            memory: Number of the source's memory.
-            target_memory: Number of the target's memory.
-            fences: By the name of the participant whose half waits for it.
-        """
+        """Submit all halves of a transfer, each with the fence of its participant's name, if there is one."""
         started = Started()
         for participant, batch in self.halves(way, source, target, runs, memory, target_memory):
             started.halves.append((participant, participant.submit(batch, (fences or {}).get(participant.name))))

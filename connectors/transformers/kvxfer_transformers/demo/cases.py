@@ -16,14 +16,10 @@ OUTPUT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One batch of prompts.
+    """One batch of prompts of these lengths; the shorter ones are padded on the left.
 
-    Attributes:
-        kind: The model (``models.MODELS``).
-        lengths: Tokens of each prompt; the shorter ones are padded on the left.
-        dtype: The model's.
-        static: Whether the KV goes into a ``StaticCache``.
-        batching: Whether continuous batching runs it, instead of ``generate()``.
+    ``kind`` is one of ``models.MODELS``. The KV goes into a ``StaticCache`` if ``static``, and continuous batching runs it, instead of
+    ``generate()``, if ``batching``.
     """
 
     kind: str

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
-import queue
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from kvxfer.bench.remote import Remote
 from kvxfer.cli.demo import Demo, demo_settings
+from kvxfer.cli.demo_report import finish, report_of, say_failed, show_requests
 from kvxfer.errors import KvxferError
 
 __all__ = ["DEMO", "demo"]
-
-ANSWER_S = 180.0
 
 
 def demo(
@@ -36,17 +29,10 @@ def demo(
     progress.print(f"Starting two processes: prefill, decode (back end {settings['backend']}); a plain run here")
     try:
         report = _run(settings, progress)
-    except _ProcessError as error:
-        progress.print(f"FAILED: {error}", style="red", markup=False, soft_wrap=True)
+    except KvxferError as error:
+        say_failed(error)
         raise typer.Exit(1) from None
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        _show(report, Console())
-    for objection in report["objections"]:
-        progress.print(f"FAILED: {objection}", style="red", markup=False, soft_wrap=True)
-    if report["objections"]:
-        raise typer.Exit(1)
+    finish(report, as_json, _show)
 
 
 def _lack() -> str | None:
@@ -59,86 +45,29 @@ def _lack() -> str | None:
 DEMO = Demo(demo, _lack)
 
 
-class _ProcessError(KvxferError):
-    """A process of the demo has died, or does not answer."""
+def _side(settings: dict[str, Any]) -> Any:
+    """Make one side of the demo, in a process of its own; the other may do so meanwhile."""
+    from kvxfer_transformers.demo.process import DemoSide
 
-
-class _Process:
-    """A process that answers questions."""
-
-    def __init__(self, role: str, settings: dict[str, Any]) -> None:
-        self.role = role
-        command = [sys.executable, "-W", "ignore", "-m", "kvxfer_transformers.demo.process", role, json.dumps(settings)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        self._answers: queue.Queue[str | None] = queue.Queue()
-        self._said: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
-        threading.Thread(target=self._note, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put(None)
-
-    def _note(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._said = [*self._said[-20:], line.rstrip()]
-
-    def hear(self) -> dict[str, Any]:
-        """Return its next answer."""
-        try:
-            line = self._answers.get(timeout=ANSWER_S)
-        except queue.Empty:
-            raise _ProcessError(f"the {self.role} process has not answered for {ANSWER_S:g} s") from None
-        if line is None:
-            raise _ProcessError(f"the {self.role} process has died: {'; '.join(self._said[-1:]) or 'it says nothing'}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Ask, and return the answer."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # then `hear` says what has become of it
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-        return self.hear()
-
-    def end(self) -> None:
-        """Let it end, or end it."""
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()  # type: ignore[union-attr]
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-@contextlib.contextmanager
-def _running(settings: dict[str, Any]) -> Iterator[tuple[_Process, _Process]]:
-    with contextlib.ExitStack() as ends:
-        prefill, decode = (_Process(role, settings) for role in ("prefill", "decode"))
-        ends.callback(prefill.end)
-        ends.callback(decode.end)
-        yield prefill, decode
+    return DemoSide(settings)
 
 
 def _run(settings: dict[str, Any], progress: Console) -> dict[str, Any]:
     start = time.monotonic()
     requests = []
-    with _running(settings) as (prefill, decode):
+    with contextlib.ExitStack() as ends:
+        prefill, decode = (Remote(role, _side, settings) for role in ("prefill", "decode"))
+        ends.callback(prefill.close)
+        ends.callback(decode.close)
         # Imported while the processes do the same.
         from kvxfer_transformers.demo.cases import CASES, OUTPUT_TOKENS
         from kvxfer_transformers.demo.plain import plain_tokens
 
-        prefill.hear(), decode.hear()
+        prefill.wait()
+        decode.wait()
         progress.print(f"  both answer after {time.monotonic() - start:.0f} s")
         for name, case in CASES.items():
-            tickets = prefill.ask({"case": name})["tickets"]
-            got = decode.ask({"case": name, "tickets": tickets})
+            got = decode("decode", name, prefill("prefill", name))
             requests.append(
                 {
                     "prompt": name,
@@ -150,16 +79,8 @@ def _run(settings: dict[str, Any], progress: Console) -> dict[str, Any]:
                     "tokens_identical": got["tokens"] == plain_tokens(case),
                 }
             )
-    return {
-        "engine": "transformers",
-        "backend": settings["backend"],
-        "tokens_identical": all(request["tokens_identical"] for request in requests),
-        "kv_bytes": sum(request["kv_bytes"] for request in requests),
-        "external_kv_tokens": sum(request["external_kv_tokens"] for request in requests),
-        "requests": requests,
-        "objections": _objections(requests),
-        "seconds": time.monotonic() - start,
-    }
+    report = report_of(settings["backend"], requests, _objections(requests), time.monotonic() - start)
+    return {"engine": "transformers", **report}
 
 
 def _objections(requests: list[dict[str, Any]]) -> list[str]:
@@ -173,23 +94,4 @@ def _objections(requests: list[dict[str, Any]]) -> list[str]:
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"KV moved from prefill to decode by {report['backend']}", title_justify="left")
-    table.add_column("prompt", no_wrap=True)
-    for column in ("tokens", "fetched", "KV", "time"):
-        table.add_column(column, justify="right")
-    table.add_column("output")
-    for request in report["requests"]:
-        table.add_row(
-            request["prompt"],
-            str(request["prompt_tokens"]),
-            str(request["external_kv_tokens"]),
-            f"{request['kv_bytes'] / 1e6:.2f} MB",
-            "" if request["transfer_seconds"] is None else f"{request['transfer_seconds'] * 1e3:.1f} ms",
-            "identical" if request["tokens_identical"] else "[red]differs[/]",
-        )
-    console.print(table)
-    if not report["objections"]:
-        console.print(
-            f"All tokens are identical to the plain run's; {report['external_kv_tokens']} prompt tokens "
-            f"({report['kv_bytes'] / 1e6:.2f} MB of KV) came from the prefill process."
-        )
+    show_requests(report, console, "the plain run", "the prefill process")

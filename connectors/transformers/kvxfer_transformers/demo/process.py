@@ -1,11 +1,11 @@
-"""One of the demo's processes: it prefills, or it decodes. It hears and answers in lines of JSON."""
+"""One of the demo's processes: it prefills, or it decodes."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -15,38 +15,47 @@ from kvxfer_transformers.batching import BatchingExchange
 from kvxfer_transformers.demo.cases import CASES, OUTPUT_TOKENS, Case
 from kvxfer_transformers.exchange import CacheExchange
 
-__all__ = ["main"]
+__all__ = ["DemoSide"]
 
 RESULT_S = 120.0
 
 
 class _Way(Protocol):
-    """How a process prefills, and how it decodes."""
+    """How a process prefills, and how it decodes: as ``DemoSide`` does."""
 
-    def prefill(self, case: Case) -> list[str]:
+    def prefill(self, case: Case) -> list[str]: ...
+    def decode(self, case: Case, tickets: list[str]) -> dict[str, Any]: ...
+
+
+class DemoSide:
+    """What prefills, or decodes, cases by name."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self._last: object = None
+        self._stack = contextlib.ExitStack()
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        sys.stdout = sys.stderr  # whatever a library has to say
+
+    def prefill(self, name: str) -> list[str]:
         """Return the tickets of a case's prompts."""
+        return self._way(CASES[name]).prefill(CASES[name])
 
-    def decode(self, case: Case, tickets: list[str]) -> dict[str, Any]:
+    def decode(self, name: str, tickets: list[str]) -> dict[str, Any]:
         """Return the tokens of a case, and what was fetched for it."""
+        return self._way(CASES[name]).decode(CASES[name], tickets)
 
+    def close(self) -> None:
+        self._stack.close()
 
-def main() -> None:
-    """Answer each line ``{"case": NAME, "tickets": [TEXT, ...]}`` until there are no more."""
-    role, config = sys.argv[1], json.loads(sys.argv[2])
-    torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library has to say
-    print(json.dumps({"ready": role}), file=answers, flush=True)
-    last: object = None
-    with contextlib.ExitStack() as stack:
-        for line in sys.stdin:
-            asked = json.loads(line)
-            case = CASES[asked["case"]]
-            if last != (case.kind, case.dtype, case.batching):
-                stack.close()
-                last, way = (case.kind, case.dtype, case.batching), stack.enter_context(_way(case, config))
-            tickets = asked.get("tickets")
-            answer = {"tickets": way.prefill(case)} if tickets is None else way.decode(case, tickets)
-            print(json.dumps(answer), file=answers, flush=True)
+    def _way(self, case: Case) -> _Way:
+        """Return the one of this case, which is kept for those that follow."""
+        if self._last != (case.kind, case.dtype, case.batching):
+            self._stack.close()
+            self._last = case.kind, case.dtype, case.batching
+            self._current = self._stack.enter_context(_way(case, self._config))
+        return self._current
 
 
 @contextlib.contextmanager
@@ -125,7 +134,3 @@ class _Batching:
             if result is not None and result.is_finished():
                 found[result.request_id] = result.generated_tokens
         return [found[name] for name in names]
-
-
-if __name__ == "__main__":
-    main()

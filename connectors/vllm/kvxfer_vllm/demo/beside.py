@@ -22,23 +22,14 @@ STEPS = 96
 
 
 class Beside:
-    """Times a prefill and decodes with loads of the same pair beside them and without, in turns.
-
-    Args:
-        pair: The servers.
-        prompts: Where prompts come from.
-        case: Of the prefill, and of each load, one at a time.
-    """
+    """Times a prefill and decodes with loads of the same pair beside them and without, in turns."""
 
     def __init__(self, pair: ServerPair, prompts: Prompts, case: PromptCase) -> None:
         self._pair, self._prompts, self._tokens = pair, prompts, case.tokens
         self._taken: dict[str, list[float]] = {}
 
     def round(self, decoding: Others) -> None:
-        """Time each once. The first round warms up and does not count.
-
-        Args:
-            decoding: What decodes at the decode server all the while.
+        """Time each once, beside what decodes all the while. The first round warms up and does not count.
 
         Raises:
             ServerError: One of the servers failed a request.
@@ -61,10 +52,9 @@ class Beside:
     def found(self) -> dict[str, Any]:
         """Return medians of the rounds that count.
 
-        Returns:
-            ``prefill_ms`` alone and ``prefill_beside_ms`` while the decode server loads, and their ratio; how many tokens a second
-            the others decode while nothing is loaded and while ``LOADS`` loads follow each other, which takes ``loads_ms``, and how many
-            tokens of all of them a load costs.
+        ``prefill_ms`` alone and ``prefill_beside_ms`` while the decode server loads, and their ratio; how many tokens a second the others
+        decode while nothing is loaded and while ``LOADS`` loads follow each other, which takes ``loads_ms``, and how many tokens of all of
+        them a load costs.
         """
         found = {kind: statistics.median(values[1:]) for kind, values in self._taken.items()}
         return {

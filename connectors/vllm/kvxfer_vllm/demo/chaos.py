@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvxfer_vllm.demo.load import Say, Stage, staged, under_load
+from kvxfer_vllm.demo.load import Stage, staged, under_load
+from kvxfer_vllm.demo.progress import Say
 from kvxfer_vllm.demo.servers import await_ready
 
 CLIENTS = 3
@@ -17,11 +18,7 @@ PREFILLS = 2
 
 
 class FaultInjector:
-    """Kills and pauses a stage's servers, at random from a seed.
-
-    Attributes:
-        injected: How often each of ``FAULTS`` was injected.
-    """
+    """Kills and pauses a stage's servers, at random from a seed, and counts what it does."""
 
     FAULTS = ("kill prefill", "kill prefill", "pause prefill", "pause prefill", "pause decode", "kill decode")
 
@@ -61,8 +58,7 @@ def server_chaos(
 ) -> dict[str, Any]:
     """Inject faults for about ``seconds`` after the servers have started, while clients use them.
 
-    Returns:
-        ``under_load``'s report, with the seed and the number of faults of each kind.
+    Return ``under_load``'s report, with the seed and the number of faults of each kind.
 
     Raises:
         ServerError: A server does not start.

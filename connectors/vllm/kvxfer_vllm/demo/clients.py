@@ -34,12 +34,7 @@ class Wish:
 class Answers:
     """What became of the requests. Any thread.
 
-    Attributes:
-        done: How many have ended.
-        identical: How many had the plain server's tokens.
-        wrong: Descriptions of those that had others.
-        failed: Descriptions of those that had no answer.
-        asked_again: How often one was asked again.
+    How many have ended, had the plain server's tokens or were asked again; and what was wrong with others.
     """
 
     done: int = 0
@@ -99,12 +94,7 @@ def expectations(model: Path, logs: Path, wanted: Iterable[Wish]) -> dict[str, l
 def ask(url: str, wish: Wish, expected: Sequence[int], answers: Answers, again: int = 0) -> None:
     """Make a request by the OpenAI client as it comes, with the retries that it does by itself.
 
-    Args:
-        url: Of the server.
-        wish: What is asked.
-        expected: The plain server's tokens.
-        answers: Where the outcome goes.
-        again: How often it is asked again instead if it fails, also amid a stream, after which the client does not retry.
+    ``again``: how often it is asked again instead if it fails, also amid a stream, after which the client does not retry.
     """
     for n in range(again + 1):
         try:
@@ -137,10 +127,7 @@ def _ask(url: str, wish: Wish, options: dict[str, Any]) -> list[int]:
 class Clients(ThreadPoolExecutor):
     """A few clients of one URL, each with one request at a time; leaving the block waits for all.
 
-    Args:
-        url: Of the server.
-        expected: The plain server's tokens, by prompt.
-        again: As for `ask`.
+    ``expected`` are the plain server's tokens, by prompt; ``again`` is as for `ask`.
     """
 
     COUNT = 4

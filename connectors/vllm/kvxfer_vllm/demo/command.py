@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvxfer.cli.demo import Demo, demo_settings
+from kvxfer.cli.demo_report import finish, report_of, say_failed, show_requests
 
 
 def demo(
@@ -44,19 +44,12 @@ def demo(
             else:
                 report, show = _run_chaos(settings, logs, progress, chaos, seed), _show_chaos
     except ServerError as error:
-        progress.print(f"FAILED: {error}", style="red", markup=False, soft_wrap=True)
+        say_failed(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         progress.print("interrupted; all servers have been ended")
         raise typer.Exit(130) from None
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        show(report, Console())
-    if report["objections"]:
-        for objection in report["objections"]:
-            progress.print(f"FAILED: {objection}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1)
+    finish(report, as_json, show)
 
 
 def _lack() -> str | None:
@@ -88,26 +81,19 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
                 for name, prompt in PROMPTS.items():
                     status.update(f"{name} ({len(prompt)} tokens)")
                     outcomes.append(compare(cluster, name, prompt))
-    return {
-        "backend": settings["backend"],
-        "tokens_identical": all(outcome.identical for outcome in outcomes),
-        "kv_bytes": sum(outcome.received.kv_bytes for outcome in outcomes),
-        "external_kv_tokens": sum(outcome.received.tokens for outcome in outcomes),
-        "requests": [
-            {
-                "prompt": outcome.name,
-                "prompt_tokens": outcome.prompt_tokens,
-                "output_tokens": len(outcome.tokens),
-                "external_kv_tokens": outcome.received.tokens,
-                "kv_bytes": outcome.received.kv_bytes,
-                "transfer_seconds": outcome.received.seconds,
-                "tokens_identical": outcome.identical,
-            }
-            for outcome in outcomes
-        ],
-        "objections": objections(outcomes),
-        "seconds": time.monotonic() - start,
-    }
+    requests = [
+        {
+            "prompt": outcome.name,
+            "prompt_tokens": outcome.prompt_tokens,
+            "output_tokens": len(outcome.tokens),
+            "external_kv_tokens": outcome.received.tokens,
+            "kv_bytes": outcome.received.kv_bytes,
+            "transfer_seconds": outcome.received.seconds,
+            "tokens_identical": outcome.identical,
+        }
+        for outcome in outcomes
+    ]
+    return report_of(settings["backend"], requests, objections(outcomes), time.monotonic() - start)
 
 
 def _run_chaos(settings: dict[str, Any], logs: Path, progress: Console, seconds: float, seed: int) -> dict[str, Any]:
@@ -127,29 +113,7 @@ def _run_chaos(settings: dict[str, Any], logs: Path, progress: Console, seconds:
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"KV moved from prefill to decode by {report['backend']}", title_justify="left")
-    table.add_column("prompt", no_wrap=True)
-    for column in ("tokens", "fetched", "KV", "time", "GB/s"):
-        table.add_column(column, justify="right")
-    table.add_column("output")
-    for request in report["requests"]:
-        seconds, size = request["transfer_seconds"], request["kv_bytes"]
-        output = "identical" if request["tokens_identical"] else "[red]differs[/]"
-        table.add_row(
-            request["prompt"],
-            str(request["prompt_tokens"]),
-            str(request["external_kv_tokens"]),
-            f"{size / 1e6:.2f} MB",
-            f"{seconds * 1e3:.1f} ms",
-            f"{size / seconds / 1e9:.3f}" if seconds else "-",
-            output,
-        )
-    console.print(table)
-    if not report["objections"]:
-        console.print(
-            f"All tokens are identical to the plain server's; {report['external_kv_tokens']} prompt tokens "
-            f"({report['kv_bytes'] / 1e6:.2f} MB of KV) came from the prefill server."
-        )
+    show_requests(report, console, "the plain server", "the prefill server")
 
 
 def _show_chaos(report: dict[str, Any], console: Console) -> None:

@@ -36,16 +36,9 @@ Say = Callable[[Mapping[str, Any]], None]
 
 
 class Rounds:
-    """Measures pairs of servers in turns; a pair of which a server fails is left out from then on.
+    """Measures pairs of servers, by back end, in turns; one more round warms up. ``say`` is called with each result.
 
-    Args:
-        pairs: By back end.
-        prompts: Where prompts come from.
-        rounds: How many count; one more warms up.
-        say: Called with each result.
-
-    Attributes:
-        failed: Whether a pair has been left out.
+    A pair of which a server fails is left out from then on, which ``failed`` says.
     """
 
     def __init__(self, pairs: Mapping[str, ServerPair], prompts: Prompts, rounds: int, say: Say) -> None:

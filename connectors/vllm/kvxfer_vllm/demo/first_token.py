@@ -13,6 +13,7 @@ import json
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,14 +39,7 @@ def _prompt(tokens: int) -> str:
 
 
 def measure(prefill: Server, decode: Server, tokens: int, rounds: int, others: int = OTHERS) -> dict[str, Any]:
-    """Measure on two servers that run.
-
-    Args:
-        prefill: Where prompts are computed.
-        decode: Where they are decoded, which is kept busy.
-        tokens: Of each prompt.
-        rounds: How many requests of each kind.
-        others: How many other requests decode meanwhile; the server must have room for one more.
+    """Measure on two servers that run, of which the second is kept busy by ``others`` requests; it must have room for one more.
 
     Returns:
         Medians in milliseconds, and what a load took longer than the least, in steps. ``first_token_ratio``: the first token with
@@ -98,20 +92,17 @@ def first_token(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time the first token at a busy decode server whose KV is ready at a prefill server: two real vLLM servers on this machine."""
-    with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = Path(folder) / "model"
         write_model(model)
         flags = ["--max-num-seqs", str(OTHERS + 4), "--max-num-batched-tokens", str(MAX_LEN)]
         servers: list[Server] = []
-        try:
-            for role in ("producer", "consumer"):
-                config = connector(f"kv_{role}", {"backend": backend})
-                servers.append(Server(role, model, Path(folder), config, flags))
-            await_ready(servers, 300.0)
-            found = {"backend": backend, **measure(servers[0], servers[1], tokens, rounds)}
-        finally:
-            for server in servers:
-                server.stop()
+        for role in ("producer", "consumer"):
+            config = connector(f"kv_{role}", {"backend": backend})
+            servers.append(Server(role, model, Path(folder), config, flags))
+            stack.callback(servers[-1].stop)
+        await_ready(servers, 300.0)
+        found = {"backend": backend, **measure(servers[0], servers[1], tokens, rounds)}
     if as_json:
         typer.echo(json.dumps(found))
         return

@@ -7,14 +7,12 @@ every request had the plain server's tokens.
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,15 +22,14 @@ import typer
 from kvxfer_vllm.demo.clients import START_S, Answers, Clients, expectations, wishes
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
-from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, ended_by_sigterm, free_port
+from kvxfer_vllm.demo.progress import Say, reported
+from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, free_port
 
 JOIN_S = 180.0
 AMID_S = 30.0
 """Within this a prefill server under load has an offer in hand."""
 HEALTH_S = 1
 """How often the router looks whether servers live."""
-
-Say = Callable[[str], None]
 
 
 def fleet(
@@ -46,27 +43,14 @@ def fleet(
 
     Prints one JSON object at the end; exits 1 unless all came out as it must.
     """
-    start = time.monotonic()
-
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - start:7.1f} s  {what}", file=sys.stderr, flush=True)
-
     program = shutil.which(router)
     if program is None:
         raise typer.BadParameter(f"there is no program {router!r}: pip install vllm-router", param_hint="--router")
-    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-fleet-") as folder:
-        logs = keep_logs or Path(folder)
+    with tempfile.TemporaryDirectory(prefix="kvxfer-fleet-") as folder:
+        model, logs = Path(folder) / "model", keep_logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        write_model(Path(folder) / "model")
-        try:
-            report = _run(Path(folder) / "model", logs, program, backend, requests, seed, say)
-        except ServerError as error:
-            say(f"FAILED: {error}")
-            report = {"requests": requests, "identical": 0, "failed": requests, "killed": 0, "joined": 0}
-            report["objections"] = [str(error).splitlines()[0]]
-    report["seconds"] = round(time.monotonic() - start, 1)
-    print(json.dumps(report), flush=True)
-    raise typer.Exit(int(bool(report["objections"])))
+        write_model(model)
+        reported(requests, lambda say: _run(model, logs, program, backend, requests, seed, say))
 
 
 def _run(model: Path, logs: Path, program: str, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:

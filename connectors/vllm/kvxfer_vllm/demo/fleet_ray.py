@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 import urllib.request
@@ -26,15 +24,8 @@ import typer
 
 from kvxfer_vllm.demo.clients import Answers, Clients, Wish, expectations, wishes
 from kvxfer_vllm.demo.model import write_model
-from kvxfer_vllm.demo.servers import (
-    ENGINE,
-    ENVIRONMENT,
-    MODEL_NAME,
-    ServerError,
-    connector,
-    ended_by_sigterm,
-    free_port,
-)
+from kvxfer_vllm.demo.progress import Say, reported
+from kvxfer_vllm.demo.servers import ENGINE, ENVIRONMENT, MODEL_NAME, ServerError, connector, free_port
 
 START_S = JOIN_S = 600.0
 AGAIN = 10
@@ -49,8 +40,6 @@ LOADED = re.compile(
 )
 """A line of Ray's page of metrics: the prompt tokens whose KV came to a replica from outside, if any did."""
 
-Say = Callable[[str], None]
-
 
 def fleet_ray(
     requests: Annotated[int, typer.Option(min=20, help="How many requests clients send at least.")] = 200,
@@ -62,32 +51,24 @@ def fleet_ray(
 
     Prints one JSON object at the end; exits 1 unless all came out as it must.
     """
-    start = time.monotonic()
-
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - start:7.1f} s  {what}", file=sys.stderr, flush=True)
-
     if importlib.util.find_spec("ray") is None:
         raise typer.BadParameter("Ray is not in this environment: make fleet-ray builds one with it", param_hint="ray")
-    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-ray-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix="kvxfer-ray-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         write_model(folder / "model")
         try:
-            wanted = wishes(requests, seed)
-            expected = expectations(folder / "model", folder, wanted)
-            say("the plain server has answered")
-            with _serving(folder, backend, say) as url, Clients(url, expected, AGAIN) as clients:
-                report = _Run(clients, wanted, say).report(requests)
-        except (ServerError, OSError) as error:
-            say(f"FAILED: {error}")
-            report = {"requests": requests, "identical": 0, "failed": requests, "killed": 0, "scaled": 0}
-            report["objections"] = [str(error).splitlines()[0]]
+            reported(requests, lambda say: _run(folder, backend, requests, seed, say))
         finally:
             if keep_logs is not None and (logs := folder / "ray" / "session_latest" / "logs").is_dir():
                 shutil.copytree(logs, keep_logs, dirs_exist_ok=True)
-    report["seconds"] = round(time.monotonic() - start, 1)
-    print(json.dumps(report), flush=True)
-    raise typer.Exit(int(bool(report["objections"])))
+
+
+def _run(folder: Path, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
+    wanted = wishes(requests, seed)
+    expected = expectations(folder / "model", folder, wanted)
+    say("the plain server has answered")
+    with _serving(folder, backend, say) as url, Clients(url, expected, AGAIN) as clients:
+        return _Run(clients, wanted, say).report(requests)
 
 
 @contextmanager

@@ -66,13 +66,7 @@ class Prompts:
 
 
 class FirstTokens:
-    """Times the last first token of requests that are sent together to one pair, kind by kind.
-
-    Args:
-        pair: The servers.
-        prompts: Where prompts come from.
-        case: How many requests, and of what length.
-    """
+    """Times the last first token of requests that are sent together to one pair, kind by kind."""
 
     def __init__(self, pair: ServerPair, prompts: Prompts, case: PromptCase) -> None:
         self._pair, self._prompts, self._case = pair, prompts, case
@@ -104,14 +98,12 @@ class FirstTokens:
         self._loads += self._case.at_once * (1 + (pair.address is not None))
 
     def found(self) -> dict[str, Any]:
-        """Return medians of the rounds that count.
+        """Return medians of the rounds that count, in milliseconds.
 
-        Returns:
-            In milliseconds: ``least``, ``computed``, ``cached`` and ``loaded`` at the decode server; ``prefilled``, until the
-            prefill server had answered; ``together``, from the dispatch to both servers to the decode server's first token,
-            where one after the other takes ``prefilled`` and ``loaded``. ``plain_computed`` and ``prefill_computed`` compare a
-            first token computed without a connector and with one. ``tokens_loaded``: of the tokens that were to be
-            loaded, the share that came.
+        ``least``, ``computed``, ``cached`` and ``loaded`` at the decode server; ``prefilled``, until the prefill server had answered;
+        ``together``, from the dispatch to both servers to the decode server's first token, where one after the other takes ``prefilled``
+        and ``loaded``. ``plain_computed`` and ``prefill_computed`` compare a first token computed without a connector and with one.
+        ``tokens_loaded``: of the tokens that were to be loaded, the share that came.
         """
         found = {kind: statistics.median(seconds[1:]) for kind, seconds in self._taken.items()}
         tokens = loaded_tokens(self._pair.decode) - self._before
@@ -137,12 +129,7 @@ class FirstTokens:
 
 
 def first_tokens(server: Server, some: Sequence[Prompt], told: Sequence[Params] | None = None) -> float:
-    """Send all at once; return when the last of them had its first token, by ``time.perf_counter``.
-
-    Args:
-        server: Who answers.
-        some: The prompts.
-        told: ``kv_transfer_params`` of each.
+    """Send all at once, each with its ``kv_transfer_params``; return when the last had its first token, by ``time.perf_counter``.
 
     Raises:
         ServerError: It failed one of them.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer_vllm.demo.metrics import total
+from kvxfer_vllm.demo.progress import Say
 from kvxfer_vllm.demo.prompts import OUTPUT_TOKENS, PROMPTS
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import NoAnswer, Server, ServerError, await_ready, connector, free_port
@@ -29,18 +30,10 @@ SETTINGS = {"transfer_timeout": 10.0, "peer_timeout": 5.0, "lease": 20.0}
 RSS_SLACK = 96 << 20
 DESCRIPTORS_SLACK = 64
 
-Say = Callable[[str], None]
-
 
 @dataclass
 class Findings:
-    """What became of the requests. Any thread.
-
-    Attributes:
-        counts: Requests by what the client did and how it ended.
-        wrong: Descriptions of answers with other tokens than the plain server's.
-        hung: Descriptions of requests without an answer.
-    """
+    """What became of the requests: counts by what the client did and how it ended, wrong answers, and none at all. Any thread."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -176,9 +169,8 @@ def under_load(
 
     What these hold after `warm_up` seconds of load is what they are measured by.
 
-    Returns:
-        `requests` by what the client did and how it ended, `resources` of each server before and after, and
-        `objections`, which is empty if all went as promised.
+    Return `requests` by what the client did and how it ended, `resources` of each server before and after, and
+    `objections`, which is empty if all went as promised.
     """
     findings, ends = Findings(), threading.Event()
     threads = [Client(stage, expected, findings, seed * 1000 + n, ends) for n in range(clients)]

@@ -15,11 +15,7 @@ from kvxfer_vllm.demo.servers import Server
 class ReceivedKV:
     """Totals since a decode server started, or the difference of two such.
 
-    Attributes:
-        tokens: prompt tokens whose KV came from outside, as vLLM itself counts them.
-        kv_bytes: bytes of KV that kvxfer received.
-        seconds: time its transfers took, added up.
-        failed: transfers that did not deliver.
+    ``tokens`` are prompt tokens whose KV came from outside, as vLLM itself counts them; ``failed`` are transfers that did not deliver.
     """
 
     tokens: int

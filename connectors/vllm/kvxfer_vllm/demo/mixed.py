@@ -10,7 +10,6 @@ connector does.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ import typer
 from kvxfer_vllm.demo.load import staged, under_load
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
+from kvxfer_vllm.demo.progress import progress
 from kvxfer_vllm.demo.prompts import PROMPTS
 from kvxfer_vllm.demo.servers import ended_by_sigterm
 
@@ -36,11 +36,7 @@ def mixed_load(
 
     Prints a line a minute and one JSON object at the end; exits 1 unless all came out as it must.
     """
-    start = time.monotonic()
-
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - start:7.1f} s  {what}", file=sys.stderr, flush=True)
-
+    say = progress()
     # Some share their beginnings, most do not: what hits the prefix cache takes no new blocks.
     prompts = [*PROMPTS.values(), *(f"{n}. {text}" for n in range(8) for text in PROMPTS.values())]
     flags = ["--kv-cache-memory-bytes", str(cache_mib << 20)]

@@ -21,11 +21,7 @@ SPREAD = 0.12
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama.
-
-    Attributes:
-        dtype: Of weights and KV.
-    """
+    """The sizes of a Llama, and the dtype of its weights and KV."""
 
     layers: int
     hidden: int

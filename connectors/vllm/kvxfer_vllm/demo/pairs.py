@@ -18,9 +18,7 @@ STOCK = "NixlConnector"
 class ServerPair:
     """Two servers between which KV moves, and one without a connector or None.
 
-    Attributes:
-        address: Where a router that sends to both at once says the prefill server is, or None if the connector knows no
-            such requests.
+    ``address``: where a router that sends to both at once says the prefill server is, or None if the connector knows no such requests.
     """
 
     prefill: Server
@@ -32,12 +30,7 @@ class ServerPair:
 class Starter:
     """Starts servers of one model; they end with ``stack``.
 
-    Args:
-        model: Folder of the model.
-        logs: Folder for the servers' logs.
-        gpus: Of the prefill and of the decode server; one for both, or none.
-        flags: Command-line flags of each.
-        stack: Ends them.
+    ``gpus``: of the prefill and of the decode server; one for both, or none.
     """
 
     def __init__(self, model: Path, logs: Path, gpus: Sequence[str], flags: Sequence[str], stack: ExitStack) -> None:

@@ -17,13 +17,9 @@ from kvxfer_vllm.demo.servers import MODEL_NAME, Server
 def stream(
     server: Server, prompt: str | Sequence[int], tokens: int, params: Mapping[str, Any] | None = None
 ) -> Iterator[float]:
-    """Yield when each piece of an answer has come, by ``time.perf_counter``.
+    """Yield when each piece of an answer to a text, or to token ids, has come, by ``time.perf_counter``.
 
-    Args:
-        server: Who answers.
-        prompt: A text, or token ids.
-        tokens: How many it generates.
-        params: ``kv_transfer_params``.
+    ``params`` are ``kv_transfer_params``.
 
     Raises:
         ServerError: It failed the request.
@@ -54,8 +50,7 @@ def stream(
 class Others:
     """Requests that decode all the time, each followed by another.
 
-    Attributes:
-        gaps: When a token of one of them came, and how many seconds after the one before.
+    ``gaps``: when a token of one of them came, and how many seconds after the one before.
     """
 
     def __init__(self, server: Server, number: int, tokens: int) -> None:

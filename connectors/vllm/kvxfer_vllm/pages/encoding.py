@@ -17,16 +17,9 @@ __all__ = ["encoding_of"]
 def encoding_of(
     name: str, layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig
 ) -> str:
-    """Return the encoding of a layer's pages.
+    """Return the encoding of the pages of a layer, whose cache is ``[blocks, heads, tokens, content]``.
 
-    Args:
-        name: The layer's name.
-        layer: vLLM's layer object; ``None`` if there is none.
-        spec: The layer's spec.
-        form: What is known of its pages.
-        writer: Who writes them, see ``writer_of``.
-        tensor: The layer's cache, ``[blocks, heads, tokens, content]``.
-        config: The engine's.
+    ``layer`` is vLLM's layer object, or ``None`` if there is none; ``writer`` is as ``writer_of`` says.
     """
     return _pages(layer, spec, form, writer, tensor, config) + scales_of(name, layer, spec)
 

@@ -39,14 +39,9 @@ class Piece:
 
 
 def state_pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> list[Piece]:
-    """Return the planes of a layer's states.
+    """Return the planes of the states of a layer, which is vLLM's object or ``None``, on one of ``size`` tensor-parallel ranks.
 
-    Args:
-        layer: vLLM's layer object; ``None`` if there is none.
-        spec: Its ``MambaSpec``.
-        rank: This rank.
-        size: How many tensor-parallel ranks there are.
-        device: The sort of device whose kernels write the states.
+    ``device`` is the sort of device whose kernels write the states.
     """
     sections = _sections(layer, spec, rank.tp, size)
     if sections is None:
