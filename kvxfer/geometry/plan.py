@@ -198,7 +198,7 @@ class Planner:
             if len(found.count):
                 self._check_blocks(found, *limits)
                 logical += [b.at(found) for b in members]
-        return CopyPlan(tuple(s for p in logical for s in p.copies()), tuple(logical))
+        return CopyPlan(tuple([s for p in logical for s in p.copies()]), tuple(logical))
 
     def nbytes(self, src_blocks: BlockTable, dst_blocks: BlockTable, start: int, tokens: int) -> int:
         """Return the bytes of the plan that ``plan`` would make, mostly without making it: where each token has a destination block.
