@@ -19,7 +19,7 @@ from math import lcm
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from kvxfer.geometry.assignment import ShardAssignment, check_assignments
 from kvxfer.geometry.bands import bands
@@ -39,15 +39,15 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, dict=True):
         copies: The copy itself.
         logical: The same by logical coordinates, for checksums. Empty in the pieces that ``split`` makes, and in plans
             that came over the wire.
+        nbytes: Bytes to copy, by the copies.
     """
 
     copies: tuple[StridedCopy, ...]
     logical: tuple[LogicalCopy, ...] = ()
+    nbytes: int = 0
 
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes to copy."""
-        return sum([s.nbytes for s in self.copies])
+    def __post_init__(self) -> None:
+        force_setattr(self, "nbytes", sum([s.nbytes for s in self.copies]))
 
     @property
     def rows(self) -> int:

@@ -84,7 +84,7 @@ class ViewGroup:
     @property
     def segment_bytes(self) -> int:
         """Bytes of a token, or of a block whose tokens are opaque."""
-        return sum(len(t) * t.unit for t in self._merged)
+        return sum(t.nbytes for t in self._merged)
 
     @cached_property
     def most_tokens(self) -> int:

@@ -305,8 +305,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
 
     @property
     def quiet(self) -> bool:
-        return all([rank.quiet for rank in self.rank_fetches])
+        return all(rank.quiet for rank in self.rank_fetches)
 
     def all_are(self, state: RankFetchState) -> bool:
         """Return whether all rank fetches are in this state."""
-        return all([rank.state is state for rank in self.rank_fetches])
+        return {rank.state for rank in self.rank_fetches} <= {state}

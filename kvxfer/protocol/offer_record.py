@@ -155,7 +155,7 @@ class OfferRecord(msgspec.Struct, eq=False):
     digest: bytes | None = None  # of the last offer
     consumers: int = 1  # how many engines it is for
     payload: bytes = b""  # of this generation
-    handle: str = ""  # what the engine calls it
+    handle: str = ""  # what the engine calls it, or its name; none before it is offered
     fit: dict[int, int] = field(default_factory=dict)  # those that count, and how many their engine has by their word
     settled: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
@@ -181,7 +181,7 @@ class OfferRecord(msgspec.Struct, eq=False):
 
     @property
     def name(self) -> str:
-        """What its events are told under: what the engine calls it, or the transfer's name."""
+        """What its events are told under."""
         return self.handle or str(self.transfer)
 
     def give_up(self, generation: Generation) -> None:
