@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from math import lcm
 
 import msgspec
@@ -32,7 +31,7 @@ from kvxfer.values import BlockTable, Ints
 __all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
 
 
-class CopyPlan(msgspec.Struct, frozen=True, eq=False, dict=True):
+class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What to copy for one transfer between one producer rank and one consumer rank.
 
     Attributes:
@@ -45,6 +44,7 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, dict=True):
     copies: tuple[StridedCopy, ...]
     logical: tuple[LogicalCopy, ...] = ()
     nbytes: int = 0
+    _runs: Runs | None = None  # once they have been made
 
     def __post_init__(self) -> None:
         force_setattr(self, "nbytes", sum([s.nbytes for s in self.copies]))
@@ -59,11 +59,11 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, dict=True):
 
         The first call makes them, the others return the same. Producer and consumer get equal lists.
         """
-        return self._runs
-
-    @cached_property
-    def _runs(self) -> Runs:
-        return materialise(self.copies)
+        runs = self._runs
+        if runs is None:
+            runs = materialise(self.copies)
+            force_setattr(self, "_runs", runs)
+        return runs
 
     @classmethod
     def together(cls, plans: Iterable[CopyPlan]) -> CopyPlan:
