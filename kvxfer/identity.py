@@ -55,10 +55,11 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True):
     def __post_init__(self) -> None:
         if not isinstance(self.base, str) or len(self.base) > _LONGEST:
             raise IdentityError(f"id {self.base!r:.60} is not a text of up to {_LONGEST} characters")
-        try:
-            self.base.encode()
-        except UnicodeEncodeError as error:
-            raise IdentityError(f"id {self.base!r:.60} is not valid Unicode: fix what sent it") from error
+        if not self.base.isascii():
+            try:
+                self.base.encode()
+            except UnicodeEncodeError as error:
+                raise IdentityError(f"id {self.base!r:.60} is not valid Unicode: fix what sent it") from error
         if type(self.prompt) is not int or not 0 <= self.prompt <= arguments.MOST_INTEGER:
             msgspec.structs.force_setattr(self, "prompt", arguments.integer("prompt", self.prompt, 0))
 

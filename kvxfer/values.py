@@ -48,6 +48,8 @@ _ID_BYTES = 4
 _NULL_BYTES = b"\xff" * _ID_BYTES
 _FEW = 32
 """Ids of a row that Python has looked at before numpy begins to."""
+_SHORT = [struct.Struct(f"<{n}i") for n in range(_FEW + 1)]
+"""How rows of so many ids lie in memory."""
 _MOST_GROUPS = 128
 
 
@@ -149,10 +151,10 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
         Raises:
             ArgumentError: Ids that are not integers, or are below -1 or above 2**31 - 1.
         """
-        if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        if isinstance(rows, (str, bytes)) or not hasattr(type(rows), "__iter__"):
             raise ArgumentError(f"rows must be one row of block ids for each group, not {arguments.shown(rows)}")
         null = arguments.integer("null", null)
-        return cls(tuple(_packed(g, row, null) for g, row in enumerate(rows)))
+        return cls(tuple([_packed(g, row, null) for g, row in enumerate(rows)]))
 
     def __getitem__(self, g: int) -> Ints:
         return np.frombuffer(self.rows[g], _LITTLE).astype(np.int64)
@@ -175,6 +177,11 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
         """Return how many positions the row of group ``g`` has."""
         return len(self.rows[g]) // _ID_BYTES
 
+    @property
+    def empty(self) -> bool:
+        """Whether it holds no block at all."""
+        return not b"".join(self.rows).lstrip(_NULL_BYTES)  # no other id is of such bytes alone
+
     def greatest(self, g: int) -> int:
         """Return the greatest id in the row of group ``g``; ``NULL`` if it holds no block."""
         return _extremes(self.rows[g])[1]
@@ -190,7 +197,7 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
         The row has so many positions.
         """
         if past <= _FEW:
-            few = struct.unpack_from(f"<{past}i", self.rows[g])
+            few = _SHORT[past].unpack_from(self.rows[g])
             blocks = [block for block in few if block != NULL]
             return NULL not in few[first:] and len(set(blocks)) == len(blocks)
         ids = self[g][:past]
@@ -348,7 +355,7 @@ def _extremes(row: bytes) -> tuple[int, int]:
     if len(row) > _FEW * _ID_BYTES:
         ids = np.frombuffer(row, _LITTLE)
         return int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-    few = struct.unpack(f"<{len(row) // _ID_BYTES}i", row)
+    few = _SHORT[len(row) // _ID_BYTES].unpack(row)
     return min(few), max(few)
 
 
@@ -358,7 +365,7 @@ def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
         if not isinstance(row, np.ndarray):
             row = array("q", row)
             if 0 < len(row) <= _FEW and null == NULL <= min(row) and max(row) < 1 << 31:
-                return struct.pack(f"<{len(row)}i", *row)
+                return _SHORT[len(row)].pack(*row)
         ids = np.asarray(row) if isinstance(row, np.ndarray) else np.frombuffer(row, np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise TypeError(f"an array of {ids.dtype} and shape {ids.shape}")

@@ -25,6 +25,7 @@ def test_ids_come_out_as_they_went_in(rows: list[list[int]]) -> None:
     assert table == BlockTable.of(np.array(row, np.int64) for row in rows)
     assert hash(table) == hash(BlockTable.of(map(tuple, rows)))
     assert table.ids() == tuple(b for row in rows for b in row if b != NULL)
+    assert table.empty == (not table.ids())
     for g, row in enumerate(rows):
         assert table[g].dtype == np.int64 and table[g].tolist() == row and table.count(g) == len(row)
     assert pickle.loads(pickle.dumps(table)) == table

@@ -11,7 +11,7 @@ from kvxfer.errors import ArgumentError
 from kvxfer.geometry import Cache, bands
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, TransferId
-from kvxfer.values import NULL, Fetch, Offer, Rank
+from kvxfer.values import Fetch, Offer, Rank
 
 __all__ = ["Calls"]
 
@@ -73,7 +73,7 @@ class Calls:
                 "ranks fetch the rest"
             )
         self._tables.check("blocks", fetch.blocks)
-        if all(fetch.blocks.greatest(g) == NULL for g in range(len(fetch.blocks))):
+        if fetch.blocks.empty:
             raise ArgumentError("blocks must list a block that is to be filled")
         for g, group in self._groups.items():
             if fetch.blocks.count(g):

@@ -24,7 +24,7 @@ from kvxfer.errors import ArgumentError, ClosedError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import Keep, PeerBudgets
+from kvxfer.protocol.budgets import IndexedKeep, PeerBudgets
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import Complaints, Security
 from kvxfer.threads import NamedThread
@@ -110,7 +110,9 @@ class Directory:
         self.source = Source(config.advertise or config.listen, bound, self.epoch)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
         self._begins: deque[m.Named] = deque(maxlen=MOST_TOLD)
-        self._awaited: Keep[sockets.ControlConnection, TransferId, bytes] = Keep(config.lease, MOST_AWAITED)
+        self._awaited: IndexedKeep[sockets.ControlConnection, TransferId, bytes] = IndexedKeep(
+            config.lease, MOST_AWAITED
+        )
         self._notices: dict[int, Notice] = {}
         self._numbers = count()
         self._room: PeerBudgets[sockets.ControlConnection | None, int] = PeerBudgets(MOST_NOTICES)

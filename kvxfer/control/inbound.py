@@ -110,6 +110,12 @@ class Inbound(LinkTable[_Dialled]):
                 self._sockets.finish(connection)
             raise PeerError(f"{who}: {e}", kind=e.kind) from None
         match msg:
+            case m.FetchRequest() | m.CommitRequest() | m.Committed() | m.CloseAttempt() if (
+                known is not None and known.up
+            ):
+                if isinstance(msg, m.FetchRequest):
+                    known.asked = now
+                return link, msg
             case m.Hello() if known is None:
                 name = f"{msg.engine[:100]} at {connection.host}"
                 self._links[link] = _Dialled(link, msg.backend, connection, name, msg, now)
@@ -119,12 +125,6 @@ class Inbound(LinkTable[_Dialled]):
                 self.send(link, m.Pong(msg.number))
             case m.SlotReady() | m.SlotFree() if known is not None and known.up:
                 self.heard(link, msg)
-            case m.FetchRequest() | m.CommitRequest() | m.Committed() | m.CloseAttempt() if (
-                known is not None and known.up
-            ):
-                if isinstance(msg, m.FetchRequest):
-                    known.asked = now
-                return link, msg
             case (
                 m.FetchRequest()
                 | m.CommitRequest()

@@ -198,6 +198,11 @@ class DataThread:
 
     def _do(self, command: Command) -> None:
         match command:
+            case Move():
+                if self._traffic is None:
+                    self._refuse(command)
+                else:
+                    self._traffic.move(command)
             case Stop():
                 self._stopping = True
             case MakeEndpoint():
@@ -208,8 +213,6 @@ class DataThread:
                 self._refuse(command)
             case Connect():
                 self._traffic.connect(command.link, command.number, command.mine, command.theirs)
-            case Move():
-                self._traffic.move(command)
             case Abort():
                 self._traffic.abort(command.ref)
             case RemoteWritesEnded():

@@ -75,14 +75,14 @@ class DataPlane:
     def post(self, command: Command) -> None:
         """Have something done by the back end that it concerns; results come as they do from each."""
         match command:
+            case Move():
+                self._of_link(command.ref.link).post(command)
             case MakeEndpoint():
                 self._endpoint(command)
             case Connect():
                 self._of_link(command.link).post(command)
             case Disconnect():
                 self._disconnect(command)
-            case Move():
-                self._of_link(command.ref.link).post(command)
             case Abort() | RemoteWritesEnded() | PieceReady() | PieceTaken() | Stop():
                 # A part may be of an earlier link by another back end; a thread that does not know the part ignores it.
                 for data in list(self._threads.values()):

@@ -47,6 +47,11 @@ class CopyPattern:
         return len(self.src_cells) * prod(n for n, _, _ in self.axes)
 
     @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return len(self) * self.unit
+
+    @cached_property
     def rows(self) -> tuple[Ints, Ints]:
         """Source and destination offset of every row, int64 ``[rows]``, in the order of cells, then axes."""
         src, dst = self.src_cells, self.dst_cells

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from math import lcm
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from kvxfer.geometry.assignment import ShardAssignment, check_assignments
 from kvxfer.geometry.bands import bands
@@ -32,22 +31,23 @@ from kvxfer.values import BlockTable, Ints
 __all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
 
 
-class CopyPlan(msgspec.Struct, frozen=True, eq=False, dict=True):
+class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What to copy for one transfer between one producer rank and one consumer rank.
 
     Attributes:
         copies: The copy itself.
         logical: The same by logical coordinates, for checksums. Empty in the pieces that ``split`` makes, and in plans
             that came over the wire.
+        nbytes: Bytes to copy, by the copies.
     """
 
     copies: tuple[StridedCopy, ...]
     logical: tuple[LogicalCopy, ...] = ()
+    nbytes: int = 0
+    _runs: Runs | None = None  # once they have been made
 
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes to copy."""
-        return sum([s.nbytes for s in self.copies])
+    def __post_init__(self) -> None:
+        force_setattr(self, "nbytes", sum([s.nbytes for s in self.copies]))
 
     @property
     def rows(self) -> int:
@@ -59,11 +59,11 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, dict=True):
 
         The first call makes them, the others return the same. Producer and consumer get equal lists.
         """
-        return self._runs
-
-    @cached_property
-    def _runs(self) -> Runs:
-        return materialise(self.copies)
+        runs = self._runs
+        if runs is None:
+            runs = materialise(self.copies)
+            force_setattr(self, "_runs", runs)
+        return runs
 
     @classmethod
     def together(cls, plans: Iterable[CopyPlan]) -> CopyPlan:
@@ -198,7 +198,7 @@ class Planner:
             if len(found.count):
                 self._check_blocks(found, *limits)
                 logical += [b.at(found) for b in members]
-        return CopyPlan(tuple(s for p in logical for s in p.copies()), tuple(logical))
+        return CopyPlan(tuple([s for p in logical for s in p.copies()]), tuple(logical))
 
     def nbytes(self, src_blocks: BlockTable, dst_blocks: BlockTable, start: int, tokens: int) -> int:
         """Return the bytes of the plan that ``plan`` would make, mostly without making it: where each token has a destination block.

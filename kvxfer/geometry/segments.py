@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -14,6 +15,10 @@ __all__ = ["Cut", "PlanError", "Rows", "Segments", "cut_states", "cut_tokens", "
 
 Rows = BlockTable | Sequence[Sequence[int] | Ints]
 """A block table, or its rows as any sequences of ids."""
+
+
+_FEW = 64
+"""Blocks of a span that is short."""
 
 
 class PlanError(KvxferError, ValueError):
@@ -77,14 +82,11 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
         needed: First token that must have a source.
         most: Tokens of a segment at most; blocks that are larger are cut at multiples of it.
     """
-    if (
-        start < tokens
-        and start // bs == (tokens - 1) // bs
-        and start // bd == (tokens - 1) // bd
-        and tokens - start <= most
-    ):
-        one = np.array((start, tokens - start, start // bs, start // bd, start % bs, start % bd))
-        return Cut(one[:1], one[1:2], one[2:3], one[3:4], one[4:5], one[5:], needed)
+    short = tokens - start <= _FEW * min(bs, bd, most)
+    return (_cut_short if short else _cut_any)(start, tokens, bs, bd, needed, most)
+
+
+def _cut_any(start: int, tokens: int, bs: int, bd: int, needed: int, most: int) -> Cut:
     steps = {bs, bd, most} if most < min(bs, bd) else {bs, bd}
     edges = [
         np.arange(start // b, -(-tokens // b) + 1 if start < tokens else 0, dtype=np.int64) * b
@@ -102,7 +104,14 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
     src_pos = token // bs
     dst_pos = src_pos if bs == bd else token // bd
     src_token = token - src_pos * bs
-    return Cut(token, count, src_pos, dst_pos, src_token, src_token if bs == bd else token - dst_pos * bd, needed)
+    dst_token = src_token if bs == bd else token - dst_pos * bd
+    for column in (token, count, src_pos, dst_pos, src_token, dst_token):
+        column.setflags(write=False)  # it may be kept
+    return Cut(token, count, src_pos, dst_pos, src_token, dst_token, needed)
+
+
+_cut_short = lru_cache(maxsize=256)(_cut_any)
+"""Short spans are cut alike again and again. What is kept of them is less than a MB."""
 
 
 def cut_states(start: int, tokens: int, bs: int, bd: int) -> Cut:

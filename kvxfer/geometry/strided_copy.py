@@ -78,7 +78,7 @@ class StridedCopy(msgspec.Struct, frozen=True, gc=False, eq=False):
     def nbytes(self) -> int:
         """Bytes to copy."""
         tokens = int(self.counts[0] if len(self.counts) == 1 else np.add.reduce(self.counts))
-        return len(self.pattern) * self.pattern.unit * tokens
+        return self.pattern.nbytes * tokens
 
     def stream(self) -> tuple[Ints, Ints]:
         """Locate the bytes in the packed stream, which is segment-major.

@@ -84,7 +84,7 @@ class ViewGroup:
     @property
     def segment_bytes(self) -> int:
         """Bytes of a token, or of a block whose tokens are opaque."""
-        return sum(len(t) * t.unit for t in self._merged)
+        return sum(t.nbytes for t in self._merged)
 
     @cached_property
     def most_tokens(self) -> int:
@@ -136,15 +136,19 @@ class LogicalCopy(msgspec.Struct, frozen=True, gc=False, eq=False):
     token: Ints
     count: Ints
 
-    def copies(self) -> Iterator[StridedCopy]:
-        """Yield the strided copies that do it, with everything contiguous merged.
+    def copies(self) -> list[StridedCopy]:
+        """Return the strided copies that do it, with everything contiguous merged.
 
         There is one for each merged pattern and each number of tokens that needs a pattern of its own.
         """
         b = self.view_group
         if b.opaque:
-            yield from (StridedCopy(t, self.src_at, self.dst_at, self.count) for t in b._merged)
-            return
+            return [StridedCopy(t, self.src_at, self.dst_at, self.count) for t in b._merged]
+        return list(self._by_tokens())
+
+    def _by_tokens(self) -> Iterator[StridedCopy]:
+        """Yield the strided copies of what can be cut by token."""
+        b = self.view_group
         fewest, most = least(self.count), greatest(self.count)
         if fewest == most:
             for i, tile in enumerate(b._merged):

@@ -74,11 +74,11 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
     """
     if not info.unattended:
         return serve.bytes
-    planner, request, span = info.planner, serve.request, Span(serve.request.start, min(serve.sent))
+    planner, request, sent = info.planner, serve.request, min(serve.sent)
     try:
         if planner.all_full:
-            return planner.nbytes(offer.blocks, request.blocks, span.lo, span.hi)
-        return plan_for(serve, info, offer, span, serve.final).nbytes
+            return planner.nbytes(offer.blocks, request.blocks, request.start, sent)
+        return plan_for(serve, info, offer, Span(request.start, sent), serve.final).nbytes
     except PlanError:
         return 0
 
@@ -98,7 +98,6 @@ def announce(
     """
     request, info, number = serve.request, link.info, serve.part
     serve.on(ServeEvent.ANNOUNCE)
-    ref = PartRef("producer", serve.link, request.transfer, request.attempt, number)
     ready = m.PartReady(
         request.transfer,
         request.attempt,
@@ -121,6 +120,7 @@ def announce(
     if plan is None:
         return [Send(serve.link, ready)]
     serve.bytes += plan.nbytes
+    ref = PartRef("producer", serve.link, request.transfer, request.attempt, number)
     out: list[Action] = []
     hashed = to_hash(plan, info, ref)
     if hashed is not None:

@@ -6,13 +6,13 @@ take all they can have one ``n``-th each, and a newcomer gets its own.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from kvxfer.protocol.index import Index
 
-__all__ = ["Keep", "PeerBudgets"]
+__all__ = ["IndexedKeep", "Keep", "PeerBudgets"]
 
 Owner = TypeVar("Owner", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
@@ -30,7 +30,7 @@ class PeerBudgets(Generic[Owner, K]):
 
     def __init__(self, total: int) -> None:
         self._free = total
-        self._sums: Counter[Owner] = Counter()
+        self._sums: dict[Owner, int] = {}
         self._taken: dict[Owner, OrderedDict[K, int]] = {}
 
     def take(self, owner: Owner, key: K, n: int) -> list[K] | None:
@@ -40,7 +40,7 @@ class PeerBudgets(Generic[Owner, K]):
             The keys that get nothing any more instead, from the newest of whoever had most; ``None`` when that would be ``owner``
             itself, which gets nothing.
         """
-        mine = self._sums[owner] + n
+        mine = self._sums.get(owner, 0) + n
         beyond = sum(held - mine for held in self._sums.values() if held > mine) if n > self._free else 0
         if n > self._free + beyond:
             return None
@@ -51,7 +51,7 @@ class PeerBudgets(Generic[Owner, K]):
             self.give(most, lost[-1])
         self._free -= n
         self._sums[owner] = mine
-        self._taken.setdefault(owner, OrderedDict())[key] = n
+        _of(self._taken, owner)[key] = n
         return lost
 
     def give(self, owner: Owner, key: K) -> None:
@@ -69,8 +69,8 @@ class PeerBudgets(Generic[Owner, K]):
         """Count what ``owner`` has as another's: it comes no more, and must not have a share for ever."""
         taken = self._taken.pop(owner, None)
         if taken is not None:
-            self._sums[into] += self._sums.pop(owner)
-            self._taken.setdefault(into, OrderedDict()).update(taken)
+            self._sums[into] = self._sums.get(into, 0) + self._sums.pop(owner)
+            _of(self._taken, into).update(taken)
 
 
 class Keep(Generic[Owner, K, V]):
@@ -85,45 +85,70 @@ class Keep(Generic[Owner, K, V]):
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
-        self._kept: OrderedDict[tuple[Owner, K], tuple[float, V]] = OrderedDict()
-        self._keys: dict[Owner, OrderedDict[K, None]] = {}
-        self._owners: Index[K, Owner] = Index()
+        self._until: OrderedDict[tuple[Owner, K], float] = OrderedDict()
+        self._values: dict[Owner, OrderedDict[K, V]] = {}
 
     def put(self, owner: Owner, key: K, value: V, now: float) -> None:
         self.pop(owner, key)
-        while (mine := self._keys.get(owner)) and len(mine) >= self._most - len(self._kept):
+        while (mine := self._values.get(owner)) and len(mine) >= self._most - len(self._until):
             self.pop(owner, next(iter(mine)))
-        if len(self._kept) >= self._most:  # that many owners have one each
-            self.pop(*next(iter(self._kept)))
-        self._kept[owner, key] = now + self._seconds, value
-        self._keys.setdefault(owner, OrderedDict())[key] = None
-        self._owners.add(key, owner)
+        if len(self._until) >= self._most:  # that many owners have one each
+            self.pop(*next(iter(self._until)))
+        self._until[owner, key] = now + self._seconds
+        _of(self._values, owner)[key] = value
 
     def get(self, owner: Owner, key: K) -> V | None:
-        found = self._kept.get((owner, key))
-        return None if found is None else found[1]
+        mine = self._values.get(owner)
+        return None if mine is None else mine.get(key)
+
+    def pop(self, owner: Owner, key: K) -> bool:
+        """Forget the value of ``key``; return whether there was one."""
+        mine = self._values.get(owner)
+        if mine is None or key not in mine:
+            return False
+        del mine[key], self._until[owner, key]
+        if not mine:
+            del self._values[owner]
+        return True
+
+    def forget(self, now: float) -> None:
+        """Drop what is too old."""
+        while (at := self.next()) is not None and at <= now:
+            self.pop(*next(iter(self._until)))
+
+    def next(self) -> float | None:
+        """Return when ``forget`` has something to do next, or ``None``."""
+        return self._until[next(iter(self._until))] if self._until else None
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
+class IndexedKeep(Keep[Owner, K, V]):
+    """A ``Keep`` that also knows who has a value of a key."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        super().__init__(seconds, most)
+        self._owners: Index[K, Owner] = Index()
+
+    def put(self, owner: Owner, key: K, value: V, now: float) -> None:
+        super().put(owner, key, value, now)
+        self._owners.add(key, owner)
+
+    def pop(self, owner: Owner, key: K) -> bool:
+        had = super().pop(owner, key)
+        if had:
+            self._owners.remove(key, owner)
+        return had
 
     def owners(self, key: K) -> list[Owner]:
         """Return all who have a value of this key, in the order in which they came."""
         return self._owners.of(key)
 
-    def pop(self, owner: Owner, key: K) -> None:
-        """Forget the value of ``key``, if there is one."""
-        if self._kept.pop((owner, key), None) is not None:
-            self._owners.remove(key, owner)
-            mine = self._keys[owner]
-            del mine[key]
-            if not mine:
-                del self._keys[owner]
 
-    def forget(self, now: float) -> None:
-        """Drop what is too old."""
-        while (at := self.next()) is not None and at <= now:
-            self.pop(*next(iter(self._kept)))
-
-    def next(self) -> float | None:
-        """Return when ``forget`` has something to do next, or ``None``."""
-        return self._kept[next(iter(self._kept))][0] if self._kept else None
-
-    def __len__(self) -> int:
-        return len(self._kept)
+def _of(table: dict[Owner, OrderedDict[K, V]], owner: Owner) -> OrderedDict[K, V]:
+    """Return what is of one owner, to be added to."""
+    found = table.get(owner)
+    if found is None:
+        found = table[owner] = OrderedDict()
+    return found

@@ -320,7 +320,7 @@ class ConsumerMachine:
         """
         out = f.news()
         complete = rank.complete(f.spec.start, f.enough) and rank.on(E.COMPLETE)
-        if not complete or any(x.state is not S.ARRIVED for x in f.rank_fetches):
+        if not complete or not f.all_are(S.ARRIVED):
             f.part_over(now)
             return out
         f.round, f.arrived_at = f.round + 1, now
@@ -346,7 +346,7 @@ class ConsumerMachine:
 
         Producers only have to know that we have it; should one never hear of it, its lease ends.
         """
-        if any(rank.state is not S.HELD for rank in f.rank_fetches):
+        if not f.all_are(S.HELD):
             return []
         for rank in f.rank_fetches:
             rank.on(E.ALL_HELD)

@@ -44,7 +44,7 @@ NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
 """Why an attempt is void of which another rank of the producer has a newer generation."""
 
 
-class RankFetch(msgspec.Struct, eq=False):
+class RankFetch(msgspec.Struct, eq=False, gc=False):
     """The share of a fetch that comes from one producer rank."""
 
     spec: RankRoute
@@ -165,7 +165,7 @@ class RankFetch(msgspec.Struct, eq=False):
         return same and info.revocations() == self.revocations
 
 
-class FetchRecord(msgspec.Struct, eq=False):
+class FetchRecord(msgspec.Struct, eq=False, gc=False):
     """What a consumer keeps of a fetch."""
 
     spec: Fetch
@@ -188,7 +188,7 @@ class FetchRecord(msgspec.Struct, eq=False):
 
     def take(self, route: Iterable[RankRoute]) -> None:
         """Take the route, now that it is known."""
-        self.rank_fetches = tuple(RankFetch(rank) for rank in route)
+        self.rank_fetches = tuple([RankFetch(rank) for rank in route])
         self.ranks = {rank.spec.link: rank for rank in self.rank_fetches}
 
     @property
@@ -226,7 +226,8 @@ class FetchRecord(msgspec.Struct, eq=False):
     @property
     def payload(self) -> bytes:
         """What came with the offer, from the first of the ranks that sent something along."""
-        return next((x.payload for x in sorted(self.rank_fetches, key=lambda x: x.spec.rank) if x.payload), b"")
+        sent = [rank for rank in self.rank_fetches if rank.payload]
+        return min(sent, key=lambda rank: rank.spec.rank).payload if sent else b""
 
     def fetch_request(self, rank: RankFetch, now: float, moving: float) -> m.FetchRequest:
         """Make the message by which a rank fetch asks for its share, ``moving`` seconds of which begin with the first part."""
@@ -263,7 +264,9 @@ class FetchRecord(msgspec.Struct, eq=False):
 
     def news(self) -> list[Action]:
         """Tell the engine how far its fetch is, if it has asked for that and there is something to tell."""
-        tokens = self.arrived if self.spec.progress else 0
+        if not self.spec.progress:
+            return []
+        tokens = self.arrived
         if tokens < max(self.progress, self.spec.start) + self.spec.progress or not tokens:
             return []
         self.progress = tokens
@@ -303,3 +306,7 @@ class FetchRecord(msgspec.Struct, eq=False):
     @property
     def quiet(self) -> bool:
         return all(rank.quiet for rank in self.rank_fetches)
+
+    def all_are(self, state: RankFetchState) -> bool:
+        """Return whether all rank fetches are in this state."""
+        return {rank.state for rank in self.rank_fetches} <= {state}

@@ -11,7 +11,7 @@ from msgspec import field
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import Keep
+from kvxfer.protocol.budgets import IndexedKeep
 from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.parts import AHEAD, Span
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
@@ -155,7 +155,7 @@ class OfferRecord(msgspec.Struct, eq=False):
     digest: bytes | None = None  # of the last offer
     consumers: int = 1  # how many engines it is for
     payload: bytes = b""  # of this generation
-    handle: str = ""  # what the engine calls it
+    handle: str = ""  # what the engine calls it, or its name; none before it is offered
     fit: dict[int, int] = field(default_factory=dict)  # those that count, and how many their engine has by their word
     settled: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
@@ -171,7 +171,7 @@ class OfferRecord(msgspec.Struct, eq=False):
             self.payload, self.short, self.tokens = b"", None, 0
         self.payload = offer.payload or self.payload
         self.known, self.generation, self.offer, self.consumers = True, offer.generation, offer, offer.consumers
-        self.handle = offer.handle
+        self.handle = offer.handle or str(offer.transfer)
         if not offer.bands:
             self.tokens = offer.tokens
         if self.digest != offer.digest:
@@ -181,7 +181,7 @@ class OfferRecord(msgspec.Struct, eq=False):
 
     @property
     def name(self) -> str:
-        """What its events are told under: what the engine calls it, or the transfer's name."""
+        """What its events are told under."""
         return self.handle or str(self.transfer)
 
     def give_up(self, generation: Generation) -> None:
@@ -280,7 +280,7 @@ class Over(msgspec.Struct, frozen=True, gc=False):
     least: Generation  # the engine has been told the end of older ones
 
 
-class Early(Keep[int, TransferId, tuple[bytes, int]]):
+class Early(IndexedKeep[int, TransferId, tuple[bytes, int]]):
     """Who has given a transfer up before it was offered, by reader and transfer: its digest, and how many its engine has."""
 
     def take(self, transfer: TransferId, digest: bytes) -> dict[int, int]:

@@ -167,14 +167,15 @@ class ProducerMachine:
         known, serve = self._links.get(link), self._serves.get(link, msg.attempt)
         if known is None or (serve is not None and serve.request.transfer != msg.transfer):
             return []
-        said = self._serves.last_words.get(known.info.peer, msg.attempt)
         match msg:
             case m.CloseAttempt():
                 return self._close_attempt(link, serve, msg, now)
             case m.Committed():
                 return self._committed(link, serve, msg, now)
-            case m.FetchRequest() | m.CommitRequest() if said is not None:
-                return [Send(link, said)]
+        said = self._serves.last_words.get(known.info.peer, msg.attempt)
+        if said is not None:
+            return [Send(link, said)]
+        match msg:
             case m.FetchRequest():
                 return self._fetch_request(link, msg, now) if serve is None else []
             case m.CommitRequest() if serve is not None:
@@ -272,7 +273,7 @@ class ProducerMachine:
         reader = self._links[link].info.peer
         h = self._records.get(request.transfer) or OfferRecord(request.transfer, now, now)
         older = [s for s in h.serves.values() if s.reader == reader]
-        if any(s.request.attempt > request.attempt for s in older):
+        if older and max(s.request.attempt for s in older) > request.attempt:
             return [self._serves.refuse(link, request, Failure(K.CANCELLED, "a newer fetch request has come"), now)]
         serve, lost = self._serves.add(h, link, request, now)
         if serve is None:
@@ -356,7 +357,7 @@ class ProducerMachine:
         """End the transfer here if all readers are done with it, one way or the other."""
         if h.outcome is not None or not h.done:
             return []
-        if last.delivered and not h.whole:
+        if last.delivered and h.dropped and not h.whole:
             last = Outcome(Failure(K.CANCELLED, "one of its readers dropped it"))
         return self._end(h, last, now)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Heads, PlanError, Planner, Rank, Region, View, route
+from kvxfer.geometry.segments import cut_tokens
 from tests.geometry.layouts import KINDS, Kind, Spec, Store, build
 
 ATTENTION, WINDOW, MLA, CPU, FUSED, STATE = KINDS
@@ -224,3 +225,13 @@ def test_pieces_must_hold_something() -> None:
     made = plan(store("hnd"), store("nhd"), [1], [1], 0, 4)
     with pytest.raises(ValueError, match="pieces of 0 bytes"):
         list(made.split(0))
+
+
+def test_short_spans_are_cut_once_and_nobody_can_change_the_cut() -> None:
+    short, long = ((0, 64 * n, 16, 16, 0, 1 << 62) for n in (1, 1000))
+    assert cut_tokens(*short) is cut_tokens(*short)
+    assert cut_tokens(*long) is not cut_tokens(*long), "what is kept is bounded"
+    cut = cut_tokens(*short)
+    for column in (cut.token, cut.count, cut.src_pos, cut.dst_pos, cut.src_token, cut.dst_token):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 1
