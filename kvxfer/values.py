@@ -216,6 +216,15 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
             )
         )
 
+    def cut(self, spans: Iterable[tuple[int, int]]) -> BlockTable:
+        """Return of each row what is at the positions ``[first, past)``; ``behind`` puts it there again."""
+        rows = zip(self.rows, spans, strict=True)
+        return BlockTable(tuple([row[first * _ID_BYTES : past * _ID_BYTES] for row, (first, past) in rows]))
+
+    def behind(self, firsts: Iterable[int]) -> BlockTable:
+        """Return the table with each row moved behind so many positions of ``NULL``."""
+        return BlockTable(tuple([_NULL_BYTES * n + row for row, n in zip(self.rows, firsts, strict=False)]))
+
     def filled(self, other: BlockTable) -> BlockTable:
         """Return the table with the ids of another one where it has ``NULL``; no row gets longer."""
         rows = []
