@@ -177,12 +177,20 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
 
     def greatest(self, g: int) -> int:
         """Return the greatest id in the row of group ``g``; ``NULL`` if it holds no block."""
-        return _extremes(self.rows[g])[1]
+        row = self.rows[g]
+        if len(row) > _FEW * _ID_BYTES:
+            return int(np.maximum.reduce(np.frombuffer(row, _LITTLE)))
+        return max(struct.unpack(f"<{len(row) // _ID_BYTES}i", row), default=NULL)
 
     def there(self, g: int, first: int, past: int) -> bool:
         """Return whether a group has a block at each position ``[first, past)``."""
         row = self.rows[g][first * _ID_BYTES : past * _ID_BYTES]
         return len(row) == (past - first) * _ID_BYTES and (not row or _extremes(row)[0] != NULL)
+
+    def keeps(self, earlier: BlockTable, g: int, first: int, past: int) -> bool:
+        """Return whether the row of a group has the same at the positions ``[first, past)`` as that of an earlier table."""
+        span = slice(first * _ID_BYTES, past * _ID_BYTES)
+        return self.rows[g][span] == earlier.rows[g][span]
 
     def distinct(self, g: int, first: int, past: int) -> bool:
         """Return whether a group has a block at each position ``[first, past)``, and none at two positions before ``past``.
@@ -193,9 +201,19 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
             few = struct.unpack_from(f"<{past}i", self.rows[g])
             blocks = [block for block in few if block != NULL]
             return NULL not in few[first:] and len(set(blocks)) == len(blocks)
-        ids = self[g][:past]
-        sorted_ids = np.sort(ids[ids != NULL])
-        return NULL not in ids[first:] and not (sorted_ids[1:] == sorted_ids[:-1]).any()
+        ids = np.frombuffer(self.rows[g], _LITTLE, past)
+        there = ids.copy()
+        there.sort()
+        if there[0] == NULL:
+            if (ids[first:] == NULL).any():
+                return False
+            there = there[there != NULL]
+        return not (there[1:] == there[:-1]).any()
+
+    @property
+    def blank(self) -> bool:
+        """Whether it holds no block."""
+        return all(row == _NULL_BYTES * (len(row) // _ID_BYTES) for row in self.rows)
 
     @property
     def nbytes(self) -> int:

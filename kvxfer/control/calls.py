@@ -11,7 +11,7 @@ from kvxfer.errors import ArgumentError
 from kvxfer.geometry import Cache, bands
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, TransferId
-from kvxfer.values import NULL, Fetch, Offer, Rank
+from kvxfer.values import Fetch, Offer, Rank
 
 __all__ = ["Calls"]
 
@@ -77,7 +77,7 @@ class Calls:
                 "ranks fetch the rest"
             )
         self._tables.check("blocks", fetch.blocks)
-        if all(fetch.blocks.greatest(g) == NULL for g in range(len(fetch.blocks))):
+        if fetch.blocks.blank:
             raise ArgumentError("blocks must list a block that is to be filled")
         for g, group in self._groups.items():
             if fetch.blocks.count(g):
@@ -112,8 +112,8 @@ class Calls:
             if group.kind != "full":
                 continue
             first, past = group.moved(last.tokens)
-            was, now = (np.frombuffer(one.blocks.rows[g], "<i4")[first:past] for one in (last, offer))
-            if was.tobytes() != now.tobytes():
+            if not offer.blocks.keeps(last.blocks, g, first, past):
+                was, now = (one.blocks[g][first:past] for one in (last, offer))
                 at = int(np.flatnonzero(was != now)[0])
                 raise ArgumentError(
                     f"blocks[{g}] must keep block {was[at]} at position {first + at}, not have {now[at]} there, {anew}"
