@@ -259,7 +259,7 @@ class FetchRecord(msgspec.Struct, eq=False):
             PlanError: what was announced does not fit what is wanted.
         """
         s, planner = self.spec, info.planner
-        blocks = placed(planner, msg.blocks, min(msg.lo, s.tokens), msg.final)
+        blocks = placed(planner, msg.blocks, min(msg.lo, s.tokens), msg.final) if msg.lo else msg.blocks
         return plan_part(planner, blocks, s.blocks, s.start, s.tokens, msg.lo, msg.hi, msg.final, msg.bands)
 
     def news(self) -> list[Action]:

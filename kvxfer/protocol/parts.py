@@ -94,7 +94,7 @@ def placed(planner: Planner, blocks: BlockTable, lo: int, final: bool) -> BlockT
         lo: the first token of the part, or the last that is wanted if that comes before.
         final: whether it is the last part.
     """
-    if not lo or _whole(planner, lo, final):
+    if _whole(planner, lo, final):
         return blocks
     return blocks.behind([lo // group.block_tokens for group in planner.src.groups])
 
