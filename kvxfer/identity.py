@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -217,10 +218,20 @@ def _token_bytes(tokens: Sequence[int] | NDArray[Any]) -> bytes:
     """Eight bytes a token, whatever sequence and integer type they come in."""
     if len(tokens) == 0:
         return b""
-    array = np.asarray(tokens)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or int(array.max()) > np.iinfo(np.int64).max:
-        raise IdentityError(f"token ids must be a row of integers, not {array.dtype} of shape {array.shape}")
-    return array.astype("<i8").tobytes()
+    ids = np.asarray(_quickly(tokens))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.max()) > np.iinfo(np.int64).max:
+        raise IdentityError(f"token ids must be a row of integers, not {ids.dtype} of shape {ids.shape}")
+    return ids.astype("<i8").tobytes()
+
+
+def _quickly(tokens: Sequence[int] | NDArray[Any]) -> Sequence[int] | NDArray[Any]:
+    """Return the same tokens as numpy takes them in a fourth of the time, where they are a list of what token ids are."""
+    if type(tokens) is not list or type(tokens[0]) is not int:
+        return tokens
+    try:
+        return np.frombuffer(array("I", tokens), np.uintc)
+    except (TypeError, OverflowError):
+        return tokens  # which numpy is to judge
 
 
 def _named(argument: str, value: str) -> str:

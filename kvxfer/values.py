@@ -184,12 +184,20 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
 
     def greatest(self, g: int) -> int:
         """Return the greatest id in the row of group ``g``; ``NULL`` if it holds no block."""
-        return _extremes(self.rows[g])[1]
+        row = self.rows[g]
+        if len(row) > _FEW * _ID_BYTES:
+            return int(np.maximum.reduce(np.frombuffer(row, _LITTLE)))
+        return max(_SHORT[len(row) // _ID_BYTES].unpack(row), default=NULL)
 
     def there(self, g: int, first: int, past: int) -> bool:
         """Return whether a group has a block at each position ``[first, past)``."""
         row = self.rows[g][first * _ID_BYTES : past * _ID_BYTES]
         return len(row) == (past - first) * _ID_BYTES and (not row or _extremes(row)[0] != NULL)
+
+    def keeps(self, earlier: BlockTable, g: int, first: int, past: int) -> bool:
+        """Return whether the row of a group has the same at the positions ``[first, past)`` as that of an earlier table."""
+        span = slice(first * _ID_BYTES, past * _ID_BYTES)
+        return self.rows[g][span] == earlier.rows[g][span]
 
     def distinct(self, g: int, first: int, past: int) -> bool:
         """Return whether a group has a block at each position ``[first, past)``, and none at two positions before ``past``.
@@ -200,9 +208,14 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
             few = _SHORT[past].unpack_from(self.rows[g])
             blocks = [block for block in few if block != NULL]
             return NULL not in few[first:] and len(set(blocks)) == len(blocks)
-        ids = self[g][:past]
-        sorted_ids = np.sort(ids[ids != NULL])
-        return NULL not in ids[first:] and not (sorted_ids[1:] == sorted_ids[:-1]).any()
+        ids = np.frombuffer(self.rows[g], _LITTLE, past)
+        there = ids.copy()
+        there.sort()
+        if there[0] == NULL:
+            if (ids[first:] == NULL).any():
+                return False
+            there = there[there != NULL]
+        return not (there[1:] == there[:-1]).any()
 
     @property
     def nbytes(self) -> int:
@@ -222,6 +235,15 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
                 for row, (first, past) in zip(self.rows, spans, strict=True)
             )
         )
+
+    def cut(self, spans: Iterable[tuple[int, int]]) -> BlockTable:
+        """Return of each row what is at the positions ``[first, past)``; ``behind`` puts it there again."""
+        rows = zip(self.rows, spans, strict=True)
+        return BlockTable(tuple([row[first * _ID_BYTES : past * _ID_BYTES] for row, (first, past) in rows]))
+
+    def behind(self, firsts: Iterable[int]) -> BlockTable:
+        """Return the table with each row moved behind so many positions of ``NULL``."""
+        return BlockTable(tuple([_NULL_BYTES * n + row for row, n in zip(self.rows, firsts, strict=False)]))
 
     def filled(self, other: BlockTable) -> BlockTable:
         """Return the table with the ids of another one where it has ``NULL``; no row gets longer."""

@@ -179,8 +179,13 @@ class TestDigest:
             assert digest(tokens=np.array(tokens, dtype=dtype), model="m") == expected
         assert digest(tokens=np.repeat(np.array(tokens, dtype="<i4"), 2)[::2], model="m") == expected
 
+    @given(st.lists(st.sampled_from([-(2**63), -1, 0, 7, 2**31, 2**32 - 1, 2**32, 2**63 - 1]), max_size=9))
+    def test_so_they_do_at_the_ends_of_what_machines_count_in(self, tokens: list[int]) -> None:
+        assert digest(tokens=tokens, model="m") == digest(tokens=np.array(tokens, "<i8"), model="m")
+
     @pytest.mark.parametrize(
-        "tokens", [[1.0], [True], ["1"], [[1, 2]], [2**63], np.array([2**63], "u8"), np.zeros((1, 1), "i8")]
+        "tokens",
+        [[1.0], [1, 2.0], [True], ["1"], [1, "1"], [[1, 2]], [2**63], np.array([2**63], "u8"), np.zeros((1, 1), "i8")],
     )
     def test_other_tokens_are_refused(self, tokens: Any) -> None:
         with pytest.raises(IdentityError, match="token ids must be"):

@@ -53,6 +53,26 @@ def test_a_row_is_cut_in_place(row: list[int], first: int, past: int) -> None:
     assert table.only([(0, past)]).continues(table) == (past >= len(row))
 
 
+@pytest.mark.parametrize("length", [0, 1, 5, 32, 33, 60])
+@given(odd=st.dictionaries(st.integers(0, 59), st.sampled_from([NULL, 7]), max_size=2), data=st.data())
+def test_what_is_asked_of_short_and_of_long_rows(length: int, odd: dict[int, int], data: st.DataObject) -> None:
+    row = [odd.get(at, 100 - at) for at in range(length)]
+    past = data.draw(st.just(length) | st.integers(0, length))
+    first = data.draw(st.integers(0, past))
+    table, cut = BlockTable.of([[3], row]), row[:past]
+    there = [block for block in cut if block != NULL]
+    assert table.distinct(1, first, past) == (NULL not in cut[first:] and len(set(there)) == len(there))
+    assert table.there(1, first, past) == (NULL not in cut[first:])
+    assert table.greatest(1) == max(row, default=NULL)
+    assert BlockTable.of([[], row]).blank == (not row or set(row) == {NULL})
+    assert table.keeps(BlockTable.of([[4], cut]), 1, first, past)
+    changed = BlockTable.of([[3], [*row[:past], 999]])
+    assert not table.keeps(changed, 1, first, past + 1)
+    sliced = table.cut([(0, 1), (first, past)])
+    assert sliced.tolist() == [[3], cut[first:]]
+    assert sliced.behind([0, first]) == table.only([(0, 1), (first, past)])
+
+
 @pytest.mark.parametrize(
     "row", [[1.0], [-2], [2**31], ["1"], [None], [[1]], "ab", np.array([1.5]), np.zeros((2, 2), int)]
 )

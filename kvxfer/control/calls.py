@@ -108,8 +108,8 @@ class Calls:
             if group.kind != "full":
                 continue
             first, past = group.moved(last.tokens)
-            was, now = (np.frombuffer(one.blocks.rows[g], "<i4")[first:past] for one in (last, offer))
-            if was.tobytes() != now.tobytes():
+            if not offer.blocks.keeps(last.blocks, g, first, past):
+                was, now = (one.blocks[g][first:past] for one in (last, offer))
                 at = int(np.flatnonzero(was != now)[0])
                 raise ArgumentError(
                     f"blocks[{g}] must keep block {was[at]} at position {first + at}, not have {now[at]} there, {anew}"

@@ -8,7 +8,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import CopyPlan, PlanError
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.offer_record import ConsumerLink, RankServe
-from kvxfer.protocol.parts import Span, lacking, piece_bytes, plan_part, to_hash
+from kvxfer.protocol.parts import Span, carried, lacking, piece_bytes, plan_part, to_hash
 from kvxfer.protocol.transitions import ServeEvent
 from kvxfer.protocol.values import Action, Hash, LinkInfo, Mode, Move, PartRef, Send
 from kvxfer.transport import Verb
@@ -106,7 +106,7 @@ def announce(
         span.lo,
         span.hi,
         final,
-        offer.blocks,
+        carried(info.planner, offer.blocks, span, final),
         link.stream,
         0 if plan is None else piece_bytes(plan, info),
         serve.revocations,

@@ -195,7 +195,7 @@ class ConsumerMachine:
         plan = rank.came(done)
         if done.failure is None:
             f.nbytes += done.nbytes
-            self._routes.moved(done.ref.link, done.nbytes, done.seconds)
+            self._routes.moved(done.ref.link, done.nbytes, done.seconds, now)
             if plan is not None:
                 return [Hash(done.ref, plan, "destination")]
         if done.quiet:

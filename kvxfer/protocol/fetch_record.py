@@ -11,7 +11,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.parts import PIECE_LEAST, Span, plan_part, reached, to_hash
+from kvxfer.protocol.parts import PIECE_LEAST, Span, placed, plan_part, reached, to_hash
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import (
     Abort,
@@ -259,8 +259,9 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         Raises:
             PlanError: what was announced does not fit what is wanted.
         """
-        s = self.spec
-        return plan_part(info.planner, msg.blocks, s.blocks, s.start, s.tokens, msg.lo, msg.hi, msg.final, msg.bands)
+        s, planner = self.spec, info.planner
+        blocks = placed(planner, msg.blocks, min(msg.lo, s.tokens), msg.final) if msg.lo else msg.blocks
+        return plan_part(planner, blocks, s.blocks, s.start, s.tokens, msg.lo, msg.hi, msg.final, msg.bands)
 
     def news(self) -> list[Action]:
         """Tell the engine how far its fetch is, if it has asked for that and there is something to tell."""

@@ -2,32 +2,81 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+
+import msgspec
 
 __all__ = ["LinkPace"]
 
 LEAST = 1 << 20
-"""Bytes of a part that tells how fast its link is: of shorter ones most of the time is spent elsewhere."""
+"""Bytes that tell how fast their link is: of fewer most of the time is spent elsewhere."""
 REMEMBERED = 8
+"""Spells by which a link is judged."""
+LONG = 16
+"""Parts after which a spell ends though something is still in flight, and once more so many for each that it did not count: what is in
+flight at its borders is then little beside what it counts."""
 PAYS_S = 0.02
 """What all bytes of a transfer must take on the wire for bands to pay: these save up to seven eighths of it, and cost both sides seven
 more parts."""
 
 
+class _Spell(msgspec.Struct, gc=False):
+    """A time in which something was in flight all along.
+
+    Attributes:
+        nbytes: Of the parts that began and ended in it.
+        parts: How many these were.
+        straddling: Parts that ended in it, and had begun before it.
+    """
+
+    began: float
+    ended: float
+    nbytes: int
+    parts: int
+    straddling: int
+
+
 class LinkPace:
-    """The pace of one link, in one direction."""
+    """The pace of one link, in one direction: bytes over the time in which anything was in flight.
+
+    Parts that overlap have the link together, and none of them alone says how fast it is. They may end in any order: the time in which
+    some part was in flight is put together from those that have ended. What has not ended adds nothing yet, so that a link looks slower
+    than it is while it is busy, and never faster.
+
+    Attributes:
+        bytes_per_s: By its fastest spell, since in others something may have waited; 0 before anything is known.
+    """
 
     def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=REMEMBERED)
+        self.bytes_per_s = 0.0
+        self._spells: deque[_Spell] = deque(maxlen=REMEMBERED)
+        self._before = -math.inf  # when the last long spell ended: nothing is added to it or to those before it
 
-    def took(self, nbytes: int, seconds: float) -> None:
-        """Take in that a part of so many bytes took so long."""
-        if nbytes >= LEAST and seconds > 0:
-            self._rates.append(nbytes / seconds)
+    def took(self, nbytes: int, seconds: float, now: float) -> None:
+        """Take in that a part of so many bytes has come, and took so long; the clock is the same in all calls."""
+        began = now - seconds
+        straddles = began < self._before
+        spell = _Spell(self._before, now, 0, 0, 1) if straddles else _Spell(began, now, nbytes, 1, 0)
+        spells = self._spells
+        while spells and spells[-1].ended > spell.began:
+            last = spells.pop()
+            spell.began = min(spell.began, last.began)
+            spell.nbytes, spell.parts = spell.nbytes + last.nbytes, spell.parts + last.parts
+            spell.straddling += last.straddling
+        if spells and spells[-1].nbytes < LEAST:
+            spells.pop()  # it tells nothing, and is to push out nothing that does
+        spells.append(spell)
+        if spell.parts >= LONG * (1 + spell.straddling):
+            self._before = now
+
+        fastest = 0.0
+        for each in spells:
+            if each.nbytes >= LEAST and each.ended > each.began:
+                pace = each.nbytes / (each.ended - each.began)
+                fastest = pace if pace > fastest else fastest
+        self.bytes_per_s = fastest
 
     def slow(self, nbytes: float) -> bool:
-        """Return whether so many bytes would take long enough for bands to pay; not before anything is known.
-
-        The fastest of the last parts tells: others may have shared the link, or waited for something.
-        """
-        return bool(self._rates) and nbytes >= PAYS_S * max(self._rates)
+        """Return whether so many bytes would take long enough for bands to pay; not before anything is known."""
+        return self.bytes_per_s > 0 and nbytes >= PAYS_S * self.bytes_per_s

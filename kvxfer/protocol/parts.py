@@ -78,6 +78,32 @@ def _only(cache: Cache, table: BlockTable, *, full: bool) -> BlockTable:
     )
 
 
+def carried(planner: Planner, blocks: BlockTable, span: Span, final: bool) -> BlockTable:
+    """Return what of a producer's block table the announcement of a part carries (``PartReady.blocks``)."""
+    if _whole(planner, span.lo, final):
+        return blocks
+    return blocks.cut([(span.lo // group.block_tokens, group.blocks(span.hi)) for group in planner.src.groups])
+
+
+def placed(planner: Planner, blocks: BlockTable, lo: int, final: bool) -> BlockTable:
+    """Return what the announcement of a part carried as a block table, in which each block is at its position.
+
+    Args:
+        planner: of the link.
+        blocks: what it carried.
+        lo: the first token of the part, or the last that is wanted if that comes before.
+        final: whether it is the last part.
+    """
+    if _whole(planner, lo, final):
+        return blocks
+    return blocks.behind([lo // group.block_tokens for group in planner.src.groups])
+
+
+def _whole(planner: Planner, lo: int, final: bool) -> bool:
+    """Return whether a part carries whole rows: all that there are, or those of groups that move whole with it."""
+    return final and (not lo or not planner.all_full)
+
+
 def reached(spans: Collection[Span], start: int, bands: int) -> int:
     """Return the largest ``tokens`` for which the union of spans holds ``[start, tokens)`` in each of so many bands."""
     if {span.bands for span in spans} == {None}:

@@ -84,12 +84,12 @@ class Routes:
             self._routes.pop(source, None)
         return [Close(link, why)]
 
-    def moved(self, link: LinkId, nbytes: int, seconds: float) -> None:
+    def moved(self, link: LinkId, nbytes: int, seconds: float, now: float) -> None:
         """Take in that a part has come over a link."""
         if link not in self.paces and link in self.links:
             self.paces[link] = LinkPace()
         if link in self.paces:
-            self.paces[link].took(nbytes, seconds)
+            self.paces[link].took(nbytes, seconds, now)
 
     def up(self, link: LinkId, info: LinkInfo) -> list[tuple[FetchRecord, RankFetch]]:
         """Take what is known of a link that is up, unless it has been given up, and return what uses it."""

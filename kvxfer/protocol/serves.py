@@ -228,7 +228,7 @@ class Serves:
         ready = serve.unsent.pop(done.ref, None)
         if done.failure is None:
             if done.ref.link in self.links:
-                self.links[done.ref.link].pace.took(done.nbytes, done.seconds)
+                self.links[done.ref.link].pace.took(done.nbytes, done.seconds, now)
             if ready is not None and serve.state is S.SERVING:
                 out.append(Send(serve.link, ready))
             out += self.advance(serve, now)

@@ -28,7 +28,7 @@ class Asker:
 
     def hear(self, now: float, part: int = 0, final: bool = False) -> Move:
         """A part is announced."""
-        lo, table = 4 * part, BlockTable.of([[2, 3, 4]])
+        lo, table = 4 * part, BlockTable.of([[2 + part]])
         ready = m.PartReady(T, self.asked.attempt, 1, part, lo, lo + 4, final, table, part, 0)
         (move,) = self.machine.message("link", ready, now)
         assert isinstance(move, Move)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.values import Action, Emit, Ended, Move, Moved, Send
+from kvxfer.protocol.values import Emit, Ended, Moved, Send
 from tests.protocol.test_deadlines import Asker, T
 
 MOVES = {
@@ -20,7 +20,9 @@ MOVES = {
 @pytest.mark.parametrize("case", MOVES)
 def test_what_moves_is_timed_and_not_what_is_waited_for(case: str) -> None:
     parts, moving = MOVES[case]
-    asker, actions, flying = Asker(4 * len(parts)), list[Action](), dict[int, Move]()
+    asker, actions, flying = Asker(), [], {}
+    asker.machine.cancel("req", "it was of three parts", 0.0)
+    asker = Asker(4 * len(parts))
     times = sorted([(at, 1, i) for i, (at, _) in enumerate(parts)] + [(at, 0, i) for i, (_, at) in enumerate(parts)])
     for now, heard, part in times:
         if heard:

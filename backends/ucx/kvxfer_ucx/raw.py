@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,8 @@ class UcxRaw:
     def _finish(self, requests: list[Any]) -> None:
         for request in requests:
             while not request.completed:
-                self._worker.progress()
+                if not self._worker.progress():
+                    os.sched_yield()  # where cores are scarce the peer, who has the next move, may be waiting for this one
             request.check_error()
 
     def close(self) -> None:

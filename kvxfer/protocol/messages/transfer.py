@@ -77,6 +77,8 @@ class PartReady(WireMessage, frozen=True, tag="part"):
     Attributes:
         final: The part is the last one, and holds the window and state groups, too. It ends before the last token that is wanted
             only if the producer has given up, and so many tokens are enough.
+        blocks: Of each row those blocks that hold ``[lo, hi)``, so that all parts together have each of them once. Whole rows where
+            window or state groups come with the part.
         piece_bytes: Size of the pieces in which the part comes packed; 0 for direct runs.
         revocations: The revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
         payload: What came with the offer, with the final part.
