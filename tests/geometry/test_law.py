@@ -239,7 +239,9 @@ def test_parts_that_are_sent_add_up_to_the_whole(case: Case, data: st.DataObject
         with patch.object(parts, "HOST_BYTES", most):
             spans = parts.cut(whole, made, LinkInfo("sendrecv", planner))
         wanted = -(-made.nbytes // most)
-        assert len(spans) == max(wanted, 1) or planner.indivisible > 1 or wanted > whole.hi - whole.lo, "what can be cut is"
+        assert len(spans) == max(wanted, 1) or planner.indivisible > 1 or wanted > whole.hi - whole.lo, (
+            "what can be cut is"
+        )
         assert [span.lo for span in spans] + [whole.hi] == [whole.lo] + [span.hi for span in spans]
         moved: dict[int, int] = {}
         for span in spans:
