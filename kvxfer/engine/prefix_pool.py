@@ -22,6 +22,10 @@ class PrefixPool:
     It is a ``BlockPool``, for ``BlockPins``. A block without references keeps what it holds until it is taken; of those, the
     one that was freed first is taken first. One thread.
 
+    It is for one group of kind ``full``, whose tables have a block at each position. It knows no windows and no states: which
+    blocks of theirs are of use without those before them, and which of several groups are of use together, is for a pool of the engine's
+    own. A table with a ``NULL`` where a block has been given up is refused.
+
     Args:
         blocks: How many there are; their ids are 0 to ``blocks - 1``.
         block_tokens: Tokens in each.
@@ -42,7 +46,11 @@ class PrefixPool:
 
         Returns:
             False if there are too few; then nothing is added.
+
+        Raises:
+            ArgumentError: The table has what is no block of this pool, or ``tokens`` are no number of tokens.
         """
+        self._known("table", table)
         missing = -(-arguments.integer("tokens", tokens, 0) // self._block_tokens) - len(table)
         if missing > len(self._unused):
             return False
@@ -71,13 +79,23 @@ class PrefixPool:
         return found
 
     def remember(self, tokens: Sequence[int], table: Sequence[int], salt: bytes = b"") -> None:
-        """Take in which tokens these blocks, which are in use, hold now, in as many whole blocks as there are."""
+        """Take in which tokens these blocks, which are in use, hold now, in as many whole blocks as there are.
+
+        Raises:
+            ArgumentError: The table has what is no block of this pool.
+        """
+        self._known("table", table)
         for prefix, block in zip(self._prefixes(tokens, salt), table, strict=False):
             if prefix not in self._holders and block not in self._held:
                 self._holders[prefix], self._held[block] = block, prefix
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each of these blocks."""
+        """Add a reference to each of these blocks.
+
+        Raises:
+            ArgumentError: One is no block of this pool; nothing is done.
+        """
+        self._known("blocks", blocks)
         for block in blocks:
             self._unused.pop(block, None)
             self._references[block] += 1
@@ -86,8 +104,9 @@ class PrefixPool:
         """Drop one reference to each; those that have none left are taken after all that are unused, in this order.
 
         Raises:
-            ArgumentError: A block has no reference; those before it are freed.
+            ArgumentError: One is no block of this pool, and nothing is done; or a block has no reference, and those before it are freed.
         """
+        self._known("blocks", blocks)
         for block in blocks:
             if not self._references[block]:
                 raise ArgumentError(f"blocks must be in use, and block {block} is not")
@@ -98,6 +117,16 @@ class PrefixPool:
     def used(self) -> int:
         """Return how many blocks have a reference."""
         return len(self._references) - len(self._unused)
+
+    def _known(self, name: str, blocks: Sequence[int]) -> None:
+        """Refuse what is no block: -1, say, would be the last one."""
+        count = len(self._references)
+        wrong = next((block for block in blocks if not 0 <= block < count), None)
+        if wrong is not None:
+            raise ArgumentError(
+                f"{name} must have ids from 0 to {count - 1}, not {wrong}: this pool is for groups of kind 'full', which have a block "
+                "at each position"
+            )
 
     def _prefixes(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:
         """Yield a name for each prefix of whole blocks, the shortest first."""
