@@ -14,6 +14,7 @@ from kvxfer.errors import ArgumentError
 __all__ = ["PrefixPool"]
 
 MOST_BLOCKS = 1 << 31
+MOST_SALT = 1 << 20
 
 
 class PrefixPool:
@@ -48,9 +49,9 @@ class PrefixPool:
             False if there are too few; then nothing is added.
 
         Raises:
-            ArgumentError: The table has what is no block of this pool, or ``tokens`` are no number of tokens.
+            ArgumentError: The table is no list, or has what is no block of this pool, or ``tokens`` are no number of tokens.
         """
-        self._known("table", table)
+        self._known("table", arguments.instance("table", table, list))
         missing = -(-arguments.integer("tokens", tokens, 0) // self._block_tokens) - len(table)
         if missing > len(self._unused):
             return False
@@ -68,6 +69,9 @@ class PrefixPool:
         Args:
             tokens: Token ids. Only whole blocks of them are looked for: leave the last token out if it is to be computed.
             salt: What else the KV depends on, such as an adapter.
+
+        Raises:
+            ArgumentError: An argument is of the wrong type.
         """
         found = []
         for prefix in self._prefixes(tokens, salt):
@@ -82,7 +86,7 @@ class PrefixPool:
         """Take in which tokens these blocks, which are in use, hold now, in as many whole blocks as there are.
 
         Raises:
-            ArgumentError: The table has what is no block of this pool.
+            ArgumentError: The table has what is no block of this pool, or an argument is of the wrong type.
         """
         self._known("table", table)
         for prefix, block in zip(self._prefixes(tokens, salt), table, strict=False):
@@ -130,9 +134,12 @@ class PrefixPool:
 
     def _prefixes(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:
         """Yield a name for each prefix of whole blocks, the shortest first."""
-        whole = len(tokens) // self._block_tokens
-        name = _digest(salt)
-        for block in np.asarray(tokens[: whole * self._block_tokens], "<i8").reshape(whole, self._block_tokens):
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ArgumentError(f"tokens must be a row of integers, not {ids.dtype} of shape {ids.shape}")
+        whole = len(ids) // self._block_tokens
+        name = _digest(arguments.octets("salt", salt, MOST_SALT, empty=True))
+        for block in ids[: whole * self._block_tokens].astype("<i8").reshape(whole, self._block_tokens):
             name = _digest(name + block.tobytes())
             yield name
 
