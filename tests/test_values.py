@@ -64,7 +64,7 @@ def test_what_is_asked_of_short_and_of_long_rows(length: int, odd: dict[int, int
     assert table.distinct(1, first, past) == (NULL not in cut[first:] and len(set(there)) == len(there))
     assert table.there(1, first, past) == (NULL not in cut[first:])
     assert table.greatest(1) == max(row, default=NULL)
-    assert BlockTable.of([[], row]).blank == (not row or set(row) == {NULL})
+    assert BlockTable.of([[], row]).empty == (not row or set(row) == {NULL})
     assert table.keeps(BlockTable.of([[4], cut]), 1, first, past)
     changed = BlockTable.of([[3], [*row[:past], 999]])
     assert not table.keeps(changed, 1, first, past + 1)

@@ -14,6 +14,7 @@ from kvxfer.errors import ArgumentError
 __all__ = ["PrefixPool"]
 
 MOST_BLOCKS = 1 << 31
+MOST_SALT = 1 << 20
 
 
 class PrefixPool:
@@ -21,6 +22,10 @@ class PrefixPool:
 
     It is a ``BlockPool``, for ``BlockPins``. A block without references keeps what it holds until it is taken; of those, the
     one that was freed first is taken first. One thread.
+
+    It is for one group of kind ``full``, whose tables have a block at each position. It knows no windows and no states: which
+    blocks of theirs are of use without those before them, and which of several groups are of use together, is for a pool of the engine's
+    own. A table with a ``NULL`` where a block has been given up is refused.
 
     Args:
         blocks: How many there are; their ids are 0 to ``blocks - 1``.
@@ -42,7 +47,11 @@ class PrefixPool:
 
         Returns:
             False if there are too few; then nothing is added.
+
+        Raises:
+            ArgumentError: The table is no list, or has what is no block of this pool, or ``tokens`` are no number of tokens.
         """
+        self._known("table", arguments.instance("table", table, list))
         missing = -(-arguments.integer("tokens", tokens, 0) // self._block_tokens) - len(table)
         if missing > len(self._unused):
             return False
@@ -60,6 +69,9 @@ class PrefixPool:
         Args:
             tokens: Token ids. Only whole blocks of them are looked for: leave the last token out if it is to be computed.
             salt: What else the KV depends on, such as an adapter.
+
+        Raises:
+            ArgumentError: An argument is of the wrong type.
         """
         found = []
         for prefix in self._prefixes(tokens, salt):
@@ -71,13 +83,23 @@ class PrefixPool:
         return found
 
     def remember(self, tokens: Sequence[int], table: Sequence[int], salt: bytes = b"") -> None:
-        """Take in which tokens these blocks, which are in use, hold now, in as many whole blocks as there are."""
+        """Take in which tokens these blocks, which are in use, hold now, in as many whole blocks as there are.
+
+        Raises:
+            ArgumentError: The table has what is no block of this pool, or an argument is of the wrong type.
+        """
+        self._known("table", table)
         for prefix, block in zip(self._prefixes(tokens, salt), table, strict=False):
             if prefix not in self._holders and block not in self._held:
                 self._holders[prefix], self._held[block] = block, prefix
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each of these blocks."""
+        """Add a reference to each of these blocks.
+
+        Raises:
+            ArgumentError: One is no block of this pool; nothing is done.
+        """
+        self._known("blocks", blocks)
         for block in blocks:
             self._unused.pop(block, None)
             self._references[block] += 1
@@ -86,8 +108,9 @@ class PrefixPool:
         """Drop one reference to each; those that have none left are taken after all that are unused, in this order.
 
         Raises:
-            ArgumentError: A block has no reference; those before it are freed.
+            ArgumentError: One is no block of this pool, and nothing is done; or a block has no reference, and those before it are freed.
         """
+        self._known("blocks", blocks)
         for block in blocks:
             if not self._references[block]:
                 raise ArgumentError(f"blocks must be in use, and block {block} is not")
@@ -99,11 +122,24 @@ class PrefixPool:
         """Return how many blocks have a reference."""
         return len(self._references) - len(self._unused)
 
+    def _known(self, name: str, blocks: Sequence[int]) -> None:
+        """Refuse what is no block: -1, say, would be the last one."""
+        count = len(self._references)
+        wrong = next((block for block in blocks if not 0 <= block < count), None)
+        if wrong is not None:
+            raise ArgumentError(
+                f"{name} must have ids from 0 to {count - 1}, not {wrong}: this pool is for groups of kind 'full', which have a block "
+                "at each position"
+            )
+
     def _prefixes(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:
         """Yield a name for each prefix of whole blocks, the shortest first."""
-        whole = len(tokens) // self._block_tokens
-        name = _digest(salt)
-        for block in np.asarray(tokens[: whole * self._block_tokens], "<i8").reshape(whole, self._block_tokens):
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ArgumentError(f"tokens must be a row of integers, not {ids.dtype} of shape {ids.shape}")
+        whole = len(ids) // self._block_tokens
+        name = _digest(arguments.octets("salt", salt, MOST_SALT, empty=True))
+        for block in ids[: whole * self._block_tokens].astype("<i8").reshape(whole, self._block_tokens):
             name = _digest(name + block.tobytes())
             yield name
 

@@ -194,6 +194,8 @@ class WorkerSide:
         """
         if not isinstance(step, Step):
             arguments.instance("step", step, Step)
+        if not isinstance(layer, str):
+            arguments.string("layer", layer)
         bands = self._computed.layer(step, layer) if step.commands.offers else 0
         offers = step.commands.offers if bands else ()
         wanted = [offer for offer in offers if self.agent.banded(offer.transfer, offer.tokens)]

@@ -141,12 +141,6 @@ def lacking(sent: Sequence[int], ready: Sequence[int]) -> list[Span]:
     return [Span(span.lo, span.hi) if span.bands == whole else span for span in spans]
 
 
-def aligned(cache: Cache, tokens: int) -> int:
-    """Return the largest count up to ``tokens`` that cuts no block of a full group."""
-    step = lcm(*(g.block_tokens for g in cache.groups if g.kind == "full"))
-    return tokens // step * step
-
-
 def on_host(regions: Iterable[Region]) -> bool:
     """Return whether all of this memory is the host's."""
     return all(region.device == "cpu" for region in regions)
@@ -160,6 +154,7 @@ def most_bytes(regions: Iterable[Region]) -> int:
 def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
     """Return the parts into which a span is cut; itself, if that is one.
 
+    Between the producer's blocks, which moves best; within them where they are longer than a part, as with a block for each request.
     What a host hashes in full goes in several parts, so that one is read while the next one moves. A GPU has hashed a part
     before a message comes through. What is sent and received goes in parts of bounded size, staged or not.
 
@@ -180,7 +175,9 @@ def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
     if parts < 2:
         return [span]
     lo, hi, bands = span
-    inner = {aligned(info.planner.src, lo + (hi - lo) * i // parts) for i in range(1, parts)}
+    blocks = lcm(*(g.block_tokens for g in info.planner.src.groups if g.kind == "full"))
+    step = blocks if blocks * parts <= hi - lo else info.planner.indivisible
+    inner = {(lo + (hi - lo) * i // parts) // step * step for i in range(1, parts)}
     ends = [*sorted(end for end in inner if lo < end < hi), hi]
     return [Span(*each, bands) for each in zip([lo, *ends[:-1]], ends, strict=True)] if len(ends) > 1 else [span]
 

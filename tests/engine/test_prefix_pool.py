@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -103,3 +105,41 @@ def test_whatever_engines_do_a_found_block_holds_what_was_asked_for(does: list[t
         tables.append(table)
         references = Counter(block for one in tables for block in one)
         assert pool.used() == len(references)
+
+
+@pytest.mark.parametrize("wrong", [-1, 4], ids=["a window's table, a block given up", "another pool's block"])
+def test_what_is_no_block_of_the_pool_is_refused_and_nothing_is_done(wrong: int) -> None:
+    """-1 would be the last block: freed under whoever has it, or found by a prefix that it does not hold."""
+    pool = PrefixPool(4, BLOCK)
+    table = filled(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    found = [*table[:1], wrong]
+    for call in (
+        lambda: pool.free(found),
+        lambda: pool.touch(found),
+        lambda: pool.remember([9, 9, 8, 8], found),
+        lambda: pool.grow(found, 8),
+    ):
+        with pytest.raises(ArgumentError, match=f"from 0 to 3, not {wrong}: this pool is for groups of kind 'full'"):
+            call()
+    assert pool.used() == 4 and pool.prefix([9, 9]) == []
+    pool.free(table)
+    assert pool.used() == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda pool: pool.prefix([1.5, 2.5]), "tokens must be a row of integers, not float64"),
+        (lambda pool: pool.prefix([[1, 2]]), "tokens must be a row of integers"),
+        (lambda pool: pool.remember(np.ones(2, bool), [0]), "tokens must be a row of integers, not bool"),
+        (lambda pool: pool.prefix([1, 2], salt="adapter"), "salt must be bytes, not 'adapter'"),
+        (lambda pool: pool.grow((), 2), "table must be a list"),
+        (lambda pool: pool.grow(np.array([0]), 8), "table must be a list"),  # which would add ids to ids
+    ],
+)
+def test_wrong_calls_are_answered_and_nothing_is_done(call: Callable[[PrefixPool], object], words: str) -> None:
+    pool = PrefixPool(4, BLOCK)
+    pool.free(filled(pool, [1, 2]))
+    with pytest.raises(ArgumentError, match=words):
+        call(pool)
+    assert pool.used() == 0 and pool.prefix(np.array([1, 2], np.int32)) == [0]

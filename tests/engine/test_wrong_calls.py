@@ -191,6 +191,7 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
 
 WORKER: dict[str, tuple[Callable[[WorkerSide], Any], str]] = {
     "begin nothing": (lambda w: w.begin(None), "step must be a kvxfer Step, not None"),  # type: ignore[arg-type]
+    "a layer by its number": (lambda w: w.layer_done(Step(), 0), "layer must be a str, not 0"),  # type: ignore[arg-type]
     "load a report": (lambda w: w.load(Report()), "step must be a kvxfer Step"),  # type: ignore[arg-type]
     "after nothing": (lambda w: w.after_forward(None), "step must be a kvxfer Step"),  # type: ignore[arg-type]
     "payloads by request": (lambda w: w.after_forward(Step(), {"r1": b"x"}), "payloads must be a kvxfer TransferId"),  # type: ignore[dict-item]

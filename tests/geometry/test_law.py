@@ -238,6 +238,10 @@ def test_parts_that_are_sent_add_up_to_the_whole(case: Case, data: st.DataObject
         most = data.draw(st.integers(max(1, made.nbytes // 10), made.nbytes + 1))
         with patch.object(parts, "HOST_BYTES", most):
             spans = parts.cut(whole, made, LinkInfo("sendrecv", planner))
+        wanted = -(-made.nbytes // most)
+        assert len(spans) == max(wanted, 1) or planner.indivisible > 1 or wanted > whole.hi - whole.lo, (
+            "what can be cut is"
+        )
         assert [span.lo for span in spans] + [whole.hi] == [whole.lo] + [span.hi for span in spans]
         moved: dict[int, int] = {}
         for span in spans:

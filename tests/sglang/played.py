@@ -13,13 +13,14 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from tests.sglang import overlay
 
-LAYERS, HEADS, DIM, PAGE, PAGES, ROWS = 3, 4, 8, 16, 64, 8
+LAYERS, HEADS, DIM, PAGE, PAGES, ROWS = 5, 4, 8, 16, 64, 8
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -35,30 +36,31 @@ MODEL = {
 START_S = 60.0
 
 
-FULL = {"swa": [0, 2], "mamba": [0], "dsa": [0, 1, 2]}
-"""Layers with full attention, by the kind of the others."""
+FULL = {"swa": [0, 2], "mamba": [0, 3], "dsa": [*range(LAYERS)]}
+"""Layers with full attention, by the kind of the others. Of two stages, SGLang gives the first one two layers."""
 
 
-def _pool_with_states(kind: str, heads: int) -> Any:
-    """Return one of SGLang's pools that have more than pages of full attention."""
+def _pool_with_states(kind: str, heads: int, layers: range) -> Any:
+    """Return one of SGLang's pools that have more than pages of full attention, of a stage with these layers."""
     import torch
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MambaPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    others = [layer for layer in range(LAYERS) if layer not in FULL[kind]]
+    full = [layer for layer in layers if layer in FULL[kind]]
+    others = [layer for layer in layers if layer not in full]
     common = {"size": PAGES * PAGE, "dtype": torch.bfloat16, "device": "cpu", "enable_memory_saver": False}
     if kind == "dsa":
         latents = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "kv_cache_dim": 32, "index_head_dim": 128}
-        return DSATokenToKVPool(page_size=64, layer_num=LAYERS, **latents, **common)
-    attention = {"page_size": PAGE, "head_num": heads, "head_dim": DIM, "full_attention_layer_ids": FULL[kind]}
+        return DSATokenToKVPool(page_size=64, layer_num=len(layers), start_layer=layers.start, **latents, **common)
+    attention = {"page_size": PAGE, "head_num": heads, "head_dim": DIM, "full_attention_layer_ids": full}
     if kind == "swa":
         return SWAKVPool(size_swa=PAGES * PAGE, swa_attention_layer_ids=others, **attention, **common)
     sizes = {"intermediate_size": 64, "n_groups": 2, "num_heads": 4, "head_dim": 16, "state_size": 8, "conv_kernel": 4}
     shape = Mamba2StateShape.create(tp_world_size=HEADS // heads, **sizes)
     params = Mamba2CacheParams(shape=shape, layers=others)
     states = MambaPool(size=ROWS, spec_state_size=ROWS, cache_params=params, mamba_layer_ids=others, device="cpu")
-    return HybridLinearKVPool(mamba_pool=states, **attention, **common)
+    return HybridLinearKVPool(mamba_pool=states, start_layer=layers.start, **attention, **common)
 
 
 def _arrays(states: list[list[int]] | None) -> list[Any] | None:
@@ -145,7 +147,7 @@ class Rank:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
         if self.states:
-            return _pool_with_states(self.states, HEADS // self.tp)
+            return _pool_with_states(self.states, HEADS // self.tp, self.layers)
         size = {"size": PAGES * PAGE, "page_size": PAGE}
         common = {**size, "dtype": torch.bfloat16, "layer_num": len(self.layers), "device": "cpu"}
         common["start_layer"] = self.layers.start
@@ -201,7 +203,7 @@ class Rank:
 
         made = []
         sides = 1 if self.latent else 2
-        layers = FULL[self.states] if self.states else self.layers
+        layers = [layer for layer in self.layers if layer in FULL.get(self.states, self.layers)]
         buffers = [(side * LAYERS + layer, HEADS) for side in range(sides) for layer in layers]
         for buffer, heads in buffers + ([(100, 2), (101, 2)] if self.draft else []):
             draw = torch.Generator().manual_seed(1000 * seed + buffer)
@@ -218,27 +220,36 @@ class Rank:
 
         return all(map(torch.equal, self.pages(ids), self.content(seed, first, len(ids))))
 
-    def state_items(self, ids: list[list[int]]) -> list[Any]:
-        """Return the items of each buffer of each state, as bytes."""
+    def _state_buffers(self, ids: list[list[int]]) -> Iterator[tuple[int, Any, int]]:
+        """Yield the layer of each buffer of each state, the buffer as [item, byte], and each of these items of it."""
         import ctypes
 
         import torch
 
-        args, found = self.manager.kv_args, []
-        for ptrs, lens, sizes, own in zip(
-            args.state_data_ptrs, args.state_data_lens, args.state_item_lens, ids, strict=True
+        args = self.manager.kv_args
+        for ptrs, lens, sizes, named, own in zip(
+            args.state_data_ptrs, args.state_data_lens, args.state_item_lens, args.state_layer_ids, ids, strict=True
         ):
-            for start, nbytes, size in zip(ptrs, lens, sizes, strict=True):
+            layers = named or [self.layers.start + i for i in range(len(ptrs))]
+            for layer, start, nbytes, size in zip(layers, ptrs, lens, sizes, strict=True):
                 memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), dtype=torch.uint8)
-                found += [memory.view(-1, size)[i] for i in own]
-        return found
+                yield from ((layer, memory.view(-1, size), i) for i in own)
+
+    def state_items(self, ids: list[list[int]]) -> list[Any]:
+        """Return the items of each buffer of each state, as bytes."""
+        return [buffer[i] for _, buffer, i in self._state_buffers(ids)]
 
     def state_content(self, seed: int, ids: list[list[int]]) -> list[Any]:
-        """Return what these items are to hold, made up from a seed, and of each rank another."""
+        """Return what these items are to hold, made up from a seed: of each layer and tensor another, and of each rank."""
         import torch
 
-        draw = torch.Generator().manual_seed(7000 * seed + (0 if self.latent else self.rank))
-        return [torch.randint(0, 256, item.shape, generator=draw, dtype=torch.uint8) for item in self.state_items(ids)]
+        made, seen = [], Counter[int]()
+        for layer, buffer, i in self._state_buffers(ids):
+            key = (seed, layer, seen[layer], 0 if self.latent else self.rank)
+            draw = torch.Generator().manual_seed(hash(key) % (1 << 40))
+            made.append(torch.randint(0, 256, buffer[i].shape, generator=draw, dtype=torch.uint8))
+            seen[layer] += 1
+        return made
 
     def states_match(self, seed: int, ids: list[list[int]]) -> bool:
         """Whether items of each state hold what they should."""

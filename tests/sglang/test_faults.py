@@ -69,8 +69,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("states of this kind (qsa_pending)", {"args": {"state_types": ["mamba", "qsa_pending"]}}),
     ("states of this kind (swa, swa)", {"args": {"state_types": ["swa", "swa"], "swa_kv_cache_layout": "nhd"}}),
     (
-        "--pp-size 2 together with states (dsa)",
-        {"args": {"state_types": ["dsa"]}, "settings": {"parallel": {"pp_size": 2}}},
+        "--pp-size 2 together with a sliding-window pool",
+        {
+            "args": {"state_types": ["swa", "mamba"], "swa_kv_cache_layout": "nhd"},
+            "settings": {"parallel": {"pp_size": 2}},
+        },
     ),
     ("token by token, head by head (hnd)", {"args": {"state_types": ["swa"], "swa_kv_cache_layout": "hnd"}}),
     ("hybrid or compressed latent pools", {"args": {"is_hybrid_mla_backend": True}}),
@@ -103,6 +106,13 @@ def test_what_is_not_supported_is_refused_by_name(
     for engine in pair:
         assert engine.refusal(**nothing) == [""]
         assert words in engine.refusal(**{**nothing, **change})[0]
+
+
+@pytest.mark.parametrize("kinds", [["mamba"], ["dsa"], ["mamba", "dsa"]])
+def test_states_whose_layers_are_known_may_have_stages(pair: tuple[Engine, Engine], kinds: list[str]) -> None:
+    for engine in pair:
+        stages = {"parallel": {"pp_size": 2}}
+        assert engine.refusal(args={"state_types": kinds}, settings=stages, environ={}) == [""]
 
 
 def test_pages_must_not_be_reused_while_they_are_written_to(pair: tuple[Engine, Engine]) -> None:

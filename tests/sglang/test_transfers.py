@@ -194,6 +194,7 @@ def test_a_draft_model_s_cache_comes_along(start: Callable[..., Any], room: int,
 @pytest.mark.parametrize(
     ("pool", "ranks", "here", "there"), [("mamba", (2, 2), [[5]], [[2]]), ("dsa", (2, 1), [[3, 9, 4]], [[7, 1, 8]])]
 )
+@pytest.mark.parametrize("stages", [(1, 1), (2, 1), (2, 2)], ids=["one stage", "two stages", "two on both sides"])
 def test_states_arrive(
     start: Callable[..., Any],
     room: int,
@@ -201,9 +202,10 @@ def test_states_arrive(
     ranks: tuple[int, int],
     here: list[list[int]],
     there: list[list[int]],
+    stages: tuple[int, int],
 ) -> None:
-    """Of SGLang's own hybrid pools. A recurrent state is written until the end, an index with its pages."""
-    with start(*ranks, pool=pool) as (prefill, decode):
+    """Of SGLang's own hybrid pools. A recurrent state is written until the end, an index with its pages; each stage has some layers'."""
+    with start(*ranks, *stages, pool=pool) as (prefill, decode):
         for one, seed in ((room, 1), (room + 1, 2)):
             prefill.request(room=one), decode.request(room=one)
             decode.want(room=one, ids=[7, 1, 8], row=2, states=there)

@@ -227,6 +227,44 @@ def test_recurrent_states_move_between_equal_numbers_of_ranks() -> None:
         route(engine(2), engine(1))
 
 
+def pool_with_index(layers: int, first: int = 0, rank: int = 0) -> Any:
+    """What is known of a pipeline stage whose layers have latents and an index."""
+    page, item = PAGE * UNIT, 640
+    told = {
+        "kv_data_ptrs": [(i + 1) << 32 for i in range(layers)],
+        "kv_data_lens": [PAGES * page] * layers,
+        "kv_item_lens": [page] * layers,
+        "prefill_start_layer": first,
+        "state_types": ["dsa"],
+        "state_data_ptrs": [[(i + 40) << 32 for i in range(layers)]],
+        "state_data_lens": [[PAGES * item] * layers],
+        "state_item_lens": [[item] * layers],
+    }
+    return pool_cache(buffers(1, planes=1, **told), None, Rank(pp=rank), 1, "cpu")
+
+
+def test_each_stage_gives_the_index_of_its_own_layers() -> None:
+    stages = [pool_with_index(2), pool_with_index(3, first=2, rank=1)]
+    (found,) = route(stages, [pool_with_index(5)]).values()
+    for plane in (0, 1):  # latents, and the index
+        read = {
+            p.pp: [layer for a in of if a.dst_view == plane for layer in a.layers]
+            for p, of in found.assignments.items()
+        }
+        assert read == {0: ["0", "1"], 1: ["2", "3", "4"]}
+
+
+def test_a_stage_may_have_no_recurrent_layer() -> None:
+    names = ["state_types", "state_data_ptrs", "state_data_lens", "state_item_lens", "state_layer_ids"]
+    more = ["state_dim_per_tensor", "state_slice_outer_counts", "state_conv_shard_groups"]
+    nothing: dict[str, Any] = {name: [[]] for name in names + more} | {"state_types": ["mamba"]}
+    cache = pool_cache(buffers(1, **nothing), (0, 1, 1), Rank(), 1, "cpu")
+    assert [view.plane for view in cache.views] == ["k", "v"] and [group.kind for group in cache.groups] == [
+        "full",
+        "state",
+    ]
+
+
 @pytest.mark.parametrize(("answer", "code"), [("the same", 0), ("another", 1)])
 def test_the_script_for_a_gpu_compares_what_servers_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str, code: int

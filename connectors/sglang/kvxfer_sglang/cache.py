@@ -105,7 +105,7 @@ def pool_cache(
         elif kind == MAMBA:
             views += recurrent_views(args, i, buffers, group, rank.tp, ranks, device)
         else:
-            views += _index(buffers, args, group)
+            views += _index(buffers, args, group, named.start)
     cache = Cache(regions, states.groups, tuple(views), rank)
     cache.check()
     return cache
@@ -168,8 +168,11 @@ def _draft_view(args: Any, buffer: PoolBuffer, number: int, rank: int, ranks: in
     )
 
 
-def _index(buffers: Sequence[PoolBuffer], args: Any, group: int) -> Iterator[View]:
-    """Yield the index of sparse attention, whose pages hold keys first and their scales behind: they are not cut."""
+def _index(buffers: Sequence[PoolBuffer], args: Any, group: int, first: int) -> Iterator[View]:
+    """Yield the index of sparse attention, whose pages hold keys first and their scales behind: they are not cut.
+
+    Each layer has a buffer, the ``first`` one of the stage in front; behind them are those of a draft model.
+    """
     alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for i, buffer in enumerate(buffers):
         if buffer.nbytes:
@@ -178,7 +181,7 @@ def _index(buffers: Sequence[PoolBuffer], args: Any, group: int) -> Iterator[Vie
         yield View(
             plane="index",
             group=group,
-            layers=tuple(map(str, of)),
+            layers=tuple(str(first + i) for i in of),
             offsets=tuple(buffers[i].start for i in of),
             blocks=nbytes // item,
             block_stride=item,

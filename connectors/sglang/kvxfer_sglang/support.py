@@ -41,8 +41,11 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
     others = [kind for kind in kinds if kind not in (SWA, MAMBA, DSA) or kinds.count(kind) > 1]
     if others:
         yield f"pools with states of this kind ({', '.join(others)})"
-    elif kinds and parallel.pp_size > 1:
-        yield f"--pp-size {parallel.pp_size} together with states ({', '.join(kinds)}): give such a model one stage"
+    elif SWA in kinds and parallel.pp_size > 1:
+        yield (
+            f"--pp-size {parallel.pp_size} together with a sliding-window pool, of whose layers SGLang does not say which they are: "
+            "give such a model one stage"
+        )
     if SWA in kinds and args.swa_kv_cache_layout != "nhd":
         yield f"a sliding-window pool that lies otherwise than token by token, head by head ({args.swa_kv_cache_layout})"
     if args.is_hybrid_mla_backend or args.mla_compression_ratios or args.kv_layout:

@@ -1,8 +1,8 @@
 """What of a transfer a user waits for when both engines have the request at once: the part behind the producer's last token.
 
-The link is throttled, so that the whole transfer takes a known time. The producer computes a prompt in many chunks, and each is moved
-while the next is computed; or in a single one, of which bands of layers are moved while the next are computed; or in a single one
-behind which all of it has to be moved.
+The link is throttled, so that the whole transfer takes a known time. The producer computes a prompt in many chunks, in many blocks or in
+one, and each is moved while the next is computed; or in a single one, of which bands of layers are moved while the next are computed;
+or in a single one behind which all of it has to be moved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from kvxfer.identity import TransferId
 from kvxfer_vllm.played import engines
-from kvxfer_vllm.played_prefill import MODEL, Prompt
+from kvxfer_vllm.played_prefill import BLOCK, MODEL, Prompt
 
 __all__ = ["ALLOWANCE", "BANDED", "exposure"]
 
@@ -30,16 +30,30 @@ def exposure(chunks: int, rounds: int, transfer_ms: float, backend: str) -> dict
     Its prefill takes twice as long. The back end is behind a throttle; its consumer reads. There are ``rounds`` prompts of each kind.
 
     Returns:
-        ``whole_ms``, ``chunked_ms`` and ``banded_ms`` of each prompt, the medians of the latter over that of the first as
-        ``ratio`` and ``banded_ratio``, and the goals of these.
+        ``whole_ms``, ``chunked_ms``, ``banded_ms`` and ``one_block_ms`` of each prompt, the medians of the others over that of the first
+        as ``ratio``, ``banded_ratio`` and ``one_block_ratio``, and the goals of these, of which the last has that of the first.
     """
+    ways = {"whole": (1, False), "chunked": (chunks, False), "banded": (1, True)}
+    exposed = _exposed(ways, rounds, transfer_ms, backend, BLOCK)
+    exposed |= _exposed({"one_block": (chunks, False)}, rounds, transfer_ms, backend, TOKENS)
+    medians = {way: statistics.median(ms) for way, ms in exposed.items()}
+    found: dict[str, Any] = {f"{way}_ms": ms for way, ms in exposed.items()}
+    found["ratio"], found["goal"] = round(medians["chunked"] / medians["whole"], 3), round(1 / chunks + ALLOWANCE, 3)
+    found["banded_ratio"], found["banded_goal"] = round(medians["banded"] / medians["whole"], 3), BANDED
+    found["one_block_ratio"] = round(medians["one_block"] / medians["whole"], 3)
+    return found
+
+
+def _exposed(
+    ways: dict[str, tuple[int, bool]], rounds: int, transfer_ms: float, backend: str, block_tokens: int
+) -> dict[str, list[float]]:
+    """Return the ms behind the last token of each prompt, by way: so many chunks, and whether bands of layers are moved."""
     nbytes = MODEL.layers * MODEL.page * TOKENS // MODEL.block_tokens
     options = {"inner": backend, "bytes_per_s": 1000 * nbytes / transfer_ms}
     settings = {"backend": "kvxfer.testing.faults:Faulty", "backend_options": options, "step_budget": 0}
-    ways = {"whole": (1, False), "chunked": (chunks, False), "banded": (1, True)}
     exposed: dict[str, list[float]] = {way: [] for way in ways}
-    with engines(settings, STEP_S, False) as (engine, producer):
-        for i, way in enumerate(["whole", *rounds * list(ways)]):
+    with engines(settings, STEP_S, False, block_tokens) as (engine, producer):
+        for i, way in enumerate([next(iter(ways)), *rounds * list(ways)]):
             many, banded = ways[way]
             params = {
                 "do_remote_prefill": True,
@@ -57,8 +71,4 @@ def exposure(chunks: int, rounds: int, transfer_ms: float, backend: str) -> dict
             late = arrived - producer.last_token()
             if i:  # the first makes the link, and shows how slow it is
                 exposed[way].append(round(1000 * late, 1))
-    medians = {way: statistics.median(ms) for way, ms in exposed.items()}
-    found: dict[str, Any] = {f"{way}_ms": ms for way, ms in exposed.items()}
-    found["ratio"], found["goal"] = round(medians["chunked"] / medians["whole"], 3), round(1 / chunks + ALLOWANCE, 3)
-    found["banded_ratio"], found["banded_goal"] = round(medians["banded"] / medians["whole"], 3), BANDED
-    return found
+    return exposed

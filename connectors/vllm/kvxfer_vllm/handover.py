@@ -133,5 +133,6 @@ def handover(
     typer.echo(
         f"behind the producer's last token: {left['whole_ms']} ms with one chunk; with {CHUNKS}, {left['chunked_ms']} ms, ratio "
         f"{left['ratio']}, to be at most {left['goal']}; with one in bands of layers, {left['banded_ms']} ms, ratio "
-        f"{left['banded_ratio']}, to be at most {left['banded_goal']}"
+        f"{left['banded_ratio']}, to be at most {left['banded_goal']}; with {CHUNKS} and all of the prompt in one of its blocks, "
+        f"{left['one_block_ms']} ms, ratio {left['one_block_ratio']}, to be at most {left['goal']}"
     )

@@ -200,19 +200,22 @@ class DecodeEngine:
 
 
 @contextmanager
-def engines(settings: dict[str, Any], step_s: float, overlap: bool) -> Iterator[tuple[DecodeEngine, Producer]]:
+def engines(
+    settings: dict[str, Any], step_s: float, overlap: bool, block_tokens: int = BLOCK
+) -> Iterator[tuple[DecodeEngine, Producer]]:
     """Have both engines.
 
     Args:
         settings: Of kvxfer, for the decode engine.
         step_s: What its forward pass takes, in seconds.
         overlap: Whether its steps overlap.
+        block_tokens: Of the other engine's blocks.
     """
     shared = {key: value for key, value in settings.items() if key.startswith("backend")}
     with tempfile.TemporaryDirectory() as folder:
         engine = DecodeEngine(Path(folder), settings, step_s, overlap)
         try:
-            producer = Producer(shared, dict(engine.side.facts))
+            producer = Producer(shared, dict(engine.side.facts), block_tokens)
             yield engine, producer
             producer.close()
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing as mp
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,13 +43,18 @@ class Prompt:
 class Producer:
     """A process that plays the prefill of prompts and offers them.
 
+    Args:
+        config: Settings of kvxfer.
+        facts: What its KV depends on.
+        block_tokens: Of its blocks.
+
     Attributes:
         source: Where it is found.
     """
 
-    def __init__(self, config: dict[str, Any], facts: dict[str, str]) -> None:
+    def __init__(self, config: dict[str, Any], facts: dict[str, str], block_tokens: int = BLOCK) -> None:
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_prefill, args=(theirs, config, facts), daemon=True)
+        self._process = spawn.Process(target=_prefill, args=(theirs, config, facts, block_tokens), daemon=True)
         self._process.start()
         self.source: Source = self._pipe.recv()
 
@@ -68,8 +73,8 @@ class Producer:
         self._process.join(WAIT_S)
 
 
-def _prefill(pipe: Connection, settings: dict[str, Any], facts: dict[str, str]) -> None:
-    pool = Pool(MODEL, BLOCKS, "cpu")
+def _prefill(pipe: Connection, settings: dict[str, Any], facts: dict[str, str], block_tokens: int) -> None:
+    pool = Pool(replace(MODEL, block_tokens=block_tokens), BLOCKS * BLOCK // block_tokens, "cpu")
     pool.fill()
     config = Config.from_mapping(settings)
     with Agent(pool.cache, config, "producer", facts) as agent, Directory(config, "producer", facts=facts) as directory:
@@ -82,7 +87,7 @@ def _prefill(pipe: Connection, settings: dict[str, Any], facts: dict[str, str]) 
                 sleep_until(begun + prompt.seconds * (chunk - 1 + band / layers) / prompt.chunks)
                 last, at = chunk == prompt.chunks, time.monotonic()
                 tokens = prompt.tokens if last else prompt.tokens * chunk // prompt.chunks // BLOCK * BLOCK
-                table = BlockTable.of([range(-(-tokens // BLOCK))])
+                table = BlockTable.of([range(-(-tokens // block_tokens))])
                 if band == layers:
                     agent.offer(Offer(prompt.transfer, prompt.digest, 1, tokens, table, last))
                 elif agent.banded(prompt.transfer, tokens):
