@@ -14,6 +14,7 @@ from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import Cluster, Server, ServerError, await_ready, connector
 from tests.conftest import require
+from tests.e2e.forked import Forked
 from tests.e2e.test_demo import demo
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -43,7 +44,7 @@ def test_a_killed_prefill_server_costs_only_its_requests(cluster: Cluster, model
     with ExitStack() as stack:
 
         def start(name: str, role: str, config: dict[str, Any], **policy: str) -> Server:
-            server = Server(name, model, tmp_path, {**connector(role, config), **policy})
+            server = Forked(name, model, tmp_path, {**connector(role, config), **policy})
             stack.callback(server.stop)
             return server
 
