@@ -1,4 +1,4 @@
-"""Servers that are forked from a process which has imported vLLM, so that a start takes a seventh of the CPU time."""
+"""Servers whose processes are forks of one that has imported vLLM, which saves most of a start's CPU time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from unittest import mock
 from kvxfer_vllm.demo.servers import ENVIRONMENT, Server
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.e2e.imported"])
+
+
+class Fresh(Server):
+    """A server with an interpreter of its own, of which its engine and workers are forks: for libraries that are found by the
+    environment, and for other networks."""
+
+    program = "tests.e2e.imported"
 
 
 class Forked(Server):
-    """A server like any other but for how its processes come about; one that needs another interpreter is none of these."""
+    """A server that is a fork itself."""
 
     def _begin(self, before: Sequence[str], arguments: list[str], env: dict[str, str]) -> _Process:
         assert not before, "a fork stays where it is"
         with mock.patch.dict(os.environ, ENVIRONMENT):  # which torch and vLLM read as they are imported
+            forkserver.set_forkserver_preload(["tests.e2e.imported"])
             forkserver.ensure_running()
         begun, begins = _FORKS.Pipe(duplex=False)
         process = _FORKS.Process(target=_serve, args=(arguments, env, self.log, begins))

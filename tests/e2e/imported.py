@@ -1,7 +1,7 @@
 """What a server has imported when it is ready, and its program: of a process that has imported this, servers are forked.
 
-A start on the CPU is mostly imports: a server, its engine and each worker import torch and vLLM by themselves. Here all of them
-are forks of one process, as they are on GPUs until CUDA is initialised. How a user starts a server is what `test_demo.py` does.
+A start on the CPU is mostly imports: a server, its engine and each worker import torch and vLLM by themselves. Here they
+are forks of one process, as vLLM has it elsewhere than on CPUs. In `test_demo.py` servers start as a user starts them.
 """
 
 import multiprocessing
@@ -16,4 +16,7 @@ import vllm.model_executor.models.llama  # noqa: E402, F401
 import vllm.v1.engine.core  # noqa: E402, F401
 import vllm.v1.executor.multiproc_executor  # noqa: E402, F401
 import vllm.v1.worker.cpu_worker  # noqa: E402, F401
-from vllm.entrypoints.launchers.api_server.entry import main  # noqa: E402, F401
+from vllm.entrypoints.launchers.api_server.entry import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()

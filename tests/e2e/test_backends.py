@@ -9,10 +9,10 @@ import pytest
 
 from kvxfer.transport import registry
 from kvxfer_vllm.demo.prompts import PROMPTS, compare, objections
-from kvxfer_vllm.demo.servers import Cluster, Server, running
+from kvxfer_vllm.demo.servers import Cluster, running
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
-from tests.e2e.forked import Forked
+from tests.e2e.forked import Forked, Fresh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -29,7 +29,7 @@ wants a library that `make` puts into a folder of its own."""
 def test_tokens_are_those_of_a_plain_server(
     cluster: Cluster, model: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = Server if backend in ELSEWHERE else Forked
+    kind = Fresh if backend in ELSEWHERE else Forked
     if backend in ELSEWHERE:
         variable, folder = ELSEWHERE[backend]
         if not folder.is_dir():

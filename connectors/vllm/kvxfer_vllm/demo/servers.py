@@ -80,7 +80,12 @@ class Server:
         port: where it listens; by default at a free one.
         host: the address that it listens at.
         before: what to put before its command, such as ``nsenter`` into a network where that address is.
+
+    Attributes:
+        program: the module that its interpreter runs.
     """
+
+    program = "vllm.entrypoints.openai.api_server"
 
     def __init__(
         self,
@@ -116,7 +121,7 @@ class Server:
     def _begin(self, before: Sequence[str], arguments: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as output:  # its predecessor of the same name may have written to it
             return subprocess.Popen(
-                [*before, sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+                [*before, sys.executable, "-m", self.program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
