@@ -5,6 +5,7 @@ are forks of one process, as vLLM has it elsewhere than on CPUs. In `test_demo.p
 """
 
 import multiprocessing
+import runpy
 
 from vllm.utils import system_utils
 
@@ -16,7 +17,12 @@ import vllm.model_executor.models.llama  # noqa: E402, F401
 import vllm.v1.engine.core  # noqa: E402, F401
 import vllm.v1.executor.multiproc_executor  # noqa: E402, F401
 import vllm.v1.worker.cpu_worker  # noqa: E402, F401
-from vllm.entrypoints.launchers.api_server.entry import main  # noqa: E402
+
+
+def main() -> None:
+    """Be the server, as the command line says."""
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
 
 if __name__ == "__main__":
     main()
