@@ -27,7 +27,7 @@ from tests.control.conftest import HEADS, LAYERS, TOKENS, UNIT, make_cache
 __all__ = ["DRAIN_S", "Node", "name"]
 
 _forks = mp.get_context("forkserver")
-_forks.set_forkserver_preload([__name__])  # of one process that has imported what a node needs, and started no thread
+_forks.set_forkserver_preload([__name__])  # of one process that has imported what a node needs
 
 DRAIN_S = 3.0
 """How long a node that gets SIGTERM lets others fetch what it offers."""
