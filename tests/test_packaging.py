@@ -8,6 +8,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,10 @@ def loads(modules: list[str]) -> set[str]:
 def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
     on_demand = ("kvxfer.cli", "kvxfer.bench", "kvxfer.testing", "kvxfer.memory.cuda", "kvxfer.memory.triton_kernels")
     assert not loads([name for name in core_modules() if not name.startswith(on_demand)])
+
+
+def test_which_demo_is_run_is_found_out_without_an_engine() -> None:
+    assert not loads([point.module for point in entry_points(group="kvxfer.demos")])
 
 
 def test_the_program_loads_no_engine_before_it_is_asked_to() -> None:

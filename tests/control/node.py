@@ -26,7 +26,8 @@ from tests.control.conftest import HEADS, LAYERS, TOKENS, UNIT, make_cache
 
 __all__ = ["DRAIN_S", "Node", "name"]
 
-_spawn = mp.get_context("spawn")
+_forks = mp.get_context("forkserver")
+_forks.set_forkserver_preload([__name__])  # of one process that has imported what a node needs
 
 DRAIN_S = 3.0
 """How long a node that gets SIGTERM lets others fetch what it offers."""
@@ -144,9 +145,9 @@ class Node:
         **config: Any,
     ) -> None:
         config = {"transfer_timeout": 6.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
-        self._pipe, theirs = _spawn.Pipe()
+        self._pipe, theirs = _forks.Pipe()
         args = (backend, options or {}, port, blocks, seed, config)
-        self.process = _spawn.Process(target=_serve, args=(theirs, args), daemon=True)
+        self.process = _forks.Process(target=_serve, args=(theirs, args), daemon=True)
         self.process.start()
         theirs.close()
         self.seen: list[Event] = []

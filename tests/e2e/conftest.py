@@ -8,6 +8,7 @@ import pytest
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.servers import Cluster, running
 from tests.conftest import require
+from tests.e2e.forked import Forked
 
 PATIENT = {
     "backend": "tcp",
@@ -29,5 +30,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Prefill and decode with kvxfer over tcp between them, and a plain server."""
     require("vllm")
-    with running(model, tmp_path_factory.mktemp("logs"), PATIENT) as servers:
+    with running(model, tmp_path_factory.mktemp("logs"), PATIENT, kind=Forked) as servers:
         yield servers

@@ -19,6 +19,7 @@ from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm
 from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Fresh
 from tests.networks import Host
 
 RANKS = 2
@@ -54,7 +55,7 @@ class Pair:
     def __init__(self, stack: ExitStack, model: Path, logs: Path, prefill: Host, decode: Host) -> None:
         def start(name: str, role: str, host: Host, *flags: str) -> Server:
             config = connector(role, {**PATIENT, "advertise": "auto"})
-            server = Server(name, model, logs, config, flags, port=8000, host=host.address, before=host.across)
+            server = Fresh(name, model, logs, config, flags, port=8000, host=host.address, before=host.across)
             stack.callback(server.stop)
             return server
 

@@ -12,6 +12,7 @@ from kvxfer_vllm.demo.prompts import PROMPTS, compare, objections
 from kvxfer_vllm.demo.servers import Cluster, running
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Forked, Fresh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -28,6 +29,7 @@ wants a library that `make` puts into a folder of its own."""
 def test_tokens_are_those_of_a_plain_server(
     cluster: Cluster, model: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind = Fresh if backend in ELSEWHERE else Forked
     if backend in ELSEWHERE:
         variable, folder = ELSEWHERE[backend]
         if not folder.is_dir():
@@ -38,7 +40,7 @@ def test_tokens_are_those_of_a_plain_server(
         if "cpu" not in registry.load(backend).probe().memory:
             pytest.skip(f"{backend} does not move CPU memory here")
     config = {**PATIENT, "backend": backend, "backend_options": {}}
-    with running(model, tmp_path, config, plain=cluster.plain) as servers:
+    with running(model, tmp_path, config, plain=cluster.plain, kind=kind) as servers:
         outcomes = [compare(servers, name, prompt) for name, prompt in PROMPTS.items()]
     assert objections(outcomes) == []
     assert sum(outcome.received.kv_bytes for outcome in outcomes) > 0

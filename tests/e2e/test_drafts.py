@@ -13,6 +13,7 @@ from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
 from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -28,7 +29,7 @@ def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFact
     with ExitStack() as stack:
         started = {}
         for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-            server = Server(
+            server = Forked(
                 f"{side}-drafting",
                 model,
                 logs,

@@ -10,6 +10,7 @@ import pytest
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
+from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -21,7 +22,7 @@ def test_a_prefill_server_that_is_asked_to_stop(cluster: Cluster, model: Path, t
     with ExitStack() as stack:
 
         def start(name: str, role: str, *flags: str, **more: Any) -> Server:
-            server = Server(name, model, tmp_path, {**connector(role, config), **more}, flags)
+            server = Forked(name, model, tmp_path, {**connector(role, config), **more}, flags)
             stack.callback(server.stop)
             return server
 

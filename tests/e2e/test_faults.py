@@ -5,25 +5,31 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kvxfer.cli.main import build
+from kvxfer_vllm.demo import servers
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import Cluster, Server, ServerError, await_ready, connector
 from tests.conftest import require
-from tests.e2e.test_demo import demo
+from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 
-def test_the_demo_fails_if_a_block_of_one_layer_is_zeroed(tmp_path: Path) -> None:
+def test_the_demo_fails_if_a_block_of_one_layer_is_zeroed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of all other tests here: they compare tokens, and tokens do depend on the cache."""
     require("vllm")
-    result = demo("--backend", "kvxfer.testing.faults:Zeroing", "--keep-logs", str(tmp_path))
-    assert result.returncode == 1, result.stderr
+    monkeypatch.setattr(servers, "running", partial(servers.running, kind=Forked))
+    words = ["demo", "--json", "--backend", "kvxfer.testing.faults:Zeroing", "--keep-logs", str(tmp_path)]
+    result = CliRunner().invoke(build(), words)
+    assert result.exit_code == 1, result.stderr
     report = json.loads(result.stdout)
     assert not report["tokens_identical"]
     assert report["kv_bytes"] > 0 and report["external_kv_tokens"] > 0
@@ -43,7 +49,7 @@ def test_a_killed_prefill_server_costs_only_its_requests(cluster: Cluster, model
     with ExitStack() as stack:
 
         def start(name: str, role: str, config: dict[str, Any], **policy: str) -> Server:
-            server = Server(name, model, tmp_path, {**connector(role, config), **policy})
+            server = Forked(name, model, tmp_path, {**connector(role, config), **policy})
             stack.callback(server.stop)
             return server
 

@@ -11,6 +11,7 @@ from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import BLOCK, Cluster, running
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Forked
 from tests.e2e.models import WINDOW, write_recurrent, write_window
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -39,7 +40,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("groups")
     write, flags = MODELS[request.param]
     write(folder / "model")
-    with running(folder / "model", folder, PATIENT, flags=flags) as cluster:
+    with running(folder / "model", folder, PATIENT, flags=flags, kind=Forked) as cluster:
         yield cluster
 
 

@@ -13,6 +13,7 @@ from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector, running
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Forked
 from tests.e2e.models import write_unlike_heads
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -34,10 +35,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("heads")
     write_unlike_heads(folder / "model")
     with ExitStack() as stack:
-        one = stack.enter_context(running(folder / "model", folder, PATIENT))
+        one = stack.enter_context(running(folder / "model", folder, PATIENT, kind=Forked))
         two = []
         for name, role in (("prefill-tp-2", "kv_producer"), ("decode-tp-2", "kv_consumer")):
-            two.append(Server(name, folder / "model", folder, connector(role, PATIENT), TWO))
+            two.append(Forked(name, folder / "model", folder, connector(role, PATIENT), TWO))
             stack.callback(two[-1].stop)
         await_ready(two, 300.0)
         yield Servers(one, *two)

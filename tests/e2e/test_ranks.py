@@ -12,6 +12,7 @@ from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
 from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -39,7 +40,7 @@ def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFact
     with ExitStack() as stack:
 
         def start(name: str, role: str, flags: list[str]) -> Server:
-            server = Server(name, model, logs, connector(role, PATIENT), flags)
+            server = Forked(name, model, logs, connector(role, PATIENT), flags)
             stack.callback(server.stop)
             return server
 

@@ -18,6 +18,7 @@ from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import BLOCK, MODEL_NAME, Cluster, Server, await_ready, connector, free_port
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -35,7 +36,7 @@ class Engines:
             port = free_port()
             config = {**PATIENT, "backend": "nixl", "backend_options": {}, "port": port, "legacy_hosts": ["127.0.0.1"]}
             env = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": str(int(not randomised))}
-            server = Server(name, model, logs, connector("kv_both", {**config, "elastic": elastic}), (), env)
+            server = Forked(name, model, logs, connector("kv_both", {**config, "elastic": elastic}), (), env)
             stack.callback(server.stop)
             self.servers[name], self._at[name] = server, f"127.0.0.1:{port}"
 

@@ -13,6 +13,7 @@ from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Forked
 from tests.e2e.models import EXACT_POSITIONS, write_mamba, write_recurrent
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -38,7 +39,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with ExitStack() as stack:
 
         def start(name: str, kv_transfer: dict[str, object] | None, flags: list[str]) -> Server:
-            server = Server(name, folder / "model", folder, kv_transfer, [*flags, *more])
+            server = Forked(name, folder / "model", folder, kv_transfer, [*flags, *more])
             stack.callback(server.stop)
             return server
 

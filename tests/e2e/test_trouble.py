@@ -12,6 +12,7 @@ import pytest
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Server, await_ready, connector, free_port
+from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -57,7 +58,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
 
         def begin(name: str, role: str, http: int | None = None, **more: Any) -> Server:
             settings = {**connector(role, {**CONFIG, **more}), "kv_load_failure_policy": "recompute"}
-            server = Server(name, model, logs, settings, port=http)
+            server = Forked(name, model, logs, settings, port=http)
             stack.callback(server.stop)
             return server
 

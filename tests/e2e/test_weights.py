@@ -19,6 +19,7 @@ from kvxfer_vllm.demo.servers import Server, await_ready, connector
 from kvxfer_vllm.weights import fingerprint
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -56,7 +57,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
         def start(name: str, model: str, role: str) -> Server:
             transfer = {**connector(role, PATIENT), "kv_load_failure_policy": "recompute"}
-            server = Server(name, folder / model, folder, transfer, env={"VLLM_SERVER_DEV_MODE": "1"})
+            server = Forked(name, folder / model, folder, transfer, env={"VLLM_SERVER_DEV_MODE": "1"})
             stack.callback(server.stop)
             return server
 

@@ -5,8 +5,21 @@ transformers' continuous batching. Both name what they offer by a ticket: a text
 the process that decodes.
 """
 
-from kvxfer_transformers.batching import BatchingExchange
-from kvxfer_transformers.exchange import CacheExchange
-from kvxfer_transformers.layers import UnsupportedCacheError
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvxfer_transformers.batching import BatchingExchange
+    from kvxfer_transformers.exchange import CacheExchange
+    from kvxfer_transformers.layers import UnsupportedCacheError
 
 __all__ = ["BatchingExchange", "CacheExchange", "UnsupportedCacheError"]
+
+_HOMES = {"BatchingExchange": "batching", "CacheExchange": "exchange", "UnsupportedCacheError": "layers"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import transformers only when something of it is asked for, so that `kvxfer demo` need not."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

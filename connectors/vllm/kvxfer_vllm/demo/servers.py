@@ -80,7 +80,12 @@ class Server:
         port: where it listens; by default at a free one.
         host: the address that it listens at.
         before: what to put before its command, such as ``nsenter`` into a network where that address is.
+
+    Attributes:
+        program: the module that its interpreter runs.
     """
+
+    program = "vllm.entrypoints.openai.api_server"
 
     def __init__(
         self,
@@ -98,17 +103,29 @@ class Server:
         self.log = logs / f"{name}.log"
         port = free_port() if port is None else port
         self.url = f"http://{host}:{port}"
-        command = [*before, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host]
-        command += ["--port", str(port), "--model", str(model), "--served-model-name", MODEL_NAME, *_FLAGS]
+        arguments = [
+            "--host",
+            host,
+            "--port",
+            str(port),
+            "--model",
+            str(model),
+            "--served-model-name",
+            MODEL_NAME,
+            *_FLAGS,
+        ]
         if kv_transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(kv_transfer)]
+            arguments += ["--kv-transfer-config", json.dumps(kv_transfer)]
+        self._process = self._begin(before, [*arguments, *flags], {**os.environ, **ENVIRONMENT, **(env or {})})
+
+    def _begin(self, before: Sequence[str], arguments: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as output:  # its predecessor of the same name may have written to it
-            self._process = subprocess.Popen(
-                [*command, *flags],
+            return subprocess.Popen(
+                [*before, sys.executable, "-m", self.program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, **(env or {})},
+                env=env,
                 # A process group of its own, so that all of it can be ended together. No session of its own: Linux gives
                 # each an equal share of the processors, and beside a server that spins another's threads wait for seconds.
                 process_group=0,
@@ -225,6 +242,7 @@ def running(
     timeout: float = 300.0,
     on_ready: Callable[[Server], None] = lambda server: None,
     flags: Iterable[str] = (),
+    kind: type[Server] = Server,
 ) -> Iterator[Cluster]:
     """Start the servers side by side, hand them out once all answer, and end them whatever happens.
 
@@ -237,6 +255,7 @@ def running(
         timeout: seconds for all to answer.
         on_ready: told about each server when it answers.
         flags: further command-line flags of each server.
+        kind: what they are.
 
     Raises:
         ServerError: one of them ended or did not answer in time.
@@ -245,7 +264,7 @@ def running(
     with ExitStack() as stack:
 
         def start(name: str, kv_transfer: Mapping[str, Any] | None) -> Server:
-            server = Server(name, model, logs, kv_transfer, flags)
+            server = kind(name, model, logs, kv_transfer, flags)
             stack.callback(server.stop)
             return server
 

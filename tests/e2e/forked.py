@@ -1,0 +1,81 @@
+"""Servers whose processes are forks of one that has imported vLLM, which saves most of a start's CPU time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from unittest import mock
+
+from kvxfer_vllm.demo.servers import ENVIRONMENT, Server
+
+_FORKS = multiprocessing.get_context("forkserver")
+
+
+class Fresh(Server):
+    """A server with an interpreter of its own, of which its engine and workers are forks: for libraries that are found by the
+    environment, and for other networks."""
+
+    program = "tests.e2e.imported"
+
+
+class Forked(Server):
+    """A server that is a fork itself."""
+
+    def _begin(self, before: Sequence[str], arguments: list[str], env: dict[str, str]) -> _Process:
+        assert not before, "a fork stays where it is"
+        with mock.patch.dict(os.environ, ENVIRONMENT):  # which torch and vLLM read as they are imported
+            forkserver.set_forkserver_preload(["tests.e2e.imported"])
+            forkserver.ensure_running()
+        begun, begins = _FORKS.Pipe(duplex=False)
+        process = _FORKS.Process(target=_serve, args=(arguments, env, self.log, begins))
+        process.start()
+        begins.close()
+        begun.recv()  # it leads its process group: what is sent to the group arrives
+        begun.close()
+        return _Process(process)
+
+
+class _Process:
+    """As much of `subprocess.Popen` as a server asks for."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked server", timeout)
+        return self.returncode
+
+
+def _serve(arguments: list[str], env: dict[str, str], log: Path, begins: Connection) -> None:
+    """Be the server: in a process group of its own, with what it says in its log."""
+    os.setpgid(0, 0)
+    begins.send(None)
+    begins.close()
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(env)
+    # One of its own, as a new interpreter has: a killed server leaves shared memory to it, which it tells in the log.
+    resource_tracker._resource_tracker._fd = None
+    from tests.e2e.imported import main
+
+    sys.argv[1:] = arguments
+    main()

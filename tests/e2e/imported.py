@@ -1,0 +1,28 @@
+"""What a server has imported when it is ready, and its program: of a process that has imported this, servers are forked.
+
+A start on the CPU is mostly imports: a server, its engine and each worker import torch and vLLM by themselves. Here they
+are forks of one process, as vLLM has it elsewhere than on CPUs. In `test_demo.py` servers start as a user starts them.
+"""
+
+import multiprocessing
+import runpy
+
+from vllm.utils import system_utils
+
+# First, since other modules take it from there. On CPUs vLLM asks for new interpreters, which would import everything anew.
+system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+import vllm.entrypoints.openai.api_server  # noqa: E402, F401
+import vllm.model_executor.models.llama  # noqa: E402, F401
+import vllm.v1.engine.core  # noqa: E402, F401
+import vllm.v1.executor.multiproc_executor  # noqa: E402, F401
+import vllm.v1.worker.cpu_worker  # noqa: E402, F401
+
+
+def main() -> None:
+    """Be the server, as the command line says."""
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
