@@ -71,24 +71,18 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-ucx test-mooncake test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu fuzz mutants dist clean
+.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	$(BIN)/kvxfer demo $(ARGS)
 
-# First what can be side by side, each with its output at its end. Of the others most wait for deadlines; tests that start engines
-# keep all cores busy and come one by one.
-test: $(READY) $(ROUTER)/.ready
-	$(MAKE) --no-print-directory -j 3 -O lint test-ucx test-mooncake
+# Tests that start engines keep all cores busy and come one by one; most others wait for deadlines.
+test: lint $(ROUTER)/.ready
+	$(UCX_TESTS)
+	$(MOONCAKE_TESTS)
 	$(OTHER_TESTS) -m "not e2e" $(ARGS)
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
-
-test-ucx: $(READY)
-	$(UCX_TESTS)
-
-test-mooncake: $(READY)
-	$(MOONCAKE_TESTS)
 
 test-fast: lint
 	$(UCX_TESTS)
