@@ -31,7 +31,7 @@ export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,sta
 IBVERBS := $(abspath $(VENV))/ibverbs
 UCX_TESTS := $(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
 MOONCAKE_TESTS := LD_LIBRARY_PATH=$(IBVERBS) $(BIN)/python -m pytest -n 4 tests/backends/test_mooncake.py
-OTHER_TESTS := $(BIN)/python -m pytest -n 6 --ignore=tests/backends/test_ucx.py --ignore=tests/backends/test_mooncake.py
+OTHER_TESTS := $(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py --ignore=tests/backends/test_mooncake.py
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each
 # Python that is here; each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Those that are absent are named
