@@ -31,7 +31,7 @@ export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,sta
 IBVERBS := $(abspath $(VENV))/ibverbs
 UCX_TESTS := $(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
 MOONCAKE_TESTS := LD_LIBRARY_PATH=$(IBVERBS) $(BIN)/python -m pytest -n 4 tests/backends/test_mooncake.py
-OTHER_TESTS := $(BIN)/python -m pytest -n 6 --ignore=tests/backends/test_ucx.py --ignore=tests/backends/test_mooncake.py
+OTHER_TESTS := $(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py --ignore=tests/backends/test_mooncake.py
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each
 # Python that is here; each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Those that are absent are named
@@ -71,24 +71,18 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-ucx test-mooncake test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu fuzz mutants dist clean
+.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	$(BIN)/kvxfer demo $(ARGS)
 
-# First what can be side by side, each with its output at its end. Of the others most wait for deadlines; tests that start engines
-# keep all cores busy and come one by one.
-test: $(READY) $(ROUTER)/.ready
-	$(MAKE) --no-print-directory -j 3 -O lint test-ucx test-mooncake
+# Tests that start engines keep all cores busy and come one by one; most others wait for deadlines.
+test: lint $(ROUTER)/.ready
+	$(UCX_TESTS)
+	$(MOONCAKE_TESTS)
 	$(OTHER_TESTS) -m "not e2e" $(ARGS)
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
-
-test-ucx: $(READY)
-	$(UCX_TESTS)
-
-test-mooncake: $(READY)
-	$(MOONCAKE_TESTS)
 
 test-fast: lint
 	$(UCX_TESTS)

@@ -26,8 +26,7 @@ from tests.control.conftest import HEADS, LAYERS, TOKENS, UNIT, make_cache
 
 __all__ = ["DRAIN_S", "Node", "name"]
 
-_forks = mp.get_context("forkserver")
-_forks.set_forkserver_preload([__name__])  # of one process that has imported what a node needs
+_spawn = mp.get_context("spawn")
 
 DRAIN_S = 3.0
 """How long a node that gets SIGTERM lets others fetch what it offers."""
@@ -145,9 +144,9 @@ class Node:
         **config: Any,
     ) -> None:
         config = {"transfer_timeout": 6.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
-        self._pipe, theirs = _forks.Pipe()
+        self._pipe, theirs = _spawn.Pipe()
         args = (backend, options or {}, port, blocks, seed, config)
-        self.process = _forks.Process(target=_serve, args=(theirs, args), daemon=True)
+        self.process = _spawn.Process(target=_serve, args=(theirs, args), daemon=True)
         self.process.start()
         theirs.close()
         self.seen: list[Event] = []
