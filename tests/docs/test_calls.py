@@ -41,8 +41,9 @@ def test_each_public_name_is_in_a_guide() -> None:
     assert set(engine.__all__) - of_steps <= words(GUIDES)
 
 
-def test_the_example_of_groups_is_a_cache() -> None:
-    (program,) = re.findall(r'```python title="groups"\n(.*?)```', PAGE, re.S)
+@pytest.mark.parametrize("title", ["groups", "a row for each request"])
+def test_the_example_is_of_a_cache(title: str) -> None:
+    (program,) = re.findall(rf'```python title="{title}"\n(.*?)```', PAGE, re.S)
     found: dict[str, object] = {}
     exec(program, found)
     found["cache"].check()  # type: ignore[attr-defined]
