@@ -110,7 +110,7 @@ def _cut_any(start: int, tokens: int, bs: int, bd: int, needed: int, most: int) 
     return Cut(token, count, src_pos, dst_pos, src_token, dst_token, needed)
 
 
-_cut_short = lru_cache(maxsize=256)(_cut_any)
+_cut_short = lru_cache(maxsize=128)(_cut_any)
 """Short spans are cut alike again and again. What is kept of them is less than a MB."""
 
 
