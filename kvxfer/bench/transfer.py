@@ -43,15 +43,8 @@ def measure(
     shape = MODELS[model]
     request = Request(shape, tokens)
     where = cache_devices(device)
-    out: dict[str, Any] = {
-        "backend": backend,
-        "device": device,
-        "devices": where,
-        "model": model,
-        "tokens": tokens,
-        "kv_bytes": request.nbytes,
+    out = _asked(backend, device, where, model, tokens, request, repeat) | {
         "blocks": len(request),
-        "repeat": repeat,
         **({"step_ms": step_ms} if step_ms else {}),
         "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
     }
@@ -88,15 +81,7 @@ def measure_elastic(
     where = cache_devices(device)
     ways: list[Memory] = ["elastic", "plain"] if device == "cpu" else ["elastic", "declared", "plain"]
     seconds: dict[tuple[str, str], list[float]] = {}
-    out: dict[str, Any] = {
-        "backend": backend,
-        "device": device,
-        "devices": where,
-        "model": model,
-        "tokens": tokens,
-        "kv_bytes": request.nbytes,
-        "repeat": repeat,
-    }
+    out = _asked(backend, device, where, model, tokens, request, repeat)
     with ExitStack() as stack:
 
         def start(memory: Memory) -> Pair:
@@ -125,6 +110,21 @@ def measure_elastic(
             rounds = zip(seconds[other, what][2:], seconds["elastic", what][2:], strict=True)
             out[f"elastic_to_{other}_{what}"] = round(statistics.median(one / elastic for one, elastic in rounds), 3)
     return out
+
+
+def _asked(
+    backend: str, device: str, where: tuple[str, str], model: str, tokens: int, request: Request, repeat: int
+) -> dict[str, Any]:
+    """Return what was asked for, as both ways to measure tell it."""
+    return {
+        "backend": backend,
+        "device": device,
+        "devices": where,
+        "model": model,
+        "tokens": tokens,
+        "kv_bytes": request.nbytes,
+        "repeat": repeat,
+    }
 
 
 def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Container
 from importlib import import_module
 from typing import Any, Literal
 
@@ -52,7 +53,23 @@ class _Pages:
         torch.cuda.synchronize(self.device)
 
 
-class CudaPages(_Pages):
+class _ZeroPages(_Pages):
+    """Pages of which those that are not held are all the one zero page."""
+
+    bytes: Any
+    _pages: int
+    _nbytes: int
+    _held: Container[int]
+
+    def unused(self) -> list[int]:
+        return [page for page in range(self._pages) if page not in self._held]
+
+    def zero(self) -> bytes:
+        page = self.unused()[0]
+        return self.bytes[page * self._nbytes : (page + 1) * self._nbytes].cpu().numpy().tobytes()
+
+
+class CudaPages(_ZeroPages):
     """Reserved addresses, each page of which is the one zero page until it gets another one; see ``ElasticPages``."""
 
     def __init__(
@@ -91,13 +108,6 @@ class CudaPages(_Pages):
     def unmap(self, page: int) -> None:
         self._free.append(self._held.pop(page))
         self._replace(page, self._zero)
-
-    def unused(self) -> list[int]:
-        return [page for page in range(self._pages) if page not in self._held]
-
-    def zero(self) -> bytes:
-        page = self.unused()[0]
-        return self.bytes[page * self._nbytes : (page + 1) * self._nbytes].cpu().numpy().tobytes()
 
     def close(self) -> None:
         self.settle()
@@ -161,7 +171,7 @@ class ExpandableSegments(_Pages):
         self.settle()
 
 
-class KvcachedPages(_Pages):
+class KvcachedPages(_ZeroPages):
     """What kvcached's own allocator reserves, maps and unmaps, without an engine."""
 
     def __init__(
@@ -185,13 +195,6 @@ class KvcachedPages(_Pages):
         self.settle()
         assert self._allocator.unmap_from_kv_tensors([page * self._nbytes])
         self._held.remove(page)
-
-    def unused(self) -> list[int]:
-        return [page for page in range(self._pages) if page not in self._held]
-
-    def zero(self) -> bytes:
-        page = self.unused()[0]
-        return self.bytes[page * self._nbytes : (page + 1) * self._nbytes].cpu().numpy().tobytes()
 
     def close(self) -> None:
         self.settle()
