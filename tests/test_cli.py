@@ -68,6 +68,8 @@ class Hangs(Transport):
     contract = 1
     @classmethod
     def probe(cls):
+        with open(__file__ + ".pid", "w") as file:
+            file.write(str(os.getpid()))
         time.sleep(3600)
 """
 
@@ -231,10 +233,11 @@ def test_doctor_tells_of_each_back_end_whether_it_works_and_why_not() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_probe_that_hangs_is_given_up() -> None:
+def test_a_probe_that_hangs_is_given_up(tmp_path: Path) -> None:
     started = time.monotonic()
     probes = probe_all(["third_party_backend:Hangs"], patience_s=1)
     assert "not come to an end" in probes["third_party_backend:Hangs"].probe.reason
+    assert not Path("/proc", (tmp_path / "third_party_backend.py.pid").read_text()).exists(), "its process is left"
     assert time.monotonic() - started < 60
 
 

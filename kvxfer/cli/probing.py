@@ -1,7 +1,8 @@
 """What each installed back end says of this machine, asked in a process of its own.
 
 So libraries that must not share a process (two copies of UCX) do not meet, and one that crashes or hangs costs a line
-of the report, not the report.
+of the report, not the report. These processes are forks of one that has no library of any back end, no thread and nothing open,
+and has imported what all of them need: a new interpreter for each would import that as often as there are back ends.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -20,7 +22,7 @@ import msgspec
 
 from kvxfer.backend.ports import Port, listening
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.transport import Probe, registry
 from kvxfer.transport.auto import AUTO, options_for
 
@@ -28,6 +30,8 @@ __all__ = ["PATIENCE_S", "Found", "probe_all"]
 
 PATIENCE_S = 60.0
 """For all probes together, which run at the same time. They take a few seconds, for importing mostly."""
+GRACE_S = 30.0
+"""For the process that asks, to start and to end."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,41 @@ def probe_all(names: Iterable[str], config: Config | None = None, patience_s: fl
     """Probe these back ends, and open each as an engine with this configuration does, within so many seconds for all.
 
     Nothing is raised for a back end that fails: the reason is in its probe.
+
+    Raises:
+        KvxferError: The process that asks them all does not answer.
     """
-    config = config or Config()
     apart = multiprocessing.get_context("spawn")
+    ours, theirs = apart.Pipe(duplex=False)
+    asking = apart.Process(
+        target=_ask, args=(tuple(names), config or Config(), patience_s, theirs), name="kvxfer-probes"
+    )
+    asking.start()
+    theirs.close()
+    try:
+        if not ours.poll(patience_s + GRACE_S):
+            raise KvxferError("the process that asks the back ends does not answer; is this machine overloaded?")
+        found: dict[str, Found] = ours.recv()
+        asking.join(GRACE_S)
+        return found
+    except EOFError:
+        asking.join(GRACE_S)
+        raise KvxferError(f"the process that asks the back ends has ended (exit code {asking.exitcode})") from None
+    finally:
+        ours.close()
+        asking.terminate()
+        asking.join(GRACE_S)
+        asking.kill()
+        asking.join()
+
+
+def _ask(names: Sequence[str], config: Config, patience_s: float, answer: Connection) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which ends the forks as well
+    answer.send(_ask_forks(names, config, patience_s))
+
+
+def _ask_forks(names: Sequence[str], config: Config, patience_s: float) -> dict[str, Found]:
+    apart = multiprocessing.get_context("fork")
     asked: list[tuple[str, BaseProcess, Connection]] = []
     try:
         for name in names:
@@ -70,6 +106,7 @@ def probe_all(names: Iterable[str], config: Config | None = None, patience_s: fl
 
 
 def _probe(name: str, config: Config, answer: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # what libraries print is no part of a report
     try:
         probe = registry.load(name).probe()

@@ -209,6 +209,7 @@ before = environment(), dict(os.environ), logging.raiseExceptions, list(logging.
 transport = kvxfer_nixl.NixlTransport("agent", {"ucx": {"TLS": "cma,tcp", "NET_DEVICES": "lo"}, "log_level": "ERROR"})
 transport.endpoint()
 transport.close()
+assert "torch" not in sys.modules, "one without CUDA has nothing to tell NIXL, and one with CUDA has it in a file"
 assert (environment(), dict(os.environ), logging.raiseExceptions, list(logging.getLogger("nixl").handlers)) == before
 logging.getLogger("host").warning("still here")
 """

@@ -14,13 +14,10 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.failures import FailureKind
-from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.values import BlockTable, Fetch, Offer
-
-LAYERS = tuple(f"layer.{i}" for i in range(3))
-TOKENS, HEADS, UNIT = 4, 4, 16
+from tests.control.caches import HEADS, LAYERS, TOKENS, UNIT, make_cache
 
 
 @dataclass
@@ -59,24 +56,6 @@ class Engine:
         for a in self.agents:
             a.close()
         self.directory.close()
-
-
-def make_cache(memory: np.ndarray, tp: int, rank: int, blocks: int) -> Cache:
-    heads = HEADS // tp
-    page = heads * TOKENS * UNIT
-    view = View(
-        "kv",
-        0,
-        LAYERS,
-        tuple(i * blocks * page for i in range(len(LAYERS))),
-        blocks,
-        page,
-        UNIT,
-        "test",
-        Heads(rank * heads, heads, HEADS, TOKENS * UNIT),
-        UNIT,
-    )
-    return Cache((Region(memory.ctypes.data, memory.nbytes),), (Group(TOKENS),), (view,), Rank(0, rank))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Decline, Named
 from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.control.conftest import HEADS, LAYERS, TOKENS, UNIT, make_cache
+from tests.control.caches import HEADS, LAYERS, TOKENS, UNIT, make_cache
 
 __all__ = ["DRAIN_S", "Node", "name"]
 

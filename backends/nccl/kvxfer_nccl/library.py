@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from kvxfer.backend.host import has_gpu
 from kvxfer.errors import TransportError
 from kvxfer.memory.fence import Events
 from kvxfer.transport.contract import Fence
@@ -186,6 +187,8 @@ def load() -> Binding:
     Raises:
         TransportError: nccl4py, torch, libnccl or a GPU is missing.
     """
+    if not has_gpu():  # which torch would say as well, after a second
+        raise TransportError("back end 'nccl' moves memory of CUDA devices, and there is none here")
     try:
         import torch
     except ImportError as e:

@@ -8,7 +8,7 @@ fixes the progress thread's delay at zero, so that the thread spins; and importi
 from __future__ import annotations
 
 import ctypes
-import glob
+import importlib
 import logging
 import logging.config
 import os
@@ -23,7 +23,7 @@ from typing import Any
 
 from kvxfer.errors import TransportError
 
-__all__ = ["Library", "has_gpu", "load"]
+__all__ = ["Library", "load"]
 
 PIP_LINE = "pip install 'kvxfer[nixl]' (install torch first: NIXL asks for it, and for any build of it)"
 
@@ -115,15 +115,21 @@ def load(log_level: str | None = None) -> Library:
 
 @contextmanager
 def _unnoticed(log_level: str | None) -> Iterator[None]:
-    """Undo what importing NIXL does to the process, and let it read a log level meanwhile."""
+    """Undo what importing NIXL does to the process, spare it a needless torch, and let it read a log level meanwhile."""
     configure, raising, level = logging.config.dictConfig, logging.raiseExceptions, os.environ.get("NIXL_LOG_LEVEL")
     # It would close every handler there is: a file opened with mode "w" then gets nothing more.
     logging.config.dictConfig = lambda config: None
     if log_level is not None:
         os.environ["NIXL_LOG_LEVEL"] = log_level
+    meta = _meta()
+    detect = getattr(meta, "detect_cuda_major", None)
+    if detect is not None and _torch_knows_no_cuda():
+        meta.detect_cuda_major = lambda: None
     try:
         yield
     finally:
+        if detect is not None:
+            meta.detect_cuda_major = detect
         logging.config.dictConfig, logging.raiseExceptions = configure, raising
         if level is not None:
             os.environ["NIXL_LOG_LEVEL"] = level
@@ -131,6 +137,22 @@ def _unnoticed(log_level: str | None) -> Iterator[None]:
             os.environ.pop("NIXL_LOG_LEVEL", None)
 
 
-def has_gpu() -> bool:
-    """Whether this machine has one that a process may open."""
-    return any(glob.glob(device) for device in ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd"))
+def _meta() -> Any:
+    """Return the module by which NIXL finds out for which CUDA it shall be, or None."""
+    try:
+        return importlib.import_module("nixl_meta_utils")
+    except ImportError:
+        return None
+
+
+def _torch_knows_no_cuda() -> bool:
+    """Whether NIXL would import a torch that is built for CPUs, which takes a second, to ask it for its CUDA.
+
+    It asks another library that is imported first; and a torch built for CUDA has it in a file, which NIXL reads.
+    """
+    if not {"torch", "cuda.bindings", "cupy"}.isdisjoint(sys.modules):
+        return False
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -52,8 +53,9 @@ class Suite:
             cls.__test__ = hasattr(cls, "backend")
 
     @classmethod
+    @functools.cache  # each clause asks, three times as it is collected
     def capabilities(cls) -> Capabilities:
-        """Return what an instance made for the purpose says."""
+        """Return what an instance made for the purpose says, once for a suite."""
         transport = cls.backend("capabilities", cls.options)
         try:
             return transport.capabilities
