@@ -72,10 +72,12 @@ def test_from_its_wheel_it_conforms_and_is_what_auto_takes(tmp_path: Path) -> No
         subprocess.run(build, cwd=folder, check=True, timeout=60, capture_output=True)
     core, shm = (next(wheels.glob(f"{name}-*.whl")) for name in ("kvxfer", "kvxfer_shm"))
     home = tmp_path / "environment"
-    venv.create(home, with_pip=True)
-    pip = [str(home / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    venv.create(home)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(home / "bin" / "python")]
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([*pip, f"{core}[cli]", str(shm), "pytest"], check=True, timeout=240, env=alone)
+    subprocess.run(
+        [*pip, "install", "-q", "--no-compile", f"{core}[cli]", str(shm), "pytest"], check=True, timeout=240, env=alone
+    )
 
     def kvxfer(*arguments: str) -> str:
         command = [str(home / "bin" / "kvxfer"), *arguments]
