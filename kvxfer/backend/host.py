@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from pathlib import Path
 
-__all__ = ["has_gpu", "host", "network_namespace", "pid_namespace"]
+__all__ = ["host", "network_namespace", "pid_namespace"]
 
 
 def host() -> str:
     """Return the running kernel's boot id: the same in all containers of a host, different on every other."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def has_gpu() -> bool:
-    """Whether there is one that a process may open."""
-    return any(glob.glob(device) for device in ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd"))
 
 
 def network_namespace() -> int:

@@ -24,12 +24,15 @@ from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.control.caches import HEADS, LAYERS, TOKENS, UNIT, make_cache
 
-__all__ = ["DRAIN_S", "Node", "name"]
+__all__ = ["ALONE", "DRAIN_S", "Node", "name"]
 
 _spawn = mp.get_context("spawn")
 
 DRAIN_S = 3.0
 """How long a node that gets SIGTERM lets others fetch what it offers."""
+
+ALONE = {"listen": "127.0.0.2"}
+"""Settings of a node whose port is to be taken again: where no other process is given it meanwhile."""
 
 
 def name(i: int | str) -> TransferId:

@@ -12,7 +12,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source
 from kvxfer.protocol.values import Ended
 from tests.control.conftest import until
-from tests.control.node import Node, name
+from tests.control.node import ALONE, Node, name
 from tests.control.test_processes import deliver
 
 K = FailureKind
@@ -101,11 +101,11 @@ def test_loads_that_come_meanwhile_do_not_prolong_the_silence(node: Make) -> Non
 
 
 def test_restarted_at_the_same_address(node: Make) -> None:
-    p, d = node(seed=1), node()
+    p, d = node(seed=1, **ALONE), node()
     old = p.source
     deliver(p, d, "met")
     p.kill()
-    p = node(seed=2, port=old.port)
+    p = node(seed=2, port=old.port, **ALONE)
     for i in range(3):
         end = load(d, old, i)
         assert end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE} and end.seconds < SILENCE + 1, (

@@ -16,7 +16,7 @@ from kvxfer.identity import Source
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.transport import load
 from tests.control.conftest import until
-from tests.control.node import Node, name
+from tests.control.node import ALONE, Node, name
 
 DEADLINE = 6.0  # seconds, the nodes' transfer_timeout
 
@@ -123,11 +123,11 @@ def test_consumer_is_killed(node: Make, when: str) -> None:
 
 
 def test_producer_restarts_on_the_same_address(node: Make) -> None:
-    p, d = node(seed=1), node()
+    p, d = node(seed=1, **ALONE), node()
     old = p.source
     deliver(p, d, "first")
     p.kill()
-    p = node(seed=2, port=old.port)
+    p = node(seed=2, port=old.port, **ALONE)
     p.offer(name(0), [3], 4, 1, True)
     d.fetch(name(0), old, [5], 4)
     end = d.settled(name(0))
@@ -317,10 +317,10 @@ def test_another_agent_answers_where_the_producer_was(node: Make, relayed: tuple
 
 
 def test_news_for_an_earlier_engine_is_not_heard(node: Make) -> None:
-    p, d = node(seed=1), node()
+    p, d = node(seed=1, **ALONE), node()
     old = p.source
     p.kill()
-    p = node(seed=2, port=old.port)
+    p = node(seed=2, port=old.port, **ALONE)
     d.settle(old, name(0))
     d.settle(p.source, name(1))  # the same way, later
     heard: list[object] = []

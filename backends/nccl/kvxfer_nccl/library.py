@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import deque
@@ -9,7 +10,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from kvxfer.backend.host import has_gpu
 from kvxfer.errors import TransportError
 from kvxfer.memory.fence import Events
 from kvxfer.transport.contract import Fence
@@ -187,8 +187,10 @@ def load() -> Binding:
     Raises:
         TransportError: nccl4py, torch, libnccl or a GPU is missing.
     """
-    if not has_gpu():  # which torch would say as well, after a second
-        raise TransportError("back end 'nccl' moves memory of CUDA devices, and there is none here")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as e:  # torch would find none either, after the second that importing it takes
+        raise TransportError(f"back end 'nccl' moves memory of CUDA devices, and there is no driver here ({e})") from e
     try:
         import torch
     except ImportError as e:

@@ -8,6 +8,7 @@ fixes the progress thread's delay at zero, so that the thread spins; and importi
 from __future__ import annotations
 
 import ctypes
+import glob
 import importlib
 import logging
 import logging.config
@@ -23,7 +24,7 @@ from typing import Any
 
 from kvxfer.errors import TransportError
 
-__all__ = ["Library", "load"]
+__all__ = ["Library", "has_gpu", "load"]
 
 PIP_LINE = "pip install 'kvxfer[nixl]' (install torch first: NIXL asks for it, and for any build of it)"
 
@@ -156,3 +157,8 @@ def _torch_knows_no_cuda() -> bool:
         return version("torch").endswith("+cpu")
     except PackageNotFoundError:
         return False
+
+
+def has_gpu() -> bool:
+    """Whether this machine has one that a process may open."""
+    return any(glob.glob(device) for device in ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd"))

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from msgspec import Meta
 
-from kvxfer.backend.host import has_gpu
 from kvxfer.backend.options import BackendOptions
 from kvxfer.backend.ucx import confined
 from kvxfer.errors import ConfigError
+from kvxfer_nixl.library import has_gpu
 
 __all__ = ["Options"]
 

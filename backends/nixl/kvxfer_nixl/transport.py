@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvxfer.backend import Base, CopyPool, LivenessLinks, ucx
-from kvxfer.backend.host import has_gpu, network_namespace
+from kvxfer.backend.host import network_namespace
 from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
@@ -25,7 +25,7 @@ from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_nixl.agent import LibraryAgent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.flight import Flight
-from kvxfer_nixl.library import load
+from kvxfer_nixl.library import has_gpu, load
 from kvxfer_nixl.link import Link, Peers
 from kvxfer_nixl.options import Options
 from kvxfer_nixl.reach import Reach
