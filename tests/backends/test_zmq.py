@@ -206,9 +206,11 @@ def test_strangers_hurt_nobody(world: World) -> None:
     address = Endpoint.decode(b.endpoint()).address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     context = zmq.Context()
+    dealers = []  # else one is closed as it is forgotten, and what it could not send keeps the context for ever
     try:
         for identity in (b"k" + b"\1" * 32, b"stranger", None):
             dealer = context.socket(zmq.DEALER)
+            dealers.append(dealer)
             if identity:
                 dealer.setsockopt(zmq.ROUTING_ID, identity)
             dealer.setsockopt(zmq.SNDTIMEO, 100)  # once it was turned away it may have nowhere to send to
