@@ -198,11 +198,6 @@ class DataThread:
 
     def _do(self, command: Command) -> None:
         match command:
-            case Move():
-                if self._traffic is None:
-                    self._refuse(command)
-                else:
-                    self._traffic.move(command)
             case Stop():
                 self._stopping = True
             case MakeEndpoint():
@@ -211,6 +206,8 @@ class DataThread:
                 self._disconnect(command)
             case _ if self._traffic is None:
                 self._refuse(command)
+            case Move():
+                self._traffic.move(command)
             case Connect():
                 self._traffic.connect(command.link, command.number, command.mine, command.theirs)
             case Abort():

@@ -179,7 +179,7 @@ class SchedulerSide:
                 does not know them any more, the load fails within about a second, not at its deadline.
             progress: How many more tokens are news.
             enough: How many tokens are of use, should the producer give up before it has computed all (``Update.short``). 0: all
-                or none. Only where all groups are ``full``.
+                or none. At most ``tokens``. Only where all groups are ``full``.
 
         Returns:
             Whether it may load. It may not if the transfer is in use for other content or from another source, or was given
@@ -192,6 +192,7 @@ class SchedulerSide:
         """
         self._check_open("load")
         arguments.string("request", request)
+        arguments.integer("enough", enough, 0, tokens)
         return self._loads.arrive(request, transfer, digest, source, tokens, begun, offered, progress, enough)
 
     def _check_open(self, call: str) -> None:

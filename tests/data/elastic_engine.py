@@ -108,7 +108,11 @@ class Engine:
 
 
 class Two:
-    """A producer and a consumer."""
+    """A producer and a consumer.
+
+    Raises:
+        KvxferError: One of them cannot be made.
+    """
 
     def __init__(self, producer: Setup, consumer: Setup) -> None:
         self._dice = random.Random(f"{producer.backend} {producer.layout} {consumer.layout}")
@@ -116,6 +120,8 @@ class Two:
         try:
             self._engines.append(Remote("producer", Engine, "producer", producer))
             self._engines.append(Remote("consumer", Engine, "consumer", consumer))
+            for engine in self._engines:
+                engine.wait()
         except BaseException:
             self.close()
             raise

@@ -127,6 +127,7 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "load, offered or not": (lambda s: load(s, offered=None), "offered must be True or False"),
     "load, begun or not": (lambda s: load(s, begun=None), "begun must be True or False"),
     "enough is less than nothing": (lambda s: load(s, enough=-1), "enough must be at least 0"),
+    "enough is more than all": (lambda s: load(s, enough=1000), "enough must be at most 4, not 1000"),
     "enough is a text": (lambda s: load(s, enough="4"), "enough must be an integer, not '4'"),
     "load with negative progress": (lambda s: load(s, progress=-1), "progress must be at least 0"),
     "computed is a text": (lambda s: s.loadable(loading(s), "0"), "computed must be an integer"),  # type: ignore[arg-type]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from kvxfer.geometry import Cache, Group, Heads, Region, View
 from kvxfer.values import NULL, BlockTable
+from kvxfer_vllm import copying
 from kvxfer_vllm.copying import BlockCopier
 
 LAYERS, BLOCKS, TOKENS, HEADS = 3, 7, 4, 2
@@ -47,3 +51,22 @@ def test_what_is_named_is_copied_and_nothing_else(unit: int, order: str) -> None
     copier = BlockCopier([memory], cache)
     copier.copy(BlockTable.of([[2], [NULL, 1, 6, 4]]), BlockTable.of([[NULL], [3, 5, NULL, 0, 2]]))
     assert torch.equal(memory, expected)
+
+
+def test_a_device_gathers_no_more_at_once_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's own way, here on the CPU's tensors: however many blocks there are, in pieces, the last of them shorter."""
+    plane = torch.arange(3 * 40 * 7, dtype=torch.int64).reshape(3, 40, 7)
+    src, dst = np.array([1, 5, 9, 2, 30, 31, 32]), np.array([10, 11, 12, 13, 14, 15, 39])
+    expected = plane.clone()
+    expected[:, dst] = plane[:, src]
+    bound, gathered, select = 2 * plane[:, 0].nbytes, [], torch.Tensor.index_select
+
+    def measured(*args: Any) -> torch.Tensor:
+        gathered.append(select(*args))
+        return gathered[-1]
+
+    monkeypatch.setattr(copying, "DEVICE_BYTES", bound)
+    monkeypatch.setattr(torch.Tensor, "index_select", measured)
+    copying._copy_on_device(plane, src, dst)
+    assert torch.equal(plane, expected)
+    assert [piece.nbytes for piece in gathered] == [bound, bound, bound, bound // 2]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockCopier"]
 
+DEVICE_BYTES = 64 << 20
+"""Bytes that are copied at once on a GPU, which gathers them into memory of their own first; one block if that has more."""
+
 HOST_BYTES = 256 << 10
 """Bytes that are copied at once on the CPU: numpy reads them into memory of their own first, and to be given megabytes of that
 takes longer than to copy them."""
@@ -60,7 +63,9 @@ def _copy_on_device(plane: torch.Tensor, here: np.ndarray, there: np.ndarray) ->
     import torch
 
     of, to = torch.from_numpy(here).to(plane.device), torch.from_numpy(there).to(plane.device)
-    plane.index_copy_(1, to, plane.index_select(1, of))
+    each = max(1, DEVICE_BYTES // max(1, plane[:, 0].nbytes))
+    for i in range(0, len(of), each):
+        plane.index_copy_(1, to[i : i + each], plane.index_select(1, of[i : i + each]))
 
 
 def _planes(view: View, cache: Cache, memory: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -128,7 +128,7 @@ class SchedulerHooks:
             if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
                 content = p.digest_of(params) or content
             answered = not p.is_routed(params)  # else P may not have begun
-            enough = self._block_tokens if self._partly and not answered else 0
+            enough = min(self._block_tokens, tokens) if self._partly and not answered else 0
             self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered, enough=enough)
             self._loading.arrived(request, str(transfer))
             if self._hits is not None and not request.skip_reading_prefix_cache:
