@@ -147,7 +147,7 @@ gpu:
 	$(GPU_PYTHON) -m kvxfer bench engines cuda_ipc --gpus $(GPUS) --plain --case 1024 --case 8192 --keep-logs $(TABLES)/logs > $(TABLES)/engines.jsonl
 	for turns in $(GPU_TURNS); do $(GPU_PYTHON) -m kvxfer bench engines $$(echo $$turns | tr , ' ') --gpus $(GPUS) \
 	    $(addprefix --case ,$(GPU_CASES)) --beside 8192 --keep-logs $(TABLES)/logs >> $(TABLES)/engines.jsonl || exit 1; done
-	for backend in $(GPU_BACKENDS); do $(GPU_PYTHON) -m kvxfer bench soak --backend $$backend --device cuda --minutes 3 --restart 1 || exit 1; done
+	for backend in $(GPU_BACKENDS); do MALLOC_MMAP_THRESHOLD_=131072 $(GPU_PYTHON) -m kvxfer bench soak --backend $$backend --device cuda --minutes 3 --restart 1 || exit 1; done
 	for backend in $(filter-out nccl,$(GPU_BACKENDS)); do \
 	    $(GPU_PYTHON) -m kvxfer bench chaos --backend $$backend --device cuda --minutes 5 || exit 1; done
 	$(GPU_PYTHON) -m kvxfer bench table $(TABLES)/transfers.jsonl $(TABLES)/engines.jsonl > $(TABLES)/tables.md
