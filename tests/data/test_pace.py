@@ -11,7 +11,7 @@ from kvxfer.protocol import pace, parts, routes
 from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.values import Released
 from kvxfer.values import BlockTable, Fetch
-from tests.control import conftest
+from tests.control import caches
 from tests.control.conftest import Engine, offered
 
 BLOCKS, PART_S, TRIES = 64, 0.2, 20
@@ -31,8 +31,8 @@ def test_the_pace_of_a_throttled_link_is_learnt_within_a_tenth(
 
     monkeypatch.setattr(pace, "LEAST", 1)
     monkeypatch.setattr(routes, "LinkPace", known)
-    monkeypatch.setattr(conftest, "UNIT", unit)
-    nbytes = BLOCKS * len(conftest.LAYERS) * conftest.HEADS * conftest.TOKENS * unit
+    monkeypatch.setattr(caches, "UNIT", unit)
+    nbytes = BLOCKS * len(caches.LAYERS) * caches.HEADS * caches.TOKENS * unit
     capacity = nbytes / PART_S
     monkeypatch.setattr(
         parts, "HOST_BYTES", nbytes // 16

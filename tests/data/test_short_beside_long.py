@@ -11,7 +11,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol import parts
 from kvxfer.protocol.values import Ended, Progress
 from kvxfer.values import BlockTable, Fetch
-from tests.control import conftest
+from tests.control import caches
 from tests.control.conftest import Engine, fetch, offered
 
 LONG, SHORT, WARM = (TransferId(f"own/1/{name}", 0) for name in ("long", "short", "warm"))
@@ -25,8 +25,8 @@ def test_a_short_load_waits_for_the_parts_under_way(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, unit: int, moved: str
 ) -> None:
     """Over a link that takes its time for each part, as a slow one does for each 32 MiB."""
-    monkeypatch.setattr(conftest, "UNIT", unit)
-    block = len(conftest.LAYERS) * conftest.HEADS * conftest.TOKENS * unit
+    monkeypatch.setattr(caches, "UNIT", unit)
+    block = len(caches.LAYERS) * caches.HEADS * caches.TOKENS * unit
     most = 16 * block
     monkeypatch.setattr(parts, "HOST_BYTES", most)
     slow = {"backend": "kvxfer.testing.faults:Faulty", "inner": "zmq", "bytes_per_s": most / PART_S}
