@@ -17,7 +17,8 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.control.caches import HEADS, LAYERS, TOKENS, UNIT, make_cache
+from tests.control import caches
+from tests.control.caches import HEADS, LAYERS, TOKENS, make_cache
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Engine:
 
     def block(self, block: int, rank: int = 0) -> np.ndarray:
         """The bytes of one block in all layers, ``[layers, heads, tokens, unit]``."""
-        view = self.memories[rank].reshape(len(LAYERS), -1, HEADS // len(self.agents), TOKENS, UNIT)
+        view = self.memories[rank].reshape(len(LAYERS), -1, HEADS // len(self.agents), TOKENS, caches.UNIT)
         return view[:, block]
 
     def close(self) -> None:
@@ -76,7 +77,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
         settings = Config.from_mapping({"backend": backend, "backend_options": options, **config})
         rng = np.random.default_rng(seed)
-        size = len(LAYERS) * blocks * HEADS * TOKENS * UNIT // tp
+        size = len(LAYERS) * blocks * HEADS * TOKENS * caches.UNIT // tp
         memories = [
             np.zeros(size, np.uint8) if seed is None else rng.integers(1, 255, size, dtype=np.uint8) for _ in range(tp)
         ]

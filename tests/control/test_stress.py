@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvxfer.protocol.values import Ended, Released
-from tests.control.conftest import HEADS, LAYERS, TOKENS, UNIT
+from tests.control.caches import HEADS, LAYERS, TOKENS, UNIT
 from tests.control.node import Node, name
 
 # Producers, as many consumers, and transfers between each two.
