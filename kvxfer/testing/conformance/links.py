@@ -11,6 +11,7 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance.content import assert_equal, overlay
+from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.suite import Suite
 from kvxfer.testing.conformance.world import World
@@ -33,6 +34,7 @@ class Links(Suite):
         assert len(set(endpoints)) == 5
         assert all(isinstance(e, bytes) and 0 < len(e) <= 1 << 20 for e in endpoints)
 
+    @old_objects_aside()
     def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: TransferMode) -> None:
         """Nothing is kept of a withdrawn endpoint: whoever dials peers that never answer makes endpoints for ever.
 

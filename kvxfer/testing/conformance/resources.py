@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from kvxfer.testing.conformance.fences import HostFence
+from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.conformance.participant_link import PARTS, Started
 from kvxfer.testing.conformance.suite import Suite
 from kvxfer.testing.conformance.world import World
@@ -140,6 +141,7 @@ def _unused(files: set[str]) -> set[str]:
 class Resources(Suite):
     """Clauses about what a back end costs and leaves behind."""
 
+    @old_objects_aside()
     def test_nothing_leaks(self, world: World) -> None:
         """After many rounds of connecting, moving and closing, descriptors, threads and memory are what they were.
 
@@ -164,6 +166,7 @@ class Resources(Suite):
 
         self._stays(world, rounds, "a round")
 
+    @old_objects_aside()
     def test_links_do_not_leak(self, world: World) -> None:
         """Links that come and go while the transport stays leave nothing behind either.
 
@@ -186,6 +189,7 @@ class Resources(Suite):
 
         self._stays(world, rounds, "a link")
 
+    @old_objects_aside()
     def test_batches_do_not_leak(self, world: World) -> None:
         """Thousands of batches on one link leave nothing behind, whether they end well or are aborted.
 
