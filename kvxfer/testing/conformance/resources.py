@@ -70,6 +70,17 @@ def _idle(world: World, transports: int) -> tuple[float, float]:
     return (time.process_time() - cpu) / lasted, turns / lasted
 
 
+def _least(world: World, transports: int, cpu: float, polls: float, stretches: int) -> tuple[float, float]:
+    """Measure it until both are below what is allowed, in ``stretches`` at the most, and return the least of each."""
+    used, turns = float("inf"), float("inf")
+    for _ in range(stretches):
+        stretch = _idle(world, transports)
+        used, turns = min(used, stretch[0]), min(turns, stretch[1])
+        if used < cpu and turns < polls:
+            break
+    return used, turns
+
+
 def _lost(rounds: Callable[[int], object], count: int) -> int:
     """Return the bytes by which ``count`` rounds made the process grow.
 
@@ -236,8 +247,7 @@ class Resources(Suite):
         part, fence = next(p for p in PARTS if p.way in self.ways()), HostFence()
         started = link.start(part.way, *part.sides(a, b), Runs.of([0], [0], [1000]), fences={a.name: fence})
         world.run(0.2)
-        stretches = [_idle(world, 1) for _ in range(3)]
-        used, turns = (min(column) for column in zip(*stretches, strict=True))
+        used, turns = _least(world, 1, FENCE_CPU, FENCE_TURNS, 3)
         fence.open = True
         world.succeed(started)
         assert used < FENCE_CPU, f"waiting for a fence uses {used:.0%} of a core"
@@ -282,11 +292,7 @@ class Resources(Suite):
         way = self.ways()[0]
         world.move(link, way, a, b, Runs.of([0], [0], [100_000]))
         world.run(0.3)
-        used, turns, here = 1.0, float("inf"), sum(isinstance(participant, LocalParticipant) for participant in (a, b))
-        for _ in range(IDLE_STRETCHES):
-            stretch = _idle(world, here)
-            used, turns = min(used, stretch[0]), min(turns, stretch[1])
-            if used < IDLE_CPU and turns < IDLE_TURNS:
-                break
+        here = sum(isinstance(participant, LocalParticipant) for participant in (a, b))
+        used, turns = _least(world, here, IDLE_CPU, IDLE_TURNS, IDLE_STRETCHES)
         assert used < IDLE_CPU, f"an idle transport uses {used:.1%} of a core"
         assert turns < IDLE_TURNS, f"an idle transport wants to be polled {turns:.0f} times a second"
