@@ -1,7 +1,7 @@
-"""Tiny models with two KV-cache groups, of random weights by which greedy output depends on the whole prompt within reach.
+"""Tiny models of other kinds than Llama, of random weights by which greedy output depends on the whole prompt within reach.
 
 Gemma 2: layers with a sliding window beside layers with full attention. LFM 2 and Nemotron H: layers with a recurrent state (a
-short convolution, Mamba 2) beside layers with full attention.
+short convolution, Mamba 2) beside layers with full attention. DeepSeek V2 without experts: multi-head latent attention (MLA).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Weights = dict[str, np.ndarray]
 
 EXACT_POSITIONS = ["--compilation-config", '{"custom_ops": ["all", "-rotary_embedding"]}']
 """Server flags that have torch rotate queries and keys. The operator of vLLM 0.32 for CPUs takes the heads of a three-dimensional
-tensor for tokens, which LFM 2 gives it: what its attention computes then depends on how many heads a rank holds, and so do the
-tokens, on servers without any connector."""
+tensor for tokens, which LFM 2 and DeepSeek V2 give it: what attention computes then depends on how many heads a rank holds, or how
+many tokens a step has, and so do the tokens that come out, on servers without any connector."""
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 128, 256, 4, 2, 32
 WINDOW = 64
@@ -242,6 +242,53 @@ def _unlike_weights(rng: np.random.Generator) -> Weights:
             f"{layer}.self_attn.k_proj.weight": _linear(rng, heads * HEAD_DIM, HIDDEN),
             f"{layer}.self_attn.v_proj.weight": _linear(rng, heads * HEAD_DIM, HIDDEN),
             f"{layer}.self_attn.o_proj.weight": _linear(rng, HIDDEN, HEADS * HEAD_DIM),
+            f"{layer}.mlp.gate_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": _linear(rng, HIDDEN, INTERMEDIATE),
+            f"{layer}.input_layernorm.weight": _norm(1),
+            f"{layer}.post_attention_layernorm.weight": _norm(1),
+        }
+    return weights
+
+
+LATENT, ROTATED, UNROTATED = 512, 64, 128
+"""Of ``write_mla``: what a token's KV is compressed to, and the parts of a head's query and key that positions rotate and do not.
+Kernels for MLA are made for the first two as DeepSeek has them."""
+
+
+def write_mla(folder: Path) -> None:
+    """DeepSeek V2, likewise."""
+    config = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": HEADS,
+        "head_dim": ROTATED,
+        "q_lora_rank": None,
+        "kv_lora_rank": LATENT,
+        "qk_rope_head_dim": ROTATED,
+        "qk_nope_head_dim": UNROTATED,
+        "v_head_dim": UNROTATED,
+        "first_k_dense_replace": LAYERS,
+        "tie_word_embeddings": False,
+    }
+    _write(folder, config, _latent_weights)
+
+
+def _latent_weights(rng: np.random.Generator) -> Weights:
+    weights = {
+        "model.embed_tokens.weight": _linear(rng, VOCAB, HIDDEN),
+        "model.norm.weight": _norm(1),
+        "lm_head.weight": _linear(rng, VOCAB, HIDDEN),
+    }
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        weights |= {
+            # Sharp attention, and louder than the embedding: few tokens decide what comes next, wherever they stand.
+            f"{layer}.self_attn.q_proj.weight": 3 * _linear(rng, HEADS * (UNROTATED + ROTATED), HIDDEN),
+            f"{layer}.self_attn.kv_a_proj_with_mqa.weight": _linear(rng, LATENT + ROTATED, HIDDEN),
+            f"{layer}.self_attn.kv_a_layernorm.weight": _norm(1, LATENT),
+            f"{layer}.self_attn.kv_b_proj.weight": _linear(rng, HEADS * 2 * UNROTATED, LATENT),
+            f"{layer}.self_attn.o_proj.weight": 3 * _linear(rng, HIDDEN, HEADS * UNROTATED),
             f"{layer}.mlp.gate_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
             f"{layer}.mlp.up_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
             f"{layer}.mlp.down_proj.weight": _linear(rng, HIDDEN, INTERMEDIATE),

@@ -1,5 +1,5 @@
-"""Two KV-cache groups on real servers: beside full attention a sliding window, with null blocks where it has passed, or
-recurrent states, one for a request or one for each prefix that vLLM caches."""
+"""Other caches than Llama's on real servers. Two groups: beside full attention a sliding window, with null blocks where it has
+passed, or recurrent states, one for a request or one for each prefix that vLLM caches. And MLA, one latent row a token."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from kvxfer_vllm.demo.servers import BLOCK, Cluster, running
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
-from tests.e2e.models import WINDOW, write_recurrent, write_window
+from tests.e2e.models import EXACT_POSITIONS, WINDOW, write_mla, write_recurrent, write_window
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -29,7 +29,10 @@ MODELS = {
     "window": (write_window, []),
     "state": (write_recurrent, ["--no-enable-prefix-caching"]),
     "states and a prefix cache": (write_recurrent, []),
+    "latent": (write_mla, ["--block-size", "16", *EXACT_POSITIONS]),
 }
+UNCACHED = {"state", "latent"}
+"""Where vLLM caches no prefixes: with MLA it does not on CPUs."""
 PREFIX = "".join(chr(97 + n * n % 26) for n in range(300))
 
 
@@ -69,7 +72,7 @@ def test_tokens_are_those_of_a_plain_server(servers: Cluster, name: str) -> None
 @pytest.mark.parametrize("where", ["prefill", "decode", "both", "neither"])
 def test_a_prefix_that_is_cached(servers: Cluster, request: pytest.FixtureRequest, where: str) -> None:
     """Where decode has it, only the rest comes; where prefill has it, all of it comes as if it had just been computed."""
-    caches = request.node.callspec.params["servers"] != "state"
+    caches = request.node.callspec.params["servers"] not in UNCACHED
     prefix, rest = f"{where} {PREFIX}", "and then " + ", ".join(f"{n}" for n in range(40))
     for server in {"prefill": [servers.prefill], "decode": [servers.decode], "neither": []}.get(
         where, [servers.prefill, servers.decode]
