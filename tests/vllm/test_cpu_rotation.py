@@ -1,4 +1,4 @@
-"""Why servers of LFM 2 and DeepSeek V2 on CPUs are tested with torch's rotation of queries and keys (``tests.e2e.models.EXACT_POSITIONS``)."""
+"""Why servers of LFM 2 and MLA on CPUs are tested with torch's rotation of queries and keys (``tests.e2e.models.EXACT_POSITIONS``)."""
 
 from __future__ import annotations
 
