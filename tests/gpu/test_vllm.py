@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -23,84 +22,21 @@ require("vllm")
 from kvxfer_vllm import compat  # noqa: E402  (only where vLLM is)
 from kvxfer_vllm.demo.metrics import received  # noqa: E402
 from kvxfer_vllm.demo.model import write_model  # noqa: E402
-from kvxfer_vllm.demo.routing import complete, prefill_then_decode  # noqa: E402
-from kvxfer_vllm.demo.servers import BLOCK, MODEL_NAME, Server, ServerError, await_ready, connector  # noqa: E402
+from kvxfer_vllm.demo.routing import prefill_then_decode  # noqa: E402
+from kvxfer_vllm.demo.servers import BLOCK, Server, ServerError  # noqa: E402
+from tests.gpu.servers import TOKENS, TRITON, Servers  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.timeout(400)]
 
-TOKENS = 24
-TIE = 0.02
-"""Logarithm of how much likelier one token may be than another that is taken for as likely."""
 PROMPTS = [f"request {n}: " + f"{n * 7919} " * (5 + 20 * n) for n in range(8)]
-FLAGS = (
-    "--attention-backend",
-    "TRITON_ATTN",
-    "--gpu-memory-utilization",
-    "0.1",
-    "--kernel-config",
-    '{"enable_flashinfer_autotune": false, "enable_cutedsl_warmup": false, "enable_jit_warmup": false}',
-)
-START_S = 240.0
-
-
-class Servers:
-    """Servers of one model, started side by side, and what a plain one answers."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._model, self._logs, self._stack = folder / "model", folder, stack
-        write_model(self._model)
-        self.started: dict[str, Server] = {}
-        self._expected: dict[str, list[int]] = {}
-
-    def start(
-        self, name: str, backend: str = "", flags: tuple[str, ...] = (), env: dict[str, str] | None = None
-    ) -> Server:
-        transfer = None
-        if backend:
-            role = "kv_producer" if name.startswith("prefill") else "kv_consumer"
-            settings = {"backend": backend, "transfer_timeout": 60.0, "peer_timeout": 20.0}
-            transfer = {**connector(role, settings), "kv_load_failure_policy": "recompute"}
-        server = Server(name, self._model, self._logs, transfer, (*FLAGS, *flags), env)
-        self._stack.callback(server.stop)
-        self.started[name] = server
-        return server
-
-    def await_ready(self) -> None:
-        await_ready(self.started.values(), START_S)
-
-    def expected(self, prompt: str) -> list[int]:
-        if prompt not in self._expected:
-            self._expected[prompt] = complete(self.started["plain"], prompt, TOKENS).tokens
-        return self._expected[prompt]
-
-    def wrong(self, prompt: str, tokens: list[int]) -> str:
-        """Say what is wrong with the tokens that another server gave; nothing is if the plain one gives the same, or has a tie.
-
-        Attention rounds to TF32, and otherwise in a step of one token than in a chunk of a prompt. So where two tokens are as likely as
-        each other, servers may differ. Each token must be as likely as the plain server's best, behind those before it.
-        """
-        if tokens == self.expected(prompt)[: len(tokens)]:
-            return ""
-        plain = self.started["plain"]
-        ids = plain.post("/tokenize", {"model": MODEL_NAME, "prompt": prompt})["tokens"]
-        body = {"model": MODEL_NAME, "prompt": ids + tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-        said = plain.post("/v1/completions", body)["choices"][0]["prompt_logprobs"][len(ids) :]
-        behind = [
-            max(each["logprob"] for each in at.values()) - at[str(token)]["logprob"]
-            for at, token in zip(said, tokens, strict=True)
-        ]
-        print(f"TIE? {prompt[:40]!r}: {tokens} beside {self.expected(prompt)}; behind the best: {behind}")
-        return (
-            ""
-            if max(behind) < TIE
-            else f"{prompt[:40]!r}: token {behind.index(max(behind))} is {max(behind):.3f} behind"
-        )
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with ExitStack() as stack:
-        yield Servers(tmp_path_factory.mktemp("vllm"), stack)
+        folder = tmp_path_factory.mktemp("vllm")
+        write_model(folder / "model")
+        yield Servers(folder, stack, TRITON)
 
 
 # --- sleep mode ---------------------------------------------------------------------------------------------------------

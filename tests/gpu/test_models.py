@@ -1,0 +1,118 @@
+"""Models of several kinds, and engines of unlike sizes, on vLLM's servers on GPUs: tokens are those of a plain server.
+
+Prefill is on one GPU and decode on another, where there are two. All servers of all models are started side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import require
+
+require("vllm")
+
+import torch  # noqa: E402  (only where vLLM is)
+
+from kvxfer_vllm.demo.metrics import received, total  # noqa: E402
+from kvxfer_vllm.demo.model import LAYERS, write_model  # noqa: E402
+from kvxfer_vllm.demo.routing import prefill_then_decode  # noqa: E402
+from kvxfer_vllm.demo.servers import BLOCK  # noqa: E402
+from tests.e2e.models import write_mla, write_recurrent, write_window  # noqa: E402
+from tests.gpu.servers import TIE, TOKENS, TRITON, Servers  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.timeout(500)]
+
+TEXT = ", ".join(f"{n} times {n + 3} is {n * (n + 3)}" for n in range(1, 60))
+PROMPTS = [f"{n}: {TEXT}"[:length] for n, length in enumerate((40, 70, 97, 200, 333, 512, 650, 700))]
+TWO = ("--tensor-parallel-size", "2")
+BFLOAT16 = ("--dtype", "bfloat16")
+ROUNDED = 0.1
+"""``TIE`` where KV and activations are rounded to eight bits or fewer."""
+
+
+def drafting(model: Path) -> tuple[str, ...]:
+    """Return what has a server guess by the model itself, so that guesses are right if the draft model's cache is."""
+    return "--speculative-config", json.dumps(
+        {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What ``write`` writes, on servers with ``flags``; ``checked`` layers write their cache where the layout check can see it."""
+
+    write: Callable[[Path], None]
+    flags: tuple[str, ...] = TRITON
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    drafts: bool = False
+    tie: float = TIE
+    checked: int = LAYERS
+
+
+LATENT = ("--attention-backend", "TRITON_MLA", *BFLOAT16)
+KINDS = {
+    "one group": Kind(write_model),
+    "two groups": Kind(write_window),
+    "recurrent states": Kind(write_recurrent, checked=LAYERS // 2),
+    "latent": Kind(write_mla, LATENT, tie=ROUNDED),
+    "fp8": Kind(write_model, (*TRITON, *BFLOAT16, "--kv-cache-dtype", "fp8"), tie=ROUNDED),
+    "drafts": Kind(write_model, drafts=True, checked=2 * LAYERS),
+    "two ranks to one": Kind(write_model, prefill=TWO),
+    "one rank to two": Kind(write_model, decode=TWO),
+    "latent, two ranks to one": Kind(write_mla, LATENT, prefill=TWO, tie=ROUNDED),
+    "two groups, one rank to two": Kind(write_window, decode=TWO),
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Servers]]:
+    gpus = torch.cuda.device_count()
+    with ExitStack() as stack:
+        found = {}
+        for name, kind in KINDS.items():
+            if gpus < 2 and TWO in (kind.prefill, kind.decode):
+                continue
+            folder = tmp_path_factory.mktemp("model")
+            kind.write(folder / "model")
+            found[name] = servers = Servers(folder, stack, kind.flags, kind.tie)
+            guesses = drafting(folder / "model") if kind.drafts else ()
+            for side, flags, backend in (
+                ("plain", (), ""),
+                ("prefill", (*kind.prefill, *guesses), "auto"),
+                ("decode", (*kind.decode, *guesses), "auto"),
+            ):
+                on = "0,1" if TWO[0] in flags else str(int(side == "decode") % gpus)
+                servers.start(side, backend, flags, {"CUDA_VISIBLE_DEVICES": on, "VLLM_LOGGING_LEVEL": "INFO"})
+        yield found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_are_those_of_a_plain_server(started: dict[str, Servers], name: str) -> None:
+    if name not in started:
+        pytest.skip("two ranks need two GPUs")
+    servers, kind = started[name], KINDS[name]
+    servers.await_ready()
+    prefill, decode = servers.started["prefill"], servers.started["decode"]
+    assert f" {kind.checked} of " in "".join(
+        re.findall(r".*write their KV cache as described.*", decode.log.read_text())
+    )
+    before = received(decode)
+    wrong = []
+    for prompt in PROMPTS:
+        assert len(set(servers.expected(prompt))) > 3, "output this dull would not show a spoilt cache"
+        wrong += filter(None, [servers.wrong(prompt, prefill_then_decode(prefill, decode, prompt, TOKENS).tokens)])
+    assert wrong == []
+    moved = received(decode) - before
+    print(f"{name}: {moved}")
+    assert moved.failed == 0 and moved.tokens >= sum(map(len, PROMPTS)) - len(PROMPTS) * BLOCK
+    if kind.drafts:
+        made, right = (total(decode, f"vllm:spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted"))
+        assert right >= made - 3 * len(PROMPTS) > 0, "the draft model's cache did not come"
