@@ -7,15 +7,16 @@ values; and the facts' hash goes into every digest, so that what was offered und
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Annotated
+import json
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from kvxfer.errors import ConfigError
 from kvxfer.identity import key
 
-__all__ = ["Facts", "check", "difference", "sealed"]
+__all__ = ["Facts", "check", "difference", "sealed", "settings_hash"]
 
 MOST, NAME, TEXT = 32, 40, 200
 
@@ -71,6 +72,18 @@ def sealed(facts: Mapping[str, str]) -> str:
         ConfigError: As ``check`` does.
     """
     return hashlib.blake2b(key(*sorted(check(facts).items())), digest_size=16).hexdigest()
+
+
+def settings_hash(settings: Mapping[str, Any], without: Collection[str]) -> str:
+    """Return a hash of a model's settings for a fact, without those of these names, however deep they lie."""
+
+    def essential(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: essential(inner) for name, inner in value.items() if name not in without}
+
+    text = json.dumps(essential(settings), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _value(facts: Mapping[str, str], name: str) -> str:

@@ -24,7 +24,7 @@ LEVELS = [
     {"failures"},
     {"errors", "threads"},
     {"arguments"},
-    {"settings", "identity", "fence"},
+    {"settings", "identity", "fence", "block_table"},
     {"facts", "values"},
     {"geometry", "ticket"},
     {"config"},

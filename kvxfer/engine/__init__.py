@@ -22,7 +22,8 @@ Behind the two sides each idea has a module of its own:
 
 - ``exchange``: what crosses between the two sides, with steps; ``dispatch`` and ``side_channel``: what goes ahead of a step.
 - ``loads``: a request's load, from its arrival to its end; ``loading``: the blocks that it fills; ``prefetch``: loads within the
-  step, with ``paces``, what links have shown; ``load_ends``: what the ranks say of a load, joined.
+  step, with ``paces``, what links have shown; ``rank_ends``: what becomes of loads on one rank; ``load_ends``: what
+  the ranks say of them, joined.
 - ``computed``: how far a step is in the layers; ``offered``: blocks that others may be reading; ``standstill``: engines that wait
   for each other's blocks.
 - ``notices``: what engines tell each other by their directories, with ``renewals`` of leases and ``starts`` of producers.

@@ -15,11 +15,12 @@ from kvxfer import arguments, memory
 from kvxfer.control.agent import Agent
 from kvxfer.engine.computed import ComputedBands
 from kvxfer.engine.exchange import Report, Step
+from kvxfer.engine.rank_ends import RankEnds
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
-from kvxfer.failures import Failure, Outcome
+from kvxfer.failures import Failure
 from kvxfer.identity import TransferId, printable
-from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
+from kvxfer.protocol.values import Ended
 from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
 
 __all__ = ["WorkerSide"]
@@ -81,20 +82,14 @@ class WorkerSide:
     ) -> None:
         self.agent, self._table, self._before_load, self._on_ended = _agent(agent), table, before_load, on_ended
         self._rank, self._device = agent.cache.rank, agent.cache.regions[0].device
-        self._quarantine, self._copy = quarantine, copy
+        self._copy = copy
         self._payloads: dict[TransferId, bytes] = {}  # for offers that are still to come
         self._computed = ComputedBands(agent.cache)
         self._facts: Mapping[str, str] | None = None
         self._untold: list[DirectFetches] = []  # what has come before the first step, which says what our KV depends on
         self._lock = threading.Condition()  # what follows is the worker's and the side channel's
-        self._report = Report(descriptors={self._rank: agent.descriptor})
-        self._blocks: dict[str, tuple[int, ...]] = {}  # request -> the scheduler's blocks that its load fills
-        self._failing: dict[str, Failure] = {}  # loads that ended badly and are not quiet yet
-        self._early: set[str] = set()  # those of them that are reported
-        self._known: dict[str, RankResult] = {}  # of loads under way, as far as they are known
-        self._prefetches: set[str] = set()  # those of them that are prefetches
-        self._news: list[RankResult] = []  # for the side channel
-        self._ends: list[Ended] = []  # for ``on_ended``
+        self._ends = RankEnds(self._rank, quarantine)
+        self._ends.report.descriptors[self._rank] = agent.descriptor
         self._direct: set[int] = set()  # numbers of fetches that have begun, and come again with their step
         self._next = 0  # the number after those of the last step
         self._channel = None if channel is None else self._open(channel)
@@ -105,7 +100,8 @@ class WorkerSide:
         except OSError as e:
             log.warning("no side channel, fetches go with the engine's steps: %s", e)
             return None
-        self._report.channels[self._rank] = found.address
+        self._ends.aside = True
+        self._ends.report.channels[self._rank] = found.address
         self.agent.listen(found.wake)
         return found
 
@@ -131,7 +127,7 @@ class WorkerSide:
                 self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone, kept=revoke.kept)
         if step.commands.revokes:
             with self._lock:
-                self._report.begun[self._rank] = step.number
+                self._ends.report.begun[self._rank] = step.number
         with _unless_closed:
             for transfer in step.renewals:
                 self.agent.renew(transfer)
@@ -149,7 +145,7 @@ class WorkerSide:
             self._copy(self._own(copy.src), self._own(copy.dst))
             copied[copy.request] = {self._rank: time.monotonic() - begun}
         with self._lock:
-            self._report.copied.update(copied)
+            self._ends.report.copied.update(copied)
             first = self._next if step.first is None else step.first
             self._begin(first, step.commands.fetches, step.prefetches)
             self._next = first + len(step.commands.fetches)
@@ -163,11 +159,7 @@ class WorkerSide:
         for number, fetch in enumerate(fetches, first):
             if number < self._next or number in self._direct:
                 continue
-            self._known[fetch.handle] = RankResult(fetch.handle, self._rank, number)
-            if fetch.handle in prefetches:
-                self._prefetches.add(fetch.handle)
-            else:
-                self._blocks[fetch.handle] = fetch.blocks.ids()
+            self._ends.begin(fetch, number, fetch.handle in prefetches)
             self._direct.add(number)
             try:
                 blocks = self._own(fetch.blocks)
@@ -176,11 +168,12 @@ class WorkerSide:
                 self.agent.fetch(replace(fetch, blocks=blocks))
             except KvxferError as e:
                 log.error("request %s cannot be loaded: %s", printable(fetch.handle), e)
-                outcome = Outcome(Failure.of(e))
-                self._take_in(Ended("consumer", fetch.transfer, fetch.handle, outcome, 0, 0.0))
-                self._take_in(Released("consumer", fetch.transfer, fetch.handle))
+                self._ends.refuse(fetch, Failure.of(e))
                 if self._channel is not None:
                     self._channel.wake()
+
+    def _own(self, table: BlockTable) -> BlockTable:
+        return table if self._table is None else self._table(table)
 
     def layer_done(self, step: Step, layer: str) -> None:
         """Offer what this step has computed of the layers so far, where consumers over slow links wait for it.
@@ -244,17 +237,80 @@ class WorkerSide:
             timeout: seconds to wait for something, where the engine has nothing else to do.
         """
         with self._lock:
-            self._listen(0.0 if self._channel is not None or self._report else timeout)
+            self._listen(0.0 if self._channel is not None or self._ends.report else timeout)
             if self._channel is not None:  # whose thread listens as well
-                self._lock.wait_for(lambda: bool(self._report or self._failing.keys() - self._early), timeout)
-            for request in self._failing.keys() - self._early:
-                self._give_up(self._report, request)
-            report, self._report = self._report, Report()
-            ends, self._ends = self._ends, []
+                self._lock.wait_for(lambda: self._ends.pending, timeout)
+            report, ends = self._ends.collect()
         if self._on_ended is not None:
             for event in ends:
                 self._on_ended(event)
         return report
+
+    def fileno(self) -> int:
+        """Return a descriptor that polls readable while ``collect`` has something to return that has ended (``kvxfer.readable``).
+
+        What a step itself has brought, and the first report of all, is there at once: collect after each step as well.
+        With a side channel, whose thread listens as well, it may not: wait in ``collect`` then.
+        """
+        return self.agent.fileno()
+
+    def suspend(self) -> None:
+        """Let go of the cache, whose memory is about to be unmapped, as when an engine is put to sleep.
+
+        Blocks until nothing touches it, or for the agent's patience. Transfers that are under way fail, which the next
+        ``collect`` says; peers see this rank go.
+
+        Raises:
+            KvxferError: something may still touch the memory, which must stay.
+        """
+        if not self.agent.close():
+            raise KvxferError(
+                f"the cache of rank {self._rank} cannot be given back: a back end may still touch it; try again later, or end "
+                "the process"
+            )
+        last = self.collect()
+        with self._lock:
+            self._ends.report = last.merge(self._ends.report)
+
+    def resume(self, agent: Agent) -> None:
+        """Go on after ``suspend`` with a new agent, over the same memory, which is there again, or over other memory.
+
+        Peers make their links anew; the next ``collect`` says where it listens, and until the scheduler side has taken that
+        in, what they ask of this rank fails. The descriptor (``fileno``) is another one from now on.
+
+        Raises:
+            KvxferError: the agent is of another rank.
+        """
+        if _agent(agent).cache.rank != self._rank:
+            raise KvxferError(f"the new agent must be of rank {self._rank}, not {agent.cache.rank}")
+        self.agent, self._device, self._computed = agent, agent.cache.regions[0].device, ComputedBands(agent.cache)
+        if self._facts is not None:
+            agent.identify(self._facts)
+        with self._lock:
+            self._ends.report.descriptors[self._rank] = agent.descriptor
+        if self._channel is not None:
+            agent.listen(self._channel.wake)
+
+    def drain(self, timeout: float) -> bool:
+        """Close once all transfers of this rank have come to their ends, after ``timeout`` seconds in any case; see ``Agent.drain``."""
+        quiet = self.agent.drain(timeout)
+        return self.close() and quiet
+
+    def close(self) -> bool:
+        """Close the agent; whether all memory is quiet, as ``Agent.close`` has it."""
+        if self._channel is not None:
+            self.agent.listen(None)
+            self._channel.close()
+        return self.agent.close()
+
+    def __len__(self) -> int:
+        """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
+        return len(self._ends) + len(self._payloads)
+
+    def _listen(self, timeout: float = 0.0) -> None:
+        """Take in what the agent has to say, with the lock."""
+        for event in self.agent.events(timeout):
+            self._ends.take_in(event)
 
     # --- on the side channel's thread ------------------------------------------------------------------------------
 
@@ -274,166 +330,7 @@ class WorkerSide:
         with self._lock:
             self._listen()
             self._lock.notify_all()
-            news, self._news = self._news, []
-        return news
-
-    # --- with the lock ---------------------------------------------------------------------------------------------
-
-    def _listen(self, timeout: float = 0.0) -> None:
-        """Take in what the agent has to say."""
-        for event in self.agent.events(timeout):
-            self._take_in(event)
-
-    def _take_in(self, event: Event) -> None:
-        report = self._report
-        if event.role == "producer":
-            if isinstance(event, Ended):
-                self._ends.append(event)
-            if isinstance(event, Released) and event.generation is not None:
-                self._done(report, event.transfer, event.generation)
-            if isinstance(event, GenerationReleased):
-                report.revoked.setdefault(event.transfer, {})[self._rank] = event.generation
-        elif isinstance(event, Ended):
-            self._ended(report, event)
-        elif isinstance(event, Released):
-            self._released(report, event.handle)
-        elif isinstance(event, Progress) and event.handle not in self._prefetches:
-            report.arrived.setdefault(event.handle, {})[self._rank] = event.tokens
-
-    def _ended(self, report: Report, event: Ended) -> None:
-        request, failure = event.handle, event.outcome.failure
-        self._ends.append(event)
-        result = replace(self._known[request], generation=event.generation, failure=failure, stages=event.stages)
-        self._known[request] = result
-        if request in self._prefetches:
-            self._prefetched(report, result)
-            return
-        report.stages[request] = event.stages
-        if failure is not None:
-            self._failing[request] = failure
-        else:
-            if event.generation is not None:
-                report.delivered.setdefault(request, set()).add(event.generation)
-            if event.payload:
-                report.payloads[request] = event.payload
-            if event.short is not None:
-                report.short[request] = event.short
-            if event.payload or event.short is not None:  # of which no message tells: the end is said with a step only
-                del self._known[request]
-
-    def _released(self, report: Report, request: str) -> None:
-        ended = self._known.pop(request, None)
-        result = None if ended is None else replace(ended, quiet=True)
-        if request in self._prefetches and result is not None:
-            self._prefetches.remove(request)
-            self._prefetched(report, result)
-            return
-        if result is not None and result.failure is None:
-            self._say(result)
-        self._quiet(report, request)
-
-    def _prefetched(self, report: Report, result: RankResult) -> None:
-        self._say(result)
-        report.prefetched[result.handle, self._rank] = result
-
-    def _say(self, result: RankResult) -> None:
-        if self._channel is not None:
-            self._news.append(result)
-
-    def fileno(self) -> int:
-        """Return a descriptor that polls readable while ``collect`` has something to return that has ended (``kvxfer.readable``).
-
-        What a step itself has brought, and the first report of all, is there at once: collect after each step as well.
-        With a side channel, whose thread listens as well, it may not: wait in ``collect`` then.
-        """
-        return self.agent.fileno()
-
-    def _own(self, table: BlockTable) -> BlockTable:
-        return table if self._table is None else self._table(table)
-
-    def _done(self, report: Report, transfer: TransferId, generation: int) -> None:
-        """Nothing reads what was offered any more."""
-        ranks = report.released.setdefault(transfer, {})
-        ranks[self._rank] = max(generation, ranks.get(self._rank, generation))
-
-    def _quiet(self, report: Report, request: str) -> None:
-        """Nothing touches a load's blocks any more."""
-        blocks = self._blocks.pop(request)
-        if request in self._early:
-            self._early.discard(request)
-            self._quarantine += len(blocks)
-            report.quiet.setdefault(request, set()).add(self._rank)
-        else:
-            report.over.setdefault(request, set()).add(self._rank)
-            if request in self._failing:
-                report.failed[request] = self._failing[request]
-                report.invalid.update(blocks)
-        self._failing.pop(request, None)
-
-    def _give_up(self, report: Report, request: str) -> None:
-        """Report a failed load early if its blocks are pinned: it may take long to get quiet, and nobody need wait."""
-        blocks = self._blocks[request]
-        if len(blocks) <= self._quarantine:
-            self._quarantine -= len(blocks)
-            self._early.add(request)
-            report.over.setdefault(request, set()).add(self._rank)
-            report.failed[request] = self._failing[request]
-            report.invalid.update(blocks)
-            report.writing.setdefault(request, set()).add(self._rank)
-
-    def suspend(self) -> None:
-        """Let go of the cache, whose memory is about to be unmapped, as when an engine is put to sleep.
-
-        Blocks until nothing touches it, or for the agent's patience. Transfers that are under way fail, which the next
-        ``collect`` says; peers see this rank go.
-
-        Raises:
-            KvxferError: something may still touch the memory, which must stay.
-        """
-        if not self.agent.close():
-            raise KvxferError(
-                f"the cache of rank {self._rank} cannot be given back: a back end may still touch it; try again later, or end "
-                "the process"
-            )
-        last = self.collect()
-        with self._lock:
-            self._report = last.merge(self._report)
-
-    def resume(self, agent: Agent) -> None:
-        """Go on after ``suspend`` with a new agent, over the same memory, which is there again, or over other memory.
-
-        Peers make their links anew; the next ``collect`` says where it listens, and until the scheduler side has taken that
-        in, what they ask of this rank fails. The descriptor (``fileno``) is another one from now on.
-
-        Raises:
-            KvxferError: the agent is of another rank.
-        """
-        if _agent(agent).cache.rank != self._rank:
-            raise KvxferError(f"the new agent must be of rank {self._rank}, not {agent.cache.rank}")
-        self.agent, self._device, self._computed = agent, agent.cache.regions[0].device, ComputedBands(agent.cache)
-        if self._facts is not None:
-            agent.identify(self._facts)
-        with self._lock:
-            self._report.descriptors[self._rank] = agent.descriptor
-        if self._channel is not None:
-            agent.listen(self._channel.wake)
-
-    def drain(self, timeout: float) -> bool:
-        """Close once all transfers of this rank have come to their ends, after ``timeout`` seconds in any case; see ``Agent.drain``."""
-        quiet = self.agent.drain(timeout)
-        return self.close() and quiet
-
-    def close(self) -> bool:
-        """Close the agent; whether all memory is quiet, as ``Agent.close`` has it."""
-        if self._channel is not None:
-            self.agent.listen(None)
-            self._channel.close()
-        return self.agent.close()
-
-    def __len__(self) -> int:
-        """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        loads = len(self._blocks) + len(self._prefetches) + len(self._failing) + len(self._early)
-        return loads + len(self._known) + len(self._payloads) + bool(self._report)
+            return self._ends.results()
 
 
 def _agent(agent: Agent) -> Agent:

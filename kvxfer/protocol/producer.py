@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from msgspec.structs import replace
-
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, Over, RankServe, follows, told
-from kvxfer.protocol.releases import Releases
+from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, RankServe, follows
+from kvxfer.protocol.offers import Offers
 from kvxfer.protocol.revocations import RevocationCounter
-from kvxfer.protocol.serves import MANY, MOST_WORDS, Serves
-from kvxfer.protocol.timers import Recent, Timers
+from kvxfer.protocol.serves import MANY, MOST_WORDS
 from kvxfer.protocol.transitions import ServeEvent, ServeState
 from kvxfer.protocol.values import Action, Emit, GenerationReleased, Hashed, LinkId, LinkInfo, Moved, Send
 from kvxfer.values import Offer
@@ -46,16 +43,11 @@ class ProducerMachine:
     """
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter | None = None) -> None:
-        self._lease = lease
         self.corrupt = 0
-        self._closed: Outcome | None = None
-        self._records: dict[TransferId, OfferRecord] = {}
-        self._serves = Serves(lease, longest, revocations or RevocationCounter(), self._serve_over)
+        self._offers = Offers(lease, longest, revocations or RevocationCounter())
+        self._records, self._over, self._serves = self._offers.records, self._offers.over, self._offers.serves
         self._links, self._stop = self._serves.links, self._serves.stop
-        self._leases: Timers[TransferId] = Timers()
         self._early = Early(lease, MOST_WORDS)
-        self._over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
-        self._releases = Releases()
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
@@ -73,27 +65,27 @@ class ProducerMachine:
         over = self._over.get(offer.transfer)
         if over is not None and offer.generation < over.least:
             return []
-        h = self._record(offer.transfer, now if called is None else called)
+        h = self._offers.record(offer.transfer, now if called is None else called)
         old = h.offer
         if offer.generation < h.least or (old is not None and not follows(offer, old)):
             return []
-        if self._closed is not None:
+        if self._offers.closed is not None:
             h.known, h.generation = True, offer.generation
-            return self._end(h, self._closed, now)
+            return self._offers.end(h, self._offers.closed, now)
         out: list[Action] = []
         if old is not None and offer.generation > old.generation:
-            out += self._void(h, Failure(K.REVOKED, "the producer computed it anew"), again=True, now=now)
+            out += self._offers.void(h, Failure(K.REVOKED, "the producer computed it anew"), again=True, now=now)
         h.take(offer)
-        self._lend(h, now)
+        self._offers.lend(h, now)
         for serve in list(h.serves.values()):
             out += self._serves.advance(serve, now)
         for reader, readers in self._early.take(offer.transfer, offer.digest).items():
             if h.outcome is None and not h.lives(reader):
                 h.drop(reader, readers)
                 gave_up = Failure(K.CANCELLED, "its consumer gave it up before it was there")
-                out += self._count(h, Outcome(gave_up), now)
+                out += self._offers.count(h, Outcome(gave_up), now)
         if old is not None and offer.consumers < old.consumers and h.outcome is None:
-            out += self._count(h, DELIVERED, now)
+            out += self._offers.count(h, DELIVERED, now)
         return out
 
     def revoke(
@@ -114,35 +106,31 @@ class ProducerMachine:
         if over is not None and generation < over.least:
             return []
         if transfer not in self._records and not gone:
-            if transfer in self._releases:
+            if transfer in self._offers.releases:
                 return []  # the release that is still to come says the same
             return [Emit(GenerationReleased("producer", transfer, str(transfer), generation))]
-        h = self._record(transfer, now)
+        h = self._offers.record(transfer, now)
         if kept and gone and h.offer is not None and h.offer.generation == generation and h.tokens and h.served:
-            return self._shorten(h, h.offer, why, now)
+            return self._offers.shorten(h, h.offer, why, now)
         h.give_up(generation)
         h.known |= gone  # now at the latest, so that it is kept until its end has been told
         out: list[Action] = []
         if h.offer is None or h.offer.generation <= generation:
-            out += self._void(h, why, again=not gone, now=now)
+            out += self._offers.void(h, why, again=not gone, now=now)
         if gone:
-            return out + self._end(h, Outcome(why), now)
+            return out + self._offers.end(h, Outcome(why), now)
         h.revoked = generation if h.revoked is None else max(generation, h.revoked)
-        return out + self._releases.of(h)
+        return out + self._offers.releases.of(h)
 
     def renew(self, transfer: TransferId, now: float) -> None:
         """Renew the lease of a transfer that somebody still means to fetch."""
         h = self._records.get(transfer)
         if h is not None:
-            self._lend(h, now)
+            self._offers.lend(h, now)
 
     def close(self, why: Failure, now: float) -> list[Action]:
         """End every offer, present or still to come, with ``why``, and tell those who are being served that we are gone."""
-        self._closed = Outcome(why)
-        out: list[Action] = []
-        for h in list(self._records.values()):
-            out += self._end(h, self._closed, now)
-        return out
+        return self._offers.close(why, now)
 
     # --- from the shell --------------------------------------------------------------------------------------------
 
@@ -158,7 +146,7 @@ class ProducerMachine:
             if serve.on(E.LINK_DOWN):
                 serve.record.leave(serve.reader)
                 self._serves.forsake(serve)
-                self._lend(serve.record, now)
+                self._offers.lend(serve.record, now)
             out += serve.aborts + self._serves.finish(serve, now)
         return out
 
@@ -206,17 +194,13 @@ class ProducerMachine:
 
     def tick(self, now: float) -> list[Action]:
         """Handle leases and deadlines. Call it when ``next_tick`` is due."""
-        out = self._serves.tick(now)
-        for transfer in self._leases.due(now):
-            out += self._expire(self._records[transfer], now)
         self._early.forget(now)
-        self._over.forget(now)
-        return out
+        return self._offers.tick(now)
 
     def next_tick(self) -> float | None:
         """Return when ``tick`` has something to do next, or ``None``."""
-        clocks = self._serves, self._leases, self._early, self._over
-        return min((t for clock in clocks if (t := clock.next()) is not None), default=None)
+        due = self._offers.next(), self._early.next()
+        return min([at for at in due if at is not None], default=None)
 
     def banded(self, transfer: TransferId, tokens: int) -> bool:
         """Return whether somebody waits for bands of layers of this transfer, up to this token. Any thread."""
@@ -245,31 +229,14 @@ class ProducerMachine:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _record(self, transfer: TransferId, now: float) -> OfferRecord:
-        h = self._records.get(transfer)
-        if h is None:
-            h = self._records[transfer] = OfferRecord(transfer, now, now)
-            self._releases.follow(h)
-        return h
-
-    def _lend(self, h: OfferRecord, now: float) -> None:
-        """Keep the offer for a lease from now."""
-        if h.known and h.outcome is None:
-            h.leased = now + self._lease
-            self._leases.set(h.transfer, h.leased)
-
-    def _expire(self, h: OfferRecord, now: float) -> list[Action]:
-        """End an offer whose lease has run out, or extend the lease while somebody is being served."""
-        live = [s.expires for s in h.serves.values() if s.state not in (S.SETTLED, S.ENDED)]
-        if live:
-            self._leases.set(h.transfer, max(now, *live) + self._lease)
-            return []
-        return self._end(h, Outcome(h.unfetched(self._lease)), now)
-
     def _fetch_request(self, link: LinkId, request: m.FetchRequest, now: float) -> list[Action]:
         over = self._over.get(request.transfer)
-        if over is not None and request.transfer not in self._records and (request.least < over.least or self._closed):
-            return [self._serves.refuse(link, request, self._told(over.outcome), now)]
+        if (
+            over is not None
+            and request.transfer not in self._records
+            and (request.least < over.least or self._offers.closed)
+        ):
+            return [self._serves.refuse(link, request, self._offers.told(over.outcome), now)]
         reader = self._links[link].info.peer
         h = self._records.get(request.transfer) or OfferRecord(request.transfer, now, now)
         older = [s for s in h.serves.values() if s.reader == reader]
@@ -306,7 +273,7 @@ class ProducerMachine:
         ack = m.CommitAck(msg.transfer, msg.attempt, msg.round)
         if not msg.alone:
             return [Send(serve.link, ack)]
-        return [self._serves.last_word(serve.link, ack, now), *self._settle(serve, now)]
+        return [self._serves.last_word(serve.link, ack, now), *self._offers.settle(serve, now)]
 
     def _committed(self, link: LinkId, serve: RankServe | None, msg: m.Committed, now: float) -> list[Action]:
         """Note that a reader has all that it wanted; what we have done with the blocks since does not matter to it."""
@@ -314,20 +281,12 @@ class ProducerMachine:
         ack = m.CommitAck(msg.transfer, msg.attempt, None)  # should its FetchRequest come late
         self._serves.last_words.put(reader, msg.attempt, ack, now)
         if serve is not None and serve.final and serve.state is S.SERVING:
-            return self._settle(serve, now)
+            return self._offers.settle(serve, now)
         if h is None or msg.digest != h.digest:
             return []
         h.admit(reader, msg.readers)
         h.settled.add(reader)
-        return self._count(h, DELIVERED, now)
-
-    def _settle(self, serve: RankServe, now: float) -> list[Action]:
-        """Count one more reader that has it all."""
-        h = serve.record
-        h.settled.add(serve.reader)
-        out = self._serves.settle(serve, now) + self._count(h, DELIVERED, now)
-        self._lend(h, now)  # for the others that it is for
-        return out
+        return self._offers.count(h, DELIVERED, now)
 
     def _close_attempt(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
         """End an attempt that a reader gives up, and count the reader out unless another attempt follows.
@@ -344,7 +303,7 @@ class ProducerMachine:
                 self._early.put(reader, msg.transfer, (msg.digest, max(msg.readers, 1)), now)
         elif msg.digest == h.digest and reader not in h.misfits | h.settled and not h.lives(reader, but=serve):
             h.drop(reader, msg.readers)
-            out += self._count(h, Outcome(why), now)
+            out += self._offers.count(h, Outcome(why), now)
         if serve is not None:
             return out + self._stop(serve, why, False, now)
         said = self._serves.last_words.get(reader, msg.attempt)
@@ -352,60 +311,3 @@ class ProducerMachine:
             said = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", False)
         # Also the answer to its FetchRequest, should that come later.
         return [*out, self._serves.last_word(link, said, now)]
-
-    def _count(self, h: OfferRecord, last: Outcome, now: float) -> list[Action]:
-        """End the transfer here if all readers are done with it, one way or the other."""
-        if h.outcome is not None or not h.done:
-            return []
-        if last.delivered and h.dropped and not h.whole:
-            last = Outcome(Failure(K.CANCELLED, "one of its readers dropped it"))
-        return self._end(h, last, now)
-
-    def _void(self, h: OfferRecord, why: Failure, *, again: bool, now: float) -> list[Action]:
-        """Void the offer and stop what serves it. Those that only wait may go on if something is still to come."""
-        h.offer = None
-        out: list[Action] = []
-        for serve in list(h.serves.values()):
-            if serve.state is S.SERVING or not again:
-                out += self._stop(serve, why, again, now)
-        return out
-
-    def _shorten(self, h: OfferRecord, offer: Offer, why: Failure, now: float) -> list[Action]:
-        """Make what has been offered all that there is, for those who are being served."""
-        h.short, h.offer = why, replace(offer, final=True, tokens=h.tokens, bands=0)
-        out: list[Action] = []
-        for serve in list(h.serves.values()):
-            out += self._serves.advance(serve, now)
-        return out
-
-    def _told(self, outcome: Outcome) -> Failure:
-        """Return what those who still want a transfer that has ended so are told."""
-        if outcome is self._closed and outcome.failure is not None:
-            return Failure(K.PEER_LOST, outcome.failure.detail)
-        return told(outcome)
-
-    def _serve_over(self, h: OfferRecord, now: float) -> list[Action]:
-        """Note that something that was served of an offer is over, and end or release what was kept only for it."""
-        out = self._releases.of(h)
-        if not h.known and not h.serves and h.outcome is None:
-            del self._records[h.transfer]  # it was wanted only
-        elif h.short is not None and h.outcome is None and not h.served:
-            out += self._count(h, DELIVERED, now) + self._end(h, Outcome(h.short), now)
-        elif h.settled:  # and this was perhaps the last that others waited for
-            out += self._count(h, DELIVERED, now)
-        return out
-
-    def _end(self, h: OfferRecord, outcome: Outcome, now: float) -> list[Action]:
-        if h.outcome is not None:
-            return []
-        h.outcome, h.offer = outcome, None
-        del self._records[h.transfer]
-        self._leases.cancel(h.transfer)
-        self._over.put(h.transfer, Over(outcome, h.next_generation), now)
-        out: list[Action] = []
-        if h.known:
-            out.append(Emit(h.ended(outcome, now)))
-        out += self._releases.of(h)
-        for serve in list(h.serves.values()):
-            out += self._stop(serve, self._told(outcome), False, now)
-        return out

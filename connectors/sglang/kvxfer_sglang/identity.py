@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
 
 from kvxfer import Config
-from kvxfer.facts import TEXT
+from kvxfer.facts import TEXT, settings_hash
 from kvxfer.identity import key
 
 __all__ = ["request_digest", "server_facts"]
@@ -29,11 +28,10 @@ def server_facts(model: Any, encoding: str, config: Config) -> dict[str, str]:
         encoding: The KV cache's dtype.
         config: The settings.
     """
-    text = json.dumps(_essential(model.hf_config.to_dict()), sort_keys=True, default=str)
     return {
         "model": config.model or str(model.model_path)[-TEXT:],
         "revision": str(model.revision or "none")[-TEXT:],
-        "config": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+        "config": settings_hash(model.hf_config.to_dict(), without=_UNESSENTIAL),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantisation": str(model.quantization or "none"),
         "kv dtype": encoding,
@@ -51,9 +49,3 @@ def request_digest(room: int, prefix: int, pages: int) -> bytes:
         pages: Pages behind those, which are moved.
     """
     return hashlib.blake2b(key("sglang", room, prefix, pages), digest_size=16).digest()
-
-
-def _essential(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {name: _essential(inner) for name, inner in value.items() if name not in _UNESSENTIAL}

@@ -6,14 +6,13 @@ The weights are known by what is in memory: which files they came from, and unde
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvxfer.config import Config
-from kvxfer.facts import sealed
+from kvxfer.facts import sealed, settings_hash
 from kvxfer.identity import digest, key
 
 __all__ = ["model_facts", "prompt_digest"]
@@ -34,10 +33,9 @@ def model_facts(model: Any, config: Config) -> dict[str, str]:
     Reads some elements of each weight, once: milliseconds for small models, a second or so for those of many layers.
     """
     weights = {"weights": _fingerprint(model)} if config.model is None else {"model": config.model}
-    text = json.dumps(_essential(model.config.to_dict()), sort_keys=True, default=str)
     return {
         **weights,
-        "config": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+        "config": settings_hash(model.config.to_dict(), without=_UNESSENTIAL),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
 
@@ -56,12 +54,6 @@ def _fingerprint(model: Any) -> str:
         flat = flat[:: max(1, flat.numel() // SAMPLES)].contiguous().cpu()
         told.update(key(name, str(weight.dtype), tuple(weight.shape), flat.view(torch.uint8).numpy().tobytes()))
     return told.hexdigest()
-
-
-def _essential(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: _essential(inner) for key, inner in value.items() if key not in _UNESSENTIAL}
 
 
 def _adapters(model: Any) -> str | None:

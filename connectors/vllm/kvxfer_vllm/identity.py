@@ -8,13 +8,12 @@ part of it: each request names its own.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
-from kvxfer.facts import TEXT
+from kvxfer.facts import TEXT, settings_hash
 from kvxfer_vllm.weights import fingerprint
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ __all__ = ["facts_of", "updated"]
 log = logging.getLogger("kvxfer.vllm")
 
 _UNESSENTIAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_path")
+"""Settings of a model that say where it lies and who wrote it, and those that are stated by themselves."""
 
 
 def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
@@ -35,7 +35,7 @@ def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
     model = vllm_config.model_config
     return {
         **_weights(vllm_config, config),
-        "config": _shape(model.hf_config),
+        "config": settings_hash(model.hf_config.to_dict(), without=_UNESSENTIAL),
         **_rope(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantisation": str(model.quantization or "none"),
@@ -79,18 +79,6 @@ def _checkpoint(name: str, revision: str | None, download_dir: str | None) -> Pa
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
-
-
-def _shape(hf_config: Any) -> str:
-    """Return a hash of the model's configuration, without what says where it lies and who wrote it."""
-    text = json.dumps(_essential(hf_config.to_dict()), sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _essential(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: _essential(inner) for key, inner in value.items() if key not in _UNESSENTIAL}
 
 
 def _rope(model: Any) -> dict[str, str]:

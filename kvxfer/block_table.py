@@ -1,0 +1,212 @@
+"""Block tables: which blocks of each KV-cache group hold a request's tokens, as the wire has them."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvxfer import arguments
+from kvxfer.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # for annotations alone it takes too long to load
+
+__all__ = ["NULL", "BlockTable", "Ints"]
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+NULL = -1
+"""The id of "no block here"."""
+
+_LITTLE = np.dtype("<i4")
+_ID_BYTES = 4
+_NULL_BYTES = b"\xff" * _ID_BYTES
+_FEW = 32
+"""Ids of a row that Python has looked at before numpy begins to."""
+_SHORT = [struct.Struct(f"<{n}i") for n in range(_FEW + 1)]
+"""How rows of so many ids lie in memory."""
+_MOST_GROUPS = 128
+
+
+class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """A request's blocks: for each KV-cache group the block ids by position.
+
+    Block ``i`` of a group holds the tokens ``[i * block_tokens, (i + 1) * block_tokens)``; ``NULL`` stands where there
+    is no block. ``table[g]`` is the row of a group as int64 ``[blocks]``, and iteration gives all rows so.
+
+    Attributes:
+        rows: Each group's ids as little-endian int32, one after the other.
+
+    Raises:
+        ArgumentError: A row is not of whole int32, or holds an id below -1; more than 128 rows. From a peer: ``PeerError`` at the decoder.
+    """
+
+    rows: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_GROUPS)] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, tuple) or len(self.rows) > _MOST_GROUPS:
+            raise ArgumentError(f"rows must be a tuple of up to {_MOST_GROUPS}, not {arguments.shown(self.rows)}")
+        for g, row in enumerate(self.rows):
+            if not isinstance(row, bytes):
+                raise ArgumentError(f"rows[{g}] must be bytes, not {arguments.shown(row)}; BlockTable.of takes numbers")
+            if len(row) % _ID_BYTES:
+                raise ArgumentError(f"block table, group {g}: {len(row)} bytes are not a whole number of int32")
+            if _extremes(row)[0] < NULL:
+                raise ArgumentError(f"block table, group {g}: it holds an id below -1")
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[int] | NDArray[Any]], null: int = NULL) -> BlockTable:
+        """Make a table from one sequence or array of integers for each group.
+
+        Args:
+            rows: The ids by position.
+            null: The id by which the engine says that there is no block.
+
+        Raises:
+            ArgumentError: Ids that are not integers, or are below -1 or above 2**31 - 1.
+        """
+        if isinstance(rows, (str, bytes)) or not hasattr(type(rows), "__iter__"):
+            raise ArgumentError(f"rows must be one row of block ids for each group, not {arguments.shown(rows)}")
+        null = arguments.integer("null", null)
+        return cls(tuple([_packed(g, row, null) for g, row in enumerate(rows)]))
+
+    def __getitem__(self, g: int) -> Ints:
+        return np.frombuffer(self.rows[g], _LITTLE).astype(np.int64)
+
+    def __iter__(self) -> Iterator[Ints]:
+        return (self[g] for g in range(len(self.rows)))
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"BlockTable.of({self.tolist()})"
+
+    def tolist(self) -> list[list[int]]:
+        """Return the ids as lists of int."""
+        return [row.tolist() for row in self]
+
+    def count(self, g: int) -> int:
+        """Return how many positions the row of group ``g`` has."""
+        return len(self.rows[g]) // _ID_BYTES
+
+    @property
+    def empty(self) -> bool:
+        """Whether it holds no block at all."""
+        return not b"".join(self.rows).lstrip(_NULL_BYTES)  # no other id is of such bytes alone
+
+    def greatest(self, g: int) -> int:
+        """Return the greatest id in the row of group ``g``; ``NULL`` if it holds no block."""
+        row = self.rows[g]
+        if len(row) > _FEW * _ID_BYTES:
+            return int(np.maximum.reduce(np.frombuffer(row, _LITTLE)))
+        return max(_SHORT[len(row) // _ID_BYTES].unpack(row), default=NULL)
+
+    def there(self, g: int, first: int, past: int) -> bool:
+        """Return whether a group has a block at each position ``[first, past)``."""
+        row = self.rows[g][first * _ID_BYTES : past * _ID_BYTES]
+        return len(row) == (past - first) * _ID_BYTES and (not row or _extremes(row)[0] != NULL)
+
+    def keeps(self, earlier: BlockTable, g: int, first: int, past: int) -> bool:
+        """Return whether the row of a group has the same at the positions ``[first, past)`` as that of an earlier table."""
+        span = slice(first * _ID_BYTES, past * _ID_BYTES)
+        return self.rows[g][span] == earlier.rows[g][span]
+
+    def distinct(self, g: int, first: int, past: int) -> bool:
+        """Return whether a group has a block at each position ``[first, past)``, and none at two positions before ``past``.
+
+        The row has so many positions.
+        """
+        if past <= _FEW:
+            few = _SHORT[past].unpack_from(self.rows[g])
+            blocks = [block for block in few if block != NULL]
+            return NULL not in few[first:] and len(set(blocks)) == len(blocks)
+        ids = np.frombuffer(self.rows[g], _LITTLE, past)
+        there = ids.copy()
+        there.sort()
+        if there[0] == NULL:
+            if (ids[first:] == NULL).any():
+                return False
+            there = there[there != NULL]
+        return not (there[1:] == there[:-1]).any()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(map(len, self.rows))
+
+    def ids(self) -> tuple[int, ...]:
+        """Return the blocks of all groups, without ``NULL``."""
+        every = np.frombuffer(b"".join(self.rows), _LITTLE)
+        return tuple(every[every != NULL].tolist())
+
+    def only(self, spans: Iterable[tuple[int, int]]) -> BlockTable:
+        """Return the table with each row cut to the positions ``[first, past)``: ``NULL`` before, nothing behind."""
+        return BlockTable(
+            tuple(
+                _NULL_BYTES * min(first, past) + row[first * _ID_BYTES : past * _ID_BYTES]
+                for row, (first, past) in zip(self.rows, spans, strict=True)
+            )
+        )
+
+    def cut(self, spans: Iterable[tuple[int, int]]) -> BlockTable:
+        """Return of each row what is at the positions ``[first, past)``; ``behind`` puts it there again."""
+        rows = zip(self.rows, spans, strict=True)
+        return BlockTable(tuple([row[first * _ID_BYTES : past * _ID_BYTES] for row, (first, past) in rows]))
+
+    def behind(self, firsts: Iterable[int]) -> BlockTable:
+        """Return the table with each row moved behind so many positions of ``NULL``."""
+        return BlockTable(tuple([_NULL_BYTES * n + row for row, n in zip(self.rows, firsts, strict=False)]))
+
+    def filled(self, other: BlockTable) -> BlockTable:
+        """Return the table with the ids of another one where it has ``NULL``; no row gets longer."""
+        rows = []
+        for mine, theirs in zip(self, other, strict=True):
+            n = min(len(mine), len(theirs))
+            mine[:n] = np.where(mine[:n] == NULL, theirs[:n], mine[:n])
+            rows.append(mine)
+        return BlockTable.of(rows)
+
+    def continues(self, earlier: BlockTable) -> bool:
+        """Return whether every row begins with that of an earlier table."""
+        return all(row.startswith(old) for row, old in zip(self.rows, earlier.rows, strict=True))
+
+
+def _extremes(row: bytes) -> tuple[int, int]:
+    """Return the least and the greatest id of a row; ``NULL`` if it is empty."""
+    if not row:
+        return NULL, NULL
+    if len(row) > _FEW * _ID_BYTES:
+        ids = np.frombuffer(row, _LITTLE)
+        return int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
+    few = _SHORT[len(row) // _ID_BYTES].unpack(row)
+    return min(few), max(few)
+
+
+def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
+    """Return the ids of a row as the wire has them."""
+    try:
+        if not isinstance(row, np.ndarray):
+            row = array("q", row)
+            if 0 < len(row) <= _FEW and null == NULL <= min(row) and max(row) < 1 << 31:
+                return _SHORT[len(row)].pack(*row)
+        ids = np.asarray(row) if isinstance(row, np.ndarray) else np.frombuffer(row, np.int64)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(f"an array of {ids.dtype} and shape {ids.shape}")
+        if ids.size and int(ids.max()) >= 1 << 31:
+            raise OverflowError(f"{int(ids.max())} is above 2**31 - 1")
+        if ids.size and int(ids.min()) < min(NULL, null):
+            raise OverflowError(f"{int(ids.min())} is below -1")
+    except (TypeError, OverflowError) as error:
+        raise ArgumentError(f"block table, group {g}: block ids are a row of integers of 32 bits: {error}") from error
+    out = ids.astype(_LITTLE)
+    if null != NULL:
+        out[out == null] = NULL
+    return out.tobytes()

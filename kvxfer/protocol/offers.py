@@ -1,0 +1,154 @@
+"""What is offered, from the first word of it until its end: leased, counted as readers are done with it, and remembered."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
+from kvxfer.identity import TransferId
+from kvxfer.protocol.offer_record import OfferRecord, Over, RankServe, told
+from kvxfer.protocol.releases import Releases
+from kvxfer.protocol.revocations import RevocationCounter
+from kvxfer.protocol.serves import MOST_WORDS, Serves
+from kvxfer.protocol.timers import Recent, Timers
+from kvxfer.protocol.transitions import ServeState
+from kvxfer.protocol.values import Action, Emit
+from kvxfer.values import Offer
+
+__all__ = ["Offers"]
+
+S, K = ServeState, FailureKind
+
+
+class Offers:
+    """All offer records of one agent, and what ends them.
+
+    Args:
+        lease: seconds for which an offer is kept with nobody asking for it, and for which answers are remembered.
+        longest: seconds for which a fetch request is kept at most, whatever it says.
+        revocations: counts what is given up that was announced.
+
+    Attributes:
+        records: those that have not ended.
+        over: what is remembered of those that have.
+        releases: in which order they are released.
+        serves: what is served of them.
+        closed: how all end, present or still to come, once there is to be no more.
+    """
+
+    def __init__(self, lease: float, longest: float, revocations: RevocationCounter) -> None:
+        self._lease = lease
+        self.records: dict[TransferId, OfferRecord] = {}
+        self.over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
+        self.releases = Releases()
+        self.serves = Serves(lease, longest, revocations, self._serve_over)
+        self.closed: Outcome | None = None
+        self._leases: Timers[TransferId] = Timers()
+
+    def record(self, transfer: TransferId, now: float) -> OfferRecord:
+        h = self.records.get(transfer)
+        if h is None:
+            h = self.records[transfer] = OfferRecord(transfer, now, now)
+            self.releases.follow(h)
+        return h
+
+    def lend(self, h: OfferRecord, now: float) -> None:
+        """Keep the offer for a lease from now."""
+        if h.known and h.outcome is None:
+            h.leased = now + self._lease
+            self._leases.set(h.transfer, h.leased)
+
+    def settle(self, serve: RankServe, now: float) -> list[Action]:
+        """Count one more reader that has it all."""
+        h = serve.record
+        h.settled.add(serve.reader)
+        out = self.serves.settle(serve, now) + self.count(h, DELIVERED, now)
+        self.lend(h, now)  # for the others that it is for
+        return out
+
+    def count(self, h: OfferRecord, last: Outcome, now: float) -> list[Action]:
+        """End the transfer here if all readers are done with it, one way or the other."""
+        if h.outcome is not None or not h.done:
+            return []
+        if last.delivered and h.dropped and not h.whole:
+            last = Outcome(Failure(K.CANCELLED, "one of its readers dropped it"))
+        return self.end(h, last, now)
+
+    def void(self, h: OfferRecord, why: Failure, *, again: bool, now: float) -> list[Action]:
+        """Void the offer and stop what serves it. Those that only wait may go on if something is still to come."""
+        h.offer = None
+        out: list[Action] = []
+        for serve in list(h.serves.values()):
+            if serve.state is S.SERVING or not again:
+                out += self.serves.stop(serve, why, again, now)
+        return out
+
+    def shorten(self, h: OfferRecord, offer: Offer, why: Failure, now: float) -> list[Action]:
+        """Make what has been offered all that there is, for those who are being served."""
+        h.short, h.offer = why, replace(offer, final=True, tokens=h.tokens, bands=0)
+        out: list[Action] = []
+        for serve in list(h.serves.values()):
+            out += self.serves.advance(serve, now)
+        return out
+
+    def told(self, outcome: Outcome) -> Failure:
+        """Return what those who still want a transfer that has ended so are told."""
+        if outcome is self.closed and outcome.failure is not None:
+            return Failure(K.PEER_LOST, outcome.failure.detail)
+        return told(outcome)
+
+    def end(self, h: OfferRecord, outcome: Outcome, now: float) -> list[Action]:
+        """End the transfer, unless it has ended, and with it all that is served of it."""
+        if h.outcome is not None:
+            return []
+        h.outcome, h.offer = outcome, None
+        del self.records[h.transfer]
+        self._leases.cancel(h.transfer)
+        self.over.put(h.transfer, Over(outcome, h.next_generation), now)
+        out: list[Action] = []
+        if h.known:
+            out.append(Emit(h.ended(outcome, now)))
+        out += self.releases.of(h)
+        for serve in list(h.serves.values()):
+            out += self.serves.stop(serve, self.told(outcome), False, now)
+        return out
+
+    def close(self, why: Failure, now: float) -> list[Action]:
+        """End every offer, present or still to come, with ``why``."""
+        self.closed = Outcome(why)
+        out: list[Action] = []
+        for h in list(self.records.values()):
+            out += self.end(h, self.closed, now)
+        return out
+
+    def tick(self, now: float) -> list[Action]:
+        """Handle leases, and the deadlines of what is served."""
+        out = self.serves.tick(now)
+        for transfer in self._leases.due(now):
+            out += self._expire(self.records[transfer], now)
+        self.over.forget(now)
+        return out
+
+    def next(self) -> float | None:
+        """Return when ``tick`` has something to do next, or ``None``."""
+        due = self.serves.next(), self._leases.next(), self.over.next()
+        return min([at for at in due if at is not None], default=None)
+
+    def _expire(self, h: OfferRecord, now: float) -> list[Action]:
+        """End an offer whose lease has run out, or extend the lease while somebody is being served."""
+        live = [s.expires for s in h.serves.values() if s.state not in (S.SETTLED, S.ENDED)]
+        if live:
+            self._leases.set(h.transfer, max(now, *live) + self._lease)
+            return []
+        return self.end(h, Outcome(h.unfetched(self._lease)), now)
+
+    def _serve_over(self, h: OfferRecord, now: float) -> list[Action]:
+        """Note that something that was served of an offer is over, and end or release what was kept only for it."""
+        out = self.releases.of(h)
+        if not h.known and not h.serves and h.outcome is None:
+            del self.records[h.transfer]  # it was wanted only
+        elif h.short is not None and h.outcome is None and not h.served:
+            out += self.count(h, DELIVERED, now) + self.end(h, Outcome(h.short), now)
+        elif h.settled:  # and this was perhaps the last that others waited for
+            out += self.count(h, DELIVERED, now)
+        return out
