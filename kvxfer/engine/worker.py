@@ -19,7 +19,7 @@ from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure, Outcome
 from kvxfer.identity import TransferId, printable
-from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released, Stages
 from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
 
 __all__ = ["WorkerSide"]
@@ -176,8 +176,8 @@ class WorkerSide:
                 self.agent.fetch(replace(fetch, blocks=blocks))
             except KvxferError as e:
                 log.error("request %s cannot be loaded: %s", printable(fetch.handle), e)
-                outcome = Outcome(Failure.of(e))
-                self._take_in(Ended("consumer", fetch.transfer, fetch.handle, outcome, 0, 0.0))
+                outcome, stages = Outcome(Failure.of(e)), Stages(began=time.monotonic())
+                self._take_in(Ended("consumer", fetch.transfer, fetch.handle, outcome, 0, 0.0, stages=stages))
                 self._take_in(Released("consumer", fetch.transfer, fetch.handle))
                 if self._channel is not None:
                     self._channel.wake()
@@ -308,7 +308,7 @@ class WorkerSide:
         if request in self._prefetches:
             self._prefetched(report, result)
             return
-        report.stages[request] = event.stages
+        report.stages.setdefault(request, {})[self._rank] = event.stages
         if failure is not None:
             self._failing[request] = failure
         else:

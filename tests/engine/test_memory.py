@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ CONFIG = {"backend": "kvxfer.testing.fake:FakeTransport", "transfer_timeout": 4.
 
 
 class Engine:
-    def __init__(self, pins: BlockPins | None = None) -> None:
-        self.scheduler = SchedulerSide(Config.from_mapping(CONFIG), "e", (Group(TOKENS),), 1, FACTS, pins=pins)
+    def __init__(self, pins: BlockPins | None = None, facts: dict[str, str] = FACTS, **config: Any) -> None:
+        self.config, self.facts = Config.from_mapping(CONFIG | config), facts
+        self.scheduler = SchedulerSide(self.config, "e", (Group(TOKENS),), 1, facts, pins=pins)
         self.worker = WorkerSide(self.agent())
         self.update = Update()
 
@@ -28,7 +30,7 @@ class Engine:
         self.memory = np.zeros((BLOCKS, TOKENS, UNIT), np.uint8)
         view = View("kv", 0, ("0",), (0,), BLOCKS, TOKENS * UNIT, UNIT, "e", None, UNIT)
         cache = Cache((Region(self.memory.ctypes.data, self.memory.nbytes),), (Group(TOKENS),), (view,))
-        return Agent(cache, Config.from_mapping(CONFIG), "e", FACTS)
+        return Agent(cache, self.config, "e", self.facts)
 
     def turn(self) -> Update:
         step = self.scheduler.step()
@@ -37,9 +39,9 @@ class Engine:
         self.worker.after_forward(step)
         return self.scheduler.report(self.worker.collect(timeout=0.01))
 
-    def offer(self, name: str, blocks: list[int], value: int) -> Ticket:
+    def offer(self, name: str, blocks: list[int], value: int, consumers: int = 1) -> Ticket:
         transfer = TransferId.mint(self.scheduler.source.epoch, name)
-        assert self.scheduler.offer(name, transfer, name.encode(), TOKENS * len(blocks))
+        assert self.scheduler.offer(name, transfer, name.encode(), TOKENS * len(blocks), consumers=consumers)
         ticket = self.scheduler.ticket(name)
         assert ticket is not None
         self.memory[blocks] = value
