@@ -13,6 +13,7 @@ import pytest
 from kvxfer import Agent, ArgumentError, BlockTable, Config, FailureKind, Group, KvxferError, Rank, Ticket, TransferId
 from kvxfer.engine import BlockPins, SchedulerSide, Update, WorkerSide
 from kvxfer.geometry import Cache, Region, View
+from tests.control.conftest import until
 
 BLOCKS, TOKENS, UNIT = 8, 4, 16
 FACTS = {"model": "small"}
@@ -84,12 +85,18 @@ def move(p: Engine, d: Engine, name: str, value: int) -> None:
     assert name in p.until(name).free
 
 
+def hears_that_it_is_gone(agent: Agent) -> None:
+    """Wait until an agent knows that its only peer is gone: what it asks for before that is under way, and fails."""
+    until(lambda: not agent.links())
+
+
 @pytest.mark.parametrize("whose", [0, 1], ids=["producer", "consumer"])
 def test_an_engine_goes_on_over_other_memory(pair: tuple[Engine, Engine], whose: int) -> None:
     p, d = pair
     move(p, d, "before", 7)
     e, old = pair[whose], pair[whose].memory
     e.worker.suspend()
+    hears_that_it_is_gone(pair[1 - whose].worker.agent)
     kept = old.copy()
     e.worker.resume(e.agent())
     e.turn()
@@ -103,6 +110,7 @@ def test_what_is_under_way_ends_and_says_so(pair: tuple[Engine, Engine]) -> None
     held = p.offer("held", [1, 2], 7)
     p.turn()
     p.worker.suspend()
+    hears_that_it_is_gone(d.worker.agent)
     p.worker.resume(p.agent())
     assert "held" in p.until("held").free
     d.load("held", held, [3, 4])

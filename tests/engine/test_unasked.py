@@ -240,6 +240,7 @@ def test_who_was_asked_by_one_rank_counts_it_and_nobody_else_does(engine: Any) -
         for agent in p.agents:
             agent.offer(offered([1, 2], 8, transfer=TransferId(name, 0)))
     assert d.fetch("x", p.source) is None  # so that there are links
+    assert all(p.wait(Ended, rank)[0].outcome.delivered for rank in (0, 1))
     p.agents[1].identify(OTHER)
     until(lambda: len(d.worker.agent.links()) == 1)
     failure = d.fetch("y", p.source)
