@@ -75,7 +75,7 @@ class Report:
         short: Of requests that have been delivered, the token up to which they are here, where that is not all of it.
         writing: Those that are reported as failed though their blocks may still be written to, and on which ranks.
         quiet: Those of them that no longer are.
-        stages: Of loads that have ended, when they came how far on the slowest rank.
+        stages: Of loads that have ended, when they came how far on each rank.
         invalid: The scheduler's blocks of loads that have failed.
         begun: The last step with revocations that these ranks have begun.
         channels: Where these ranks' side channels listen; said once.
@@ -94,7 +94,7 @@ class Report:
     short: dict[str, int] = field(default_factory=dict)
     writing: dict[str, set[Rank]] = field(default_factory=dict)
     quiet: dict[str, set[Rank]] = field(default_factory=dict)
-    stages: dict[str, Stages] = field(default_factory=dict)
+    stages: dict[str, dict[Rank, Stages]] = field(default_factory=dict)
     invalid: set[int] = field(default_factory=set)
     begun: dict[Rank, int] = field(default_factory=dict)
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Report:
             later.short | {k: min(n, later.short.get(k, n)) for k, n in self.short.items()},
             _union(self.writing, later.writing),
             _union(self.quiet, later.quiet),
-            later.stages | {k: s.slowest(later.stages.get(k, s)) for k, s in self.stages.items()},
+            _join(self.stages, later.stages),
             self.invalid | later.invalid,
             self.begun | later.begun,
             self.channels | later.channels,

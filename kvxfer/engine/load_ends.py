@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from kvxfer.engine.exchange import Report
 from kvxfer.engine.loading import LoadingBlocks
@@ -60,7 +61,7 @@ class LoadEnds:
         self._arrived: dict[str, dict[Rank, int]] = {}  # of loads under way, the tokens that each rank has
         self._payloads: dict[str, bytes] = {}  # of loads that some rank has
         self._short: dict[str, int] = {}  # of those, the token up to which it is here, where that is not all
-        self._stages: dict[str, Stages] = {}  # how far those came when that have ended on some rank
+        self._stages: dict[str, dict[Rank, Stages]] = {}  # how far those came when that have ended on some rank
         self._early: list[str] = []  # loads of which the side channel has said that they are here
 
     def begins(self, request: str, source: Source, tokens: int) -> None:
@@ -72,7 +73,7 @@ class LoadEnds:
         request = result.handle
         if result.generation is not None:
             self._agreement.delivered(request, (result.generation,))
-        self._reached(request, result.stages)
+        self._reached(request, {result.rank: result.stages})
         if self._loading.over_on(request, (result.rank,)) and self._agreement.agreed(request):
             self._early.append(request)
 
@@ -108,8 +109,8 @@ class LoadEnds:
         self._loading.all_said(request)
         self._ended([request])
 
-    def _reached(self, request: str, stages: Stages) -> None:
-        self._stages[request] = stages.slowest(self._stages.get(request, stages))
+    def _reached(self, request: str, stages: Mapping[Rank, Stages]) -> None:
+        self._stages.setdefault(request, {}).update(stages)
 
     def _ended(self, requests: Iterable[str]) -> Update:
         """Return what has become of loads that all ranks have reported."""
@@ -123,7 +124,8 @@ class LoadEnds:
                 disagreed[request] = self._loading.blocks(request)
                 log.warning("request %s cannot use what was loaded: %s", printable(request), failure)
             source, tokens = self._under_way.pop(request, (None, 0))
-            stages = self._stages.pop(request, None)
+            reached = self._stages.pop(request, {})
+            stages = reduce(Stages.slowest, reached.values()) if reached else None
             payload, short = self._payloads.pop(request, b""), self._short.pop(request, None)
             if failure is None:
                 loaded.add(request)
@@ -135,8 +137,8 @@ class LoadEnds:
                     log.warning(what, printable(request), short)
             else:
                 failed[request] = failure
-                if failure.kind is FailureKind.INCOMPATIBLE:
-                    self._loading.refused(request)
+                if len(reached) == self._ranks and all(x.unasked for x in reached.values()):
+                    self._loading.unasked(request)
             if source is not None and failure is not None:
                 self._paces.failed(source)
             elif source is not None and stages is not None and short is None:

@@ -93,10 +93,10 @@ class LoadingBlocks:
         if known is not None and request not in self and request not in self._writing:
             self._schedule.loaded(request)
 
-    def refused(self, request: str) -> None:
-        """Take in that the load, which is over next, was refused before its producer heard of it."""
+    def unasked(self, request: str) -> None:
+        """Take in that the load, which is over next, has failed before any rank asked its producer."""
         if request in self:
-            self._schedule.refused(request)
+            self._schedule.unasked(request)
 
     def over(self, request: str) -> None:
         """Take in that the load is over, well or badly."""

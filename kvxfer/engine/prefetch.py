@@ -22,7 +22,7 @@ from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.engine.trace import Trace
-from kvxfer.failures import Failure, FailureKind
+from kvxfer.failures import Failure
 from kvxfer.identity import Source
 from kvxfer.protocol.values import Stages
 from kvxfer.schedule import FetchSchedule
@@ -217,12 +217,11 @@ class Prefetches:
     def _settle(self, request: str, found: _Prefetch) -> None:
         """Give the blocks back once nobody writes to them or reads them."""
         quiet = len(found.results) == self._ranks and all(r.quiet for r in found.results.values())
-        failure = self._failure(found)
-        failed = failure is not None
+        failed = self._failure(found) is not None
         if quiet and not found.over:
             found.over = True
-            if isinstance(failure, Failure) and failure.kind is FailureKind.INCOMPATIBLE:
-                self._schedule.refused(request)
+            if failed and all(r.stages.unasked for r in found.results.values()):
+                self._schedule.unasked(request)
             self._schedule.loaded(request)
             if not failed:
                 moved = max(r.stages.moving for r in found.results.values())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from msgspec.structs import replace
 
 from kvxfer.engine.exchange import Report
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, Outcome
 from kvxfer.identity import TransferId
-from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released, Stages
 from kvxfer.values import Fetch, Rank
 
 __all__ = ["RankEnds"]
@@ -47,7 +49,8 @@ class RankEnds:
 
     def refuse(self, fetch: Fetch, why: Failure) -> None:
         """End a load that the agent has not taken."""
-        self.take_in(Ended("consumer", fetch.transfer, fetch.handle, Outcome(why), 0, 0.0))
+        stages = Stages(began=time.monotonic())  # and nobody has been asked
+        self.take_in(Ended("consumer", fetch.transfer, fetch.handle, Outcome(why), 0, 0.0, stages=stages))
         self.take_in(Released("consumer", fetch.transfer, fetch.handle))
 
     def take_in(self, event: Event) -> None:
@@ -102,7 +105,7 @@ class RankEnds:
         if request in self._prefetches:
             self._prefetched(result)
             return
-        report.stages[request] = event.stages
+        report.stages.setdefault(request, {})[self._rank] = event.stages
         if failure is not None:
             self._failing[request] = failure
         else:

@@ -82,6 +82,11 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
     ended: float = 0.0
     moving: float = 0.0
 
+    @property
+    def unasked(self) -> bool:
+        """Whether it began, and no producer rank was ever asked: none can count us as its reader."""
+        return bool(self.began) and not self.asked
+
     def slowest(self, other: Stages) -> Stages:
         """Return the later time of each stage, of two ranks, and the longer time on the way."""
         return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))

@@ -150,13 +150,14 @@ class FetchSchedule:
             load.state, load.loader = _State.CLOSED, None
             self._prune(load)
 
-    def refused(self, request: str) -> None:
-        """Take in that the load was refused before its producer heard of it, which would keep the blocks for its lease.
+    def unasked(self, request: str) -> None:
+        """Take in that the load has failed before any worker asked its producer, which would keep the blocks for its lease.
 
-        Due before ``loaded``.
+        Due before ``loaded``, and only if that is so of all workers: a producer that has been asked counts this engine by
+        itself, and would count it twice.
         """
         if (load := self._loading.get(request)) is not None:
-            self._decline(load, "the consumer cannot use it")
+            self._decline(load, "the consumer gave up before it could ask")
 
     def preempt(self, request: str) -> None:
         """Take in that the engine takes the request's blocks away.

@@ -132,6 +132,20 @@ def test_pieces_that_touch_on_one_side_only(pair: tuple[Side, Side]) -> None:
     assert (b.bytes[200_000:270_000] == a.bytes[6002:76_002]).all()
 
 
+def test_an_aborted_send_fails_though_the_peer_may_have_it_all(pair: tuple[Side, Side]) -> None:
+    """UCX carries messages over before anybody receives them; the peer's half of one may then come before the link's end."""
+    a, b = pair
+    wanted, nbytes = a.bytes.copy(), 1 << 20
+    send = a.submit(Verb.SEND, 0, [0], [nbytes])
+    assert not run(a, b, seconds=0.2), "nobody has received it"
+    a.transport.abort(send)
+    (ended,) = run(a, ends=1)
+    assert "second one" in str(ended.error)
+    b.submit(Verb.RECV, 0, [0], [nbytes])
+    (received,) = run(a, b, ends=1)
+    assert "first" in str(received.error) if received.error else (b.bytes == wanted).all()
+
+
 @pytest.mark.parametrize(("sent", "wanted"), [(100, 99), (99, 100), (100_000, 90_000), (90_000, 100_000)])
 def test_halves_of_different_size_both_fail(pair: tuple[Side, Side], sent: int, wanted: int) -> None:
     """UCX tells the receiver of too long a message, and nobody else of anything. The link stays usable."""

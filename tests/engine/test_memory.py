@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from kvxfer import Agent, ArgumentError, BlockTable, Config, FailureKind, Group, KvxferError, Rank, Ticket, TransferId
 from kvxfer.engine import BlockPins, SchedulerSide, Update, WorkerSide
 from kvxfer.geometry import Cache, Region, View
+from tests.control.conftest import until
 
 BLOCKS, TOKENS, UNIT = 8, 4, 16
 FACTS = {"model": "small"}
@@ -19,8 +21,9 @@ CONFIG = {"backend": "kvxfer.testing.fake:FakeTransport", "transfer_timeout": 4.
 
 
 class Engine:
-    def __init__(self, pins: BlockPins | None = None) -> None:
-        self.scheduler = SchedulerSide(Config.from_mapping(CONFIG), "e", (Group(TOKENS),), 1, FACTS, pins=pins)
+    def __init__(self, pins: BlockPins | None = None, facts: dict[str, str] = FACTS, **config: Any) -> None:
+        self.config, self.facts = Config.from_mapping(CONFIG | config), facts
+        self.scheduler = SchedulerSide(self.config, "e", (Group(TOKENS),), 1, facts, pins=pins)
         self.worker = WorkerSide(self.agent())
         self.update = Update()
 
@@ -28,7 +31,7 @@ class Engine:
         self.memory = np.zeros((BLOCKS, TOKENS, UNIT), np.uint8)
         view = View("kv", 0, ("0",), (0,), BLOCKS, TOKENS * UNIT, UNIT, "e", None, UNIT)
         cache = Cache((Region(self.memory.ctypes.data, self.memory.nbytes),), (Group(TOKENS),), (view,))
-        return Agent(cache, Config.from_mapping(CONFIG), "e", FACTS)
+        return Agent(cache, self.config, "e", self.facts)
 
     def turn(self) -> Update:
         step = self.scheduler.step()
@@ -37,9 +40,9 @@ class Engine:
         self.worker.after_forward(step)
         return self.scheduler.report(self.worker.collect(timeout=0.01))
 
-    def offer(self, name: str, blocks: list[int], value: int) -> Ticket:
+    def offer(self, name: str, blocks: list[int], value: int, consumers: int = 1) -> Ticket:
         transfer = TransferId.mint(self.scheduler.source.epoch, name)
-        assert self.scheduler.offer(name, transfer, name.encode(), TOKENS * len(blocks))
+        assert self.scheduler.offer(name, transfer, name.encode(), TOKENS * len(blocks), consumers=consumers)
         ticket = self.scheduler.ticket(name)
         assert ticket is not None
         self.memory[blocks] = value
@@ -82,12 +85,18 @@ def move(p: Engine, d: Engine, name: str, value: int) -> None:
     assert name in p.until(name).free
 
 
+def hears_that_it_is_gone(agent: Agent) -> None:
+    """Wait until an agent knows that its only peer is gone: what it asks for before that is under way, and fails."""
+    until(lambda: not agent.links())
+
+
 @pytest.mark.parametrize("whose", [0, 1], ids=["producer", "consumer"])
 def test_an_engine_goes_on_over_other_memory(pair: tuple[Engine, Engine], whose: int) -> None:
     p, d = pair
     move(p, d, "before", 7)
     e, old = pair[whose], pair[whose].memory
     e.worker.suspend()
+    hears_that_it_is_gone(pair[1 - whose].worker.agent)
     kept = old.copy()
     e.worker.resume(e.agent())
     e.turn()
@@ -101,6 +110,7 @@ def test_what_is_under_way_ends_and_says_so(pair: tuple[Engine, Engine]) -> None
     held = p.offer("held", [1, 2], 7)
     p.turn()
     p.worker.suspend()
+    hears_that_it_is_gone(d.worker.agent)
     p.worker.resume(p.agent())
     assert "held" in p.until("held").free
     d.load("held", held, [3, 4])

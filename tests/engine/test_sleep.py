@@ -20,6 +20,7 @@ from kvxfer.identity import TransferId
 from kvxfer.schedule import StepCommands
 from kvxfer.values import BlockTable, Fetch, Offer, Rank
 from tests.data.elastic_pages import PAGE, ElasticPages
+from tests.engine.test_memory import hears_that_it_is_gone
 
 BLOCKS, TOKENS = 8, 4
 GONE = {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}
@@ -112,6 +113,7 @@ def test_through_two_sleeps_of_each(pair: tuple[Worker, Worker]) -> None:
     assert moves(p, d, 0)
     for number, sleeper in enumerate([p, d, p, d], 1):
         sleeper.sleep()
+        hears_that_it_is_gone((d if sleeper is p else p).side.agent)
         sleeper.wake()
         assert moves(p, d, number)
 

@@ -57,7 +57,7 @@ def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest
         return after(self, state, stimulus)
 
     monkeypatch.setattr(Transitions, "after", record)
-    delivered, short, banded, seed, begin = 0, 0, 0, 0, World.steps
+    delivered, short, banded, unasked, seed, begin = 0, 0, 0, 0, 0, World.steps
     while World.steps < begin + STEPS:
         for name, setting in SETTINGS.items():
             world = World(setting, Script(random.Random(f"{name} {seed}").randbytes(3000)))
@@ -67,6 +67,7 @@ def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest
                 raise AssertionError(f"{name}, seed {seed}: {e}") from e
             delivered += world.decodes.outcomes["delivered"]
             short += world.decodes.outcomes["short"]
+            unasked += world.decodes.outcomes["unasked"]
             banded += world.banded
         seed += 1
     for life in (RANK_FETCH, RANK_SERVE):
@@ -74,7 +75,7 @@ def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest
         assert not missed, "transitions that nothing brings about"
         impossible = sorted(map(str, frozenset().union(*life.never.values()) & taken))
         assert not impossible, "what should never happen did"
-    assert delivered > STEPS / 100 and short and banded > STEPS / 100
+    assert delivered > STEPS / 100 and short and unasked and banded > STEPS / 100
 
 
 @each_setting

@@ -231,16 +231,16 @@ class TestNames:
         assert intake.arrive("s", T, DIGEST, PEER, 40)
         assert intake.matched("s", 0) == 40
 
-    def test_a_load_that_is_refused_is_declined_for_its_producer(self) -> None:
+    def test_a_load_that_nobody_could_ask_for_is_declined_for_its_producer(self) -> None:
         intake = expecting(FULL, 40)
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.commands()
-        intake.refused("r")
-        assert intake.declines() == (DeclinedTransfer(T, DIGEST, PEER, "the consumer cannot use it"),)
+        intake.unasked("r")
+        assert intake.declines() == (DeclinedTransfer(T, DIGEST, PEER, "the consumer gave up before it could ask"),)
         intake.loaded("r")
         intake.finish("r")
         assert not intake.declines() and not intake.commands() and len(intake) == 0
-        intake.refused("r")
+        intake.unasked("r")
         assert not intake.declines(), "nothing is known of it"
 
     def test_a_late_cancel_does_not_meet_the_next_load(self) -> None:

@@ -16,7 +16,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Rank, Region
 from kvxfer.identity import TransferId, new_epoch
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released, Stats
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released, Stages, Stats
 from kvxfer.values import Fetch, Offer
 
 JUNK = -1
@@ -126,18 +126,14 @@ class Agent:
     def end(self, load: Load, outcome: Outcome, generation: int = -1, short: int | None = None) -> None:
         """The load's outcome, of a generation; if that is bad, its producer hears that nobody reads any more.
 
-        Unless the two engines do not fit, which is found out before there is a link.
+        Unless the two engines do not fit, which is found out before there is a link to ask over.
         """
         load.ended = True
-        producer = self.wire.peer(load)
-        if (
-            producer is not None
-            and outcome.failure is not None
-            and outcome.failure.kind is not FailureKind.INCOMPATIBLE
-        ):
+        producer, asked = self.wire.peer(load), outcome.kind is not FailureKind.INCOMPATIBLE
+        if producer is not None and outcome.failure is not None and asked:
             producer.dropped(load.fetch, outcome.failure)
-        named = load.fetch.transfer, load.fetch.handle, outcome
-        self.out.append(Ended("consumer", *named, 1, 0.01, generation, short=short))
+        named, stages = (load.fetch.transfer, load.fetch.handle, outcome), Stages(1.0, float(asked))
+        self.out.append(Ended("consumer", *named, 1, 0.01, generation, stages=stages, short=short))
 
     def quiet(self, load: Load) -> None:
         """Nothing touches the load's blocks any more, nor those that it read."""

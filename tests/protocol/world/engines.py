@@ -278,8 +278,12 @@ class ConsumerEngine:
         if isinstance(event, Ended):
             check(wish.ended is None, f"second outcome {event} after {wish.ended}")
             check(self.world.now <= wish.due + 1.0, f"{event} came after its deadline, which was {wish.due}")
+            asked = wish.owner in agent.tries.values()
+            check(not (event.stages.unasked and asked), f"{event} would count twice: a producer rank knows of it")
             wish.ended = event
             self.outcomes[event.outcome.kind or "delivered"] += 1
+            if event.stages.unasked:
+                self.outcomes["unasked"] += 1
             if event.short is not None:
                 self.outcomes["short"] += 1
             self._count(event)
